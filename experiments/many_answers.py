@@ -1,9 +1,8 @@
 """Objectives on problems with many correct answers, compared at equal pass@1.
 
-    python -m experiments.many_answers pilot      # learning rates, on seeds that are not used again
     python -m experiments.many_answers rates      # three learning rates for each arm, on two other seeds
     python -m experiments.many_answers train      # the arms of the page; recorded arms are skipped
-    python -m experiments.many_answers questions  # arms of docs/results/open_questions
+    python -m experiments.many_answers best       # the second plan's arms, at the best of these rates
     python -m experiments.many_answers_tables     # tables and figure
 
 A problem is a number and up to two forbidden terms. An answer writes the number as an ordered sum of two to five
@@ -232,6 +231,7 @@ class Arm(NamedTuple):
     weighting: str = "balanced"  # class weights of PACS
     actor: float = 0.0  # `actor_term_coef` of PACS
     minibatches: int = 1  # updates per rollout, each with prompts of its own
+    breadth: bool = False  # two updates on all minibatches of a rollout instead
     noise: float = 0.0  # share of the labels that are flipped
 
     @property
@@ -243,7 +243,7 @@ class Arm(NamedTuple):
             parts.append("mean log-ratio" if self.proxy == "mean" else "")
             parts.append("no class weights" if self.weighting == "none" else "")
             parts.append(f"actor term {self.actor:g}" if self.actor else "")
-        parts.append(f"{self.minibatches} minibatches" if self.minibatches > 1 else "")
+        parts.append("breadth" if self.breadth else f"{self.minibatches} minibatches" if self.minibatches > 1 else "")
         parts.append(f"{self.noise:.0%} flipped" if self.noise else "")
         return ", ".join(part for part in parts if part)
 
@@ -302,7 +302,7 @@ def train(
     optimizer = torch.optim.AdamW(policy.values(), lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seeds[0])
     torch.manual_seed(seeds[0])
-    seconds, curve = 0.0, []
+    seconds, curve, rollouts = 0.0, [], []
     for update in range(updates + 1):
         if update % every == 0:
             curve.append(measure(policy, held_out, first))
@@ -311,9 +311,11 @@ def train(
         began = time.process_time()
         if arm.reset > 1 and update % arm.reset == 0:
             kept = copy_of(policy)
-        if update % arm.minibatches == 0:
+        if not rollouts:
             rollouts = [rollout(policy, arm, prompts, generator) for _ in range(arm.minibatches)]
-        repeated, completions, labels, reference = rollouts[update % arm.minibatches]
+            if arm.breadth:
+                rollouts = 2 * [tuple(torch.cat(parts, dim=1) for parts in zip(*rollouts, strict=True))]
+        repeated, completions, labels, reference = rollouts.pop(0)
         mask = mask_of(completions)
         logps = token_logps(policy, repeated, completions)
         if arm.kl or arm.reset != 1:
@@ -341,7 +343,7 @@ ROLLOUT, GRPO = Arm("PACS"), Arm("GRPO")
 KEPT = {beta: Arm("PACS", beta, 0) for beta in (0.03, 0.1, 0.3, 1.0, 3.0, 10.0)}
 MEAN = {beta: Arm("PACS", beta, 0, "mean") for beta in (0.1, 0.3, 1.0, 4.0, 10.0)}  # of about four tokens
 RESET = {reset: Arm("PACS", reset=reset) for reset in (16, 80, 320)}
-PENALTY = {kl: Arm("GRPO", kl=kl) for kl in (0.02, 0.1, 0.3, 1.0)}
+PENALTY = {kl: Arm("GRPO", kl=kl) for kl in (0.02, 0.1, 0.2, 0.3, 1.0)}
 OTHERS = [Arm("RLOO"), Arm("MaxRL"), Arm("REAL")]
 LEADING = [GRPO, ROLLOUT, KEPT[0.3], PENALTY[0.1]]
 FAST = [RESET[80], *OTHERS[:2], MEAN[1.0], RESET[16], KEPT[0.1], OTHERS[2], PENALTY[0.02]]
@@ -350,26 +352,19 @@ NEW, NEW_SLOW = [KEPT[0.03], MEAN[0.1], MEAN[0.3]], [PENALTY[0.3], RESET[320]]
 STILL = [PENALTY[1.0], KEPT[10.0], MEAN[10.0]]  # expected to stay below 40 %
 
 # Learning rate, arms, updates, updates between two measurements; the pilots' seeds are not used again.
-PILOT = [(1e-3, [*LEADING, *FAST, KEPT[1.0], *SLOW], 300, 50), (3e-3, [*LEADING, KEPT[1.0]], 300, 50)]
 PLAN = [(1e-3, [*LEADING, *FAST[:3]], 320, 40), (1e-3, [KEPT[1.0]], 640, 80), (1e-3, FAST[3:], 320, 40)]
 PLAN += [(3e-4, [GRPO], 960, 120), (1e-3, SLOW, 640, 80)]
-RATES = []
-for arms, size in (
-    ([*LEADING, *FAST, *NEW], 320),
-    ([KEPT[1.0], *SLOW[1:], *NEW_SLOW], 640),
-    ([*SLOW[:1], *STILL], 640),
-):
-    RATES += [(rate, arms, size, size // 8) for rate in (3e-3, 1e-3)]
-RATES += [(3e-4, arms, 2 * size, size // 4) for _, arms, size, _ in RATES[::2] if STILL[0] not in arms]
-SEEDS, PILOT_SEEDS, RATE_SEEDS = list(range(10)), [100, 101], [200, 201]
-NOISY = [arm._replace(noise=0.2) for arm in (GRPO, ROLLOUT, KEPT[0.1], KEPT[0.3], KEPT[1.0], PENALTY[0.1])]
-ACTOR = [arm._replace(actor=1.0) for arm in (ROLLOUT, KEPT[0.3], KEPT[0.3]._replace(weighting="none"))]
-FOUR = [OTHERS[0], ROLLOUT._replace(weighting="none"), ROLLOUT, Arm("PACS", 10.0)]
-FOUR = [arm._replace(minibatches=4) for arm in FOUR]
-QUESTIONS = [(1e-3, [*FOUR, KEPT[0.3]._replace(weighting="none"), *ACTOR, *NOISY], 320, 40)]
+RATES = [(rate, [*LEADING, *FAST, *NEW], size, size // 8) for rate, size in ((3e-3, 320), (1e-3, 320), (3e-4, 640))]
+RATES += [(rate, [KEPT[1.0], *SLOW, *NEW_SLOW, *STILL], 640, 80) for rate in (3e-3, 1e-3)]
+# The new arms, and those whose best rate is not 1e-3.
+SECOND = [(3e-4, [OTHERS[1], ROLLOUT], 640, 80), (1e-3, [RESET[320], PENALTY[0.2]], 640, 80)]
+SECOND += [(3e-4, [KEPT[0.1], *OTHERS[::2], *NEW, PENALTY[0.02]], 640, 80)]
+SECOND += [(3e-3, [PENALTY[0.3], *STILL[1:]], 320, 40), (1e-3, STILL[:1], 320, 40)]
+SEEDS, RATE_SEEDS = list(range(10)), [200, 201]  # those of the first pilot were 100 and 101
+
 # Arms with sizes, seeds, and the pass@1 after which a run ends.
-COMMANDS = {"pilot": (PILOT, PILOT_SEEDS, 1.0), "rates": (RATES, RATE_SEEDS, 0.4), "train": (PLAN, SEEDS, 1.0)}
-COMMANDS["questions"] = (QUESTIONS, SEEDS, 1.0)
+COMMANDS = {"rates": (RATES, RATE_SEEDS, 0.4), "train": (PLAN, SEEDS, 1.0)}
+COMMANDS["best"] = (SECOND, SEEDS, 0.5)
 
 
 def read_records(results: Path) -> list[dict[str, Any]]:

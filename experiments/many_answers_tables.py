@@ -17,11 +17,13 @@ from experiments.many_answers import (
     KEPT,
     OTHERS,
     PENALTY,
-    PILOT_SEEDS,
     PLAN,
+    RATE_SEEDS,
+    RATES,
     RESET,
     RESULTS,
     ROLLOUT,
+    SECOND,
     SEEDS,
     read_records,
 )
@@ -32,7 +34,8 @@ from pacs_trl.report.plots import PAGE_WIDTH, PANEL_HEIGHT, STYLE
 # Metric, factor, and decimals.
 METRICS = {"pass@1": (100, 1), "pass@8": (100, 1), "pass@64": (100, 1), "distinct": (100, 1)}
 METRICS |= {"perplexity": (1, 2), "kl": (1, 2), "entropy": (1, 2), "updates": (1, 0)}
-LEVELS = (0.3, 0.4, 0.5)
+LEVEL = 0.4
+BASES = (GRPO, ROLLOUT, PENALTY[0.1])
 STUDENT = 2.26  # 97.5 %, ten seeds
 
 
@@ -70,15 +73,44 @@ def cells(values: list[dict[str, float]], names: list[str]) -> list[str]:
     return found
 
 
-def difference(record: dict[str, Any], baseline: dict[str, Any], level: float, name: str) -> str:
-    """Return the mean difference in points, paired by seed, ± half of its 95 % interval, and the number of seeds if
-    some do not reach the level."""
-    ours, theirs = at_pass_1(record, level), at_pass_1(baseline, level)
-    values = [100 * (ours[seed][name] - theirs[seed][name]) for seed in ours if seed in theirs]
+def paired_difference(ours: dict[int, dict[str, float]], theirs: dict[int, dict[str, float]], name: str) -> str:
+    """Return the mean difference of a metric by seed ± half of its 95 % interval, and the number of seeds if it is
+    less than all."""
+    factor, digits = METRICS[name]
+    values = [factor * (ours[seed][name] - theirs[seed][name]) for seed in ours if seed in theirs]
     if len(values) < len(SEEDS) - 2:
-        return f"({len(values)} of {len(record['seeds'])})"
-    some = f" ({len(values)})" if len(values) < len(record["seeds"]) else ""
-    return f"{mean(values):+.1f} ± {STUDENT * stdev(values) / len(values) ** 0.5:.1f}{some}"
+        return f"({len(values)} of {len(SEEDS)})"
+    some = f" ({len(values)})" if len(values) < len(SEEDS) else ""
+    return f"{mean(values):+.{digits}f} ± {STUDENT * stdev(values) / len(values) ** 0.5:.{digits}f}{some}"
+
+
+def best_rates(records: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the learning rate of each arm by the rule of the page, and print what it rests on."""
+    found: dict[str, float] = {}
+    rates, rows = sorted({rate for rate, *_ in RATES}), []
+    of_arms: dict[str, dict[float, dict[str, Any]]] = {}
+    for record in records:
+        if record["seeds"] == RATE_SEEDS:
+            of_arms.setdefault(record["arm"], {})[record["rate"]] = record
+    for arm, runs in of_arms.items():
+        reached = {rate: list(at_pass_1(run, LEVEL).values()) for rate, run in runs.items()}
+        pass_64 = {r: 100 * mean(v["pass@64"] for v in vs) for r, vs in reached.items() if len(vs) == len(RATE_SEEDS)}
+        ends = {rate: 100 * mean(run["pass@1"][-1]) for rate, run in runs.items()}
+        found[arm] = max(pass_64 or ends, key=(pass_64 or ends).__getitem__)
+        if pass_64 and pass_64[found[arm]] < pass_64.get(PLAN[0][0], 0) + 1:
+            found[arm] = PLAN[0][0]
+        of_rates = [
+            f"{pass_64[rate]:.1f} ({mean(v['updates'] for v in reached[rate]):.0f})"
+            if rate in pass_64
+            else f"{len(reached[rate])} of 2; {ends[rate]:.0f}"
+            if rate in runs
+            else ""
+            for rate in rates
+        ]
+        rows.append([arm, *of_rates, f"{found[arm]:g}"])
+    print("### Learning rates: pass@64 at pass@1 = 40 % (updates)\n")
+    markdown(["arm", *(f"{rate:g}" for rate in rates), "best"], rows)
+    return found
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> None:
@@ -90,68 +122,69 @@ def title(record: dict[str, Any]) -> str:
     return record["arm"] + (f", rate {record['rate']:g}" if record["rate"] != PLAN[0][0] else "")
 
 
-def print_tables(results: Path) -> None:
-    """Print the tables of the page."""
-    everything = read_records(results)
-    records = [record for record in everything if record["seeds"] == SEEDS]
-    for level in LEVELS:
-        print(f"### At pass@1 = {level:.0%}\n")
-        names = [name for name in METRICS if name != "pass@1"]
-        rows = []
-        for record in records:
-            found = list(at_pass_1(record, level).values())
-            rows.append([title(record), f"{len(found)} of {len(record['seeds'])}", *cells(found, names)])
-        markdown(["arm", "reached", *names], rows)
-    print("### Differences at equal pass@1, in points\n")
-    compared = [(name, level) for name in ("pass@64", "distinct") for level in LEVELS]
-    for base in (GRPO, ROLLOUT, PENALTY[0.1]):
-        baseline = next((record for record in records if title(record) == base.name), None)
-        others = [record for record in records if record is not baseline and baseline is not None]
-        rows = [[title(r), *(difference(r, baseline, level, name) for name, level in compared)] for r in others]
-        markdown([f"minus {base.name}", *(f"{name} at {level:.0%}" for name, level in compared)], rows)
-    print("### At equal CPU seconds of the updates\n")
-    limit = min((record["seconds"] for record in records), default=0.0)
+def compare(records: list[dict[str, Any]]) -> None:
+    """Print metrics of arms at `LEVEL` and differences to three of them."""
+    by_arm = {record["arm"]: record for record in records}
+    bases = [at_pass_1(by_arm[arm.name], LEVEL) for arm in BASES]
+    names = ["pass@8", "pass@64", "distinct", "kl", "entropy", "updates"]
+    compared = [(name, arm, base) for name in ("pass@64", "distinct") for arm, base in zip(BASES, bases, strict=True)]
     rows = []
-    for record in records:
+    for record in sorted(records, key=lambda record: record["arm"]):
+        found = at_pass_1(record, LEVEL)
+        row = [record["arm"], f"{record['rate']:g}", str(len(found)), *cells(list(found.values()), names)]
+        rows.append([*row, *("" if found == base else paired_difference(found, base, n) for n, _, base in compared)])
+    markdown(["arm", "rate", "seeds", *names, *(f"{n} minus {arm.name}" for n, arm, _ in compared)], rows)
+
+
+def print_tables(everything: list[dict[str, Any]], best: dict[str, float]) -> None:
+    """Print the tables of the page."""
+    records = [record for record in everything if record["seeds"] == SEEDS]
+    print("### At pass@1 = 40 %, each arm at its best rate\n")
+    compared = {arm.name for _, arms, *_ in [*PLAN, *SECOND] for arm in arms}
+    best = {arm: PLAN[0][0] for arm in compared} | best
+    compare([record for record in records if record["arm"] in compared and record["rate"] == best[record["arm"]]])
+    first = {(arm.name, rate) for rate, arms, *_ in PLAN for arm in arms}
+    planned = [record for record in records if (record["arm"], record["rate"]) in first]
+    print("### At pass@1 = 40 %, one rate for all\n")
+    compare([record for record in planned if record["rate"] == PLAN[0][0]])
+    print("### At equal CPU seconds of the updates\n")
+    limit = min(record["seconds"] for record in planned)
+    rows = []
+    for record in planned:
         of_update = record["seconds"] / record["every"] / (len(record["pass@1"]) - 1)
         values = [at_point(record, i, limit / of_update / record["every"]) for i in range(len(SEEDS))]
-        names = ["updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"]
-        rows.append([title(record), f"{1000 * of_update / len(SEEDS):.1f}", *cells(values, names)])
+        names = ["pass@1", "pass@8", "pass@64", "distinct", "entropy"]
+        updates = f"{limit / of_update:.0f}"
+        rows.append([title(record), f"{1000 * of_update / len(SEEDS):.1f}", updates, *cells(values, names)])
     markdown(["arm", "ms per update", "updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"], rows)
-    print(f"### Pilot, seeds {PILOT_SEEDS}, at pass@1 = 40 %\n")
-    rows = []
-    for record in (record for record in everything if record["seeds"] == PILOT_SEEDS):
-        found = list(at_pass_1(record, 0.4).values())
-        last = f"{100 * mean(record['pass@1'][-1]):.1f}"
-        names = ["updates", "pass@64", "distinct"]
-        rows.append([record["arm"], f"{record['rate']:g}", last, str(len(found)), *cells(found, names)])
-    markdown(["arm", "learning rate", "pass@1 at the end", "reached", "updates", "pass@64", "distinct"], rows)
 
 
-def draw(results: Path) -> None:
-    """Write pareto.png: pass@64 and distinct correct answers against pass@1 along the runs, means over seeds."""
+def draw(everything: list[dict[str, Any]], best: dict[str, float], path: Path) -> None:
+    """Plot pass@64 and distinct correct answers against pass@1 along the runs, means over seeds, each arm at its best
+    rate."""
     shown = [GRPO, ROLLOUT, KEPT[0.3], KEPT[1.0], PENALTY[0.1], RESET[80], OTHERS[1]]
-    records = {title(record): record for record in read_records(results) if record["seeds"] == SEEDS}
+    records = {r["arm"]: r for r in everything if r["seeds"] == SEEDS and r["rate"] == best.get(r["arm"])}
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(PAGE_WIDTH, 1.3 * PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(1, 2)
         for arm, color, marker, dash in zip(shown, COLORS, MARKERS, DASHES, strict=True):
-            if record := records.get(arm.name):
-                for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
-                    points = [[mean(point) for point in record[key]] for key in ("pass@1", name)]
-                    panel.plot(*points, color=color, marker=marker, linestyle=dash, label=arm.name)
+            for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
+                points = [[mean(point) for point in records[arm.name][key]] for key in ("pass@1", name)]
+                panel.plot(*points, color=color, marker=marker, linestyle=dash, label=arm.name)
         panels[0].set(xlabel="pass@1", ylabel="pass@64")
         panels[1].set(xlabel="pass@1", ylabel="share of correct answers in 64 samples")
         figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-        save(figure, results / "pareto.png")
+        save(figure, path)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
-    print_tables(args.results)
-    draw(args.results)
+    everything = read_records(args.results)
+    best = best_rates(everything)
+    print_tables(everything, best)
+    draw(everything, best, args.results / "pareto.png")
 
 
 if __name__ == "__main__":

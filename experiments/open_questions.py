@@ -1,78 +1,61 @@
-"""DARS without class weights, its breadth, and the tokens of VERL's bonus on miniature sums.
+"""Minibatches, breadth, class weights, the actor term, and label noise on problems with many answers.
 
-`python -m experiments.open_questions`
+    python -m experiments.open_questions    # trains what is not recorded and prints the table of the page
 
-The arms of a seed share their warm start. PACS and DARS generate about 15,360 completions: 60 generations of 256, or
-23 of variable size. Finished runs are read from `--results_dir`, and an interrupted run starts again.
+The arms start from the warm starts of `many_answers.py` and have its seeds, so that both pages' records are paired.
 """
 
-import math
-from statistics import mean
+import torch
 
-from experiments.paper.cells import Options, run_cell
-from experiments.paper.records import Records, Run
-from experiments.paper.render import Cell
-from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
-
-
-DARS = {"method": "dars", "adaptive_rollouts": "equal_treatment", "max_generations": 32, "class_weighting": "none"}
-VERL = {"method": "verl", "hidden_state_stride": 10, "max_steps": 160}
-PLAIN, DEPTH, ALL = "PACS, no class weights", "DARS, no class weights", "VERL, bonus on all tokens"
-ARMS = {
-    "warm start": {},
-    PLAIN: {"class_weighting": "none"},
-    DEPTH: DARS | {"max_steps": 92},
-    "DARS-B, no class weights": DARS
-    | {"gradient_accumulation_steps": 4, "num_iterations": 2, "max_steps": 46, "warmup_steps": 4},
-    ALL: VERL,
-    "VERL, bonus on the last token": VERL | {"bonus_tokens": "last"},
-}
-BASES = {DEPTH: PLAIN, "DARS-B, no class weights": DEPTH, "VERL, bonus on the last token": ALL}
-KS = (1, 8, 64)
-SIZES = {"num_samples": 64, "benchmarks": ",".join(f"miniature/terms_{n}" for n in range(3, 8))}
+from experiments.many_answers import (
+    GRPO,
+    KEPT,
+    OTHERS,
+    PENALTY,
+    RESULTS,
+    ROLLOUT,
+    SEEDS,
+    Arm,
+    read_records,
+    train_missing,
+)
+from experiments.many_answers_tables import LEVEL, at_pass_1, at_point, cells, markdown, paired_difference
 
 
-def cell_of(arm: str) -> Cell:
-    trained = arm != "warm start"
-    return Cell(arm, "miniature/sums-0.1m/pacs", trained, settings=ARMS[arm], name=f"open_questions/{run_name(arm)}")
+RATE, UPDATES = 1e-3, 320
 
-
-def measured(run: Run) -> list[float]:
-    """Return pass@k for each of `KS` and the share of problems that are never solved in percent, means over
-    benchmarks, and the entropy of the last ten updates in nats (0 without training)."""
-    found = list(run.results["benchmarks"].values())
-    shares = [mean(b["pass_at_k"].get(str(k), {"value": math.nan})["value"] for b in found) for k in KS]
-    shares.append(mean(problem["c"] == 0 for b in found for problem in b["problems"]))
-    log = [entry["entropy"] for entry in run.training["log_history"][-10:]] if run.training else [0.0]
-    return [*(100 * share for share in shares), mean(log)]
-
-
-def report(options: Options) -> list[str]:
-    """Return a row for each arm: means over seeds, and differences to the arm of `BASES` by seed."""
-    records, rows = Records(options.results_dir), []
-    found = {arm: {run.seed: measured(run) for run in records.runs(cell_of(arm).run, arm)} for arm in ARMS}
-    for arm, values in found.items():
-        cells = [
-            f"{mean(column):.{1 if i < 4 else 3}f}" for i, column in enumerate(zip(*values.values(), strict=True))
-        ]
-        base = found.get(BASES.get(arm, ""), {})
-        shared = [seed for seed in values if seed in base]
-        for i, factor in ((0, 1), (2, 1), (4, 1000)):
-            cells.append(mean_difference([factor * (values[seed][i] - base[seed][i]) for seed in shared]))
-        if values:
-            rows.append([arm, ", ".join(map(str, values)), *cells])
-    heads = ["", "seeds", *(f"pass@{k}" for k in KS), "never solved", "entropy"]
-    return markdown([*heads, "pass@1 minus", "pass@64 minus", "entropy minus, 1/1000 nats"], rows)
+# Each arm with the arm that it is compared with.
+RLOO, NO_WEIGHTS = OTHERS[0], ROLLOUT._replace(weighting="none")
+FOUR = [arm._replace(minibatches=4) for arm in (RLOO, NO_WEIGHTS, ROLLOUT, Arm("PACS", 10.0))]
+BREADTH = FOUR[2]._replace(breadth=True)
+PLAIN_KEPT = KEPT[0.3]._replace(weighting="none")
+CLASSES = [(ROLLOUT, RLOO), (PLAIN_KEPT, RLOO), (KEPT[0.3], PLAIN_KEPT), (KEPT[0.3], ROLLOUT)]
+ACTOR = [(arm._replace(actor=1.0), arm) for arm in (ROLLOUT, KEPT[0.3], PLAIN_KEPT)]
+NOISY = [(arm._replace(noise=0.2), arm) for arm in (GRPO, ROLLOUT, *(KEPT[b] for b in (0.1, 0.3, 1.0)), PENALTY[0.1])]
+PAIRS = [(BREADTH, FOUR[2]), *zip(FOUR[1:], FOUR, strict=False), *CLASSES, *ACTOR, *NOISY]
+NEW = [*FOUR, PLAIN_KEPT, *(arm for arm, _ in [*ACTOR, *NOISY])]
 
 
 def main() -> None:
-    parser = arms_parser(__doc__, "open_questions", ARMS)
-    args = parser.parse_args()
-    options = options_of(args, **SIZES)
-    for seed in args.seeds:
-        for arm in args.arms:
-            run_cell(cell_of(arm), seed, options)
-            publish(args.results_dir / "table.md", report(options))
+    torch.set_num_threads(1)
+    train_missing(RESULTS, [(arm, RATE) for arm in NEW], SEEDS, updates=UPDATES, every=UPDATES // 8)
+    train_missing(RESULTS, [(BREADTH, RATE)], SEEDS, updates=UPDATES // 2, every=UPDATES // 16)  # the same rollouts
+    records = {r["arm"]: r for r in read_records(RESULTS) if r["seeds"] == SEEDS and r["rate"] == RATE}
+    rows = []
+    for arm, base in PAIRS:
+        ours, theirs = records[arm.name], records[base.name]
+        levels = [at_pass_1(of, LEVEL) for of in (ours, theirs)]
+        ends = [
+            {seed: at_point(of, i, min(UPDATES / of["every"], 8)) for i, seed in enumerate(SEEDS)}
+            for of in (ours, theirs)
+        ]
+        row = [arm.name, base.name, str(len(levels[0])), *cells(list(levels[0].values()), ["pass@64", "updates"])]
+        row += [paired_difference(*levels, name) for name in ("pass@64", "distinct", "entropy", "updates")]
+        rows.append([*row, *cells(list(ends[0].values()), ["pass@1"])])
+        rows[-1] += [paired_difference(*ends, name) for name in ("pass@1", "entropy")]
+    names = ["pass@64", "distinct", "entropy", "updates"]
+    heads = ["arm", "minus", "reached", "pass@64", "updates", *(f"difference in {name}" for name in names)]
+    markdown([*heads, "pass@1 at the end", "difference", "difference in entropy at the end"], rows)
 
 
 if __name__ == "__main__":

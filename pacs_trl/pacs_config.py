@@ -113,8 +113,8 @@ class PACSConfig(ExactUpdateConfig):
             Implicit reward: `"log_ratio"` (eq. 7), `"mean_log_ratio"`, the same divided by the number of tokens, or
             `"mean_logp"`, the mean log-probability without reference.
         actor_term_coef (`float`, *optional*, defaults to `0.0`):
-            Weight of the actor term of eq. 5. The authors' code has none. 1.0 is the weight in eq. 5, but the term
-            here is centered in the group and carries the class weights, and eq. 5 has neither.
+            Weight of the actor term of eq. 5 (1.0 there), here centered in the group and with class weights. The
+            authors' code has none, and 1.0 cost accuracy wherever it was measured (docs/theory.md).
 
         > Parameters that control the reference policy
 
