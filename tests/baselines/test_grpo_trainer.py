@@ -93,7 +93,10 @@ VLLM = {
 }
 
 
-@pytest.mark.parametrize("settings", VLLM.values(), ids=VLLM)
+@pytest.mark.parametrize(
+    "settings",
+    [pytest.param(s, marks=() if s["loss_type"] == "dapo" else pytest.mark.slow, id=n) for n, s in VLLM.items()],
+)
 def test_weights_are_those_of_trl_with_a_mismatch_of_vllm(tmp_path, settings):
     """An engine that reports the same log-prob for every token, near those of the policy."""
     settings = REUSED | SMALL_STEPS | {"vllm_importance_sampling_clip_max": 1.1} | settings

@@ -45,7 +45,9 @@ from pacs_trl import PACSTrainer
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trains]
-ZERO3_TOO = pytest.param("zero3", marks=pytest.mark.slow)
+# Shards in small are in test_ppo.py and tests/gpu/test_gpu_processes.py.
+TWO_KINDS = ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)]
+ALL_KINDS = [*TWO_KINDS, pytest.param("zero3", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,7 @@ def test_lora(tmp_path, ddp):
     check(tmp_path, both(ddp, "lora"), QUARTER, {}, model=lambda: get_peft_model(tiny_model(), LORA))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", ZERO3_TOO])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_grpo_ends_with_the_weights_of_trl_in_one_process(request, tmp_path, kind):
     first, second = both(request.getfixturevalue(kind), "grpo")
     settings = {**GRPO, "per_device_train_batch_size": 2 * GRPO["per_device_train_batch_size"]}
@@ -136,7 +138,7 @@ def test_grpo_ends_with_the_weights_of_trl_in_one_process(request, tmp_path, kin
             assert log["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", ZERO3_TOO])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_shared_prompts_change_the_last_digits_only(request, kind):
     """Two steps of gradient descent with rows that share their prompt: what they change is that of padded rows but for
     rounding."""
@@ -188,7 +190,7 @@ def test_resumed_run_ends_with_the_same_bits(ddp, name):
     assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", TWO_KINDS)
 def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
     first, second = both(request.getfixturevalue(kind), "drawn again")
     assert first["groups"] == [[0] * 4 + [1] * 4 + [0] * 8] and second["groups"] == [[2] * 4 + [3] * 4 + [2] * 8]
@@ -198,14 +200,14 @@ def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
     assert first["logps"] == [] and all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", TWO_KINDS)
 def test_benchmarks_are_shared_by_processes(tmp_path, request, kind):
     first, second = both(request.getfixturevalue(kind), "benchmarks")
     one = benchmarks(0, tmp_path, per_device_train_batch_size=8)
     assert first == second == one and len(one) == 2 and one[0]["eval_miniature/addition/mean_length"] > 0
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", TWO_KINDS)
 def test_probabilities_of_reference_answers(tmp_path, request, kind):
     """Of 32 problems each process scores half; the first step's labels are those of one process."""
     first, second = both(request.getfixturevalue(kind), "probabilities")
@@ -215,7 +217,7 @@ def test_probabilities_of_reference_answers(tmp_path, request, kind):
     assert first["logs"][0] == pytest.approx(one["logs"][0], rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2", ZERO3_TOO])
+@pytest.mark.parametrize("kind", ALL_KINDS)
 def test_verl_weighs_rows_as_in_one_process(tmp_path, request, kind):
     first, second = both(request.getfixturevalue(kind), "VERL")
     one = record(tmp_path, {**VERL, "per_device_train_batch_size": 4}, {})
@@ -227,7 +229,7 @@ def test_verl_weighs_rows_as_in_one_process(tmp_path, request, kind):
     assert relative_error(first["final"], one["final"]) < RELATIVE
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", TWO_KINDS)
 def test_hard_prompts_of_one_process_are_drawn_by_both(request, kind):
     first, second = both(request.getfixturevalue(kind), "drawn where needed")
     assert first["again"] == second["again"] == {1: True, 2: True}
@@ -242,6 +244,7 @@ def test_hard_prompts_of_one_process_are_drawn_by_both(request, kind):
     assert sum(e.get("guidance/attempted", 0) for e in first["history"]) > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FSDP2 if name in REPLAYED])
 def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
     settings, replay_settings = REPLAYED[name]
@@ -250,11 +253,13 @@ def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
     check(tmp_path, results, settings, replay_settings)
 
 
+@pytest.mark.slow
 def test_fsdp2_resumes_snapshot_and_rows(fsdp2):
     first, second = both(fsdp2, "resumed snapshot")
     assert first["again"] == second["again"] == {3: True, 4: True}
 
 
+@pytest.mark.slow
 def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
     """Of each checkpoint and of what is saved at the end: weights, configuration and tokenizer, for everybody to
     load."""
@@ -270,6 +275,7 @@ def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
         assert AutoTokenizer.from_pretrained(directory).get_vocab() == TOKENIZER.get_vocab()
 
 
+@pytest.mark.slow
 def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
     """Log-probabilities and reduced gradients have more than bfloat16's 8 significant bits; with the policy of
     accelerate both were multiples of them."""

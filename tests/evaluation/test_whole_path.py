@@ -20,7 +20,9 @@ from pacs_trl.report.report import main as report
 RECIPES = Path(__file__).parents[2] / "recipes" / "miniature"
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.mark.parametrize(
+    "engine", [pytest.param("transformers", marks=pytest.mark.slow), pytest.param("vllm", marks=pytest.mark.vllm)]
+)
 def test_from_training_to_the_hub(engine, checkpoint, sums, verifier, tmp_path, monkeypatch):
     if engine == "vllm" and find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")

@@ -46,7 +46,6 @@ def relative_differences(results: dict, expected: dict) -> dict[str, float]:
 
 @pytest.mark.distributed
 @pytest.mark.gpu
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [

@@ -197,7 +197,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub):
     assert hub.private["org/other"]
 
 
-@pytest.mark.parametrize("method", ["pacs", "grpo"])
+@pytest.mark.parametrize("method", ["pacs", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
     model, output_dir = tmp_path / "model", tmp_path / "out"
     tokenizer.save_pretrained(model)

@@ -88,7 +88,7 @@ def test_evaluations_by_hand_before_and_between_runs(tmp_path, model_path, train
     assert_equal_weights(plain, evaluated)
 
 
-@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, pytest.param(GRPOTrainer, marks=pytest.mark.slow)])
 def test_a_run_resumed_between_evaluations(tmp_path, model_path, trainer_class):
     """In the middle of a generation; the evaluation at the start comes when the checkpoint is loaded."""
     saving = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "max_steps": 4}

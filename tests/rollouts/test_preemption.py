@@ -70,11 +70,12 @@ def weights(directory):
     return load_file(directory / "model.safetensors")
 
 
+GRPO_TOO = pytest.param("grpo", marks=pytest.mark.slow)
 # of both models something is learnt before the signal, and after it
 CRITIC = ["--critic_prompt", "miniature", "--critic_max_new_tokens", "4", "--critic_pretraining_steps", "1"]
 
 
-@pytest.mark.parametrize("method", ["pacs", "ppo", "grpo", "genac"])
+@pytest.mark.parametrize("method", ["pacs", "ppo", GRPO_TOO, "genac"])
 def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_path, method, capsys, monkeypatch):
     """Without any checkpoint asked for, and with `save_only_model`: what is saved can be continued from. A second
     signal comes while it is being written."""
@@ -112,7 +113,7 @@ def test_in_the_last_step_the_run_is_finished(tmp_path, model_path, capsys):
     assert (tmp_path / "model.safetensors").stat().st_mtime_ns == written
 
 
-@pytest.mark.parametrize("method", ["pacs", "grpo"])
+@pytest.mark.parametrize("method", ["pacs", GRPO_TOO])
 def test_a_finished_run_whose_model_was_not_written(tmp_path, model_path, method):
     """Killed after the last checkpoint: its weights are written, where TRL's own trainer would take one more step."""
     run(tmp_path, model_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1", method=method)

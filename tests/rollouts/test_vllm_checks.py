@@ -231,21 +231,6 @@ def test_a_rollout_function_hears_of_its_own_failures(tmp_path, installed, serve
         trainer.vllm_generation.vllm_client.generate(prompts=[[1, 2]], max_tokens=4, generation_kwargs={"seed": 1})
 
 
-def test_evaluation_takes_no_seeds_from_training(tmp_path, installed, server, model):
-    runs = []
-    for name in ("alone", "evaluated"):
-        trainer = trainer_with(server, model, tmp_path / name, num_generations_eval=2, per_device_eval_batch_size=2)
-        server.seeds = []
-        if name == "evaluated":
-            trainer.evaluate(addition_dataset(2))
-            trainer.evaluate(addition_dataset(2))
-            assert len(set(server.seeds)) == 4 and not set(server.seeds) & set(runs[0])
-            server.seeds = []
-        trainer.train()
-        runs.append(server.seeds)
-    assert runs[0] == runs[1]
-
-
 def test_server_that_dies_during_evaluation(tmp_path, installed, server, model):
     """The optimizer step before it is over, and what it drew stays drawn."""
     settings = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 2}

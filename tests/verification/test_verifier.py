@@ -234,8 +234,8 @@ class TestBatches:
         answers += [MATH_GOLDS[i + i % 2] for i in range(150)]
         completions = [f"Attempt {i}: the answer is {box(answer)}" for i, answer in enumerate(answers)]
         hostile = ["".join(text * count for text, count in row["parts"]) for row in read_jsonl("hostile.jsonl")]
-        for place, text in enumerate(hostile[:10]):
-            completions[place * 135 + 3] = text
+        for place, text in enumerate(hostile[:4]):
+            completions[place * 330 + 3] = text
         labels = []
         for num_workers in (2, 3):  # other chunks, other neighbours
             with Verifier(num_workers=num_workers) as verifier:
