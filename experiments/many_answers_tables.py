@@ -124,10 +124,9 @@ def title(record: dict[str, Any]) -> str:
 
 def compare(records: list[dict[str, Any]]) -> None:
     """Print metrics of arms at `LEVEL` and differences to three of them."""
-    by_arm = {record["arm"]: record for record in records}
-    bases = [at_pass_1(by_arm[arm.name], LEVEL) for arm in BASES]
+    bases = {arm: at_pass_1(record, LEVEL) for arm in BASES for record in records if record["arm"] == arm.name}
     names = ["pass@8", "pass@64", "distinct", "kl", "entropy", "updates"]
-    compared = [(name, arm, base) for name in ("pass@64", "distinct") for arm, base in zip(BASES, bases, strict=True)]
+    compared = [(name, arm, base) for name in ("pass@64", "distinct") for arm, base in bases.items()]
     rows = []
     for record in sorted(records, key=lambda record: record["arm"]):
         found = at_pass_1(record, LEVEL)
@@ -168,8 +167,9 @@ def draw(everything: list[dict[str, Any]], best: dict[str, float], path: Path) -
         figure = Figure(figsize=(PAGE_WIDTH, 1.3 * PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(1, 2)
         for arm, color, marker, dash in zip(shown, COLORS, MARKERS, DASHES, strict=True):
+            record = records.get(arm.name, {"pass@1": [], "pass@64": [], "distinct": []})
             for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
-                points = [[mean(point) for point in records[arm.name][key]] for key in ("pass@1", name)]
+                points = [[mean(point) for point in record[key]] for key in ("pass@1", name)]
                 panel.plot(*points, color=color, marker=marker, linestyle=dash, label=arm.name)
         panels[0].set(xlabel="pass@1", ylabel="pass@64")
         panels[1].set(xlabel="pass@1", ylabel="share of correct answers in 64 samples")
