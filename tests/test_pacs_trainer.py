@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 from processes import start
 from replay import (
     MAX_COMPLETION_LENGTH,
@@ -24,12 +24,13 @@ from replay import (
     trainable_weights,
 )
 from seeds import shifted
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import CONFIG_MAPPING, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.errors import FailedRun
+from pacs_trl.update.generation import faster_generation
 
 
 def logged(trainer, name: str) -> list:
@@ -295,6 +296,7 @@ RESULTS = {
     "too few": [1.0],
     "a list": [1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0],
     "NaN": [None, math.nan, 1.0, np.float32("nan")] * 2,
+    "infinity": [0.0, -math.inf] * 4,
 }
 
 
@@ -340,7 +342,7 @@ def test_reward_functions_whose_column_is_absent(tmp_path):
 def test_rewards_of_any_numeric_kind(tmp_path):
     kinds = [torch.tensor([0.0, 1.0] * 4), np.array([0, 1] * 4), (False, True) * 4, [None, np.float32(0.25)] * 4]
     for rewards in kinds:
-        trainer = build_trainer(tmp_path, reward=constant(rewards), max_steps=1)
+        trainer = build_trainer(tmp_path, reward=(constant(rewards),), max_steps=1)
         trainer.train()
         assert trainer.state.log_history[0]["pacs/label_mean"] in (0.5, 0.25)
 
@@ -370,7 +372,6 @@ QUESTIONS = Dataset.from_dict({"question": ["1+1"] * 32, "solution": ["2"] * 32}
 REFUSED = {
     "LoRA target": ({"more": {"peft_config": LoraConfig(target_modules=["q_proj", "k_prog"])}}, "k_prog"),
     "too few prompts": ({"steps_per_generation": 2, "more": {"train_dataset": addition_dataset(3)}}, "3 prompts"),
-    "a tuple of rewards": ({"model": "no/model", "reward": ("a tuple", digit_reward)}, "reward_funcs"),
     "a reward's name": ({"model": "no/model", "reward": "math_reward"}, "reward_funcs"),
     "a number for a reward": ({"model": "no/model", "reward": [digit_reward, 1.0]}, "reward_funcs"),
     "no prompt": ({"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
@@ -385,6 +386,42 @@ REFUSED = {
 def test_refused_before_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **settings)
+
+
+class OverridesLoss(PACSTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 0 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_models_and_overrides_that_are_refused_before_weights_are_loaded(tmp_path):
+    """From directories that contain a configuration alone."""
+    for model_type, changes, words in (
+        ("qwen2_vl", {"processing_class": None}, "'qwen2_vl'.*processing_class"),
+        ("t5", {}, "'t5' models are encoder-decoders"),
+        ("mixtral", {}, "'mixtral'.*router_aux_loss_coef=0.001"),
+    ):
+        CONFIG_MAPPING[model_type]().save_pretrained(tmp_path / model_type)
+        with pytest.raises(ValueError, match=words):
+            build_trainer(tmp_path, model=str(tmp_path / model_type), more=changes)
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="OverridesLoss overrides compute_loss"):
+        build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)
+
+
+def test_prompt_tuning(tmp_path):
+    """It has no target modules, and fast generation reads its virtual tokens, too."""
+    peft = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    trainer = build_trainer(tmp_path, more={"peft_config": peft}, fast_generation=True, max_steps=1)
+    before = trainable_weights(trainer.model)
+    trainer.train()
+    assert any(not torch.equal(weight, before[n]) for n, weight in trainable_weights(trainer.model).items())
+    inputs = {"input_ids": torch.tensor([[5, 6, 7]] * 2), "attention_mask": torch.ones(2, 3, dtype=torch.long)}
+    with torch.no_grad():
+        trainer.model.prompt_encoder.default.embedding.weight.mul_(100)
+    written = [trainer.model.generate(**inputs, max_new_tokens=8, do_sample=False)]
+    with faster_generation(trainer.model, fast=True, dtype=None):
+        written.append(trainer.model.generate(**inputs, max_new_tokens=8, do_sample=False))
+    assert torch.equal(*written)
 
 
 def test_wrong_type_of_arguments(tmp_path):
@@ -462,6 +499,7 @@ def tiny_experts() -> Qwen3MoeForCausalLM:
         num_experts_per_tok=2,
         moe_intermediate_size=16,
         decoder_sparse_step=1,
+        output_router_logits=True,
     )
     torch.manual_seed(shifted(0))
     return Qwen3MoeForCausalLM(config)

@@ -2,9 +2,10 @@
 
 import pytest
 import yaml
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
+from trl import TrlParser
 
-from pacs_trl.recipe import Recipe, read_recipe
+from pacs_trl.recipe import METHODS, Recipe, config_class, read_recipe
 from pacs_trl.settings import parse_mapping
 
 
@@ -77,6 +78,9 @@ REFUSED = [
     ({"verification_cpu_seconds": 9}, "cpu_seconds"),
     ({"generation_kwargs": {"temprature": 0.5}}, "temprature"),
     ({"generation_kwargs": {"top_k": 5}}, "top_k"),
+    ({"generation_kwargs": "{top_k: 5}"}, "top_k"),
+    ({"model_init_kwargs": '{"dtype": "bfloat16"'}, "setting `model_init_kwargs` is not YAML"),
+    ({"method": "ppo", "rollout_lag": 1}, "rollout_lag=1 is not supported by PPOConfig"),
     ({"lora_r": 8}, "lora_r"),
     ({"per_device_train_batch_size": 3}, "num_generations"),
     ({"steps_per_generation": None, "generation_batch_size": 100}, "generation_batch_size"),
@@ -140,6 +144,15 @@ def test_their_neighbors_are_legal():
     read(eval_strategy="epoch", eval_split_size=8, lr_scheduler_type="reduce_lr_on_plateau", save_steps=0.5)
     read(debug="underflow_overflow", pad_to_multiple_of="16", logging_steps="2", tf32=True)
     read(dataloader_prefetch_factor=2, dataloader_num_workers=1, report_to=["wandb", "trackio"])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_parsers_of_trl_and_transformers_read_every_configuration(method):
+    """As in scripts of TRL that only change their imports."""
+    words = ["--output_dir", "out", "--use_cpu", "--bf16", "no", "--num_generations", "4", "--eval_num_samples", "8"]
+    for parser in (TrlParser, HfArgumentParser):
+        (args,) = parser(config_class(method)).parse_args_into_dataclasses(words)
+        assert args.num_generations == 4
 
 
 def test_step_sizes_by_hand():

@@ -5,7 +5,6 @@ A training set is an entry of `TRAINING_SETS`; benchmarks are in `evaluation/ben
 """
 
 import inspect
-import json
 import logging
 import re
 from collections.abc import Mapping
@@ -140,7 +139,7 @@ class DataArguments:
         max_train_samples (`int`, *optional*): Number of problems to use, chosen after the shuffle.
         dataset_seed (`int`): Seed of the shuffle.
         eval_split_size (`int`): Number of problems held out for evaluation during training; 0 for none.
-        reasoning_gym (`dict` or JSON, *optional*): Tasks of `dataset_name: reasoning_gym`, each with `weight` and
+        reasoning_gym (`dict`, *optional*): Tasks of `dataset_name: reasoning_gym`, each with `weight` and
             `config`: `{chain_sum: {weight: 1, config: {max_terms: 2}}}`.
         dataset_size (`int`, *optional*): Number of problems that reasoning-gym generates; 1000 by default. Their
             seeds are `dataset_seed` and the following ones.
@@ -159,13 +158,11 @@ class DataArguments:
     max_train_samples: int | None = bounded(None, least=1)
     dataset_seed: int = 42
     eval_split_size: int = bounded(0, least=0)
-    reasoning_gym: dict | str | None = None
+    reasoning_gym: dict | None = None
     dataset_size: int | None = bounded(None, least=1)
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        if isinstance(self.reasoning_gym, str):
-            self.reasoning_gym = json.loads(self.reasoning_gym)
         gym.check_settings(self)
         is_named = self.dataset_name in TRAINING_SETS
         is_generated = self.dataset_name == gym.NAME or self.dataset_name.startswith(MINIATURE)

@@ -1,6 +1,5 @@
 """Arguments of `pacs-trl evaluate`, validated before anything is loaded."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -39,7 +38,7 @@ class EvaluationArguments:
         prompt_instruction (`str`): Sentence appended to the problem; empty for none. LiveCodeBench, GPQA, and
             `miniature/<task>` have their own default.
         system_prompt (`str`, *optional*): Content of a system turn.
-        chat_template_kwargs (`str` or mapping, *optional*): JSON object passed to the chat template.
+        chat_template_kwargs (`dict`, *optional*): Mapping passed to the chat template.
         tools (`list[str]`, *optional*): Functions that the model may call, as in training.
         max_tool_calling_iterations (`int`, *optional*): Largest number of rounds of calls; by default as many as fit.
         engine (`str`): `"transformers"`, `"vllm"`, or `"server"`.
@@ -54,7 +53,7 @@ class EvaluationArguments:
         problem_column (`str`, *optional*): Problem column of your own files; by default as in training.
         solution_column (`str`, *optional*): Answer column of your own files; by default as in training.
         max_problems (`int`, *optional*): Evaluate only the first problems of each benchmark, for a quick try.
-        reasoning_gym (`dict` or JSON, *optional*): `config` of the tasks of `reasoning_gym/<task>`, as in training.
+        reasoning_gym (`dict`, *optional*): `config` of the tasks of `reasoning_gym/<task>`, as in training.
     """
 
     model: str
@@ -71,7 +70,7 @@ class EvaluationArguments:
     seed: int = 0
     prompt_instruction: str = PROMPT_INSTRUCTION
     system_prompt: str | None = None
-    chat_template_kwargs: dict | str | None = None
+    chat_template_kwargs: dict | None = None
     tools: list[str] | None = None
     max_tool_calling_iterations: int | None = bounded(None, least=0)
     engine: str = field(default="vllm", metadata={"choices": ("transformers", "vllm", "server")})
@@ -86,7 +85,7 @@ class EvaluationArguments:
     problem_column: str | None = None
     solution_column: str | None = None
     max_problems: int | None = bounded(None, least=1)
-    reasoning_gym: dict | str | None = None
+    reasoning_gym: dict | None = None
 
     def __post_init__(self):
         if self.k is None:
@@ -94,14 +93,9 @@ class EvaluationArguments:
         self.k = ",".join(map(str, self.k)) if isinstance(self.k, list) else str(self.k)
         if isinstance(self.benchmarks, list):
             self.benchmarks = ",".join(self.benchmarks)
-        for key in ("chat_template_kwargs", "reasoning_gym"):  # JSON on the command line
-            if isinstance(given := getattr(self, key), str):
-                setattr(self, key, json.loads(given))
         errors = illegal_values(self)
         if not all(k.strip().isdecimal() and 1 <= int(k) <= self.n for k in self.k.split(",")):
             errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {self.k}.")
-        if not isinstance(self.chat_template_kwargs, dict | None):
-            errors.append(f"chat_template_kwargs must be a JSON object, got {self.chat_template_kwargs!r}.")
         if self.base_url != type(self).base_url and self.engine != "server":
             errors.append(
                 f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "

@@ -175,7 +175,8 @@ def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = 
 def check_adapters(model: Any) -> None:
     """Raise a `ValueError` if a LoRA target matches no module. peft only raises if no target matches at all."""
     for config in getattr(model, "peft_config", {}).values():
-        targets = config.target_modules if isinstance(config.target_modules, set | list) else ()
+        targets = vars(config).get("target_modules")  # prompt tuning has none
+        targets = targets if isinstance(targets, set | list) else ()
         names = getattr(model.base_model, "targeted_module_names", [])
         if names and (missing := [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]):
             raise ValueError(
@@ -292,9 +293,9 @@ def _as_numbers(rewards: Any, name: str) -> list[float | None]:
             f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
             "completion: a number in [0, 1], or None for no verdict."
         ) from error
-    if nans := [i for i, number in enumerate(numbers) if number is not None and math.isnan(number)]:
+    if wrong := [i for i, number in enumerate(numbers) if number is not None and not math.isfinite(number)]:
         raise ValueError(
-            f"The reward function {name!r} returned NaN for {len(nans)} of {len(numbers)} completions, the first is "
-            f"completion {nans[0]}. Fix the computation, or return None where a completion has no verdict."
+            f"The reward function {name!r} returned NaN or infinity for {len(wrong)} of {len(numbers)} completions, "
+            f"the first is completion {wrong[0]}. Fix the computation, or return None for no verdict."
         )
     return numbers

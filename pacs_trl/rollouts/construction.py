@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from trl import GRPOConfig
 from trl.chat_template_utils import supports_tool_calling
 from trl.trainer.utils import get_config_model_id, is_async_callable
@@ -44,7 +45,8 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     Check the arguments of a trainer; `arguments` holds all of them except the model and the configuration.
 
     Raises:
-        `ValueError`: if the datasets, reward functions, generation settings, or vLLM settings are invalid.
+        `ValueError`: if the datasets, reward functions, generation settings, or vLLM settings are invalid, or if the
+            model is not a causal language model of text.
     """
     reward_funcs, has_environment = arguments["reward_funcs"], arguments["environment_factory"] is not None
     check_reward_functions(reward_funcs)
@@ -80,6 +82,25 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
         check_vllm(args, name_of(model), lora_rank)
+    check_model_type(config_of(model, args), arguments["processing_class"])
+
+
+def config_of(model: str | PreTrainedModel, args: GRPOConfig) -> PreTrainedConfig:
+    """Return the config of a model, which may be the name of one that is not loaded yet."""
+    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    return AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
+
+
+def check_model_type(config: PreTrainedConfig, processing_class: Any) -> None:
+    """Raise a `ValueError` for an encoder-decoder, and for a model whose prompts may contain images or sound."""
+    is_multimodal = config.model_type in PROCESSOR_MAPPING_NAMES or hasattr(config, "vision_config")
+    if isinstance(processing_class, ProcessorMixin) or (processing_class is None and is_multimodal):
+        raise ValueError(
+            f"Models that read images or sound ({config.model_type!r}) are not supported. Use a text model, or pass "
+            "the model's tokenizer as `processing_class` to train it on text alone."
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
 
 
 def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callable:
@@ -97,8 +118,6 @@ def with_arguments(function: Callable, name: str, own: dict[str, Any]) -> Callab
 def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
     """Check that prompts leave room for completions; this may download the model's config and tokenizer."""
     tokenizer, environment = arguments["processing_class"], arguments["environment_factory"]
-    if isinstance(tokenizer, ProcessorMixin):  # its prompts may contain images
-        return
 
     def load_tokenizer():
         revision = (args.model_init_kwargs or {}).get("revision", "main")
@@ -112,8 +131,6 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
         )
     if environment is not None or arguments["rollout_func"] is not None:
         return
-    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-    config = AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
     evaluation = arguments["eval_dataset"]
     datasets = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     check_prompt_lengths(
@@ -121,7 +138,7 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
         args,
         load_tokenizer,
         arguments["tools"],
-        context_lengths(config),
+        context_lengths(config_of(model, args)),
     )
 
 

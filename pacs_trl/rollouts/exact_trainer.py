@@ -27,6 +27,7 @@ from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import MicroBatchConfig, StepRollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
+from . import construction
 from .checkpoint import merge_rollouts, rollouts_to_save
 from .late_batches import LateGeneration, set_generating_logps
 from .rollout_trainer import RolloutTrainer
@@ -56,8 +57,28 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         this process has generated. Extension point for generating more or different completions."""
         return gather_object(rollouts)
 
+    def _prepare_loading(self, model, args, arguments) -> None:
+        super()._prepare_loading(model, args, arguments)
+        names = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
+        if own := [name for name in names if getattr(type(self), name) is not getattr(ExactUpdateTrainer, name)]:
+            raise ValueError(
+                f"{type(self).__name__} overrides {own[0]}, which the exact update does not call in training. "
+                "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
+            )
+        config, weight = construction.config_of(model, args).get_text_config(), args.router_aux_loss_coef
+        weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
+        if hasattr(config, "output_router_logits") and weight != 0:
+            raise ValueError(
+                f"{config.model_type!r} models are mixtures of experts with an auxiliary loss of the router "
+                f"(router_aux_loss_coef={weight}), which would depend on the micro-batches. Set "
+                "router_aux_loss_coef=0.0 to train without it."
+            )
+
     def _prepare_learning(self) -> None:
         self._check_support()
+        for config in [each.config.get_text_config() for each in (self.model, self.ref_model) if each is not None]:
+            if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
+                config.output_router_logits = False
         self.update = self._create_update()
         self.update.token_weights = self.token_weights()
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
@@ -71,12 +92,6 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             raise ValueError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
-            )
-        if self.aux_loss_enabled:
-            raise ValueError(
-                f"{type(self.model).__name__} is a mixture of experts with an auxiliary loss of the router "
-                f"(router_aux_loss_coef={self.router_aux_loss_coef}), which would depend on the micro-batches. Set "
-                "router_aux_loss_coef=0.0 to train without it."
             )
         is_snapshot = self._reference == "snapshot"
         if is_snapshot and self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:

@@ -68,7 +68,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             args = self._config_class(f"{construction.name_of(model).split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
-        arguments["reward_funcs"] = reward_funcs
+        arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
         construction.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
@@ -91,8 +91,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
-        if self._is_vlm:
-            raise ValueError(f"{type(self.model).__name__} reads images, which is not supported. Use a text model.")
         check_adapters(self.model)
         construction.check_prompts_of_generation(self.train_dataset, self.args)
         shorten_console(self.callback_handler.callbacks)

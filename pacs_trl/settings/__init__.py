@@ -6,7 +6,6 @@ imports only PyYAML, so that help and wrong options do not wait for libraries.
 
 import argparse
 import ast
-import copy
 import difflib
 import math
 import os
@@ -41,9 +40,16 @@ class Range(NamedTuple):
         return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
 
 
+class _Metadata(dict):
+    """Metadata of a field, which parsers of TRL and transformers copy and pass to argparse."""
+
+    def copy(self):
+        return {name: value for name, value in self.items() if name != "range"}
+
+
 def bounded(default: float | None, **bounds: float) -> Any:
     """Return a dataclass field with a [`Range`]: `bounded(1.0, above=0)`."""
-    return field(default=default, metadata={"range": Range(**bounds)})
+    return field(default=default, metadata=_Metadata(range=Range(**bounds)))
 
 
 # Settings of TRL that it accepts with illegal values, or rejects without naming them.
@@ -272,6 +278,8 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     words, as_they_are = [], {}
     for key in given.keys() & actions.keys():
         value = given[key]
+        if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
+            value = parse_mapping(value, f"setting `{key}`")
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]
         elif key == "fsdp" and value is True:  # transformers accepts it, although the field is a string
@@ -294,12 +302,6 @@ def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
     from transformers import HfArgumentParser  # TRL's parser; takes seconds to import
 
     class FieldParser(HfArgumentParser):
-        @staticmethod
-        def _parse_dataclass_field(parser, field):
-            field = copy.copy(field)
-            field.metadata = {name: value for name, value in field.metadata.items() if name != "range"}
-            HfArgumentParser._parse_dataclass_field(parser, field)
-
         def error(self, message):
             message = re.sub(r"--(\w+)(/--[\w-]+)?", r"\1", message).removeprefix("argument ")
             key, _, reason = message.partition(": ")

@@ -63,7 +63,8 @@ class GenerationSettings:
     def _lag_error(self) -> str | None:
         """Return the middle of an error message if the settings do not allow generation ahead of training."""
         given: Any = self
-        if type(self).__module__.startswith(("pacs_trl.experimental", "pacs_trl.baselines.ppo")):
+        refused = ("pacs_trl.experimental", "pacs_trl.baselines.ppo")
+        if any(base.__module__.startswith(refused) for base in type(self).__mro__):  # also in subclasses
             reason = "the method generates again, or reads the current policy. Use pacs, grpo, rloo, maxrl, or real"
             return f"is not supported by {type(self).__name__}: {reason}"
         if given.use_vllm and given.vllm_mode == "colocate":
@@ -89,6 +90,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
+    has_virtual_tokens = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
     can_merge = fast and isinstance(getattr(model, "base_model", None), LoraModel)
     can_merge = can_merge and not getattr(base, "is_quantized", False)
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)] if can_merge else []
@@ -98,7 +100,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
         if dtype is not None:
             for parameter, _ in kept:
                 parameter.data = parameter.data.to(dtype)
-        if fast:
+        if fast and not has_virtual_tokens:  # the cache of a prompt would lack them
             model.generate = partial(generate_sharing_prompts, base, model.generate)
         yield
     finally:
