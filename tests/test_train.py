@@ -35,7 +35,7 @@ def model_path(tmp_path_factory):
 
 def run(output_dir, model_path, *arguments, recipe="pacs.yaml"):
     small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--max_completion_length", "8"]
-    small += ["--seed", str(shifted(42))]
+    small += ["--seed", str(shifted(42)), "--max_train_samples", "64"]
     fixed = [
         "--config",
         str(RECIPES / recipe),

@@ -204,6 +204,7 @@ def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
     build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(model)
     recipe = Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml"
     sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5"
+    sizes += " --max_train_samples 64"
     pushing = f"--push_to_hub true --hub_model_id {REPO} --hub_token hf_x"
     places = ["--config", str(recipe), "--model_name_or_path", str(model), "--output_dir", str(output_dir)]
     train.main([*places, *sizes.split(), *pushing.split()])

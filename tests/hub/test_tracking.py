@@ -41,6 +41,7 @@ def train_steps(output_dir, model, max_steps, *more):
         "model_name_or_path": model,
         "output_dir": output_dir,
         "per_device_train_batch_size": 8,
+        "max_train_samples": 64,
         "num_iterations": 1,  # a rollout with every step
         "num_generations": 4,
         "max_completion_length": 8,
