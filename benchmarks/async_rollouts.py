@@ -91,10 +91,17 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
             report_to="none",
             disable_tqdm=True,
         )
-        reward = lambda completions, **kwargs: [float(i % 2) for i in range(len(completions))]  # noqa: E731
+
+        def reward(completions, **kwargs):
+            time.sleep(args.reward_seconds)
+            return [float(i % 2) for i in range(len(completions))]
+
+        def late_reward(completions, trainer_state, **kwargs):  # called when its batch is taken
+            return reward(completions)
+
         trainer_class = InTurnTrainer if kind == "0" else PACSTrainer
         data = {"train_dataset": Dataset.from_list(prompts), "callbacks": [clock]}
-        trainer = trainer_class(model, reward, args=config, **data)
+        trainer = trainer_class(model, late_reward if args.late_rewards else reward, args=config, **data)
         trainer.train()
     between = [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
     logs = [log for log in trainer.state.log_history if "async/lag_updates" in log][2:]
@@ -113,6 +120,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=4, help="per generation batch")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--reward_seconds", type=float, default=0.0, help="that a reward function waits per batch")
+    parser.add_argument("--late_rewards", action="store_true", help="call it when its batch is taken")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     cores, start = sorted(os.sched_getaffinity(0)), engine_process.start_process
