@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from experiments.graded import read_graded
+from experiments.logps import compute_logps
 from experiments.reliability import reliability_figure
 from pacs_trl.data import build_prompt, instruction_for
 from pacs_trl.errors import exit_code
@@ -22,7 +23,6 @@ from pacs_trl.evaluation.requests import render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.objective import ScoreEstimator, group_scores
 from pacs_trl.settings import Parser
-from pacs_trl.update.logps import compute_logps
 
 
 LABELS = {"1": 1.0, "0": 0.0, "-": float("nan")}  # as `pacs-trl evaluate` writes grades

@@ -1,4 +1,4 @@
-"""Log-probs of completions under a model that is not being trained."""
+"""Log-probs in batches of completions, and the fused head of models without a trainer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -6,9 +6,6 @@ from contextlib import contextmanager
 import torch
 from accelerate.utils import gather_object
 from trl.trainer.utils import add_fused_lm_head
-
-from .forward_pass import ForwardPass
-from .startup_check import choose_forward_pass
 
 
 @contextmanager
@@ -23,25 +20,6 @@ def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
         del model.forward
         if patched is not None:
             model.forward = patched
-
-
-def compute_logps(
-    model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], *, batch_size: int = 64
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """
-    Compute the log-probs and entropies of completions under a model at temperature 1.
-
-    The model is left unchanged. Yields two float32 `torch.Tensor` of shape `(C,)` in nats per completion. Arguments
-    are those of [`ForwardPass.compute_logps`]; each forward pass has `batch_size` completions.
-    """
-    forward_pass = ForwardPass(model, model.device)
-    with fused_head(model):
-        choose_forward_pass(forward_pass, model, training=False)
-    for start in range(0, len(prompt_ids), batch_size):
-        some = slice(start, start + batch_size)
-        with fused_head(model):
-            scores = forward_pass.compute_logps(model, prompt_ids[some], completion_ids[some])
-        yield from zip(*scores, strict=True)
 
 
 def logps_in_batches(

@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import add_fused_lm_head
 
+from experiments.logps import compute_logps
 from pacs_trl.update import packing
 from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import compute_logps, fused_head
+from pacs_trl.update.logps import fused_head
 from pacs_trl.update.packing import PackedRollouts, packing_backend
 
 

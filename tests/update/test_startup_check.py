@@ -10,8 +10,8 @@ from architectures import build
 from replay import Replay, build_trainer, tiny_model
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
+from experiments.logps import compute_logps
 from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import compute_logps
 from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
 
 
