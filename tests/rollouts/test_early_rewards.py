@@ -13,8 +13,6 @@ from pacs_trl import GRPOTrainer
 from pacs_trl.rollouts.early_rewards import slice_of
 
 
-pytestmark = pytest.mark.slow
-
 called: list[tuple] = []  # name, texts, optimizer step of the state, whether in the main thread
 
 
