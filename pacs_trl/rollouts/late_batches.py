@@ -29,7 +29,7 @@ from .engine_process import EngineProcess
 from .preemption import StopOnSignal
 
 
-PATIENCE = 5.0  # seconds that a run that is stopped by a signal waits for batches in flight
+PATIENCE = 3.0  # seconds that a run that is stopped by a signal waits for batches in flight
 _SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
 
 
