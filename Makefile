@@ -74,7 +74,7 @@ quickstart: env
 
 # `make test ARGS="-m slow"` runs the tests that take long.
 test: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow" $(ARGS)
 
 portability: $(PORTABILITY)
 

@@ -45,8 +45,7 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     Check the arguments of a trainer; `arguments` holds all of them except the model and the configuration.
 
     Raises:
-        `ValueError`: if the datasets, reward functions, generation settings, or vLLM settings are invalid, or if the
-            model is not a causal language model of text.
+        `ValueError`: if the datasets, reward functions, generation settings, or vLLM settings are invalid.
     """
     reward_funcs, has_environment = arguments["reward_funcs"], arguments["environment_factory"] is not None
     check_reward_functions(reward_funcs)
@@ -82,7 +81,6 @@ def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: d
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
         check_vllm(args, name_of(model), lora_rank)
-    check_model_type(config_of(model, args), arguments["processing_class"])
 
 
 def config_of(model: str | PreTrainedModel, args: GRPOConfig) -> PreTrainedConfig:

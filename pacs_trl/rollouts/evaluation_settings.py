@@ -32,6 +32,8 @@ class EvaluationSettings:
     eval_data = None  # `DataArguments` of a recipe, which prompts are made from; not a field
 
     def __post_init__(self):
+        if isinstance(self.eval_benchmarks, str):
+            self.eval_benchmarks = [self.eval_benchmarks]
         if self.eval_benchmarks and self.load_best_model_at_end and self.metric_for_best_model is None:
             self.metric_for_best_model = "eval_pass@1"
         best = self.metric_for_best_model or ""

@@ -27,7 +27,6 @@ from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import MicroBatchConfig, StepRollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from . import construction
 from .checkpoint import merge_rollouts, rollouts_to_save
 from .late_batches import LateGeneration, set_generating_logps
 from .rollout_trainer import RolloutTrainer
@@ -65,7 +64,10 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 f"{type(self).__name__} overrides {own[0]}, which the exact update does not call in training. "
                 "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
             )
-        config, weight = construction.config_of(model, args).get_text_config(), args.router_aux_loss_coef
+
+    def _check_config(self, config, args, processing_class) -> None:
+        super()._check_config(config, args, processing_class)
+        config, weight = config.get_text_config(), args.router_aux_loss_coef
         weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
         if hasattr(config, "output_router_logits") and weight != 0:
             raise ValueError(

@@ -37,7 +37,6 @@ from .timing import StepTimer
 
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
-
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
@@ -70,6 +69,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
+        self._check_config(construction.config_of(model, args), args, arguments["processing_class"])
         construction.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         with engine_with_lora(args, model, arguments["peft_config"]):
@@ -88,6 +88,9 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     def _prepare_loading(self, model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         construction.check_arguments(model, args, arguments)
+
+    def _check_config(self, config, args, processing_class) -> None:
+        construction.check_model_type(config, processing_class)
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""

@@ -31,7 +31,7 @@ SETTINGS = {
     "save_strategy": "no",
     "disable_tqdm": True,
 }
-BENCHMARKS = {"eval_benchmarks": ["miniature/addition"], "eval_max_problems": 5, "eval_num_samples": 4}
+BENCHMARKS = {"eval_benchmarks": "miniature/addition", "eval_max_problems": 5, "eval_num_samples": 4}
 BENCHMARKS |= {"eval_temperature": 0.7, "eval_top_p": 0.9}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, **BENCHMARKS}
 CRITIC = {"critic_prompt": "miniature", "critic_max_new_tokens": 4, "critic_pretraining_steps": 1}
