@@ -5,6 +5,7 @@ engine later would never be seen. The fixture below keeps the plain product inst
 """
 
 import importlib.metadata
+import socket
 from functools import partial
 
 import pytest
@@ -85,6 +86,9 @@ def colocated(shared_engine, monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "")  # TRL sets these; set here, so that they are put back afterwards
         monkeypatch.delenv(name)
+    with socket.socket() as free:  # TRL would take the first free one of a few, which another worker may take, too
+        free.bind(("", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
     return {
         "use_vllm": True,
         "vllm_mode": "colocate",
