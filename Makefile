@@ -29,7 +29,7 @@ NUMERIC := test_objective test_surrogate update/test_groups update/test_metrics 
 	experimental/test_process_labels experimental/test_verl experimental/test_steer \
 	experimental/test_rlpr experimental/test_dars \
 	baselines/test_gae baselines/test_ppo_trainer experimental/test_critic_math \
-	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_support miniature/test_model
+	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_results miniature/test_model
 
 # `make compat` runs all tests with the lower bounds of setup.cfg, with the newest versions, and without optional extras, each in an
 # environment of its own. PYTHON is the interpreter; TORCH_INDEX goes to pip, for example

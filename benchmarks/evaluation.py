@@ -94,7 +94,7 @@ def time_report(results: dict, num_files: int = 50) -> None:
             paths[-1].mkdir()
             write_results(paths[-1] / "results.json", json.loads(json.dumps(results)) | {"method": f"method {i % 10}"})
         started = time.perf_counter()
-        build_report(paths, Path(directory) / "report", published="Qwen3-8B", baseline="method 0")
+        build_report(paths, Path(directory) / "report", baseline="method 0")
         print(f"report of {num_files} results files: {time.perf_counter() - started:.2f} s")
 
 

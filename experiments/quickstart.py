@@ -40,7 +40,7 @@ from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.run import evaluate
 from pacs_trl.recipe import Recipe, read_recipe
 from pacs_trl.report import plots
-from pacs_trl.report.tables import Measured, one_line, pass_at_k_cells, pass_at_k_rows
+from pacs_trl.report.tables import Measured, one_line, paired_difference, pass_at_k_cells
 from pacs_trl.report.tables import methods as methods_of
 
 
@@ -187,12 +187,14 @@ def summary(runs: Sequence[dict[str, Any]], setting: Setting = MINIATURE) -> str
     names = [setting.start, *methods, *(["PACS - GRPO"] if len(methods) > 1 else [])]
     lines = ["| seed | | pass@1 | pass@8 | doubled, intervals apart |", "| --- | --- | --- | --- | --- |"]
     for run in runs:
-        compared = pass_at_k_rows(list(run["results"].values()), setting.benchmark, baseline=methods[-1])
-        rows = {row.method: row for row in compared}
+        of_method = methods_of(list(run["results"].values()))
+        rows = {method: pass_at_k_cells(group, [setting.benchmark], KS) for method, group in of_method.items()}
+        if len(methods) > 1:
+            rows[names[-1]] = paired_difference(of_method["PACS"], of_method["GRPO"], [setting.benchmark], KS)
         for method in names:
-            cells, verdict = rows[method].cells, ""
+            cells, verdict = rows[method], ""
             if method in methods:
-                verdict = "yes" if doubled_and_apart(rows[setting.start].cells[1], cells[1]) else "no"
+                verdict = "yes" if doubled_and_apart(rows[setting.start][1], cells[1]) else "no"
             lines.append(f"| {run['seed']} | {method} | {_text(cells[1])} | {_text(cells[8])} | {verdict} |")
     lines += ["", "| seed | seconds | CPU seconds |", "| --- | ---: | ---: |"]
     lines += [f"| {run['seed']} | {run['seconds']:.0f} | {run['processor_seconds']:.0f} |" for run in runs]

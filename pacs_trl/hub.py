@@ -37,7 +37,7 @@ from .errors import FailedRun
 from .evaluation.provenance import checkpoint_digest
 from .redaction import published
 from .report.inputs import read_described, read_json, read_log_history, read_training_facts
-from .report.tables import one_line, pass_at_k_rows, table_cells, to_markdown
+from .report.tables import benchmark_table, one_line, to_markdown
 from .settings import Parser, read_mapping
 
 
@@ -404,7 +404,7 @@ def hub_evaluations(results: dict[str, Any]) -> dict[str, str]:
 def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
     shown = []
     for name, entry in results["benchmarks"].items():
-        header, lines = table_cells(pass_at_k_rows([results], name))
+        header, lines = benchmark_table([results], name)
         markdown = to_markdown(header[3:], [line[3:] for line in lines])  # without method, n and runs
         shown.append({**entry["source"], "title": one_line(entry["title"]), "markdown": markdown})
     instruction = results["protocol"]["prompt"]["instruction"]

@@ -17,13 +17,13 @@ from accelerate.commands.config.config_args import load_config_from_file
 from seeds import shifted
 
 from experiments.paper.command import read_table, table_names
+from experiments.paper.published import TABLES
 from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
 from pacs_trl.experimental.rlpr import is_well_formed
 from pacs_trl.plan.check import check_recipe, find_conflicts
 from pacs_trl.plan.launch import read_launch
-from pacs_trl.report.paper import TABLES
 from pacs_trl.rewards import VerificationArguments
 
 

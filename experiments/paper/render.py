@@ -18,7 +18,7 @@ import numpy as np
 from experiments.bootstrap import bootstrap_interval
 from experiments.figures import shrink
 from pacs_trl.evaluation.results import read_results, require_same_protocol
-from pacs_trl.report import paper, tables
+from pacs_trl.report import tables
 
 from . import published as numbers
 from .records import Records, Run
@@ -132,7 +132,11 @@ def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
 def _names(twins: bool, model: str | None = None) -> dict[str, str]:
     """Map the benchmarks of the paper, or those of a base model, to ours."""
     names = TWINS if twins else {name: name for name in numbers.TABLE_1_BENCHMARKS}
-    return {paper_name: name for paper_name, name in names.items() if not model or paper.published(model, paper_name)}
+    return {
+        paper_name: name
+        for paper_name, name in names.items()
+        if not model or numbers.pass_at_k_tables(model, paper_name)
+    }
 
 
 def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) -> list[tables.Measured | None]:
@@ -190,7 +194,7 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     names = _names(twins, table.published)
     theirs: dict[str, dict[str, dict[int, float]]] = {}  # benchmark -> label -> k -> percent
     for paper_name, name in names.items():
-        blocks = paper.published(table.published, paper_name) if table.published else []
+        blocks = numbers.pass_at_k_tables(table.published, paper_name) if table.published else []
         theirs[name] = {label: values for block in blocks for label, values in block.values.items()}
     ks_of = {name: _benchmark_ks(runs, name, theirs[name]) for name in names.values()}
     shared = [k for k in next(iter(ks_of.values())) if all(k in ks for ks in ks_of.values())]

@@ -6,7 +6,8 @@ changes its meaning.
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,6 @@ import numpy as np
 
 from .pass_at_k import pass_at_k, pass_interval
 from .store import differences
-from .support import answer_entropy
 
 
 RESULTS_SCHEMA = 1
@@ -69,6 +69,14 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
         "answer_entropy": float(np.mean([p["answer_entropy"] for p in problems])),
     }
+
+
+def answer_entropy(answers: Sequence[Hashable]) -> float:
+    """Return the entropy in nats of the final answers of one problem (at least one), in [0, ln N]; a missing answer
+    (`None`) counts as an answer."""
+    # sorted, so that the last digit does not depend on the order in which samples finish
+    shares = np.array(sorted(Counter(answers).values())) / len(answers)
+    return float(-(shares * np.log(shares)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -16,8 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from .paper import PublishedTable
-from .tables import Measured, common_ks, methods, pass_at_k_cells, pass_at_k_rows
+from .tables import Measured, common_ks, methods, pass_at_k_cells, with_benchmark
 
 
 # Color, marker, and dash of these methods in every figure.
@@ -73,20 +72,9 @@ TRAINING_PANELS = (
 )
 
 
-def pass_at_k_figure(
-    results: Sequence[dict[str, Any]],
-    benchmarks: Mapping[str, str],
-    path: Path,
-    published: Mapping[str, Sequence[PublishedTable]] | None = None,
-) -> list[Path]:
-    """
-    Plot pass@k against k: the mean over the benchmarks, then a panel for each.
-
-    Args:
-        results: Parsed results files of one protocol.
-        benchmarks: Titles by name.
-        published: Published tables by benchmark; those of the same methods are drawn with open markers.
-    """
+def pass_at_k_figure(results: Sequence[dict[str, Any]], benchmarks: Mapping[str, str], path: Path) -> list[Path]:
+    """Plot pass@k of results files of one protocol against k: the mean over the benchmarks (titles by name), then a
+    panel for each."""
     with matplotlib.rc_context(STYLE):
         by_method = methods(results)
         look_of = looks(by_method)
@@ -99,13 +87,10 @@ def pass_at_k_figure(
                 draw_pass_at_k(panel, pass_at_k_cells(runs, list(benchmarks), ks), method, look_of[method])
             percent_against_k(panel, f"mean over {len(benchmarks)} benchmarks")
         for panel, (name, title) in zip(shown, benchmarks.items(), strict=True):
-            for row in pass_at_k_rows(results, name, published=(published or {}).get(name, ())):
-                if row.kind == "ours":
-                    draw_pass_at_k(panel, row.cells, row.method, look_of[row.method])
-                elif row.kind == "published" and row.method in look_of:
-                    hollow = look_of[row.method] | {"markerfacecolor": "white", "linewidth": 0.7, "alpha": 0.8}
-                    ks, values = zip(*((k, cell.value) for k, cell in row.cells.items()), strict=True)
-                    panel.plot(ks, values, label=f"{row.method} (published)", **hollow)
+            runs_of = with_benchmark(results, name)
+            ks = common_ks([run for runs in runs_of.values() for run in runs])
+            for method, runs in runs_of.items():
+                draw_pass_at_k(panel, pass_at_k_cells(runs, [name], ks), method, look_of[method])
             percent_against_k(panel, title)
         label_rows(panels, "pass@k")
         legend_below(figure, panels, INTERVALS)

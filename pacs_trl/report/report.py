@@ -7,7 +7,7 @@ from typing import Any
 from ..evaluation.results import require_same_protocol
 from ..settings import Parser
 from ..settings.names import require_matplotlib
-from . import paper, tables
+from . import tables
 from .inputs import read_described, read_log_history
 
 
@@ -15,17 +15,15 @@ def build_report(
     paths: Sequence[Path],
     output_dir: Path,
     *,
-    published: str | None = None,
     baseline: str | None = None,
     figures: bool = True,
 ) -> list[Path]:
     """
-    Write `tables.md`, `tables.csv`, and the pass@k figure of a set of results files.
+    Write `tables.md` and the pass@k figure of a set of results files.
 
     Args:
         paths (sequence of `Path`): Results files or their directories.
         output_dir (`Path`): Output directory.
-        published (`str`, *optional*): Base model whose published numbers are shown too, for example "Qwen3-8B".
         baseline (`str`, *optional*): Method that the others are compared with; without it only the first table
             compares, with the method of the first file.
         figures (`bool`): Whether to draw the pass@k figure.
@@ -41,8 +39,7 @@ def build_report(
     names = tables.benchmarks(results)
     by_method = tables.methods(results)
     before = baseline or next(iter(by_method))
-    beside = {name: paper.published(published, name) if published else [] for name in names}
-    rows = {name: tables.pass_at_k_rows(results, name, published=beside[name], baseline=baseline) for name in names}
+    pass_at_k = {name: tables.benchmark_table(results, name, baseline) for name in names}
 
     markdown = []
     if changes := tables.before_and_after(results, names, before):
@@ -54,23 +51,17 @@ def build_report(
     if figures:
         markdown.append("![pass@k](pass_at_k.png)\n")
     for name, title in names.items():
-        header, lines = tables.table_cells(rows[name])
-        parts = [tables.to_markdown(header, lines), _sources(rows[name])]
-        if baseline is not None and (support := tables.support_rows(results, name, baseline)):
-            parts.append(tables.to_markdown(tables.SUPPORT_HEADER, support))
-        markdown.append(tables.details(tables.one_line(title), "\n".join(filter(None, parts))))
+        markdown.append(tables.details(tables.one_line(title), tables.to_markdown(*pass_at_k[name])))
     markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
     markdown.append(_protocol_text(results[0]["protocol"]))
 
     output_dir.mkdir(parents=True, exist_ok=True)
-    contents = {"tables.md": "\n".join(markdown), "tables.csv": tables.to_csv(rows)}
-    for name, content in contents.items():
-        (output_dir / name).write_text(content, encoding="utf-8")
-    files = [output_dir / name for name in contents]
+    files = [output_dir / "tables.md"]
+    files[0].write_text("\n".join(markdown), encoding="utf-8")
     if figures:
         from . import plots
 
-        files += plots.pass_at_k_figure(results, names, output_dir / "pass_at_k", beside)
+        files += plots.pass_at_k_figure(results, names, output_dir / "pass_at_k")
     return files
 
 
@@ -79,7 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("report", "Write tables and figures of evaluations and training runs.")
     parser.add_argument("results", nargs="*", type=Path, help="results.json files or their directories")
     parser.add_argument("--output_dir", type=Path, required=True, help="directory of tables and figures")
-    parser.add_argument("--published", default=None, help="base model of the paper, for example Qwen3-8B")
     parser.add_argument("--baseline", default=None, help="method that the others are compared with")
     parser.add_argument("--training", nargs="+", default=[], metavar="METHOD=DIR", help="runs with trainer_state.json")
     args = parser.parse_args(argv)
@@ -90,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     files = []
     if args.results:
-        files += build_report(args.results, args.output_dir, published=args.published, baseline=args.baseline)
+        files += build_report(args.results, args.output_dir, baseline=args.baseline)
     if args.training:
         files += plots.training_figure(training_histories(args.training), args.output_dir / "training")
     print("\n".join(map(str, files)))
@@ -115,14 +105,6 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
             raise ValueError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
         histories.setdefault(method, []).append(read_log_history(state))
     return histories
-
-
-def _sources(rows: Sequence[tables.Row]) -> str:
-    published = sorted({row.source for row in rows if row.kind == "published"})
-    lines = [f"- published: {source}, percent as printed, no spread given" for source in published]
-    if any("v1" in source for source in published):
-        lines.append(f"- {paper.MISLABEL}")
-    return "\n".join(lines) + "\n" if lines else ""
 
 
 def _protocol_text(protocol: dict[str, Any]) -> str:

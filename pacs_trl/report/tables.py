@@ -1,12 +1,9 @@
 """Tables of results files: one per benchmark, rows are methods, columns are k.
 
-Our numbers have 95 % intervals over problems. Published numbers have none, so "ours - published" has our interval,
-shifted. Several files with one method label are runs with different seeds: they are averaged per problem, and their
-standard deviation is shown as well.
+Numbers have 95 % intervals over problems. Several files with one method label are runs with different seeds: they are
+averaged per problem, and their standard deviation is shown as well.
 """
 
-import csv
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..evaluation.pass_at_k import Interval, paired_interval, pass_at_k, pass_interval
-from ..evaluation.support import support
-from .paper import PublishedTable
 
 
 class Measured(NamedTuple):
@@ -25,17 +20,6 @@ class Measured(NamedTuple):
     lower: float | None = None
     upper: float | None = None
     spread: float | None = None
-
-
-class Row(NamedTuple):
-    """One row of a pass@k table; `kind` is "ours", "published", or "difference"."""
-
-    method: str
-    kind: str
-    source: str
-    n: str
-    runs: int
-    cells: dict[int, Measured]
 
 
 def methods(results: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -51,50 +35,36 @@ def benchmarks(results: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {name: entry["title"] for result in results for name, entry in result["benchmarks"].items()}
 
 
-def pass_at_k_rows(
-    results: Sequence[dict[str, Any]],
-    benchmark: str,
-    *,
-    published: Sequence[PublishedTable] = (),
-    baseline: str | None = None,
-) -> list[Row]:
-    """
-    Return the rows of one benchmark: ours, published ones, and differences.
+def with_benchmark(results: Sequence[dict[str, Any]], benchmark: str) -> dict[str, list[dict[str, Any]]]:
+    """Group the results that have a benchmark by method."""
+    return methods([result for result in results if benchmark in result["benchmarks"]])
 
-    Args:
-        results: Parsed results files of one protocol.
-        benchmark (`str`): Name of the benchmark.
-        published (sequence of [`PublishedTable`]): Published tables of the benchmark; methods of the same name get a
-            row "ours - published".
-        baseline (`str`, *optional*): One of our methods; the others get a paired difference to it.
+
+def benchmark_table(
+    results: Sequence[dict[str, Any]], benchmark: str, baseline: str | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """
+    Return header and rows of one benchmark: a row for each method, and with a `baseline` the paired difference of each
+    other method.
 
     Raises:
         `ValueError`: if the baseline has no results on this benchmark, or the files share no k.
     """
-    runs = {m: [r for r in group if benchmark in r["benchmarks"]] for m, group in methods(results).items()}
-    runs = {method: group for method, group in runs.items() if group}
+    runs = with_benchmark(results, benchmark)
     if baseline is not None and baseline not in runs:
         raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}. Choose from {', '.join(runs)}.")
     ks = common_ks([run for group in runs.values() for run in group])
-    rows = []
+    lines = []
     for method, group in runs.items():
         counts = sorted({p["n"] for run in group for p in run["benchmarks"][benchmark]["problems"]})
         n = str(counts[0]) if len(counts) == 1 else f"{counts[0]}-{counts[-1]}"
-        rows.append(Row(method, "ours", "", n, len(group), pass_at_k_cells(group, [benchmark], ks)))
-    ours = {row.method: row.cells for row in rows}
-    differences = []
-    for table in published:
-        for method, values in table.values.items():
-            rows.append(Row(method, "published", table.source, "", 0, {k: Measured(v) for k, v in values.items()}))
-            if method in ours:
-                cells = {k: cell for k, cell in ours[method].items() if k in values}
-                shifted = {k: Measured(*(np.array(c[:3]) - values[k]).tolist()) for k, c in cells.items()}
-                differences.append(Row(f"{method}, ours - published", "difference", table.source, "", 0, shifted))
-    for method in runs:
+        cells = pass_at_k_cells(group, [benchmark], ks)
+        lines.append([method, n, str(len(group)), *(cell_text(cells[k]) for k in ks)])
+    for method, group in runs.items():
         if baseline is not None and method != baseline:
-            cells = paired_difference(runs[method], runs[baseline], [benchmark], ks)
-            differences.append(Row(f"{method} - {baseline}", "difference", "paired over problems", "", 0, cells))
-    return rows + differences
+            cells = paired_difference(group, runs[baseline], [benchmark], ks)
+            lines.append([f"{method} - {baseline}", "", "", *(cell_text(cells[k], signed=True) for k in ks)])
+    return ["method", "n", "runs", *(f"k={k}" for k in ks)], lines
 
 
 def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
@@ -187,26 +157,6 @@ def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str]
     return lines
 
 
-def support_rows(results: Sequence[dict[str, Any]], benchmark: str, baseline: str) -> list[list[str]]:
-    """Return the support measures of every run relative to the first run of the baseline. Pairs with different n are
-    skipped, because a larger n finds more support."""
-    grouped = methods([result for result in results if benchmark in result["benchmarks"]])
-    base = _scorable(grouped[baseline][0], benchmark)
-    lines = []
-    for method, group in grouped.items():
-        for i, run in enumerate(group if method != baseline else []):
-            tuned = _scorable(run, benchmark)
-            shared = [problem for problem in base if problem in tuned]
-            sample_counts = {model[problem][0] for model in (base, tuned) for problem in shared}
-            if len(sample_counts) != 1:
-                continue
-            s = support([base[p][1] for p in shared], [tuned[p][1] for p in shared])
-            name = f"{method} over {baseline}" + (f", run {i + 1}" if len(group) > 1 else "")
-            ratios = (s.retention, s.discovery, s.discovery_score, s.net_change)
-            lines.append([name, *map(str, s[:4]), *(f"{ratio:.3f}" for ratio in ratios)])
-    return lines
-
-
 def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return settings and statistics of the samples, one row per file and benchmark."""
     lines = []
@@ -229,18 +179,6 @@ SETTINGS_HEADER = [
     *("method", "benchmark", "n", "tokens", "truncated", "answer entropy", "engine", "verifier"),
     "commit",
 ]
-SUPPORT_HEADER = ["support", "preserved", "expanded", "shrunk", "out", "retention", "discovery", "score", "net change"]
-
-
-def table_cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return header and cells of a pass@k table as text."""
-    ks = sorted({k for row in rows for k in row.cells})
-    lines = []
-    for row in rows:
-        label = f"{row.method} (published)" if row.kind == "published" else row.method
-        runs = str(row.runs) if row.runs else ""
-        lines.append([label, row.n, runs, *(cell_text(row.cells.get(k), row.kind == "difference") for k in ks)])
-    return ["method", "n", "runs", *(f"k={k}" for k in ks)], lines
 
 
 def details(title: str, text: str) -> str:
@@ -258,19 +196,6 @@ def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 def one_line(text: str) -> str:
     """Replace line breaks and other control characters by spaces."""
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
-def to_csv(rows_by_benchmark: Mapping[str, Sequence[Row]]) -> str:
-    """Return every number of all pass@k tables as CSV, one line each."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["benchmark", "method", "kind", "source", "n", "runs", "k", "percent", "lower", "upper", "spread"])
-    for benchmark, rows in rows_by_benchmark.items():
-        for row in rows:
-            for k, cell in row.cells.items():
-                numbers = ["" if number is None else f"{number:.4f}" for number in cell]
-                writer.writerow([benchmark, row.method, row.kind, row.source, row.n, row.runs or "", k, *numbers])
-    return out.getvalue()
 
 
 def cell_text(cell: Measured | None, signed: bool = False, *, digits: int = 2) -> str:

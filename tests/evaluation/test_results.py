@@ -1,12 +1,14 @@
 """The results file: counts from graded samples, reading, and what may not be compared."""
 
 import json
+import math
 
 import pytest
 
 from pacs_trl.evaluation.results import (
     RESULTS_SCHEMA,
     GradedSample,
+    answer_entropy,
     read_results,
     require_same_protocol,
     summarize,
@@ -85,3 +87,12 @@ def test_the_other_file_is_named_right():
     documents = [document(), document(benchmarks=elsewhere), document(benchmarks=other)]
     with pytest.raises(ValueError, match="second and third"):
         require_same_protocol(documents, ["first", "second", "third"])
+
+
+def test_answer_entropy():
+    assert answer_entropy(["7"] * 5) == 0.0
+    # Shares 1/2, 1/4, 1/4; a missing answer is an answer.
+    assert answer_entropy(["7", "7", "8", None]) == pytest.approx(1.5 * math.log(2))
+    assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
+    answers = ["7", "8", *["9"] * 5]  # whose sum has another last digit in another order
+    assert len({answer_entropy(order) for order in (answers, answers[::-1], answers[1:] + answers[:1])}) == 1

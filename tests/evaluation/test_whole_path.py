@@ -60,10 +60,10 @@ def test_from_training_to_the_hub(engine, checkpoint, sums, verifier, tmp_path, 
     assert results["protocol"]["verifier"]["protocol"] == "authors" and sum(entry["verification"].values()) == 192
 
     argv = [str(tmp_path / "Base"), str(tmp_path / "PACS"), "--output_dir", str(tmp_path / "report")]
-    argv += ["--published", "Qwen3-8B", "--baseline", "Base", "--training", f"PACS={tmp_path / 'pacs'}"]
+    argv += ["--baseline", "Base", "--training", f"PACS={tmp_path / 'pacs'}"]
     assert report(argv) == 0
     text = (tmp_path / "report" / "tables.md").read_text()
-    assert "| PACS | 16 | 1 |" in text and "PACS - Base" in text and "PACS (published)" in text
+    assert "| PACS | 16 | 1 |" in text and "PACS - Base" in text
     assert (tmp_path / "report" / "pass_at_k.png").is_file() and (tmp_path / "report" / "training.svg").is_file()
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
