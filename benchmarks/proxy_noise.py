@@ -23,7 +23,7 @@ from benchmarks import table_of
 from benchmarks.recorded import build_model, shape_of
 from pacs_trl.update.forward_pass import ForwardPass
 from pacs_trl.update.logps import fused_head
-from pacs_trl.update.microbatching import schedule_micro_batches
+from pacs_trl.update.microbatching import MicroBatchConfig, schedule_micro_batches
 from pacs_trl.update.rollout import Rollout
 from pacs_trl.update.step import rollout_lengths
 
@@ -72,9 +72,8 @@ def compute_logps(
 
 def scheduled(rollouts: list[Rollout], max_rollouts: int, *, padded: bool) -> list[list[int]]:
     one_row_groups = [[i] for i in range(len(rollouts))]
-    schedule = schedule_micro_batches(
-        rollout_lengths(rollouts), one_row_groups, num_processes=1, max_rollouts=max_rollouts, padded=padded
-    )
+    limits = MicroBatchConfig(1, max_rollouts, padded=padded)
+    schedule = schedule_micro_batches(rollout_lengths(rollouts), one_row_groups, limits)
     assert schedule is not None
     return schedule[0]
 

@@ -19,7 +19,6 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.construction import create_forward_pass
-from ..rollouts.kept_settings import OF_OPTIMIZER
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
@@ -92,7 +91,6 @@ class ActorCriticTrainer(RolloutTrainer):
         directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
         rate = self.args.critic_learning_rate
         self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory=directory)
-        self._keep_settings(OF_OPTIMIZER - {"learning_rate"})
         self.critic = self._second_model.model
 
     def _prepare_loading(self, model, args, arguments):

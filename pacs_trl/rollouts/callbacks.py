@@ -1,10 +1,14 @@
-"""Callbacks of every trainer: state at the start of an optimizer step, and a warning for runs without a gradient."""
+"""Callbacks of every trainer: state at the start of an optimizer step, settings that were changed after construction,
+and a warning for runs without a gradient."""
 
 import logging
+import re
+from dataclasses import fields
+from typing import Any
 
 from transformers import TrainerCallback
 
-from .kept_settings import check_kept
+from .checkpoint import check_same_settings, plain_settings
 
 
 logger = logging.getLogger(__name__)
@@ -17,13 +21,32 @@ UNIFORM = ("pacs/uniform_group_fraction", "frac_reward_zero_std")
 DENSE = "process/mixed_fraction"  # with process labels, uniform groups have a gradient too
 
 
-class StepStart(TrainerCallback):
-    """
-    Store the trainer's state at the start of each optimizer step, and check that no callback or reward function has
-    changed a setting, both before the step and before the checkpoint after it.
+# A trainer, its engine, and its update copy settings when they are constructed: a later `trainer.args.KEY = VALUE`
+# would be ignored, while checkpoints record the new value. Trainer reads only these on use.
+_LIVE = re.compile(
+    "(dataloader|eval|hub|logging|lr_scheduler|save|trackio|warmup)_.*|output_dir|run_name|project|push_to_hub"
+    "|resume_from_checkpoint|ignore_data_skip|num_train_epochs|max_steps|max_grad_norm|torch_empty_cache_steps"
+    "|include_num_input_tokens_seen|per_device_eval_batch_size|prediction_loss_only|load_best_model_at_end"
+    "|metric_for_best_model|greater_is_better|do_train|do_eval|do_predict|restore_callback_states_from_checkpoint"
+)
+_LOADED = {"eval_benchmarks", "eval_max_problems"}  # fixed, unlike the rest of its group
 
-    This is a callback because only Trainer knows where a step starts: the last step of an epoch may be shorter.
-    """
+
+def fixed_settings(args: Any) -> dict[str, Any]:
+    """Return the settings that are fixed when a trainer is constructed, in the form of [`plain_settings`]."""
+    names = [field.name for field in fields(args)]
+    return plain_settings(args, [name for name in names if name in _LOADED or not _LIVE.fullmatch(name)])
+
+
+def check_fixed(fixed: dict[str, Any], args: Any) -> None:
+    """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed."""
+    remedy = "construct a new trainer with these settings"
+    check_same_settings("The trainer", fixed, fixed_settings(args), kind="trainer", remedy=remedy)
+
+
+class StepStart(TrainerCallback):
+    """Store the trainer's state at the start of each optimizer step, which only Trainer knows, and check that no
+    callback or reward function has changed a setting, before the step and before the checkpoint after it."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -33,13 +56,13 @@ class StepStart(TrainerCallback):
         self._state = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        check_kept(self.trainer._kept_settings, args)
+        check_fixed(self.trainer._fixed_settings, args)
         self._state = {name: getattr(self.trainer, name) for name in self.trainer._counters}
         self._metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
         self._tokens = state.num_input_tokens_seen
 
     def on_step_end(self, args, state, control, **kwargs):
-        check_kept(self.trainer._kept_settings, args)
+        check_fixed(self.trainer._fixed_settings, args)
         self._state = None
 
     def rewind(self) -> None:

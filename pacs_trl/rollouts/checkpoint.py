@@ -125,15 +125,8 @@ def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
 def rollouts_to_save(
     steps: Sequence[Sequence[Rollout]], process: int, num_processes: int
 ) -> dict[tuple[int, int], dict]:
-    """
-    Return the part of a generation batch that this process saves, keyed by (optimizer step, index): the completions
-    that it trains on, and its share of those without log-probs.
-
-    Args:
-        steps (sequence of sequences of [`Rollout`]): Completions of each optimizer step, equal on all processes except
-            for `ref_logps` and `old_logps`.
-        process, num_processes (`int`): Index of this process, and number of processes.
-    """
+    """Return the completions of a generation batch that this process saves, keyed by (optimizer step, index): those
+    with the log-probs that only this process has, and its share of the others."""
     return {
         (k, i): to_state(rollout)
         for k, rollouts in enumerate(steps)
@@ -186,17 +179,8 @@ _ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modul
 
 
 def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
-    """
-    Compare the adapter of a checkpoint with the adapter of the run that resumes from it.
-
-    Args:
-        checkpoint (`str`): Directory of the checkpoint.
-        adapter ([`~peft.PeftConfig`], *optional*): Adapter that the run trains; `None` if it trains the whole model.
-            `target_modules` given as a string are not compared, because peft resolves them with the model.
-
-    Raises:
-        `ValueError`: if one is an adapter and the other a whole model, or they are different adapters.
-    """
+    """Raise a `ValueError` unless a checkpoint has the adapter that the run trains, `None` if it trains the whole
+    model. `target_modules` given as a string are not compared, because peft resolves them with the model."""
     file = Path(checkpoint, ADAPTER_CONFIG_NAME)
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
@@ -327,12 +311,8 @@ def reporting_other_shapes(checkpoint: str) -> Iterator[None]:
 
 
 def defect(checkpoint: str | Path) -> str | None:
-    """
-    Return why a checkpoint is incomplete (the first missing or truncated file), or `None` if it is complete.
-
-    `trainer_state.json` is written last, after all processes have written their files. Truncation is detected from the
-    file footers or headers, so large files are not read in full.
-    """
+    """Return why a checkpoint is incomplete, or `None` if it is complete. `trainer_state.json` is written last;
+    truncated files are detected from their footers or headers, so large ones are not read in full."""
     checkpoint = Path(checkpoint)
     try:
         json.loads((checkpoint / "trainer_state.json").read_text())
@@ -380,12 +360,8 @@ def check_complete(checkpoint: str) -> None:
 
 
 def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
-    """
-    Check and return the checkpoint to resume from: `given`, or the last complete one in `output_dir` if it is `True`.
-
-    Raises:
-        `ValueError`: if it is incomplete, or comes from another trainer or another kind of model.
-    """
+    """Return the checkpoint to resume from: `given`, or the last complete one in `output_dir` if it is `True`. Raises
+    a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
     checkpoint = last_checkpoint(trainer.args.output_dir) if given is True else str(given)
     if checkpoint is None:
         raise ValueError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")

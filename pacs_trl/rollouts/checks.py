@@ -28,19 +28,9 @@ OWN_PARAMETERS = ("compute_logps",)
 
 
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
-    """
-    Check the columns of a dataset. If a streaming dataset does not declare its columns, they are checked when its
-    first examples arrive.
-
-    Args:
-        name (`str`): Name of the dataset in errors.
-        dataset: A dataset, a dict of datasets, or `None`.
-        reward_funcs: A reward function or a list of them.
-        passed (`Collection[str]`): Additional keyword arguments that this trainer passes to reward functions.
-
-    Raises:
-        `ValueError`: if there is no column `prompt`, or if a reward function requires a missing column.
-    """
+    """Raise a `ValueError` if a dataset (or one of a dict) has no column `prompt`, or lacks a column that a reward
+    function requires. `passed` are further keyword arguments of reward functions. Streaming datasets may not declare
+    their columns; these are checked when the first examples arrive."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
@@ -94,21 +84,9 @@ def check_prompt_lengths(
     tools: list[Callable] | None,
     contexts: dict[str, int | None],
 ) -> None:
-    """
-    Check that each prompt leaves room for `max_completion_length` tokens. Streaming datasets are skipped.
-
-    Args:
-        datasets (`dict`): The training set under the key `train_dataset`, and evaluation sets.
-        args ([`~trl.GRPOConfig`]): The configuration.
-        load_tokenizer (`Callable`): Returns the tokenizer.
-        tools (`list[Callable]`, *optional*): Tools in the chat template.
-        contexts (`dict`): See [`context_lengths`].
-
-    Raises:
-        `ValueError`: if a prompt plus `max_completion_length` tokens exceeds the context length,
-            `max_tokens_per_micro_batch` (in training) or, with vLLM, `vllm_max_model_length`; or if messages cannot be
-            tokenized.
-    """
+    """Raise a `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
+    ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
+    or if messages cannot be tokenized. Streaming datasets are skipped."""
     of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None} | contexts
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
     completion = args.max_completion_length or 1
@@ -156,12 +134,8 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
 
 
 def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = False) -> str | None:
-    """
-    Return an error message if tools are used while several processes generate together, otherwise `None`.
-
-    A process requests another turn only while its own completions call tools, so the processes would deadlock.
-    `is_sharded` is whether the model is sharded over processes.
-    """
+    """Return an error message if several processes generate together: with tools they would deadlock, because a
+    process requests another turn only while its own completions call tools."""
     alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
     if alone or num_processes == 1:
         return None
@@ -192,12 +166,8 @@ _HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations"
 
 
 def check_generation_kwargs(args: GRPOConfig) -> None:
-    """
-    Check that `generation_kwargs` do not override settings that log-probs depend on, and contain no ignored keys.
-
-    Raises:
-        `ValueError`: if a key overrides a setting, would be ignored, or is a seed with vLLM.
-    """
+    """Raise a `ValueError` if a key of `generation_kwargs` overrides a setting that log-probs depend on, would be
+    ignored, or is a seed with vLLM."""
     given = args.generation_kwargs or {}
     if "seed" in given and args.use_vllm:
         raise ValueError(

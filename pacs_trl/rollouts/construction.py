@@ -41,12 +41,9 @@ from .vllm_checks import check_vllm
 
 
 def check_arguments(model: str | PreTrainedModel, args: GRPOConfig, arguments: dict[str, Any]) -> None:
-    """
-    Check the arguments of a trainer; `arguments` holds all of them except the model and the configuration.
-
-    Raises:
-        `ValueError`: if the datasets, reward functions, generation settings, or vLLM settings are invalid.
-    """
+    """Raise a `ValueError` if datasets, reward functions, generation settings, or vLLM settings are invalid.
+    `arguments` are those of a trainer except the model and the configuration; those of an environment are filled
+    in."""
     reward_funcs, has_environment = arguments["reward_funcs"], arguments["environment_factory"] is not None
     check_reward_functions(reward_funcs)
     if has_environment:

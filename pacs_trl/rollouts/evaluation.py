@@ -23,8 +23,8 @@ from ..evaluation.run import check_grading, grade_in_background, is_gym, load_be
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..verification import completion_text
 from . import checkpoint, construction
+from .callbacks import check_fixed
 from .checks import check_evaluation_batch
-from .kept_settings import check_kept
 
 
 class BenchmarkEvaluation:
@@ -67,7 +67,7 @@ class BenchmarkEvaluation:
 
     def evaluation_loop(self, *args, **kwargs):
         """Evaluate without affecting the training run: random states are restored afterwards."""
-        check_kept(self._kept_settings, self.args)
+        check_fixed(self._fixed_settings, self.args)
         with checkpoint.own_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
             output = super().evaluation_loop(*args, **kwargs)
             prefix, self._benchmark_prefix = self._benchmark_prefix, None  # once, also with several datasets

@@ -8,7 +8,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,12 +27,11 @@ from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
 from .adapter_sync import engine_with_lora
-from .callbacks import NoSignalCallback, StepStart
+from .callbacks import NoSignalCallback, StepStart, check_fixed, fixed_settings
 from .checks import check_adapters, check_columns, check_golds, with_checked_result
 from .console import shorten_console
 from .engine import ServerFailure, checked_rollouts, end_empty_completions, failed_run
 from .evaluation import BenchmarkEvaluation
-from .kept_settings import OF_OPTIMIZER, check_kept, settings_of_construction
 from .timing import StepTimer
 
 
@@ -77,7 +76,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
         self._reset_run()
-        self._kept_settings = settings_of_construction(self.args)
+        self._fixed_settings = fixed_settings(self.args)
         self._step_start = StepStart(self)
         self.add_callback(self._step_start)
         if args.disable_dropout:
@@ -275,7 +274,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     # Runs -----------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        check_kept(self._kept_settings, self.args)
+        check_fixed(self._fixed_settings, self.args)
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         with checkpoint.reporting_full_disk(self.args.output_dir):
@@ -306,15 +305,10 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self._reset_run()
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        self._keep_settings(OF_OPTIMIZER)
         if resume_from_checkpoint is not None:
             self._load_run(Path(resume_from_checkpoint))
         self._choose_forward_passes()
         return prepared
-
-    def _keep_settings(self, names: Iterable[str]) -> None:
-        """Raise an error if these settings are changed from now on."""
-        self._kept_settings = checkpoint.plain_settings(self.args, list(names)) | self._kept_settings
 
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
         place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)

@@ -48,12 +48,8 @@ def check_port(port: int, setting: str, remedy: str) -> None:
 
 
 def check_vllm(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
-    """
-    Check a run with `use_vllm=True` before weights are loaded; `model` is the name or path of the policy.
-
-    Raises:
-        `ValueError`: if the vLLM version, a port, or the server is unsuitable.
-    """
+    """Raise a `ValueError` if the vLLM version, a port, or the server is unsuitable for the policy with the name or
+    path `model`."""
     require_vllm("set use_vllm=False to generate with transformers")
     if args.process_index != 0:
         return
@@ -74,13 +70,8 @@ def _rendezvous_holds_port() -> bool:
 
 
 def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
-    """
-    Wait up to `vllm_server_timeout` seconds for the server, and check its model and settings.
-
-    Raises:
-        `ValueError`: if no vLLM server answers at the address, or if it serves another model, has too short a context,
-            or does not support weight transfer.
-    """
+    """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, or if it serves
+    another model, has too short a context, or does not support weight transfer."""
     url, command = server_url(args), serve_command(model, lora_rank)
     with httpx.Client(base_url=url, timeout=10.0) as client:
         _wait_for_server(client, url, args.vllm_server_timeout, command)

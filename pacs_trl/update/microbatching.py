@@ -8,11 +8,35 @@ the lengths, so all processes compute the same schedule without communication.
 """
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 
 Schedule = list[list[list[int]]]
+
+
+class MicroBatchConfig(NamedTuple):
+    """
+    Size limits of micro-batches, and the costs by which schedules are compared.
+
+    Attributes:
+        num_processes (`int`): Number of processes.
+        max_rollouts (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
+        max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_tokens`].
+        padded (`bool`): Whether rollouts are padded (`True`) or packed (`False`).
+        group_layout (`str`): `"auto"`, `"whole"`, or `"split"`, see [`PACSConfig`].
+        backward_cost (`int`): Cost of a backward pass in forward passes.
+        pair_cost (`float`): See [`RolloutLengths`].
+    """
+
+    num_processes: int
+    max_rollouts: int
+    max_tokens: int | None = None
+    padded: bool = False
+    group_layout: str = "auto"
+    backward_cost: int = 2
+    pair_cost: float = 0.0
 
 
 class RolloutLengths(NamedTuple):
@@ -80,13 +104,7 @@ def schedule_cost(schedule: Schedule, lengths: RolloutLengths, *, padded: bool) 
 
 
 def schedule_micro_batches(
-    lengths: RolloutLengths,
-    units: Sequence[Sequence[int]],
-    *,
-    num_processes: int,
-    max_rollouts: int,
-    max_tokens: int | None = None,
-    padded: bool = False,
+    lengths: RolloutLengths, units: Sequence[Sequence[int]], limits: MicroBatchConfig
 ) -> Schedule | None:
     """
     Distribute rollouts over processes and micro-batches.
@@ -94,40 +112,33 @@ def schedule_micro_batches(
     Padded micro-batches hold rollouts of similar length, to minimize padding. Packed micro-batches mix lengths, to
     equalize their sizes; rollouts with the same prompt stay together where computing the prompt once saves more than
     better balance would. Micro-batches that run concurrently on different processes have similar sizes, and all
-    processes have similar totals.
-
-    Args:
-        lengths (`RolloutLengths`): Lengths of all rollouts.
-        units (sequence of sequences of `int`): Indices of the rollouts to schedule; a unit is never split.
-        num_processes (`int`): Number of processes.
-        max_rollouts (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
-        max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_tokens`].
-        padded (`bool`): Whether rollouts are padded (`True`) or packed (`False`).
+    processes have similar totals. `units` hold indices of rollouts; a unit is never split.
 
     Returns:
         The schedule, or `None` if a unit does not fit into a micro-batch.
     """
+    padded, max_tokens = limits.padded, limits.max_tokens
     if max_tokens is not None:
-        max_rollouts = max(sum(map(len, units)), 1)
+        limits = limits._replace(max_rollouts=max(sum(map(len, units)), 1))
 
     def schedule(units: Sequence[Sequence[int]]) -> Schedule | None:
         sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
-        if any(
-            len(unit) > max_rollouts or (max_tokens is not None and n > max_tokens) for unit, n in zip(units, sizes)
-        ):
+        if any(len(unit) > limits.max_rollouts for unit in units):
+            return None
+        if max_tokens is not None and any(size > max_tokens for size in sizes):
             return None
         costs = [micro_batch_cost(unit, lengths, padded=padded) for unit in units]
         order = sorted(range(len(units)), key=lambda i: -costs[i])
         if padded:
-            micro_batches = _neighbours_in_length([list(units[i]) for i in order], lengths, max_rollouts, max_tokens)
+            micro_batches = _neighbours_in_length([list(units[i]) for i in order], lengths, limits)
         else:
             placed = [(list(units[i]), sizes[i], costs[i]) for i in order]
-            micro_batches = _evenly_filled(placed, num_processes, max_rollouts, max_tokens)
-        return _over_processes(micro_batches, lengths, num_processes, padded=padded)
+            micro_batches = _evenly_filled(placed, limits)
+        return _over_processes(micro_batches, lengths, limits)
 
     schedules = [schedule(units)]
     if not padded and lengths.texts:
-        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rollouts)]
+        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, limits.max_rollouts)]
     possible = [found for found in schedules if found is not None]
     return min(possible, key=lambda found: schedule_cost(found, lengths, padded=padded), default=None)
 
@@ -154,10 +165,9 @@ def _parts_of_texts(
         num_parts *= 2
 
 
-def _over_processes(
-    micro_batches: list[list[int]], lengths: RolloutLengths, num_processes: int, *, padded: bool
-) -> Schedule:
-    micro_batches.sort(key=lambda batch: -micro_batch_cost(batch, lengths, padded=padded))
+def _over_processes(micro_batches: list[list[int]], lengths: RolloutLengths, limits: MicroBatchConfig) -> Schedule:
+    num_processes = limits.num_processes
+    micro_batches.sort(key=lambda batch: -micro_batch_cost(batch, lengths, padded=limits.padded))
     micro_batches += [[] for _ in range(-len(micro_batches) % num_processes)]
     schedule: Schedule = [[] for _ in range(num_processes)]
     for start in range(0, len(micro_batches), num_processes):
@@ -169,25 +179,25 @@ def _over_processes(
 
 
 def _neighbours_in_length(
-    units: list[list[int]], lengths: RolloutLengths, max_rollouts: int, max_tokens: int | None
+    units: list[list[int]], lengths: RolloutLengths, limits: MicroBatchConfig
 ) -> list[list[int]]:
     """Cut the units, longest first, into runs that fit; a run has similar lengths, so there is little padding."""
     micro_batches: list[list[int]] = []
     for unit in units:
         joined = micro_batches[-1] + unit if micro_batches else []
-        fits = max_tokens is None or micro_batch_tokens(joined, lengths, padded=True) <= max_tokens
-        if joined and fits and len(joined) <= max_rollouts:
+        max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
+        fits = micro_batch_tokens(joined, lengths, padded=True) <= max_tokens
+        if joined and fits and len(joined) <= limits.max_rollouts:
             micro_batches[-1] = joined
         else:
             micro_batches.append(list(unit))
     return micro_batches
 
 
-def _evenly_filled(
-    units: list[tuple[list[int], int, float]], num_processes: int, max_rollouts: int, max_tokens: int | None
-) -> list[list[int]]:
+def _evenly_filled(units: list[tuple[list[int], int, float]], limits: MicroBatchConfig) -> list[list[int]]:
     """Assign each unit, a tuple of indices, tokens, and cost (most expensive first), to the cheapest micro-batch with
     room, and use the smallest number of micro-batches for which all units fit."""
+    num_processes, max_rollouts, max_tokens = limits.num_processes, limits.max_rollouts, limits.max_tokens
     num_completions, num_tokens = sum(len(indices) for indices, _, _ in units), sum(tokens for _, tokens, _ in units)
     smallest = min((len(indices) for indices, _, _ in units), default=1)
     fewest = -(-num_completions // max_rollouts) if max_tokens is None else -(-num_tokens // max_tokens)

@@ -29,9 +29,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .forward_pass import CompletionLogps, ForwardPass
 from .loss import Objective
-from .microbatching import Schedule
+from .microbatching import MicroBatchConfig, Schedule
 from .rollout import Rollout
-from .step import FILLER, MicroBatch, MicroBatchConfig, StepRollouts, collate, schedule_some, schedule_step
+from .step import FILLER, MicroBatch, StepRollouts, collate, schedule_some, schedule_step
 from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics, mismatch_metrics, mismatch_statistics
 
 

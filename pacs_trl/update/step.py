@@ -2,13 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from .groups import Groups
-from .microbatching import RolloutLengths, Schedule, schedule_cost, schedule_micro_batches
+from .microbatching import MicroBatchConfig, RolloutLengths, Schedule, schedule_cost, schedule_micro_batches
 from .rollout import Rollout
 
 
@@ -61,42 +60,16 @@ class StepRollouts:
         return sum(int(rollout.loss_mask.sum()) for rollout in self.rollouts)
 
 
-class MicroBatchConfig(NamedTuple):
-    """Size limits of micro-batches, from the settings of [`PACSConfig`], and whether rollouts are padded.
-    `backward_cost` is the cost of a backward pass in forward passes; for `pair_cost`, see [`RolloutLengths`]."""
-
-    num_processes: int
-    max_rollouts: int
-    max_tokens: int | None = None
-    padded: bool = False
-    group_layout: str = "auto"
-    backward_cost: int = 2
-    pair_cost: float = 0.0
-
-    @property
-    def of_schedule(self) -> dict:
-        return {name: getattr(self, name) for name in ("num_processes", "max_rollouts", "max_tokens", "padded")}
-
-
 def schedule_step(
     rollouts: list[Rollout], limits: MicroBatchConfig, takes_part: torch.Tensor | None = None
 ) -> StepRollouts:
-    """
-    Schedule the forward passes over the completions of an optimizer step, which must form whole groups.
-
-    Args:
-        rollouts (`list[Rollout]`): The completions; the schedule depends on their lengths.
-        limits ([`MicroBatchConfig`]): Size limits of micro-batches.
-        takes_part (bool `torch.Tensor` of shape `(B,)`, *optional*): Completions that can have a gradient; by default
-            the scorable ones.
-
-    Raises:
-        `ValueError`: if a prompt with its completion is longer than `max_tokens`.
-    """
+    """Schedule the forward passes over the completions of an optimizer step, which must form whole groups.
+    `takes_part`, bool `(B,)`, marks those that can have a gradient, by default the scorable ones. Raises a
+    `ValueError` if a prompt with its completion is longer than `max_tokens`."""
     groups = Groups(torch.tensor([rollout.label for rollout in rollouts]), [rollout.group for rollout in rollouts])
     takes_part = groups.scorable if takes_part is None else takes_part
     lengths, layout = rollout_lengths(rollouts, limits.pair_cost), limits.group_layout
-    split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), **limits.of_schedule)
+    split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), limits)
     if split is None:
         longest = max(p + c for p, c in zip(lengths.prompts, lengths.completions, strict=True))
         raise ValueError(
@@ -105,7 +78,7 @@ def schedule_step(
             "or leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
         )
     units = [members for members in groups.members if takes_part[members].any()]
-    whole = schedule_micro_batches(lengths, units, **limits.of_schedule)
+    whole = schedule_micro_batches(lengths, units, limits)
     if layout == "auto" and whole is not None:
         # Costs are in forward passes; split groups need an extra forward pass for the proxies.
         whole_cost, split_cost = (schedule_cost(s, lengths, padded=limits.padded) for s in (whole, split))
@@ -119,12 +92,11 @@ def schedule_step(
 def schedule_some(rollouts: list[Rollout], indices: list[int], limits: MicroBatchConfig) -> Schedule:
     """Return micro-batches of some completions of a step. Increases `max_tokens` to the longest single rollout,
     which happens only for completions without a gradient."""
-    lengths, bounds = rollout_lengths(rollouts, limits.pair_cost), limits.of_schedule
+    lengths = rollout_lengths(rollouts, limits.pair_cost)
     if limits.max_tokens is not None:
-        bounds["max_tokens"] = max(
-            [limits.max_tokens, *(lengths.prompts[i] + lengths.completions[i] for i in indices)]
-        )
-    schedule = schedule_micro_batches(lengths, [[i] for i in indices], **bounds)
+        longest = max((lengths.prompts[i] + lengths.completions[i] for i in indices), default=0)
+        limits = limits._replace(max_tokens=max(limits.max_tokens, longest))
+    schedule = schedule_micro_batches(lengths, [[i] for i in indices], limits)
     assert schedule is not None  # a single rollout always fits
     return schedule
 
@@ -139,12 +111,8 @@ def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutL
 
 @dataclass
 class MicroBatch:
-    """
-    Collated tensors of `B` completions, `(B, T)`, padded on the right to the longest completion; see [`Rollout`].
-
-    `loss_mask` is bool; the others have PyTorch's default dtype. Missing `ref_logps`, `old_logps`, and `old_entropies`
-    are 0, missing `sampling_logps` NaN.
-    """
+    """Tensors of `B` completions, `(B, T)`, padded on the right; see [`Rollout`]. `loss_mask` is bool; the others have
+    PyTorch's default dtype. Missing `sampling_logps` are NaN, other missing values 0."""
 
     rollouts: list[Rollout]
     loss_mask: torch.Tensor
@@ -157,9 +125,9 @@ class MicroBatch:
 def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
     """Pad rollouts to the longest completion among them, and move the tensors to `device`."""
 
-    def padded(name: str, missing: float, dtype: torch.dtype) -> torch.Tensor:
+    def padded(name: str, missing: bool | float = 0.0) -> torch.Tensor:
         given = [getattr(rollout, name) for rollout in rollouts]
-        out = torch.full((len(given), max(len(rollout.completion_ids) for rollout in rollouts)), missing, dtype=dtype)
+        out = torch.full((len(given), max(len(rollout.completion_ids) for rollout in rollouts)), missing)
         for i, values in enumerate(given):
             if values is not None:
                 out[i, : len(values)] = torch.from_numpy(values)
@@ -167,9 +135,9 @@ def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
 
     return MicroBatch(
         rollouts,
-        loss_mask=padded("loss_mask", False, torch.bool),
-        ref_logps=padded("ref_logps", 0.0, torch.get_default_dtype()),
-        old_logps=padded("old_logps", 0.0, torch.get_default_dtype()),
-        old_entropies=padded("old_entropies", 0.0, torch.get_default_dtype()),
-        sampling_logps=padded("sampling_logps", math.nan, torch.get_default_dtype()),
+        loss_mask=padded("loss_mask", False),
+        ref_logps=padded("ref_logps"),
+        old_logps=padded("old_logps"),
+        old_entropies=padded("old_entropies"),
+        sampling_logps=padded("sampling_logps", math.nan),
     )

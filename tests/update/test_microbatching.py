@@ -6,6 +6,7 @@ import pytest
 from seeds import shifted
 
 from pacs_trl.update.microbatching import (
+    MicroBatchConfig,
     RolloutLengths,
     micro_batch_cost,
     micro_batch_tokens,
@@ -23,6 +24,10 @@ def lognormal_lengths(num_completions, seed=0, num_generations=0):
         return RolloutLengths(prompts, completions)
     texts = [i // num_generations for i in range(num_completions)]
     return RolloutLengths([prompts[text] for text in texts], completions, texts, pair_cost=1e-3)
+
+
+def scheduled(lengths, units, **limits):
+    return schedule_micro_batches(lengths, units, MicroBatchConfig(**limits))
 
 
 def units(rows, size=1):
@@ -60,14 +65,14 @@ def test_cost_by_hand():
 
 def test_padded_schedule_by_hand():
     lengths = RolloutLengths([1] * 4, [9, 1, 8, 2])
-    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=1, max_rollouts=2, padded=True)
+    schedule = scheduled(lengths, units(range(4)), num_processes=1, max_rollouts=2, padded=True)
     assert schedule == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9
     assert schedule_cost(schedule, lengths, padded=True) == 26
 
 
 def test_packed_schedule_by_hand():
     lengths = RolloutLengths([0] * 4, [9, 1, 8, 2])
-    schedule = schedule_micro_batches(lengths, units(range(4)), num_processes=2, max_rollouts=2)
+    schedule = scheduled(lengths, units(range(4)), num_processes=2, max_rollouts=2)
     assert [sorted(batch) for (batch,) in schedule] == [[0, 1], [2, 3]]  # 10 tokens on each process
 
 
@@ -75,10 +80,8 @@ def test_long_rows_are_dear():
     """Where pairs count, 24 + 24 * 24 / 2 is more than two of 12 + 12 * 12 / 2 and three of 8 + 8 * 8 / 2: 312 and
     288."""
     completions = [24, 12, 12, 8, 8, 8]
-    even = schedule_micro_batches(
-        RolloutLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rollouts=6
-    )
-    with_pairs = schedule_micro_batches(
+    even = scheduled(RolloutLengths([0] * 6, completions), units(range(6)), num_processes=2, max_rollouts=6)
+    with_pairs = scheduled(
         RolloutLengths([0] * 6, completions, pair_cost=1.0), units(range(6)), num_processes=2, max_rollouts=6
     )
     assert sorted(sum(completions[i] for i in batch) for (batch,) in even) == [32, 40]
@@ -89,18 +92,18 @@ def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
     """Two prompts of 100 tokens with four rows each, on two processes: 99 + 4 + 100 tokens, or 198 + 4 + 100 if
     scattered."""
     completions = [40, 10, 20, 30] * 2
-    long = schedule_micro_batches(
+    long = scheduled(
         RolloutLengths([100] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rollouts=4
     )
     assert sorted(sorted(batch) for (batch,) in long) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     # One prompt of 2 tokens whose rows are four times as long: the balance is worth more than a token or two.
     completions = [40] * 4 + [10] * 4
-    short = schedule_micro_batches(
+    short = scheduled(
         RolloutLengths([2] * 8, completions, [0] * 4 + [1] * 4), units(range(8)), num_processes=2, max_rollouts=4
     )
     assert [sum(completions[i] for i in batch) for (batch,) in short] == [100, 100]
     # In halves, dealt forth and back: 40 + 10 and 30 + 20 of each prompt
-    halves = schedule_micro_batches(
+    halves = scheduled(
         RolloutLengths([100] * 4, [40, 30, 20, 10], [0] * 4), units(range(4)), num_processes=2, max_rollouts=4
     )
     assert sorted(sorted(batch) for (batch,) in halves) == [[0, 3], [1, 2]]
@@ -127,7 +130,7 @@ def test_every_row_once_within_bounds_and_in_lockstep(
 ):
     lengths = lognormal_lengths(64, num_generations=num_generations)
     groups = cut(random.Random(shifted(1)).sample(range(64), num_completions))
-    schedule = schedule_micro_batches(lengths, groups, num_processes=num_processes, padded=padded, **limit)
+    schedule = scheduled(lengths, groups, num_processes=num_processes, padded=padded, **limit)
     assert rows_of(schedule) == sorted(sum(groups, []))
     assert len(schedule) == num_processes and len({len(batches) for batches in schedule}) == 1
     batches = [batch for of_process in schedule for batch in of_process]
@@ -143,19 +146,19 @@ def test_every_row_once_within_bounds_and_in_lockstep(
 def test_a_small_unit_finds_the_place_that_a_large_one_left():
     """Three rows and then one, of two micro-batches with four places each: 3 + 1 and 3 + 1, no third micro-batch."""
     lengths = RolloutLengths([0] * 8, [9, 9, 9, 8, 8, 8, 1, 1])
-    schedule = schedule_micro_batches(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rollouts=4)
+    schedule = scheduled(lengths, [[0, 1, 2], [3, 4, 5], [6], [7]], num_processes=1, max_rollouts=4)
     assert sorted(sorted(batch) for batch in schedule[0]) == [[0, 1, 2, 7], [3, 4, 5, 6]]
 
 
 @pytest.mark.parametrize("limit", [dict(max_rollouts=3), dict(max_rollouts=8, max_tokens=100)])
 def test_groups_that_do_not_fit_give_no_schedule(limit):
     lengths = RolloutLengths([10] * 8, [40] * 8)
-    assert schedule_micro_batches(lengths, units(range(8), 4), num_processes=1, **limit) is None
+    assert scheduled(lengths, units(range(8), 4), num_processes=1, **limit) is None
 
 
 def test_packed_micro_batches_are_balanced():
     lengths = lognormal_lengths(256)
-    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=8, max_rollouts=8)
+    schedule = scheduled(lengths, units(range(256)), num_processes=8, max_rollouts=8)
     tokens = [micro_batch_tokens(batch, lengths, padded=False) for batches in schedule for batch in batches]
     assert max(tokens) / (sum(tokens) / len(tokens)) < 1.05
     totals = [sum(micro_batch_tokens(b, lengths, padded=False) for b in batches) for batches in schedule]
@@ -164,7 +167,7 @@ def test_packed_micro_batches_are_balanced():
 
 def test_sorting_removes_most_padding():
     lengths = lognormal_lengths(256)
-    schedule = schedule_micro_batches(lengths, units(range(256)), num_processes=1, max_rollouts=8, padded=True)
+    schedule = scheduled(lengths, units(range(256)), num_processes=1, max_rollouts=8, padded=True)
     unsorted = [[list(range(i, i + 8)) for i in range(0, 256, 8)]]
     real = micro_batch_tokens(range(256), lengths, padded=False)
     assert schedule_cost(schedule, lengths, padded=True) < 1.15 * real
@@ -173,5 +176,5 @@ def test_sorting_removes_most_padding():
 
 def test_large_schedule_is_quick_enough_to_run_every_step():
     lengths = lognormal_lengths(8192, num_generations=16)
-    schedule = schedule_micro_batches(lengths, units(range(8192)), num_processes=64, max_rollouts=1, max_tokens=16384)
+    schedule = scheduled(lengths, units(range(8192)), num_processes=64, max_rollouts=1, max_tokens=16384)
     assert rows_of(schedule) == list(range(8192))
