@@ -35,8 +35,9 @@ from .data import TRAINING_SETS
 from .data.sets import FILE_FORMATS, MINIATURE
 from .errors import FailedRun
 from .evaluation.provenance import checkpoint_digest
+from .evaluation.results import read_json, read_results
 from .redaction import published
-from .report.inputs import read_described, read_json, read_log_history, read_training_facts
+from .report.inputs import read_log_history
 from .report.tables import benchmark_table, one_line, to_markdown
 from .settings import Parser, read_mapping
 
@@ -63,6 +64,7 @@ UPLOADED = [
     *(README_FILE, "LICENSE*", "NOTICE*"),
     *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE),
 ]
+_TRAINING_FACTS = ("created", "num_processes", "hardware", "commit", "versions")
 _NAMES_A_PATH = re.compile(r"(path|file|dir)$")
 # Metadata in which peft repeats the local path of the base model.
 _LOCAL_BASE = re.compile(rb"^(base_model: *|- base_model:\w+:)([/~.\\]|[A-Za-z]:\\).*\n", re.MULTILINE)
@@ -189,7 +191,7 @@ def published_contents(
                 contents[name] = (json.dumps(clean, indent=2, ensure_ascii=False) + "\n").encode()
     measured = settings = None
     if results is not None or RESULTS_FILE in contents:
-        measured = published(read_described(results or model_dir / RESULTS_FILE))
+        measured = published(read_results(results or model_dir / RESULTS_FILE))
         digest, present_digest = measured["model"].get("digest"), checkpoint_digest(model_dir)
         if digest not in (None, present_digest):
             raise ValueError(
@@ -202,7 +204,9 @@ def published_contents(
         file = recipe or model_dir / RECIPE_FILE
         settings = read_mapping(file / RECIPE_FILE if file.is_dir() else file, "recipe")
         contents[RECIPE_FILE] = yaml.safe_dump(published(settings), allow_unicode=True).encode()
-    training = read_training_facts(model_dir / TRAINING_FACTS_FILE) if TRAINING_FACTS_FILE in contents else None
+    training = None
+    if TRAINING_FACTS_FILE in contents:
+        training = read_json(model_dir / TRAINING_FACTS_FILE, _TRAINING_FACTS)
     known = {"results": measured, "recipe": settings, "training": training}
     known |= {"is_adapter": "adapter_config.json" in contents, "has_figure": TRAINING_FIGURE in contents}
     return contents, known

@@ -20,9 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pacs_trl.evaluation.results import pass_at_k_table
+from pacs_trl.evaluation.results import parse_json, pass_at_k_table
 from pacs_trl.evaluation.store import differences, digest
-from pacs_trl.report.inputs import parse_json
 
 
 FILE_NAME = "records.jsonl.gz"

@@ -19,6 +19,7 @@ from .store import differences
 
 RESULTS_SCHEMA = 1
 CONFIDENCE = 0.95
+_FIELDS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
 _COMPARED = ("version", "digest", "num_problems")  # of the source of a benchmark
 
 
@@ -95,30 +96,61 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def read_results(path: str | Path) -> dict[str, Any]:
+class Document(dict):
+    """A JSON object of the file `where`; a missing field raises a `ValueError` that names both."""
+
+    def __init__(self, content: dict[str, Any], where: str):
+        super().__init__(content)
+        self.where = where
+
+    def __missing__(self, field: str):
+        raise ValueError(f"{self.where} is damaged: it has no `{field}`. Create it again, or use a complete copy.")
+
+
+def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Document:
     """
-    Read one results file.
+    Parse a JSON object as nested [`Document`]s.
 
     Raises:
-        `ValueError`: if the file does not exist, is not JSON, or has another schema version.
+        `ValueError`: naming `where`, if it is not such an object or lacks one of the `fields`.
+    """
+    try:
+        content = json.loads(text, object_hook=lambda found: Document(found, where))
+    except ValueError as error:  # JSON or UTF-8
+        raise ValueError(f"{where} is damaged: it is not JSON ({error}). Create it again.") from error
+    if not isinstance(content, Document):
+        raise ValueError(f"{where} is damaged: it is not a JSON object ({content!r:.60}). Create it again.")
+    for field in fields:
+        content[field]
+    return content
+
+
+def read_json(path: Path, fields: Iterable[str] = ()) -> Document:
+    """Read a JSON object from a file, see [`parse_json`]."""
+    return parse_json(path.read_bytes(), str(path), fields)
+
+
+def read_results(path: str | Path) -> Document:
+    """
+    Read a results file, or that of a directory.
+
+    Raises:
+        `OSError`: if there is none.
+        `ValueError`: if it is damaged, has another schema version, or a benchmark has no graded problem.
     """
     path = Path(path)
-    if path.is_dir():
-        path = path / "results.json"
-    found: Any
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-        found = f"its schema is {results['schema_version']}, not {RESULTS_SCHEMA}"
-        if results["schema_version"] == RESULTS_SCHEMA:
-            return results
-    except OSError as error:
-        found = error.strerror
-    except (ValueError, KeyError, TypeError) as error:
-        found = error
-    raise ValueError(
-        f"{str(path)!r} is not a results file ({found}). Name one of `pacs-trl evaluate`, or its directory; "
-        "evaluating again uses the stored samples."
-    )
+    results = read_json(path / "results.json" if path.is_dir() else path, ["schema_version"])
+    if results["schema_version"] != RESULTS_SCHEMA:
+        raise ValueError(
+            f"{path}: its schema is {results['schema_version']}, not {RESULTS_SCHEMA}. Evaluate again, which uses the "
+            "stored samples."
+        )
+    for field in _FIELDS:
+        results[field]
+    graded = [any(not problem["ungraded"] for problem in of["problems"]) for of in results["benchmarks"].values()]
+    if not results["k"] or not graded or not all(graded):
+        raise ValueError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
+    return results
 
 
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

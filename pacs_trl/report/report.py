@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.results import require_same_protocol
+from ..evaluation.results import read_results, require_same_protocol
 from ..settings import Parser
 from ..settings.names import require_matplotlib
 from . import tables
-from .inputs import read_described, read_log_history
+from .inputs import read_log_history
 
 
 def build_report(
@@ -34,7 +34,7 @@ def build_report(
     Raises:
         `ValueError`: if a file cannot be read, or the files were measured with different protocols.
     """
-    results = [read_described(path) for path in paths]
+    results = [read_results(path) for path in paths]
     require_same_protocol(results, [str(path) for path in paths])
     names = tables.benchmarks(results)
     by_method = tables.methods(results)

@@ -54,7 +54,7 @@ def test_other_files_are_refused(tmp_path, content, message):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_results(tmp_path)
-    with pytest.raises(ValueError, match="nowhere"):
+    with pytest.raises(OSError, match="nowhere"):
         read_results(tmp_path / "nowhere")
 
 
