@@ -21,11 +21,9 @@ import yaml
 from huggingface_hub import (
     CommitOperationAdd,
     EvalResult,
-    EvalResultEntry,
     HfApi,
     ModelCard,
     ModelCardData,
-    eval_result_entries_to_yaml,
     get_session,
 )
 from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
@@ -199,7 +197,6 @@ def published_contents(
                 f"({present_digest}). Evaluate this checkpoint, or push the other one."
             )
         contents[RESULTS_FILE] = (json.dumps(measured, indent=1) + "\n").encode()
-        contents |= {name: text.encode() for name, text in hub_evaluations(measured).items()}
     if recipe is not None or RECIPE_FILE in contents:
         file = recipe or model_dir / RECIPE_FILE
         settings = read_mapping(file / RECIPE_FILE if file.is_dir() else file, "recipe")
@@ -381,28 +378,6 @@ def model_index(results: dict[str, Any]) -> list[EvalResult]:
                 )
             )
     return entries
-
-
-def hub_evaluations(results: dict[str, Any]) -> dict[str, str]:
-    """Return the Hub's evaluation result files with pass@1 of each benchmark that is on the Hub."""
-    files = {}
-    for name, entry in results["benchmarks"].items():
-        source, cell = entry["source"], entry["pass_at_k"].get("1")
-        if "hub_id" not in source or cell is None:
-            continue
-        result = EvalResultEntry(
-            dataset_id=source["hub_id"],
-            task_id=source.get("config") or "default",
-            dataset_revision=source.get("revision"),
-            value=round(100 * cell["value"], 2),
-            date=results["created"],
-            notes=(
-                f"pass@1 in percent, n={results['n']} samples, 95 % interval over problems "
-                f"[{100 * cell['lower']:.2f}, {100 * cell['upper']:.2f}]; prompt, sampling, verifier: {RESULTS_FILE}"
-            ),
-        )
-        files[f".eval_results/{name}.yaml"] = yaml.safe_dump(eval_result_entries_to_yaml([result]), sort_keys=False)
-    return files
 
 
 def _result_facts(results: dict[str, Any]) -> dict[str, Any]:

@@ -4,10 +4,9 @@
     pacs-trl audit --programs verifiable_coding
 
 The first form grades saved completions (tables of TRL's `log_completions`, sample files of `pacs-trl evaluate`
-together with `--benchmark`, or any JSON lines or Parquet file) with the authors' protocol, with TRL's
-`accuracy_reward`, and by the text of the last box, and prints the outcomes side by side, beside labels by hand
-(`--true_column`). The second form runs the reference solutions of a set of programming problems against its tests and
-lists those that fail.
+together with `--benchmark`, or any JSON lines or Parquet file) with the authors' protocol and with TRL's
+`accuracy_reward`, and prints the outcomes side by side, beside labels by hand (`--true_column`). The second form runs
+the reference solutions of a set of programming problems against its tests and lists those that fail.
 """
 
 import argparse
@@ -23,13 +22,13 @@ from ..data import TRAINING_SETS
 from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows
 from ..rewards import VerificationArguments
 from ..settings import Parser
-from ..verification import MAX_CHARACTERS, Outcome, completion_text, gold_texts, last_boxed
+from ..verification import Outcome, completion_text
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier
 from .benchmarks import load_benchmark, name_and_path
 
 
-PROTOCOLS = ("authors", "trl", "text")
+EXAMPLES = 5  # disagreements that are printed for each pair of protocols
 _LABELS = dict.fromkeys(("1", "1.0", "true"), Outcome.CORRECT) | dict.fromkeys(("0", "0.0", "false"), Outcome.WRONG)
 _LABELS |= dict.fromkeys(("none", "nan"), Outcome.GOLD_UNPARSEABLE)
 
@@ -44,9 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--solution_column", default="solution", help="gold answer")
     parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
     parser.add_argument("--benchmark", help="take gold answers from this benchmark, by the column `problem`")
-    parser.add_argument("--protocols", nargs="+", choices=PROTOCOLS, default=list(PROTOCOLS))
-    parser.add_argument("--num_workers", type=int, help="grading processes (default: one per core)")
-    parser.add_argument("--examples", type=int, default=5, help="disagreements to print for each pair of protocols")
+    parser.add_argument("--protocols", nargs="+", choices=("authors", "trl", "number"), default=["authors", "trl"])
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
     parser.add_argument("--max_problems", type=int, help="--programs: number of problems to run")
     args = parser.parse_args(argv)
@@ -60,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _audit_completions(args: argparse.Namespace) -> None:
     texts, golds, by_hand = _read_completions(args)
     print(f"{len(texts)} completions of {args.completions}\n")
-    graded = {protocol: _grade(texts, golds, protocol, args.num_workers) for protocol in args.protocols}
+    graded = {protocol: _grade(texts, golds, protocol) for protocol in args.protocols}
     if args.true_column:
         graded[args.true_column] = by_hand
     _print_outcomes(graded)
@@ -75,7 +72,7 @@ def _audit_completions(args: argparse.Namespace) -> None:
             f"  {first} accepts {of_wrong.count(1.0)} of {len(of_wrong)} that {second} rejects, and rejects "
             f"{of_correct.count(0.0)} of {len(of_correct)} that it accepts"
         )
-        for i in differing[: args.examples]:
+        for i in differing[:EXAMPLES]:
             print(f"  row {i}: " + ", ".join(f"{name} {graded[name][i].name.lower()}" for name in (first, second)))
             print(f"    gold       {str(golds[i])[:200]!r}")
             print(f"    completion ...{(texts[i] or '')[-200:]!r}")
@@ -117,29 +114,9 @@ def _require_columns(source: str, rows: Sequence[dict], columns: dict[str, str |
             )
 
 
-def _grade(texts: Sequence[str | None], golds: Sequence[Any], protocol: str, num_workers: int | None) -> list[Outcome]:
-    if protocol == "text":
-        return [_compare_text(text or "", gold) for text, gold in zip(texts, golds, strict=True)]
-    arguments = VerificationArguments(verification_protocol=protocol, verification_num_workers=num_workers)
-    with arguments.build() as verifier:
+def _grade(texts: Sequence[str | None], golds: Sequence[Any], protocol: str) -> list[Outcome]:
+    with VerificationArguments(verification_protocol=protocol).build() as verifier:
         return [result.outcome for result in verifier.grade_detailed(texts, golds)]
-
-
-def _compare_text(text: str, gold: Any) -> Outcome:
-    """Compare the text of the last box with the gold, ignoring white space and dollar signs."""
-
-    def bare(text: str) -> str:
-        return "".join(text.replace("$", "").split())
-
-    expected = {bare(last_boxed(alternative) or alternative) for alternative in gold_texts(gold)}
-    if not expected:
-        return Outcome.GOLD_UNPARSEABLE
-    if len(text) > MAX_CHARACTERS:
-        return Outcome.TOO_LONG
-    answer = last_boxed(text)
-    if answer is None:
-        return Outcome.NO_ANSWER
-    return Outcome.CORRECT if bare(answer) in expected else Outcome.WRONG
 
 
 def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
@@ -165,7 +142,7 @@ def _audit_programs(args: argparse.Namespace) -> None:
     tests, problems = zip(*(_read_tests(row.get(entry.solution_column)) for row in rows), strict=True)
     solutions = [row.get(args.reference_column) for row in rows]
     fenced = [f"```python\n{s}\n```" if isinstance(s, str) and last_program(s) is None else s for s in solutions]
-    with CodeVerifier(num_workers=args.num_workers) as verifier:
+    with CodeVerifier() as verifier:
         print(f"{len(rows)} problems of {args.programs}, run with {verifier.level.text if verifier.level else ''}\n")
         grades = verifier.grade_detailed(fenced, tests)
     for outcome, count in Counter(grade.outcome for grade in grades).most_common():

@@ -25,7 +25,7 @@ from ..settings import read_settings
 from ..settings.names import check_model_path, check_whole_model
 from ..update.context_length import context_lengths
 from . import read_plan_arguments
-from .cost import CONTEXTS, GPUS, H200, Gpu
+from .cost import GPUS, H200, Gpu
 from .estimates import UNKNOWN, Estimate, Prompts
 from .launch import Launch, read_launch
 
@@ -132,26 +132,15 @@ def find_conflicts(
         )
     if training.max_completion_length is None:
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
-    elif too_large := estimate.memory_conflict():
-        return [*conflicts, too_large], notes
-    return conflicts + _engine_conflicts(recipe, launch, estimate), notes
-
-
-def _engine_conflicts(recipe: Recipe, launch: Launch, estimate: Estimate) -> list[str]:
-    """Return the conflicts of a colocated vLLM engine."""
-    training, longest, conflicts = recipe.training, recipe.training.max_completion_length, []
-    if not (training.use_vllm and training.vllm_mode == "colocate"):
-        return []
-    if launch.num_processes % training.vllm_tensor_parallel_size:
-        conflicts.append(
-            f"vllm_tensor_parallel_size={training.vllm_tensor_parallel_size} must divide the number of processes "
-            f"({launch.num_processes})."
-        )
-    if longest is None:
-        return conflicts
-    if no_room := estimate.engine_conflict():
-        conflicts.append(no_room)
-    return conflicts
+    elif does_not_fit := estimate.memory_conflict() or estimate.engine_conflict():
+        conflicts.append(does_not_fit)
+    if training.use_vllm and training.vllm_mode == "colocate":
+        if launch.num_processes % training.vllm_tensor_parallel_size:
+            conflicts.append(
+                f"vllm_tensor_parallel_size={training.vllm_tensor_parallel_size} must divide the number of processes "
+                f"({launch.num_processes})."
+            )
+    return conflicts, notes
 
 
 def _batch_notes(path: str, recipe: Recipe) -> list[str]:
@@ -183,7 +172,6 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
                 check_chat_template(tokenizer)
             if is_local:
                 prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
-            _check_assumed_lengths(recipe)
             return prompts, []
         dataset, evaluation = load_training_data(data, tokenizer, training.chat_template_kwargs)
         tools = [tool_function(name) for name in recipe.run.tools or []] or None
@@ -210,24 +198,8 @@ def _local_tokenizer(recipe: Recipe):
 
 def _contexts(recipe: Recipe) -> dict[str, int | None]:
     name = recipe.model.model_name_or_path
-    if name in CONTEXTS or name.startswith(MINIATURE):
-        return {"max_position_embeddings": CONTEXTS.get(name)}
     given = {"trust_remote_code": recipe.training.trust_remote_code, **(recipe.training.model_init_kwargs or {})}
     try:
         return context_lengths(AutoConfig.from_pretrained(name, local_files_only=True, **given))
     except OSError:
         return {}
-
-
-def _check_assumed_lengths(recipe: Recipe) -> None:
-    """Raise a `ValueError` if the longest allowed prompt and a completion exceed the context of model or engine."""
-    prompt, completion = recipe.data.max_prompt_length, recipe.training.max_completion_length or 0
-    is_colocated = recipe.training.use_vllm and recipe.training.vllm_mode == "colocate"
-    engine = recipe.training.vllm_max_model_length if is_colocated else None
-    for name, context in (_contexts(recipe) | {"vllm_max_model_length": engine}).items():
-        if context is not None and (prompt or 1) + completion > context:
-            words = "a prompt" if prompt is None else f"max_prompt_length={prompt}"
-            raise ValueError(
-                f"{words} plus max_completion_length={completion} exceeds {name}={context}. Lower them, or raise "
-                f"{name}."
-            )

@@ -125,15 +125,6 @@ KNOWN_MODELS = {
     "Qwen/Qwen2.5-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
 }
 
-# max_position_embeddings of their configurations
-CONTEXTS = {
-    **{name: 40_960 for name in KNOWN_MODELS if name.startswith("Qwen/Qwen3-")},
-    "Qwen/Qwen2.5-3B": 32_768,
-    "Qwen/Qwen2.5-Math-1.5B": 4_096,
-    "Qwen/Qwen2.5-Math-7B": 4_096,
-    "Qwen/Qwen2.5-7B": 131_072,
-}
-
 
 def model_shape(name: str | None) -> ModelShape | None:
     """Return the shape of a known model or of a local `config.json`; `None` if that is not a dense decoder."""

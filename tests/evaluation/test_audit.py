@@ -13,7 +13,7 @@ from pacs_trl.evaluation.benchmarks import load_benchmark
 DATA = Path(__file__).parents[1] / "data"
 ROWS = [
     {"completion": r"so \boxed{\frac{1}{2}}", "solution": "0.5"},  # equal for a grader that can calculate
-    {"completion": "The final answer is 42", "solution": "42"},  # no box: TRL and the text comparison find nothing
+    {"completion": "The final answer is 42", "solution": "42"},  # no box: TRL finds nothing
     {"completion": r"\boxed{7}", "solution": "7"},
     {"completion": r"\boxed{8}", "solution": "7"},
     {"completion": r"\boxed{p - q}", "solution": "p - q"},  # a gold that TRL cannot read without $
@@ -30,24 +30,23 @@ def path(tmp_path):
 def counts(output):
     """Printed table as {outcome: numbers}."""
     lines = [line.split() for line in output.splitlines()]
-    return {line[0]: line[1:] for line in lines if len(line) == 4 and line[1].isdigit()}
+    return {line[0]: line[1:] for line in lines if len(line) == 3 and line[1].isdigit()}
 
 
-def test_three_protocols_side_by_side(path, capsys):
-    assert main(["--completions", path, "--num-workers", "1", "--examples", "2"]) == 0
+def test_protocols_side_by_side(path, capsys):
+    assert main(["--completions", path]) == 0
     output = capsys.readouterr().out
-    assert output.count("  row ") == 6
+    assert output.count("  row ") == 2
     assert counts(output) == {
-        "correct": ["4", "2", "2"],
-        "wrong": ["1", "1", "2"],
-        "no_answer": ["0", "1", "1"],
-        "gold_unparseable": ["0", "1", "0"],
+        "correct": ["4", "2"],
+        "wrong": ["1", "1"],
+        "no_answer": ["0", "1"],
+        "gold_unparseable": ["0", "1"],
     }
     assert "authors and trl disagree on the label of 2 of 5 completions" in output
     assert "row 1: authors correct, trl no_answer" in output
     assert "row 4: authors correct, trl gold_unparseable" in output
-    assert "authors and text disagree on the label of 2 of 5" in output
-    assert "accuracy              0.8000    0.5000    0.4000" in output
+    assert "accuracy              0.8000    0.5000" in output
 
 
 PROBLEM = load_benchmark("miniature/addition").problems[0]
@@ -86,7 +85,7 @@ def test_forms_of_files(tmp_path, capsys, name, rows, settings, counted):
         pd.DataFrame(rows).to_parquet(file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    main(["--completions", str(file), "--protocols", "text", *settings])
+    main(["--completions", str(file), "--protocols", "authors", *settings])
     output = capsys.readouterr().out
     assert f"{counted[0]} completions" in output and f"correct                    {counted[1]}" in output
 
@@ -111,7 +110,7 @@ class TestPrograms:
     """`--programs`: the reference solutions of a set against its tests."""
 
     def test_those_that_fail_are_listed(self, capsys, confined):
-        assert main(["--programs", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}", "--num_workers", "2"]) == 0
+        assert main(["--programs", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}"]) == 0
         printed = capsys.readouterr().out
         assert printed.startswith("5 problems of verifiable_coding=") and "seccomp" in printed
         listed = [line.strip() for line in printed.splitlines() if line.startswith("  row ")]
@@ -127,7 +126,7 @@ class TestPrograms:
         ]
         file = tmp_path / "own.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        main(["--programs", str(file), "--reference_column", "code", "--num_workers", "1"])
+        main(["--programs", str(file), "--reference_column", "code"])
         assert "row 1 (1): gold_unparseable: These tests are for 'cpp'" in capsys.readouterr().out
         with pytest.raises(ValueError, match="reference_column"):
             main(["--programs", str(file)])
@@ -140,8 +139,7 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     truths = [1, "true", False, 0.0, None]  # 7 in a box beside a gold of 7 is called wrong by hand
     file = tmp_path / "completions.jsonl"
     file.write_text("".join(json.dumps(row | {"by_hand": t}) + "\n" for row, t in zip(ROWS, truths)))
-    arguments = ["--completions", str(file), "--num-workers", "1", "--protocols", "authors", "text"]
-    main([*arguments, "--true-column", "by_hand"])
+    main(["--completions", str(file), "--true-column", "by_hand"])
     output = capsys.readouterr().out
-    assert "text accepts 1 of 2 that by_hand rejects, and rejects 2 of 2 that it accepts" in output
-    assert "authors accepts 2 of 3 that text rejects, and rejects 0 of 2 that it accepts" in output
+    assert "trl accepts XX of 2 that by_hand rejects, and rejects YY of 2 that it accepts" in output
+    assert "authors accepts VV of ZZ that trl rejects, and rejects 0 of 2 that it accepts" in output

@@ -54,7 +54,6 @@ SAID = {
     "bfloat16": ((), BF16, 1, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
     "bfloat16, LoRA": ((), BF16 | {"use_peft": True}, 0),
     "no saving": ((), GRPO | {"save_strategy": "no"}, 0, "no: checkpoint"),
-    "vLLM, short": ((), VLLM | {"vllm_max_model_length": 1499}, 1, "vllm_max_model_length=1499"),
     "vLLM over processes": (THREE, VLLM | PAIRS, 1, "vllm_tensor_parallel_size=2"),
     "vLLM beside training": ((), LARGE, 1, "vllm_gpu_memory_utilization=0.75 takes 98 GiB of an H200's 131", "0.4 or less"),  # noqa: E501
     "vLLM, sharded": (FSDP2, LARGE, 0),
