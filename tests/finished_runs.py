@@ -17,9 +17,7 @@ def results_of(
     entries = {}
     for name, right in counts.items():
         samples = [
-            GradedSample(str(problem), float(i < c), 5, "stop", "1")
-            for problem, c in enumerate(right)
-            for i in range(n)
+            GradedSample(str(problem), float(i < c), 5, "stop") for problem, c in enumerate(right) for i in range(n)
         ]
         source = {"version": 1, "digest": "d", "num_problems": len(right)}
         summary = summarize([str(p) for p in range(len(right))], samples, ks)

@@ -22,7 +22,7 @@ def make_results(method, skill, seed=0, n=128, ks=(1, 4, 8, 16, 32, 64), benchma
         graded = []
         for i, p in enumerate(rng.beta(2 * skill, 2 * (1 - skill), num_problems)):
             for correct in rng.random(n) < p:
-                graded.append(GradedSample(str(i), float(correct), int(rng.integers(10, 99)), "stop", str(correct)))
+                graded.append(GradedSample(str(i), float(correct), int(rng.integers(10, 99)), "stop"))
         source = {"hub_id": f"org/{name}", "split": "test", "revision": None, "config": None}
         source |= {"version": 1, "digest": "d" * 16, "num_problems": num_problems}
         entries[name] = {

@@ -33,7 +33,7 @@ COMMANDS = [
     "train --config recipe.yaml",
     f"evaluate --model outputs/run --output_dir outputs/evaluation {EVALUATION}",
     "audit --completions outputs/evaluation/samples/miniature_addition.jsonl --benchmark miniature/addition "
-    "--protocols text",
+    "--protocols authors",
     "report outputs/evaluation/results.json --output_dir outputs/report",
     "push --model outputs/run --repo user/name --results outputs/evaluation/results.json --dry_run",
 ]

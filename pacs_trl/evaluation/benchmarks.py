@@ -103,22 +103,16 @@ class Problem:
     options: tuple[str, ...] = ()
     row: dict[str, Any] | None = None  # of an environment: the arguments of `reset`
 
-    def _letters(self, seed: int) -> dict[str, str]:
-        """Map the letters of one sample to the letters in stored order."""
-        stored = LETTERS[: len(self.options)]
-        return dict(zip(stored, random.Random(seed).sample(stored, len(stored)), strict=True))
-
     def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
         """Return problem and gold answer of the sample with this seed, which has its own order of options."""
         if not self.options:
             return self.problem, self.solution
-        letters = self._letters(seed)
-        listed = "\n".join(f"{shown}) {self.options[LETTERS.index(stored)]}" for shown, stored in letters.items())
-        return f"{self.problem}\n\n{listed}", next(s for s, stored in letters.items() if stored == self.solution)
-
-    def comparable(self, answer: str | None, seed: int) -> str | None:
-        """Return the answer of the sample with this seed in the letters of the stored order."""
-        return self._letters(seed).get(answer or "", answer) if self.options else answer
+        letters = LETTERS[: len(self.options)]
+        order = random.Random(seed).sample(letters, len(letters))  # stored letters as they are shown
+        listed = "\n".join(
+            f"{shown}) {self.options[LETTERS.index(stored)]}" for shown, stored in zip(letters, order, strict=True)
+        )
+        return f"{self.problem}\n\n{listed}", letters[order.index(str(self.solution))]
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ changes its meaning.
 
 import json
 import os
-from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +23,12 @@ _COMPARED = ("version", "digest", "num_problems")  # of the source of a benchmar
 
 
 class GradedSample(NamedTuple):
-    """A graded completion: `outcome` is the label (1.0 correct, 0.0 wrong, `None` if the gold answer cannot be read),
-    `answer` the content of the last box or `None`."""
+    """A graded completion; `outcome` is the label: 1.0 correct, 0.0 wrong, `None` if the gold answer is unreadable."""
 
     problem: str
     outcome: float | None
     num_tokens: int
     finish_reason: str
-    answer: str | None
 
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
@@ -55,7 +52,6 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
             "ungraded": sum(sample.outcome is None for sample in generated),
             "truncated": sum(sample.finish_reason == "length" for sample in generated),
             "mean_tokens": sum(sample.num_tokens for sample in generated) / len(generated),
-            "answer_entropy": answer_entropy([sample.answer for sample in generated]),
         }
         for problem, generated in by_problem.items()
     ]
@@ -68,16 +64,7 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         "pass_at_k": pass_at_k_table([p["n"] for p in scorable], [p["c"] for p in scorable], ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
-        "answer_entropy": float(np.mean([p["answer_entropy"] for p in problems])),
     }
-
-
-def answer_entropy(answers: Sequence[Hashable]) -> float:
-    """Return the entropy in nats of the final answers of one problem (at least one), in [0, ln N]; a missing answer
-    (`None`) counts as an answer."""
-    # sorted, so that the last digit does not depend on the order in which samples finish
-    shares = np.array(sorted(Counter(answers).values())) / len(answers)
-    return float(-(shares * np.log(shares)).sum()) + 0.0  # + 0.0 turns -0.0 into 0.0
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:

@@ -26,7 +26,7 @@ from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from ..settings.names import check_model_path, require_vllm
-from ..verification import Grade, Outcome, Verifier, last_boxed
+from ..verification import Grade, Outcome, Verifier
 from ..verification.code import CodeVerifier
 from ..verification.gym import GymVerifier
 from . import provenance
@@ -247,7 +247,6 @@ def grade_in_background(
                 outcome=grade.outcome.label,
                 num_tokens=record["num_tokens"],
                 finish_reason=record["finish_reason"],
-                answer=by_id[record["problem"]].comparable(last_boxed(record["completion"]), record["seed"]),
             )
 
     waiting: deque[Future[None]] = deque()

@@ -166,7 +166,7 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
             lines.append(
                 [
                     *(result["method"], entry["title"], str(result["n"]), f"{entry['mean_tokens']:.0f}"),
-                    *(f"{100 * entry['truncated_share']:.1f} %", f"{entry['answer_entropy']:.3f}"),
+                    f"{100 * entry['truncated_share']:.1f} %",
                     f"{engine} {result['versions'].get(engine, '')}".strip(),
                     *(f"{verifier['name']} {verifier['version']}", (result["commit"] or "")[:9]),
                 ]
@@ -175,10 +175,7 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 BEFORE_AND_AFTER_HEADER = ["", "", "method", "before", "after", "difference"]
-SETTINGS_HEADER = [
-    *("method", "benchmark", "n", "tokens", "truncated", "answer entropy", "engine", "verifier"),
-    "commit",
-]
+SETTINGS_HEADER = ["method", "benchmark", "n", "tokens", "truncated", "engine", "verifier", "commit"]
 
 
 def details(title: str, text: str) -> str:

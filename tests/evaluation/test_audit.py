@@ -59,7 +59,7 @@ PROBLEM = load_benchmark("miniature/addition").problems[0]
             "table.parquet",
             [{"completion": [{"role": "assistant", "content": r["completion"]}], "gold": r["solution"]} for r in ROWS],
             ["--solution-column", "gold"],
-            (5, 2),
+            (5, 4),
         ),
         (
             "groups.jsonl",
@@ -141,5 +141,5 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     file.write_text("".join(json.dumps(row | {"by_hand": t}) + "\n" for row, t in zip(ROWS, truths)))
     main(["--completions", str(file), "--true-column", "by_hand"])
     output = capsys.readouterr().out
-    assert "trl accepts XX of 2 that by_hand rejects, and rejects YY of 2 that it accepts" in output
-    assert "authors accepts VV of ZZ that trl rejects, and rejects 0 of 2 that it accepts" in output
+    assert "trl accepts 1 of 2 that by_hand rejects, and rejects 1 of 2 that it accepts" in output
+    assert "authors accepts 1 of 2 that trl rejects, and rejects 0 of 2 that it accepts" in output

@@ -1,14 +1,12 @@
 """The results file: counts from graded samples, reading, and what may not be compared."""
 
 import json
-import math
 
 import pytest
 
 from pacs_trl.evaluation.results import (
     RESULTS_SCHEMA,
     GradedSample,
-    answer_entropy,
     read_results,
     require_same_protocol,
     summarize,
@@ -16,14 +14,14 @@ from pacs_trl.evaluation.results import (
 
 
 def samples(problem, outcomes, **changes):
-    fields = {"num_tokens": 10, "finish_reason": "stop", "answer": "7"} | changes
+    fields = {"num_tokens": 10, "finish_reason": "stop"} | changes
     return [GradedSample(problem=problem, outcome=outcome, **fields) for outcome in outcomes]
 
 
 def test_summary_worked_by_hand():
     graded = [
         *samples("a", [1.0, 0.0, 0.0, 1.0]),
-        *samples("b", [0.0, 0.5, 0.0, 0.0], num_tokens=20, finish_reason="length", answer=None),
+        *samples("b", [0.0, 0.5, 0.0, 0.0], num_tokens=20, finish_reason="length"),
         *samples("c", [None, None, 1.0, 0.0]),
     ]
     summary = summarize(["a", "b", "c"], graded, [1, 2])
@@ -87,12 +85,3 @@ def test_the_other_file_is_named_right():
     documents = [document(), document(benchmarks=elsewhere), document(benchmarks=other)]
     with pytest.raises(ValueError, match="second and third"):
         require_same_protocol(documents, ["first", "second", "third"])
-
-
-def test_answer_entropy():
-    assert answer_entropy(["7"] * 5) == 0.0
-    # Shares 1/2, 1/4, 1/4; a missing answer is an answer.
-    assert answer_entropy(["7", "7", "8", None]) == pytest.approx(1.5 * math.log(2))
-    assert answer_entropy(list(range(32))) == pytest.approx(math.log(32))
-    answers = ["7", "8", *["9"] * 5]  # whose sum has another last digit in another order
-    assert len({answer_entropy(order) for order in (answers, answers[::-1], answers[1:] + answers[:1])}) == 1

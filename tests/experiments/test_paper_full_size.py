@@ -94,7 +94,8 @@ def run_stand_in(line: str) -> None:
                 for sample in (0, 1):
                     store.append(problem, sample, 0, f"{name} {problem} {sample}", 5, "stop")
     ks = (1,) if "--k" in words else (1, 2)
-    results = results_of(dict.fromkeys(names, [2, 1]), n=2, ks=ks)
+    facts = ("created", "model", "prompt_digest", "engine", "hardware", "versions", "commit")
+    results = results_of(dict.fromkeys(names, [2, 1]), n=2, ks=ks) | dict.fromkeys(facts, {})
     (output / "results.json").write_text(json.dumps(results))
 
 
