@@ -221,9 +221,9 @@ def training_forward_equivalents(
 
 
 def mean_square_length(mean: float, longest: float) -> float:
-    """Return the mean of squared completion lengths: 1.72 times the squared mean, as of an exponential distribution
+    """Return the mean of squared completion lengths: 1.7197 times the squared mean, as of an exponential distribution
     truncated at `longest` with a mean of 35 % of it, and less if most completions are nearly that long."""
-    return min(1.72 * mean**2, mean * longest)
+    return min(1.7197 * mean**2, mean * longest)
 
 
 def decoding_seconds(
