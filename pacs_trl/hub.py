@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
@@ -35,7 +34,6 @@ from .errors import FailedRun
 from .evaluation.provenance import checkpoint_digest
 from .evaluation.results import read_json, read_results
 from .redaction import published
-from .report.inputs import read_log_history
 from .report.tables import benchmark_table, one_line, to_markdown
 from .settings import Parser, read_mapping
 
@@ -44,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 README_FILE, RESULTS_FILE, RECIPE_FILE, LOG_FILE = "README.md", "results.json", "recipe.yaml", "trainer_state.json"
-TRAINING_FACTS_FILE, TRAINING_FIGURE = "provenance.json", "training.png"
+TRAINING_FACTS_FILE = "provenance.json"
 # Files in which transformers and peft write local paths, under keys that end as in `_NAMES_A_PATH`.
 CONFIGS = (
     *("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json"),
@@ -60,7 +58,7 @@ UPLOADED = [
     *("*.tiktoken", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     *(README_FILE, "LICENSE*", "NOTICE*"),
-    *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE, TRAINING_FIGURE),
+    *(RECIPE_FILE, RESULTS_FILE, LOG_FILE, TRAINING_FACTS_FILE),
 ]
 _TRAINING_FACTS = ("created", "num_processes", "hardware", "commit", "versions")
 _NAMES_A_PATH = re.compile(r"(path|file|dir)$")
@@ -70,7 +68,6 @@ _MARK = "\n<!-- Written by pacs_trl; an edited card is kept. "  # followed by a 
 
 HUB = "https://huggingface.co"
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
-MIN_LOGGED = 5  # optimizer steps in a training curve
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Settings that the card omits, because they describe the machine or are shown elsewhere on the card.
 _NOT_SHOWN = re.compile(
@@ -204,9 +201,8 @@ def published_contents(
     training = None
     if TRAINING_FACTS_FILE in contents:
         training = read_json(model_dir / TRAINING_FACTS_FILE, _TRAINING_FACTS)
-    known = {"results": measured, "recipe": settings, "training": training}
-    known |= {"is_adapter": "adapter_config.json" in contents, "has_figure": TRAINING_FIGURE in contents}
-    return contents, known
+    is_adapter = "adapter_config.json" in contents
+    return contents, {"results": measured, "recipe": settings, "training": training, "is_adapter": is_adapter}
 
 
 def kept_readme(model_dir: Path) -> bytes | None:
@@ -247,19 +243,12 @@ def _fetch_readme(repo_id: str, endpoint: str, revision: str | None = None, toke
 
 
 def write_card(model_dir: Path, name: str, recipe: dict[str, Any] | None, training: dict[str, Any]) -> None:
-    """Plot the training curves of a saved model, and write its card unless the README was edited by hand."""
-    state = model_dir / LOG_FILE
-    history = read_log_history(state) if state.is_file() else []
-    has_figure = sum("reward" in log for log in history) >= MIN_LOGGED and find_spec("matplotlib") is not None
-    if has_figure:
-        from .report import plots
-
-        plots.training_figure({"training": [history]}, model_dir / Path(TRAINING_FIGURE).stem)[1].unlink()
+    """Write the card of a saved model unless the README was edited by hand."""
     if kept_readme(model_dir) is not None:
         logger.warning(f"{model_dir / README_FILE} was edited by hand and is kept. Remove it to create a model card.")
         return
     is_adapter = (model_dir / "adapter_config.json").is_file()
-    card = build_card(name, recipe=recipe, training=training, is_adapter=is_adapter, has_figure=has_figure)
+    card = build_card(name, recipe=recipe, training=training, is_adapter=is_adapter)
     (model_dir / README_FILE).write_bytes(card.encode())
 
 
@@ -270,7 +259,6 @@ def build_card(
     recipe: dict[str, Any] | None = None,
     training: dict[str, Any] | None = None,
     is_adapter: bool = False,
-    has_figure: bool = False,
 ) -> str:
     """
     Build the README of one checkpoint from its results.json, recipe.yaml, and provenance.json, without secrets and
@@ -315,7 +303,6 @@ def build_card(
         recipe=recipe,
         settings=_block(yaml.safe_dump(shown, allow_unicode=True).strip(), "yaml") if shown else None,
         training=training,
-        training_figure=TRAINING_FIGURE if has_figure else None,
         **(_result_facts(results) if results else {}),
     )
     text = card.content.rstrip() + "\n"

@@ -17,7 +17,6 @@ from .store import differences
 
 
 RESULTS_SCHEMA = 1
-CONFIDENCE = 0.95
 _FIELDS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
 _COMPARED = ("version", "digest", "num_problems")  # of the source of a benchmark
 
@@ -69,7 +68,7 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
     """Return `{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are strings, as in JSON."""
-    interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)), confidence=CONFIDENCE)
+    interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)))
     return {
         str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
         for k, value, lower, upper in zip(ks, *map(np.asarray, interval), strict=True)

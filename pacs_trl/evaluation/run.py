@@ -6,7 +6,6 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
-import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -37,8 +36,6 @@ from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, read_samples
 
-
-logger = logging.getLogger(__name__)
 
 CHUNK_SIZE = 128  # completions graded per call of the verifier
 MAX_WAITING = 32  # chunks in the queue: bounds memory when stored completions are read faster than graded
@@ -201,10 +198,7 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
             "batch_size": args.batch_size if args.engine == "transformers" else None,
         },
     }
-    store = SampleStore(evaluation_file(args.output_dir, "samples", benchmark.name), settings)
-    if store.repaired:
-        logger.warning(store.repaired)
-    return store
+    return SampleStore(evaluation_file(args.output_dir, "samples", benchmark.name), settings)
 
 
 def _records(

@@ -8,12 +8,15 @@ a time: the one that holds the lock of the file. Needs the standard library only
 import fcntl
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+
+logger = logging.getLogger(__name__)
 
 STORE_FORMAT = 1
 
@@ -23,7 +26,7 @@ class SampleStore(AbstractContextManager):
     Completions of one benchmark, keyed by (problem id, sample number).
 
     A record has `problem`, `sample`, `seed`, `settings` (digest of the header), `num_tokens`, `finish_reason`, and
-    `completion`. Opening removes a last line that was truncated by a crash, and then sets `repaired` to a message.
+    `completion`. Opening removes a last line that was truncated by a crash, with a warning.
 
     Args:
         path (`Path`): File, created if it does not exist.
@@ -38,7 +41,6 @@ class SampleStore(AbstractContextManager):
     def __init__(self, path: Path, settings: dict[str, Any]):
         self.path = Path(path)
         self.settings_digest = digest(settings)
-        self.repaired: str | None = None
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.keys: set[tuple[str, int]] = set()
         self._file = open(self.path, "a+b")
@@ -101,7 +103,7 @@ class SampleStore(AbstractContextManager):
             if key is None and self._file.readline():
                 return f"is damaged in line {number}, which is not its last. Remove the line by hand"
             if key is None:
-                self.repaired = f"{self.path}: removed an incomplete last line; that sample is generated again."
+                logger.warning(f"{self.path}: removed an incomplete last line; that sample is generated again.")
                 self._file.truncate(end)
                 return None
             if key in self.keys:

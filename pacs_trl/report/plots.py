@@ -92,7 +92,9 @@ def pass_at_k_figure(results: Sequence[dict[str, Any]], benchmarks: Mapping[str,
             for method, runs in runs_of.items():
                 draw_pass_at_k(panel, pass_at_k_cells(runs, [name], ks), method, look_of[method])
             percent_against_k(panel, title)
-        label_rows(panels, "pass@k")
+        for panel in panels:
+            if panel.get_subplotspec().is_first_col():
+                panel.set_ylabel("pass@k")
         legend_below(figure, panels, INTERVALS)
         return save_figure(figure, path)
 
@@ -162,13 +164,6 @@ def panels_of(count: int, columns: int | None = None) -> tuple[Figure, list[Axes
     for unused in panels[count:]:
         unused.set_axis_off()
     return figure, panels[:count]
-
-
-def label_rows(panels: Sequence[Axes], label: str) -> None:
-    """Label the vertical axis of the first panel of each row."""
-    for panel in panels:
-        if panel.get_subplotspec().is_first_col():
-            panel.set_ylabel(label)
 
 
 def series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float]]:

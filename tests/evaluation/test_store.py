@@ -22,7 +22,7 @@ def fill(path, count=3):
 def test_round_trip(tmp_path):
     path = fill(tmp_path / "a" / "s.jsonl")
     with SampleStore(path, SETTINGS) as store:
-        assert store.keys == {("p0", 0), ("p1", 1), ("p2", 2)} and store.repaired is None
+        assert store.keys == {("p0", 0), ("p1", 1), ("p2", 2)}
     records = list(read_samples(path))
     assert records[1] == {
         "problem": "p1",
@@ -46,16 +46,17 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     assert "top_p" not in str(error.value)
 
 
-def test_every_cut_of_the_last_line_is_repaired(tmp_path):
+def test_every_cut_of_the_last_line_is_repaired(tmp_path, caplog):
     path = fill(tmp_path / "s.jsonl")
     whole = path.read_bytes()
     last = whole.rindex(b"\n", 0, -1) + 1
     for cut in range(last + 1, len(whole)):
         path.write_bytes(whole[:cut])
         with SampleStore(path, SETTINGS) as store:
-            assert store.keys == {("p0", 0), ("p1", 1)} and store.repaired
+            assert store.keys == {("p0", 0), ("p1", 1)}
             store.append("p2", 2, 1002, "text 2 \u00e9 \u2028 line\nbreak", 7, "stop")
         assert path.read_bytes() == whole
+    assert len(caplog.messages) == len(whole) - last - 1 and "incomplete last line" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("garbage", [b"\x00" * 40, b"{}\n", b"[1]\n", b'"x"\n', b"\xff\xfe\n", b"\n"])
@@ -64,7 +65,7 @@ def test_garbage_at_the_end_is_repaired(tmp_path, garbage):
     whole = path.read_bytes()
     path.write_bytes(whole + garbage)
     with SampleStore(path, SETTINGS) as store:
-        assert len(store.keys) == 3 and store.repaired
+        assert len(store.keys) == 3
     assert path.read_bytes() == whole
 
 
