@@ -25,8 +25,8 @@ from trl import SFTConfig, SFTTrainer
 
 from ..data import tasks
 from ..data.tasks import demonstrations, looks_right, problems
-from ..evaluation.engines import TransformersEngine
-from ..evaluation.requests import Request, SamplingSettings, sample_seed
+from ..evaluation.requests import SamplingSettings
+from ..evaluation.sampling import sample_completions
 from . import model as models
 from . import tokenizer
 from .model import build_model
@@ -270,14 +270,20 @@ def measure(
 ) -> float:
     """Return the share of correct answers in `num_samples` completions of each problem at temperature 1."""
     rows = sorted(rows, key=lambda row: len(row["problem"]))  # similar lengths within a batch
-    requests = [
-        Request(str(i), j, sample_seed(seed, str(i), j), [{"role": "user", "content": row["problem"]}])
-        for i, row in enumerate(rows)
-        for j in range(num_samples)
+    sampled = sample_completions(
+        model,
+        processing_class,
+        [[{"role": "user", "content": row["problem"]}] for row in rows],
+        n=num_samples,
+        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH),
+        seed=seed,
+        batch_size=512,
+    )
+    right = [
+        looks_right(row, completion.text)
+        for row, completions in zip(rows, sampled, strict=True)
+        for completion in completions
     ]
-    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
-    answers = TransformersEngine(model, processing_class, batch_size=512).generate(requests, settings)
-    right = [looks_right(rows[int(request.problem_id)], completion.text) for request, completion in answers]
     return sum(right) / len(right)
 
 

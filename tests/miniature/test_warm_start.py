@@ -1,7 +1,6 @@
 import json
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -166,9 +165,8 @@ def test_accuracy_is_the_share_of_boxed_right_answers(monkeypatch):
         "2",  # wrong: not in a box
         r"\boxed{3}",  # right
     ]
-    drawn = [Completion(text, 9, "stop") for text in texts]
-    engine = SimpleNamespace(generate=lambda requests, settings: zip(requests, drawn, strict=True))
-    monkeypatch.setattr(module, "TransformersEngine", lambda *args, **kwargs: engine)
+    drawn = [[Completion(text, 9, "stop")] for text in texts]
+    monkeypatch.setattr(module, "sample_completions", lambda *args, **kwargs: drawn)
     assert measure(None, None, rows, seed=0) == 0.5
 
 
