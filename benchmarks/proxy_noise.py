@@ -21,8 +21,7 @@ from transformers import Qwen3ForCausalLM
 
 from benchmarks import table_of
 from benchmarks.recorded import build_model, shape_of
-from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import fused_head
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.microbatching import MicroBatchConfig, schedule_micro_batches
 from pacs_trl.update.rollout import Rollout
 from pacs_trl.update.step import rollout_lengths

@@ -4,8 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import fused_head
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.startup_check import choose_forward_pass
 
 

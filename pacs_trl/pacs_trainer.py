@@ -165,14 +165,6 @@ class PACSTrainer(ExactUpdateTrainer):
         reference = ("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset")
         return (*objective, "actor_term_coef", *reference, *sorted(added))
 
-    @property
-    def _reference(self) -> str:
-        return self.args.reference
-
-    @property
-    def _group_layout(self) -> str:
-        return self.args.group_layout
-
     def create_objective(self) -> PACSObjective:
         args = self.args
         return PACSObjective(

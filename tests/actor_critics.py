@@ -1,8 +1,7 @@
 """Trainers with a critic, and a record of both models, for the tests of PPO and GenAC."""
 
-import torch
 from replay import SETTINGS as REPLAY
-from replay import TOKENIZER, Recorder, addition_dataset, digit_reward, stored_label, trainable_weights
+from replay import Recorder, build_trainer, trainable_weights
 
 
 SETTINGS = REPLAY | {"gradient_accumulation_steps": 2, "critic_learning_rate": 0.05}
@@ -18,19 +17,9 @@ ADAM = {
 }
 
 
-def build(
-    trainer_class, output_dir, model_path, *, replay=None, callbacks=(), peft_config=None, reward=None, **settings
-):
-    return trainer_class(
-        model_path,
-        reward or (digit_reward if replay is None else stored_label),
-        args=trainer_class._config_class(str(output_dir), **(SETTINGS | settings)),
-        train_dataset=addition_dataset(),
-        processing_class=TOKENIZER,
-        rollout_func=replay,
-        callbacks=list(callbacks),
-        peft_config=peft_config,
-    )
+def build(trainer_class, output_dir, model_path, *, callbacks=(), peft_config=None, **settings):
+    more = {"callbacks": list(callbacks), "peft_config": peft_config}
+    return build_trainer(output_dir, model=model_path, trainer_class=trainer_class, more=more, **(SETTINGS | settings))
 
 
 class CriticRecorder(Recorder):
@@ -55,13 +44,6 @@ def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4)
     for name, gradient in expected.items():
         error = (actual[name] - gradient).abs().max() / largest
         assert error < relative, f"{name}: {error}"
-
-
-def assert_same_models(found, expected):
-    """Policy and critic of two trainers, bit by bit."""
-    for mine, theirs in ((found.model, expected.model), (found.critic, expected.critic)):
-        for name, weight in theirs.named_parameters():
-            assert torch.equal(weight, mine.get_parameter(name)), name
 
 
 def assert_same_logs(found, expected, first: int):

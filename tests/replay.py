@@ -202,6 +202,13 @@ def trainable_weights(model) -> dict[str, torch.Tensor]:
     return {name.removeprefix("module."): full(p).detach() for name, p in model.named_parameters() if p.requires_grad}
 
 
+def assert_same_models(first, second) -> None:
+    """Policy, and critic if there is one, of two trainers, bit by bit."""
+    for name in ("model", "critic") if hasattr(first, "critic") else ("model",):
+        expected, found = (trainable_weights(getattr(trainer, name)) for trainer in (first, second))
+        assert all(torch.equal(weight, found[key]) for key, weight in expected.items()), name
+
+
 def assert_resumes(build: Callable, directory: Path, *steps: int) -> tuple:
     """Compare runs that go on after each of `steps` with one without a stop, bit by bit. `build(output_dir)` returns a
     trainer that saves every step. Returns the run without a stop and the last other one."""
@@ -210,8 +217,7 @@ def assert_resumes(build: Callable, directory: Path, *steps: int) -> tuple:
     for step in steps:
         again = build(directory / "again")
         again.train(resume_from_checkpoint=str(directory / "straight" / f"checkpoint-{step}"))
-        found = trainable_weights(again.model)
-        assert all(torch.equal(found[name], p) for name, p in trainable_weights(straight.model).items()), step
+        assert_same_models(straight, again)
     return straight, again
 
 

@@ -645,18 +645,6 @@ def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
     assert trainer.processing_class.eos_token == TOKENIZER.eos_token
 
 
-def test_model_card(model_path, tmp_path):
-    trainer = build_trainer(
-        tmp_path / "arithmetic", model=model_path, max_steps=1, save_strategy="steps", save_steps=1
-    )
-    trainer.train()
-    card = (tmp_path / "arithmetic" / "checkpoint-1" / "README.md").read_text()
-    tags = card.split("---")[1]
-    assert "- pacs\n" in tags and "- trl\n" in tags and "arithmetic" in card
-    assert "PACS" in card and "2509.02522" in card and "li2025implicit" in card
-    assert "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR" in card
-
-
 def test_iterable_dataset(tmp_path):
     trainer = build_trainer(tmp_path, more={"train_dataset": addition_dataset(32).to_iterable_dataset()})
     trainer.train()

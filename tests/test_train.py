@@ -67,7 +67,7 @@ def test_two_steps_on_real_problems(tmp_path, model_path, name):
     saved = yaml.safe_load((tmp_path / "recipe.yaml").read_text())
     assert saved["max_steps"] == 2 and saved["method"] == "pacs"
     card = (tmp_path / "README.md").read_text()
-    assert "2509.02522" in card and "pacs" in card
+    assert "2509.02522" in card and "pacs" in card and "li2025implicit" in card
 
 
 @pytest.mark.trains

@@ -28,12 +28,8 @@ from .second_model import SecondModel
 
 
 def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
-    """
-    Return the path of the critic: `critic_model_name_or_path`, or by default the path of the policy.
-
-    Raises:
-        `ValueError`: if the policy was built in memory and `critic_model_name_or_path` is not set.
-    """
+    """Return the path of the critic: `critic_model_name_or_path`, or by default that of the policy. Raises a
+    `ValueError` if the policy was built in memory."""
     own = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     if path := args.critic_model_name_or_path or own:
         return path
@@ -44,17 +40,9 @@ def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
 
 
 def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
-    """
-    Load a critic from [`critic_path`] for training, in float32. `model_init_kwargs` apply to it too, except
-    `revision` if `critic_model_name_or_path` is set.
-
-    Args:
-        policy (`str` or [`~transformers.PreTrainedModel`]): The policy, or its path.
-        args ([`ActorCriticConfig`]): The configuration.
-        architecture (`type`, *optional*): Model class of transformers; by default that of the checkpoint, a causal
-            language model.
-        more: Further arguments of `from_pretrained`.
-    """
+    """Load a critic from [`critic_path`] for training, in float32; by default with the checkpoint's own
+    `architecture`. `model_init_kwargs` apply to it too, except `revision` if `critic_model_name_or_path` is set;
+    `more` are further arguments of `from_pretrained`."""
     kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     if args.critic_model_name_or_path is not None:
@@ -217,8 +205,7 @@ class ActorCriticTrainer(RolloutTrainer):
         return self._share_of_generation(inputs["num_items_in_batch"])
 
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the divisor for a mean over the tokens of an optimizer step, from the number of tokens of the
-        generation batch over all processes."""
+        """Return the divisor for a mean over the tokens of an optimizer step, from those of the generation batch."""
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
 

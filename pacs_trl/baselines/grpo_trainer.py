@@ -22,7 +22,7 @@ from ..surrogate import (
     off_policy_mask,
     ratio_terms,
 )
-from ..update.logps import logps_in_batches
+from ..update.forward_pass import logps_in_batches
 from ..update.loss import Objective
 from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
@@ -215,7 +215,7 @@ class RLOOTrainer(GRPOTrainer):
 
     @torch.no_grad()
     def _sequence_kl(self, rollouts: list[Rollout]) -> torch.Tensor:
-        """Return the summed log-ratios of policy and reference in nats, of all processes' completions, `(B,)`."""
+        """Return the summed log-ratios of policy and reference in nats, of all processes, `(B,)`."""
         prompts, completions = [each.prompt_ids for each in rollouts], [each.completion_ids for each in rollouts]
         rows = prompts, completions, self.args.per_device_train_batch_size
         with self.timer.part("log_probs"):

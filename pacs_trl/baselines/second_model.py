@@ -1,9 +1,5 @@
-"""Second model that is trained alongside the policy with its own optimizer.
-
-Accelerate prepares the two models separately. A single module with both would need one optimizer with two learning
-rates, and all code that uses `trainer.model` (generation, vLLM, PEFT, saving) would have to unwrap it. DeepSpeed is
-not supported, because it needs one engine for both.
-"""
+"""Second model that is trained alongside the policy with its own optimizer. DeepSpeed is not supported, because it
+needs one engine for both."""
 
 import math
 from collections.abc import Iterator
@@ -18,16 +14,8 @@ from ..rollouts.rollout_trainer import RolloutTrainer
 
 
 class SecondModel:
-    """
-    A model with its own optimizer and scheduler, of the same types as the policy's. Its gradient is clipped
-    separately, to the same maximum norm.
-
-    Args:
-        trainer ([`RolloutTrainer`]): Trainer of the policy.
-        model ([`~transformers.PreTrainedModel`]): The model to train. `self.model` is the prepared model.
-        learning_rate (`float`): Learning rate of this model.
-        directory (`str`): Folder of its files inside a checkpoint.
-    """
+    """A model with its own optimizer and scheduler, of the same types as those of the trainer's policy. Its gradient
+    is clipped separately, to the same maximum norm. `directory` is the folder of its files inside a checkpoint."""
 
     def __init__(self, trainer: RolloutTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
         self.trainer = trainer

@@ -138,12 +138,12 @@ def check_lengths(model: str | PreTrainedModel, args: GRPOConfig, arguments: dic
 
 
 def create_forward_pass(trainer: Any, model: Any, temperature: float | None = None) -> ForwardPass:
-    """Create the forward_pass of a model. `temperature` defaults to the trainer's sampling temperature."""
+    """Return a model's [`ForwardPass`], by default at the sampling temperature."""
     forward_pass = ForwardPass(
         model,
         trainer.accelerator.device,
         pad_token_id=trainer._tokenizer.pad_token_id,
-        padding_free=trainer._padding_free,
+        padding_free=vars(trainer.args).get("padding_free", "auto"),
         temperature=trainer.temperature if temperature is None else temperature,
         autocast=trainer.accelerator.autocast,
     )

@@ -84,13 +84,9 @@ class SeededLLM:
 
 
 class CountingClient:
-    """
-    Proxy of TRL's vLLM client that supports a different number of completions per prompt.
-
-    The caller repeats each prompt once per completion. Because a server returns the same completion for equal prompts
-    of a request with a seed, repeated prompts are counted, and prompts with the same count are sent as one request
-    with `n` completions. The requests run concurrently.
-    """
+    """Proxy of TRL's vLLM client that supports a different number of completions per prompt. The caller repeats each
+    prompt once per completion. A server would return equal completions for equal prompts of a request with a seed, so
+    prompts with the same count are sent as one request for `n` completions each, all requests concurrently."""
 
     def __init__(self, client):
         self.client = client
@@ -138,15 +134,8 @@ class CountingClient:
 
 
 class Engine(VLLMGeneration):
-    """
-    Drop-in replacement for TRL's vLLM engine.
-
-    Args:
-        generation (`VLLMGeneration`): The engine to replace.
-        next_seeds (`Callable`): `next_seeds(n)` returns the seeds of the next `n` requests of this process. It is not
-            called if `generation_kwargs` has a seed.
-        timer ([`StepTimer`]): Records the time of weight synchronization.
-    """
+    """Drop-in replacement for TRL's vLLM engine `generation`. `next_seeds(n)` returns the seeds of the next `n`
+    requests of this process; `timer` records the time of weight synchronization."""
 
     adapter_sync: AdapterSync | None = None  # sends the adapter instead of merged weights
 
@@ -161,13 +150,9 @@ class Engine(VLLMGeneration):
 
     @contextmanager
     def using_weights_of(self, model, **sampling: Any) -> Iterator[None]:
-        """
-        Generate with the weights of another model of the same architecture inside the context, and with the sampling
-        settings `sampling`.
-
-        Afterwards the weights of the engine's own model must be sent again, which happens before every generation
-        anyway. A second engine would need more memory, because vLLM supports sleep for one engine per process only.
-        """
+        """Generate with the weights of another model of the same architecture inside the context, and with the
+        sampling settings `sampling`. The weights of the engine's own model are sent again before the next
+        generation."""
         own = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
         vars(self).update(sampling, model=model, _weight_metadata=None)
         try:

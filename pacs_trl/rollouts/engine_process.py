@@ -22,9 +22,8 @@ import torch
 from peft import PeftModel, get_peft_model
 from trl.trainer.utils import pad
 
-from ..update.forward_pass import ForwardPass
+from ..update.forward_pass import ForwardPass, fused_head
 from ..update.generation import faster_generation
-from ..update.logps import fused_head
 from .checkpoint import own_random_numbers
 
 

@@ -104,12 +104,9 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             )
 
     @property
-    def _padding_free(self) -> str:
-        return self.args.padding_free
-
-    # Reference policy of the proxies: the policy at rollout time (`"rollout"`), or a `"snapshot"`.
-    _reference = "rollout"
-    _group_layout = "auto"
+    def _reference(self) -> str:
+        """Reference policy of the proxies: the policy at rollout time (`"rollout"`), or a `"snapshot"`."""
+        return vars(self.args).get("reference", "rollout")
 
     @property
     def _mismatch(self) -> Mismatch:
@@ -128,7 +125,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 self.accelerator.num_processes,
                 args.per_device_train_batch_size,
                 args.max_tokens_per_micro_batch,
-                group_layout=self._group_layout,
+                group_layout=vars(args).get("group_layout", "auto"),
                 backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
                 pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
             ),

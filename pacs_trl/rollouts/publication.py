@@ -17,13 +17,6 @@ from ..hub import README_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, kept_readme, pu
 from ..redaction import without_secrets
 
 
-def card_facts(model_name: str | None, dataset_name: str | None, tags: str | list[str] | None) -> dict[str, Any]:
-    """Return the arguments of `create_model_card` that are not `None`, as a dict."""
-    tags = [tags] if isinstance(tags, str) else tags
-    given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-    return {key: value for key, value in given.items() if value is not None}
-
-
 def describe_model(trainer: Any, directory: Path) -> None:
     """Write provenance, recipe, and model card into the directory of a saved model."""
     given = trainer._card_facts

@@ -22,7 +22,7 @@ from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..hub import LOG_FILE
 from ..rewards import code_reward, math_reward
-from ..update.logps import logps_in_batches
+from ..update.forward_pass import logps_in_batches
 from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
@@ -45,7 +45,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     recipe: dict[str, Any] | None = None
     _config_class: type[GRPOConfig] = GRPOConfig
-    _padding_free = "auto"  # see `ForwardPass`
     # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
@@ -175,8 +174,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         Args:
             inputs (sequence of `dict`): Dataset rows; every process must pass the same number.
             num_generations (`int`): Number of completions per dataset row.
-            groups (sequence of `int`, *optional*): [`Rollout.group`] of each dataset row, to extend existing groups.
-                By default each dataset row is a new group.
+            groups (sequence of `int`, *optional*): [`Rollout.group`] of each row, by default a new group.
         """
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
@@ -306,7 +304,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self._reset_run()
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
-            self._load_run(Path(resume_from_checkpoint))
+            checkpoint.load_state(self, Path(resume_from_checkpoint))
         self._choose_forward_passes()
         return prepared
 
@@ -345,9 +343,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def _save_run(self, directory: Path) -> None:
         checkpoint.save_state(self, directory)
-
-    def _load_run(self, directory: Path) -> None:
-        checkpoint.load_state(self, directory)
 
     # Trainer calls this on every process, before it writes trainer_state.json and deletes older checkpoints.
     def _save_rng_state(self, output_dir):
@@ -399,7 +394,9 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
         """Rewrite the model card in `output_dir` with these facts, or store them until a model is saved there."""
-        self._card_facts |= publication.card_facts(model_name, dataset_name, tags)
+        tags = [tags] if isinstance(tags, str) else tags
+        given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+        self._card_facts |= {name: value for name, value in given.items() if value is not None}
         if self._is_saved and self.args.should_save:  # TRL calls this before every checkpoint, too
             publication.describe_model(self, Path(self.args.output_dir))
 

@@ -32,12 +32,7 @@ PARTS = {
 class StepTimer(TrainerCallback):
     """
     Measure the seconds of each part of optimizer steps. As a callback, log `time/<part>` and `perf/*` for every
-    optimizer step, and print a table after training.
-
-    Args:
-        clock (`Callable`, *optional*): Returns the time in seconds; `time.perf_counter` by default.
-        record (`Callable`): `record(name, seconds)` adds a number to the metrics of the step.
-        show (`Callable`): Prints text, on the main process only.
+    optimizer step with `record(name, number)`, and `show` a table after training.
 
     Attributes:
         parts (`dict`): `PARTS`, and the parts that a trainer adds.
@@ -107,13 +102,9 @@ class StepTimer(TrainerCallback):
                 self.record(f"perf/{name}", amount / per)
 
     def counter_of(self, model: Any, accelerator: Any, *, is_policy: bool) -> Callable[[list[list[int]], int], None]:
-        """
-        Return a function for [`ForwardPass.on_pass`] that adds a pass to `work`.
-
-        FLOP are those of matrix products: 2 per weight, token, and pass; only completion tokens go through the head. A
-        gradient costs two more passes, one where LoRA freezes the weights; passes that gradient checkpointing repeats
-        do not count.
-        """
+        """Return a function for [`ForwardPass.on_pass`] that adds a pass to `work`. FLOP are those of matrix products:
+        2 per weight, token, and pass; only completion tokens go through the head. A gradient costs two more passes,
+        one where LoRA freezes the weights; passes that gradient checkpointing repeats do not count."""
         config, peak = model.config.get_text_config(), peak_flops(accelerator, model.dtype)
         try:  # TRL's number is for three passes, all tokens through the head, and attention to `seq_len` tokens
             whole, longer = (compute_flops_per_token(config, length) / 3 for length in (0, 1))

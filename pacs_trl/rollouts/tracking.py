@@ -1,8 +1,7 @@
 """Experiment tracking: one run per tracker, also if training stops and resumes.
 
-TRL and transformers send the metrics to wandb, trackio and TensorBoard. This module adds a run id that persists across
-processes, the recipe, and the completions of every logged step under a separate key. (TRL logs them under one key,
-where a tracker shows only the latest.) The trackers' own environment variables take precedence.
+TRL and transformers send the metrics. This module adds a run id that persists across processes, the recipe, and the
+completions of every logged step under a separate key; under TRL's single key a tracker shows only the latest.
 """
 
 import importlib

@@ -56,17 +56,11 @@ def check_vllm(args: GRPOConfig, model: str, lora_rank: int | None = None) -> No
     if args.vllm_mode == "server":
         check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
         check_server(args, model, lora_rank)
-    elif os.environ.get("MASTER_PORT", "").isdigit() and not _rendezvous_holds_port():
-        check_port(
-            int(os.environ["MASTER_PORT"]),
-            "MASTER_PORT",
-            "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`.",
-        )
-
-
-def _rendezvous_holds_port() -> bool:
-    """Return whether MASTER_PORT is in use by this run: by its own process group, or by torchrun."""
-    return torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
+        return
+    is_own = torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
+    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and not is_own:
+        remedy = "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`."
+        check_port(int(port), "MASTER_PORT", remedy)
 
 
 def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:

@@ -6,15 +6,16 @@ computes log-probs in tiles and keeps one number per token: float32 logits of 64
 vocabulary of 151,936 would take 319 GB. `startup_check.py` chooses a pass that reproduces the model's own log-probs.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from accelerate.utils import gather_object
 from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
-from trl.trainer.utils import FusedCausalLMOutput
+from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from .context_length import length_with_fixed_positions
 from .packing import PackedRollouts, packed_attention, packing_backend
@@ -195,3 +196,29 @@ def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch
         ids[i, : len(sequence)] = torch.from_numpy(sequence)
         mask[i, : len(sequence)] = 1
     return ids, mask
+
+
+@contextmanager
+def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
+    """Patch TRL's fused head onto `model` inside the context, so that a [`ForwardPass`] can compute its log-probs, and
+    restore the model's own `forward` on exit. Models of TRL's trainers already have the fused head."""
+    patched = model.__dict__.get("forward")  # e.g. patched by a trainer
+    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
+    try:
+        yield
+    finally:
+        del model.forward
+        if patched is not None:
+            model.forward = patched
+
+
+def logps_in_batches(
+    compute: Callable, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int
+) -> list[torch.Tensor]:
+    """Call `compute(prompt_ids, completion_ids)`, which returns [`CompletionLogps`], for batches of completions. All
+    processes make equally many calls, if need be on a filler. Returns one float32 `(C,)` per completion on the CPU."""
+    logps: list[torch.Tensor] = []
+    for start in range(0, max(gather_object([len(prompt_ids)])), batch_size):
+        batch = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
+        logps += [values.cpu() for values in compute(*batch).logps]
+    return logps[: len(prompt_ids)]

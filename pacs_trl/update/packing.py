@@ -64,7 +64,10 @@ class PackedRollouts:
             positions.append(np.arange(first_position, first_position + len(tokens)))
             end += len(tokens)
 
-        for rows in indices_by_prompt(prompts):
+        same: dict[bytes, list[int]] = {}
+        for i, prompt in enumerate(prompts):
+            same.setdefault(prompt.tobytes(), []).append(i)
+        for rows in same.values():
             prompt = prompts[rows[0]]
             shared = len(prompt) - 1 if len(rows) > 1 else 0
             if shared:
@@ -99,14 +102,6 @@ class PackedRollouts:
                 start = ends[-1]
             inputs["key_indices"] = torch.from_numpy(np.concatenate(flat_indices))
         return inputs
-
-
-def indices_by_prompt(prompts: Sequence[np.ndarray]) -> list[list[int]]:
-    """Return the indices of rollouts grouped by prompt, in order of first appearance."""
-    found: dict[bytes, list[int]] = {}
-    for i, prompt in enumerate(prompts):
-        found.setdefault(prompt.tobytes(), []).append(i)
-    return list(found.values())
 
 
 class MergedAttention(torch.autograd.Function):

@@ -36,15 +36,9 @@ from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics
 
 
 class Forwarded:
-    """
-    Results of forward passes over some completions of an optimizer step; [`reduce`] sums them over processes, once.
-
-    Attributes:
-        proxies (`torch.Tensor` of shape `(B,)`, on the CPU): 0 for completions without a forward pass.
-        own_values (`torch.Tensor` of shape `(K, B)`): See [`TokenWeights`].
-        entropy, num_completions, kl (`float`): Sum of the entropies of the counted tokens in nats, number of
-            completions that had a forward pass, and sum of the KL estimator over counted tokens.
-    """
+    """Results of forward passes over some completions of an optimizer step; [`reduce`] sums them over processes, once,
+    into `proxies` `(B,)` and `own_values` `(K, B)` (see [`TokenWeights`]) on the CPU, 0 for completions without a
+    forward pass, and sums: `entropy` of counted tokens in nats, `num_completions`, and `kl` of counted tokens."""
 
     def __init__(self, num_proxies: int, accelerator: Accelerator, num_values: int = 0):
         self.accelerator = accelerator
@@ -101,8 +95,7 @@ class PolicyUpdate:
     def shape_coefficients(
         self, model, step: StepRollouts, coefficients: torch.Tensor
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Return modified coefficients for all completions of an optimizer step, and metrics. Requires
-        `coefficients_first`."""
+        """Return modified coefficients of an optimizer step, and metrics. Requires `coefficients_first`."""
         return coefficients, {}
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
@@ -200,14 +193,9 @@ class PolicyUpdate:
         return self.accelerator.reduce(found, reduction="sum").cpu().numpy()
 
     def left_out_entropy(self, model, step: StepRollouts, schedule: Schedule) -> float:
-        """
-        Return the summed entropy in nats of the counted tokens in completions that `schedule` skips. The result is the
-        same on all processes.
-
-        On the first update after a rollout, the estimate is `-log p` of the sampled tokens as reported by the engine,
-        whose expectation is the entropy of the sampling distribution. Otherwise an extra forward pass computes it; if
-        the coefficients are known without a forward pass, it is NaN instead.
-        """
+        """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, the same on
+        all processes. On the first update after a rollout it is estimated by the engine's `-log p` of the sampled
+        tokens; otherwise an extra forward pass computes it, or it is NaN if no coefficient needs a forward pass."""
         left_out = self._left_out(step, schedule)
         if left_out and step.on_policy and self.samples_policy:
             rollouts = [step.rollouts[i] for i in left_out]

@@ -1,10 +1,8 @@
 """Startup check: choose forward passes that give the model's own log-probs.
 
 Packing, padding, and TRL's fused head assume that a model is causal, that its layers forward the keyword arguments of
-packed attention, and that the head directly follows the backbone. If an assumption is violated, training would
-silently use wrong log-probs. Therefore, before training, the log-probs of three short sequences are computed as in
-training and compared with the logits of the model for each sequence alone.
-"""
+packed attention, and that the head directly follows the backbone. Otherwise training would silently use wrong
+log-probs, so those of three short sequences are compared with the logits of the model for each sequence alone."""
 
 import itertools
 import logging
@@ -31,13 +29,8 @@ def choose_forward_pass(
     """
     Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the model's own
     log-probs, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
-    change weights, training modes, or the random state.
-
-    Args:
-        forward_pass ([`ForwardPass`]): Changed in place.
-        model (`torch.nn.Module`): The model that is trained, wrapped or not.
-        values (`bool`): Whether the model has one output per token instead of logits.
-        training (`bool`): Whether to compare in training mode, which must be deterministic, or in evaluation mode.
+    change weights, training modes, or the random state. `values` is whether the model has one output per token instead
+    of logits, `training` whether to compare in training mode, which must be deterministic.
 
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.

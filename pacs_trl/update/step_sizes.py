@@ -1,7 +1,4 @@
-"""Batch-size arithmetic: sizes of generation batches and optimizer steps, from five settings and the process count.
-
-Used by configurations, `pacs-trl plan`, and the summary line that a run prints at its start.
-"""
+"""Batch-size arithmetic: sizes of generation batches and optimizer steps, from five settings and the process count."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -9,16 +6,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Step:
-    """
-    Sizes of a generation batch and of an optimizer step.
-
-    Attributes:
-        per_device_train_batch_size, gradient_accumulation_steps, steps_per_generation, num_generations, num_iterations
-        (`int`):
-            Settings of the configuration.
-        num_processes (`int`):
-            Number of processes.
-    """
+    """Sizes of a generation batch and of an optimizer step; attributes but `num_processes` are settings."""
 
     per_device_train_batch_size: int
     num_processes: int
@@ -69,12 +57,8 @@ class Step:
         return -(-optimizer_steps * self.generations_per_update // self.updates_per_generation)
 
     def errors(self) -> list[str]:
-        """
-        Return error messages about the sizes, in addition to the errors that TRL raises.
-
-        An optimizer step must hold whole groups of `num_generations`. It must use either a part of one generation
-        batch, or one or more whole generation batches.
-        """
+        """Return error messages about the sizes, in addition to the errors that TRL raises. An optimizer step must
+        hold whole groups, and use either a part of one generation batch, or whole generation batches."""
         if self.completions_per_update % self.num_generations:
             return [
                 f"An optimizer step must hold whole groups of num_generations={self.num_generations} completions, but "
@@ -82,10 +66,9 @@ class Step:
                 f"x gradient_accumulation_steps={self.gradient_accumulation_steps} = {self.completions_per_update}. "
                 "Change one of them."
             ]
+        is_part = self.steps_per_generation % self.gradient_accumulation_steps == 0
         several_generations = self.gradient_accumulation_steps % self.steps_per_generation == 0
-        if self.steps_per_generation % self.gradient_accumulation_steps == 0:
-            return []
-        if not several_generations or self.num_iterations > 1:
+        if not is_part and (not several_generations or self.num_iterations > 1):
             return [
                 f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}, so that an optimizer step learns from one generation batch (or, "

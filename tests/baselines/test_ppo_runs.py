@@ -7,9 +7,9 @@ import actor_critics
 import pytest
 import torch
 import yaml
-from actor_critics import assert_same_logs, assert_same_models
+from actor_critics import assert_same_logs
 from peft import LoraConfig
-from replay import digit_reward, tiny_model, trainable_weights
+from replay import assert_same_models, digit_reward, tiny_model, trainable_weights
 from seeds import shifted
 from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM

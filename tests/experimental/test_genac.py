@@ -6,11 +6,11 @@ import itertools
 import actor_critics
 import pytest
 import torch
-from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs, assert_same_models
+from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs
 from fake_llm import play_colocated
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from peft import LoraConfig
-from replay import TOKENIZER, Replay, addition_dataset, load_weights, tiny_model, trainable_weights
+from replay import TOKENIZER, Replay, addition_dataset, assert_same_models, load_weights, tiny_model, trainable_weights
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast

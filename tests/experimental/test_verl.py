@@ -29,8 +29,7 @@ from pacs_trl.experimental.verl import (
     rank_velocity_and_acceleration,
     verl_coefficients,
 )
-from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import fused_head
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vectors.json").read_text())

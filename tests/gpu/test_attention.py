@@ -9,8 +9,7 @@ from seeds import shifted
 
 from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
 from pacs_trl.update import packing
-from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import fused_head
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
 
 
 # Float32 leaves the order of sums: of a log-prob over a vocabulary and some layers, of a gradient over all tokens.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_llm import SamplingParams, play_colocated
-from replay import addition_dataset, build_trainer, digit_reward, trainable_weights
+from replay import addition_dataset, assert_same_models, build_trainer, digit_reward
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 
@@ -86,8 +86,7 @@ def test_a_resumed_run_asks_for_what_the_first_would_have_asked_for(tmp_path, mo
         resumed = trainer_of(tmp_path / "resumed", model_path, colocated)
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
         assert seeds_of(resumed) == expected[drawn:]
-        weights = trainable_weights(resumed.model)
-        assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+        assert_same_models(straight, resumed)
     assert all(entry["time/weight_sync"] > 0 for entry in straight.state.log_history[:4:2])
 
 

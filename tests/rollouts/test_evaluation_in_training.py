@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from replay import TOKENIZER, Parity, Recorder, addition_dataset, build_trainer, digit_reward, trainable_weights
+from replay import (
+    Parity,
+    Recorder,
+    addition_dataset,
+    assert_same_models,
+    build_trainer,
+    digit_reward,
+    trainable_weights,
+)
 
 from pacs_trl import PACSTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
@@ -15,22 +23,6 @@ from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.rollouts import evaluation
 
 
-SETTINGS = {
-    "use_cpu": True,
-    "bf16": False,
-    "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 8,
-    "learning_rate": 0.05,
-    "optim": "sgd",
-    "max_steps": 3,
-    "logging_steps": 1,
-    "gradient_checkpointing": False,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
 BENCHMARKS = {"eval_benchmarks": "miniature/addition", "eval_max_problems": 5, "eval_num_samples": 4}
 BENCHMARKS |= {"eval_temperature": 0.7, "eval_top_p": 0.9}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, **BENCHMARKS}
@@ -50,18 +42,10 @@ def half_are_correct(monkeypatch):
 
 def build(trainer_class, output_dir, model_path, more=None, **settings):
     """A trainer whose completions are sampled by transformers."""
-    config = trainer_class._config_class
-    given = SETTINGS | (CRITIC if trainer_class is GenACTrainer else {})
-    data = {"train_dataset": addition_dataset(), "eval_dataset": addition_dataset(4), "processing_class": TOKENIZER}
-    return trainer_class(
-        model_path, noisy_reward, args=config(str(output_dir), **(given | settings)), **(data | (more or {}))
-    )
-
-
-def assert_equal_weights(first, second):
-    for name in ("model", "critic") if hasattr(first, "critic") else ("model",):
-        expected, found = (trainable_weights(getattr(trainer, name)) for trainer in (first, second))
-        assert all(torch.equal(weight, found[key]) for key, weight in expected.items()), name
+    given = {"max_completion_length": 8, "max_steps": 3} | (CRITIC if trainer_class is GenACTrainer else {})
+    more = {"eval_dataset": addition_dataset(4)} | (more or {})
+    arguments = {"model": model_path, "reward": noisy_reward, "trainer_class": trainer_class, "more": more}
+    return build_trainer(output_dir, **arguments, **(given | settings))
 
 
 @pytest.mark.parametrize("trainer_class", TRAINERS)
@@ -71,7 +55,7 @@ def test_a_run_with_evaluations_learns_the_same(tmp_path, model_path, trainer_cl
     evaluated = build(trainer_class, tmp_path, model_path, **EVALUATING)
     evaluated.train()
     assert sum("eval_reward" in entry and "eval_pass@4" in entry for entry in evaluated.state.log_history) == 4
-    assert_equal_weights(plain, evaluated)
+    assert_same_models(plain, evaluated)
 
 
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, PPOTrainer])
@@ -85,7 +69,7 @@ def test_evaluations_by_hand_before_and_between_runs(tmp_path, model_path, train
         evaluated.evaluate({"one": addition_dataset(2), "other": addition_dataset(4)})
         evaluated.predict(addition_dataset(2))
         evaluated.train()
-    assert_equal_weights(plain, evaluated)
+    assert_same_models(plain, evaluated)
 
 
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, pytest.param(GRPOTrainer, marks=pytest.mark.slow)])
@@ -101,7 +85,7 @@ def test_a_run_resumed_between_evaluations(tmp_path, model_path, trainer_class):
             trainer_class, tmp_path / "resumed", model_path, **saving | {"save_strategy": "no"}, **EVALUATING
         )
         resumed.train(resume_from_checkpoint=str(tmp_path / name / "checkpoint-1"))
-        assert_equal_weights(plain, resumed)
+        assert_same_models(plain, resumed)
 
 
 def test_evaluations_have_random_numbers_of_their_own(tmp_path, model_path):
@@ -142,7 +126,7 @@ def test_benchmarks_alone_have_their_own_sampling(tmp_path, model_path, engine):
         trainer.train()
         runs.append(trainer)
         seeds.append({seed for _, _, seed in requests(trainer)} if requests else set())
-    assert_equal_weights(*runs)
+    assert_same_models(*runs)
     assert asked == {(True, 1.0, 1.0), (False, 0.7, 0.9)}
     assert len(seeds[1]) >= 2 * len(seeds[0]) and seeds[0] <= seeds[1]
     logs = [entry for entry in runs[1].state.log_history if "eval_runtime" in entry]
@@ -173,7 +157,7 @@ def test_the_best_checkpoint_by_pass_at_1(tmp_path, model_path, lora):
     assert values == values_again and len(values) == 4 and straight.state.best_metric == max(values)
     best = 1 + values.index(max(values))
     assert straight.state.best_global_step == again.state.best_global_step == best
-    assert_equal_weights(straight, again)
+    assert_same_models(straight, again)
     expected = [*recorder.weights, {}][best]
     assert all(
         torch.equal(weight, expected[name]) for name, weight in trainable_weights(again.model).items() if expected

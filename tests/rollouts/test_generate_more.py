@@ -3,11 +3,19 @@ policy."""
 
 import pytest
 import torch
-from replay import TOKENIZER, addition_dataset, build_trainer, config, digit_reward, tiny_model, trainable_weights
+from replay import (
+    TOKENIZER,
+    addition_dataset,
+    assert_same_models,
+    build_trainer,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 
-from pacs_trl import GRPOConfig, GRPOTrainer, PACSTrainer, PPOConfig, PPOTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.rollouts.checkpoint import request_seed
 
 
@@ -76,24 +84,16 @@ def test_a_second_draw_of_some_prompts(tmp_path, model_path, engine):
         resumed = trained(
             tmp_path / "resumed", model_path, settings, str(tmp_path / "straight" / f"checkpoint-{step}")
         )
-        weights = trainable_weights(resumed.model)
-        assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
+        assert_same_models(straight, resumed)
         if requests:
             assert requests(resumed) == [each for each in asked if seeds.index(each[2]) >= (64 if step == 3 else 32)]
     history = [entry for entry in straight.state.log_history if "loss" in entry]
     assert history[1]["pacs/proxy_abs_mean"] > 0 and history[0]["time/generation"] > 0 == history[1]["time/generation"]
 
 
-METHODS = {
-    "pacs": (PACSTrainer, config),
-    "grpo": (GRPOTrainer, GRPOConfig),
-    "ppo": (PPOTrainer, PPOConfig),
-}
-
-
 @pytest.mark.trains
-@pytest.mark.parametrize("method", METHODS)
-def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path, method):
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer, PPOTrainer])
+def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path, trainer_class):
     seen = []
 
     def likely(prompts, completion_ids, compute_logps, **kwargs):
@@ -104,27 +104,9 @@ def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path
         seen.append((ids, rows, logps, trainable_weights(trainer.model)))
         return [float(each.mean().exp()) for each in logps[2:]]
 
-    trainer_class, config_class = METHODS[method]
-    settings = {name: getattr(config(tmp_path), name) for name in ("per_device_train_batch_size", "num_generations")}
-    trainer = trainer_class(
-        model_path,
-        [likely, digit_reward],
-        args=config_class(
-            str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            max_completion_length=8,
-            max_steps=2,
-            temperature=0.7,
-            learning_rate=0.01,
-            reward_weights=[0.5, 0.5],
-            report_to="none",
-            save_strategy="no",
-            **settings,
-        ),
-        train_dataset=addition_dataset(),
-        processing_class=TOKENIZER,
-    )
+    settings = {"temperature": 0.7, "learning_rate": 0.01, "reward_weights": [0.5, 0.5], "max_completion_length": 8}
+    arguments = {"model": model_path, "reward": [likely, digit_reward], "trainer_class": trainer_class}
+    trainer = build_trainer(tmp_path, **arguments, **settings)
     trainer.train()
     assert len(seen) == 2 and trainer.state.global_step == 2
     for ids, rows, logps, weights in seen:

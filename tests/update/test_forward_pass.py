@@ -20,8 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from experiments.logps import compute_logps
 from pacs_trl.update import packing
-from pacs_trl.update.forward_pass import ForwardPass
-from pacs_trl.update.logps import fused_head
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packing import PackedRollouts, packing_backend
 
 
