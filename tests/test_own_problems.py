@@ -62,21 +62,3 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys, model):
     table = (tmp_path / "outputs/mine/report/tables.md").read_text()
     assert "<summary>test</summary>" in table and "k=4" in table
     assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
-
-
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ([{"problem": "1+1", "answer": "2"}] * 5, "5 prompts"),
-        ([{"task": "1+1", "answer": "2"}] * 50, "problem_column"),
-        ([{"problem": "1+1", "answer": None}] * 50, "gold answer"),
-    ],
-)
-def test_a_file_that_does_not_fit(tmp_path, monkeypatch, capsys, model, rows, message):
-    path = tmp_path / "mine.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = ["--config", str(ROOT / "recipes/miniature/pacs.yaml"), "--dataset_name", str(path)]
-    arguments += ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out")]
-    monkeypatch.setattr("sys.argv", ["pacs-trl", "train", *arguments])
-    assert cli.main() == 2
-    assert message in capsys.readouterr().err

@@ -4,7 +4,6 @@ Pure functions of numbers, accurate to perhaps a factor of 1.5.
 """
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -34,10 +33,6 @@ GPUS = {
     "rtx4090": Gpu("RTX 4090", 24e9, 165e12, 1.008e12),
 }
 H200 = GPUS["h200"]
-
-# Computation of an update: "packed" does not pad completions; "exact", which all other methods use, also computes
-# shared prompts once.
-UPDATES = {"ppo": "packed", "genac": "packed"}
 
 
 @dataclass(frozen=True)
@@ -145,22 +140,11 @@ def model_shape(name: str | None) -> ModelShape | None:
     )
 
 
-def lora_parameters(shape: ModelShape, rank: int, targets: str | list[str] | None) -> int:
-    """Return the number of LoRA parameters in all layers. `targets` as in peft: names, `"all-linear"` (or `None`), a
-    name, or a regular expression for full module names."""
-    hidden, attention, mlp = shape.hidden, shape.attention_width, shape.hidden + shape.intermediate
-    keys, query = hidden + shape.num_kv_heads * shape.head_dim, hidden + attention
-    widths = {f"mlp.{name}_proj": mlp for name in ("gate", "up", "down")}
-    widths |= {f"self_attn.{name}_proj": width for name, width in zip("qokv", (query, query, keys, keys), strict=True)}
-    modules = {f"model.layers.{i}.{name}": width for i in range(shape.num_layers) for name, width in widths.items()}
-    if targets in (None, "all-linear", ["all-linear"]):
-        targets = ".*"
-    elif not isinstance(targets, str) or targets.isidentifier():
-        targets = rf".*\.({'|'.join(map(re.escape, [targets] if isinstance(targets, str) else targets))})"
-    try:
-        return rank * sum(width for name, width in modules.items() if re.fullmatch(targets, name))
-    except re.error:  # a conflict of the recipe
-        return 0
+def lora_parameters(shape: ModelShape, rank: int) -> int:
+    """Return the number of LoRA parameters if all linear layers have an adapter; with fewer targets it is smaller."""
+    hidden, attention, keys = shape.hidden, shape.attention_width, shape.num_kv_heads * shape.head_dim
+    widths = 2 * (hidden + attention) + 2 * (hidden + keys) + 3 * (hidden + shape.intermediate)
+    return rank * shape.num_layers * widths
 
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:

@@ -42,7 +42,7 @@ class Estimate:
         self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
         self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
         self.of_pacs = hasattr(training, "pacs_beta")
-        self.update_kind = cost.UPDATES.get(recipe.run.method, "exact")
+        self.is_exact = recipe.run.method not in ("ppo", "genac")  # these pack completions, but compute prompts again
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
         self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
@@ -56,7 +56,7 @@ class Estimate:
         self.longest_prompt = max(lengths) if lengths else data.max_prompt_length or 1024
         self.mean_prompt = round(sum(lengths) / len(lengths)) if lengths else min(data.max_prompt_length or 256, 256)
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
-        self.shares_prompts = self.update_kind == "exact" and vars(training).get("padding_free") != "never"
+        self.shares_prompts = self.is_exact and vars(training).get("padding_free") != "never"
         policy = recipe.model.model_name_or_path
         has_critic = "critic_model_name_or_path" in vars(training)
         self.critic_name = (training.critic_model_name_or_path or policy) if has_critic else None
@@ -70,7 +70,7 @@ class Estimate:
         training, launch, shape, model = self.training, self.launch, self.shape, self.recipe.model
         self.trained = shape.parameters
         if model.use_peft:
-            self.trained = cost.lora_parameters(shape, model.lora_r, model.lora_target_modules)
+            self.trained = cost.lora_parameters(shape, model.lora_r)
         self.critic = self.critic_shape.parameters if self.critic_name else 0
         self.has_snapshot = self.of_pacs and training.reference == "snapshot"
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
@@ -156,7 +156,7 @@ class Estimate:
             reference = "none"
         group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
         return cost.training_forward_equivalents(
-            "pacs" if self.update_kind == "exact" else self.recipe.run.method,
+            "pacs" if self.is_exact else self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
             iterations=training.num_iterations,

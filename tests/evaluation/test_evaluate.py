@@ -150,17 +150,6 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verif
         evaluate(EvaluationArguments(**arguments | changes | {"seed": 1}), verifier, progress=False)
 
 
-@pytest.mark.parametrize("kept", [0, 20, 47])
-def test_any_prefix_of_the_store_is_completed_to_the_same_result(run, arguments, tmp_path, kept):
-    first = run(arguments)
-    lines = store_path(arguments).read_bytes().splitlines(keepends=True)
-    again = {**arguments, "output_dir": str(tmp_path / "again")}
-    store_path(again).parent.mkdir(parents=True)
-    store_path(again).write_bytes(b"".join(lines[: kept + 1]) + lines[-1][:30])  # and a truncated line behind it
-    assert without_the_clock(run(again)) == without_the_clock(first)
-    assert sorted(store_path(again).read_bytes().splitlines()) == sorted(line.rstrip() for line in lines)
-
-
 def test_a_group_with_a_hole_is_generated_again_as_a_whole(arguments):
     args = EvaluationArguments(**arguments)
     (benchmark,) = load_benchmarks(args)
@@ -197,34 +186,30 @@ def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(({"k": k}, "k must") for k in ("1,16", "0", "one")),
+        *(({"k": k}, "k must") for k in ("0", "one")),
         ({"engine": "magic"}, "engine"),
         ({"base_url": "http://x/v1"}, "base_url"),
         ({"chat_template_kwargs": {"enable_thinkng": False}}, "enable_thinkng"),
-        *(({"model": m}, "does not exist") for m in ("/no/dir", "outputs/nothing")),
         ({"model": "~/nothing"}, "~/nothing"),
         ({"model": "./nothing", "benchmarks": "math_500"}, "./nothing"),
         ({"model": "ADAPTER"}, "'/no/base'"),
-        ({"model": "EMPTY"}, "config.json"),
         ({"model": "SHARDS"}, "accelerate merge-weights"),
         ({"model": "ADAPTER", "engine": "vllm"}, "ADAPTER"),
         ({"model": "miniature/adition"}, "adition"),
-        *(({"benchmarks": name}, name.split("/")[-1]) for name in ("aime_1066", "miniature/chess")),
+        ({"benchmarks": "miniature/chess"}, "chess"),
         ({"benchmarks": "math_500=/nowhere/rows.jsonl"}, "/nowhere/rows.jsonl"),
         ({"benchmarks": "miniature/addition,miniature/addition"}, "benchmarks"),
         ({"problem_column": "question"}, "problem_column"),
-        *(({name: 0}, name) for name in ("n", "top_p")),
-        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
         ({"model": "NO_WEIGHTS"}, "NO_WEIGHTS"),
-        ({"config": "nowhere.yaml"}, "nowhere.yaml"),
     ],
 )
 def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, key, capsys):
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded"))
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("the Hub was searched"))
     monkeypatch.chdir(tmp_path)
-    for directory in ("ADAPTER", "EMPTY", "NO_WEIGHTS", "SHARDS/pytorch_model_fsdp_0"):
+    for directory in ("ADAPTER", "NO_WEIGHTS", "SHARDS/pytorch_model_fsdp_0"):
         (tmp_path / directory).mkdir(parents=True)
     (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
     (tmp_path / "NO_WEIGHTS" / "config.json").write_text("{}")

@@ -279,7 +279,7 @@ def test_a_readme_by_hand_is_uploaded_as_it_is(checkpoint, hub, caplog):
     """Without the path of the base model that peft writes into it; and another text in the repository stays."""
     (checkpoint / "README.md").write_bytes(MINE)
     push_it(checkpoint, hub)
-    assert "edited by hand" in caplog.text and (checkpoint / "README.md").read_bytes() == MINE
+    assert "not generated" in caplog.text and (checkpoint / "README.md").read_bytes() == MINE
     assert hub.files[REPO]["README.md"] == b"---\nlicense: mit\ntags:\n---\nBy hand.\n"
     (checkpoint / "README.md").write_text("Otherwise.")
     push_it(checkpoint, hub)
@@ -288,11 +288,12 @@ def test_a_readme_by_hand_is_uploaded_as_it_is(checkpoint, hub, caplog):
 
 def test_an_edited_card_in_the_repository_is_kept(checkpoint, hub, caplog):
     push_it(checkpoint, hub, results=None)
-    hub.files[REPO]["README.md"] += b"\n## Known problems\n\nNone.\n"
-    edited = hub.files[REPO]["README.md"]
+    card, comment, end = hub.files[REPO]["README.md"].rpartition(b"<!--")
+    assert b"remove this comment" in end
+    edited = hub.files[REPO]["README.md"] = card + b"\n## Known problems\n\nNone.\n"
     push_it(checkpoint, hub)
     assert hub.files[REPO]["README.md"] == edited and "results.json" in hub.files[REPO]
-    assert f"README.md of {REPO} was edited there and is kept" in caplog.text
+    assert f"README.md of {REPO} is not generated and is kept" in caplog.text
     del hub.files[REPO]["README.md"]
     push_it(checkpoint, hub, results=None)
     (checkpoint / "README.md").write_bytes(hub.files[REPO]["README.md"])  # our own card is written again

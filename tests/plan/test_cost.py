@@ -43,10 +43,7 @@ def test_shape_of_a_directory(tmp_path):
 def test_lora_parameters_equal_those_of_peft():
     model = get_peft_model(transformers_model(SMALL), LoraConfig(r=4, target_modules="all-linear"))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert cost.lora_parameters(SMALL, 4, ["all-linear"]) == trainable
-    for one in (["q_proj"], "q_proj", r".*self_attn\.q_proj"):
-        assert cost.lora_parameters(SMALL, 4, one) == 3 * 4 * (64 + 64)
-    assert cost.lora_parameters(SMALL, 4, r"model\.layers\.[01]\..*") * 3 == trainable * 2
+    assert cost.lora_parameters(SMALL, 4) == trainable
 
 
 def test_forward_flops_equal_the_counter_of_torch():

@@ -144,6 +144,4 @@ def test_the_critic_has_a_size_of_its_own(estimate_of):
 
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(estimate_of):
     assert estimate_of(**LORA | KL).state == estimate_of(**LORA).state
-    targets = [{"lora_r": 512, "lora_target_modules": [name]} for name in ("q_proj", "o_proj")]
-    query, output, narrow = (estimate_of(**LORA | changes).state for changes in (*targets, {"lora_r": 1}))
-    assert query == output != narrow
+    assert estimate_of(**LORA | {"lora_r": 512}).state > estimate_of(**LORA | {"lora_r": 1}).state
