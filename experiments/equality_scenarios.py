@@ -102,14 +102,10 @@ def boxed(prompts, trainer) -> dict:
     return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
 
 
-def hint(row, failed_completions) -> str:
-    return f"{len(failed_completions)} attempts failed"
-
-
 def dataset() -> Dataset:
     return Dataset.from_list(
         [
-            {"prompt": [{"role": "user", "content": row.problem}], "solution": row.solution}
+            {"prompt": [{"role": "user", "content": row.problem}], "solution": row.solution, "hint": "Add the tens."}
             for row in load_benchmark("miniature/addition", max_problems=32).problems
         ]
     )
@@ -229,8 +225,8 @@ EXPERIMENTAL: dict[str, tuple[str, dict, dict, dict]] = {
     ),
     "guidance": (
         "guidance",
-        {"guidance": "hint", "guided_weight": 0.5, "guided_completions": "all", "max_guided_fraction": 0.5},
-        {"reward": rare_label, "hint": hint},
+        {"guidance": "hint", "guided_weight": 0.5, "max_guided_fraction": 0.5},
+        {"reward": rare_label},
         {},
     ),
     "rlpr": (

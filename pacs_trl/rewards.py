@@ -5,7 +5,6 @@ example a weighted sum of several functions whose `reward_weights` sum to 1.
 """
 
 import logging
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,14 +85,6 @@ _arguments: VerificationArguments | None = None
 _verifier: Verifier | None = None
 _code_verifier: CodeVerifier | None = None
 _gym_verifier: GymVerifier | None = None
-
-
-def _reset_after_fork() -> None:
-    global _lock
-    _lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def configure_verification(arguments: VerificationArguments) -> Verifier:

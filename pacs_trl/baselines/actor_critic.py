@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
@@ -75,10 +74,7 @@ class ActorCriticTrainer(RolloutTrainer):
                 f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
             )
         self._critic_pass = create_forward_pass(self, self.critic, temperature=1.0)
-        # transformers would load an adapter one folder below a checkpoint as an adapter of the policy
-        directory = "critic/adapter" if isinstance(self.critic, PeftModel) else "critic"
-        rate = self.args.critic_learning_rate
-        self._second_model = SecondModel(self, self.critic, learning_rate=rate, directory=directory)
+        self._second_model = SecondModel(self, self.critic, learning_rate=self.args.critic_learning_rate)
         self.critic = self._second_model.model
 
     def _prepare_loading(self, model, args, arguments):

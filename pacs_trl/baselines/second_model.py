@@ -15,11 +15,10 @@ from ..rollouts.rollout_trainer import RolloutTrainer
 
 class SecondModel:
     """A model with its own optimizer and scheduler, of the same types as those of the trainer's policy. Its gradient
-    is clipped separately, to the same maximum norm. `directory` is the folder of its files inside a checkpoint."""
+    is clipped separately, to the same maximum norm."""
 
-    def __init__(self, trainer: RolloutTrainer, model: PreTrainedModel, *, learning_rate: float, directory: str):
+    def __init__(self, trainer: RolloutTrainer, model: PreTrainedModel, *, learning_rate: float):
         self.trainer = trainer
-        self.directory = directory
         decayed = set(trainer.get_decay_parameter_names(model))
         groups = [
             {
@@ -74,14 +73,14 @@ class SecondModel:
 
     def save(self, checkpoint: str | Path) -> None:
         """Save weights, optimizer and scheduler into a checkpoint of the trainer; on all processes."""
-        directory = str(Path(checkpoint) / self.directory)
+        directory = str(Path(checkpoint) / "critic")
         with self._in_place_of_policy():
             self.trainer.save_weights(directory, is_checkpoint=True)
             GRPOTrainer._save_optimizer_and_scheduler(self.trainer, directory)
 
     def load(self, checkpoint: str | Path) -> None:
         """Load what `save` has saved; on all processes."""
-        directory = Path(checkpoint) / self.directory
+        directory = Path(checkpoint) / "critic"
         with self._in_place_of_policy():
             self.trainer._load_from_checkpoint(str(directory), self.trainer.model)
             GRPOTrainer._load_optimizer_and_scheduler(self.trainer, str(directory))

@@ -17,7 +17,7 @@ from pyarrow import ArrowException
 from ..settings import bounded, refuse_illegal_values
 from ..verification import Verifier
 from . import gym
-from .prompts import PROMPT_INSTRUCTION, is_conversation, problem_text, prompt_lengths, prompt_of, read_problem
+from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
 from .sets import (
     CODE_INSTRUCTION,
@@ -25,7 +25,6 @@ from .sets import (
     GSM8K,
     MINIATURE,
     ProblemSet,
-    dataset_warnings,
     gold_answer,
     load_rows,
     own_columns,
@@ -41,18 +40,6 @@ logger = logging.getLogger(__name__)
 
 # Instruction for problems with free-text answers.
 ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer between <answer> and </answer>."
-
-# DAPO-Math-17k wraps each problem into an instruction that contradicts the \boxed{} one.
-_DAPO_WRAPPER = re.compile(
-    r"\ASolve the following math problem step by step\. The last line of your response should be of the form "
-    r"Answer: \$Answer \(without quotes\) where \$Answer is the answer to the problem\.\s*(?P<problem>.*?)\s*"
-    r"Remember to put your answer on its own line after \"Answer:\"\.\s*\Z",
-    re.DOTALL,
-)
-
-
-def _without_wrapper(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [row | {"prompt": _DAPO_WRAPPER.sub(r"\g<problem>", row.get("prompt") or "")} for row in rows]
 
 
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,17 +68,8 @@ TRAINING_SETS = {
         solution_column="solution",
         answer_in="last_box",
     ),
-    # The deduplicated BytedTsinghua-SIA/DAPO-Math-17k, which repeats every problem about a hundred times.
-    "dapo_math_17k": ProblemSet(
-        "open-r1/DAPO-Math-17k-Processed",
-        revision="31dd309567e3da778038cc87d868b6097a3ccf68",
-        config="en",
-        problem_column="prompt",
-        solution_column="solution",
-        convert_rows=_without_wrapper,
-    ),
-    # Programming problems whose reference solutions pass their tests. Their commits, as those of the next two sets,
-    # are not known to us.
+    # Programming problems whose reference solutions pass their tests. Its commit, as that of the next set, is
+    # not known to us.
     "verifiable_coding": ProblemSet(
         "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
         problem_column="problem_statement",
@@ -101,13 +79,6 @@ TRAINING_SETS = {
     ),
     # Problems of any subject with free-text answers.
     "rlpr": ProblemSet("openbmb/RLPR-Train-Dataset", convert_rows=_from_verl, instruction=ANSWER_INSTRUCTION),
-    "prime_coding": ProblemSet(
-        "PrimeIntellect/verifiable-coding-problems",
-        problem_column="prompt",
-        solution_column="verification_info",
-        answer_in="tests",
-        instruction=CODE_INSTRUCTION,
-    ),
 }
 
 
@@ -118,9 +89,9 @@ class DataArguments:
 
     Args:
         dataset_name (`str`):
-            A named set (`deepscaler`, `gsm8k`, `math`, `dapo_math_17k`; programs: `verifiable_coding`,
-            `prime_coding`), `miniature/<task>`, `reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or
-            to a folder of a dataset, or a dataset id on the Hub.
+            A named set (`deepscaler`, `gsm8k`, `math`, `rlpr`; programs: `verifiable_coding`), `miniature/<task>`,
+            `reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a folder of a dataset, or a
+            dataset id on the Hub.
         dataset_path (`str`, *optional*):
             Local file with the columns of the named set, read instead of the Hub.
         dataset_config (`str`, *optional*): Configuration of the Hub dataset; named sets have a default.
@@ -283,7 +254,7 @@ def _prepare(
                 f"Set `{key}` to one of them."
             )
     instruction = instruction_for(entry, args.prompt_instruction)
-    usable, numbers, problems, prompts, solutions = [], [], [], [], []
+    usable, numbers, prompts, solutions = [], [], [], []
     for index, row in enumerate(rows):
         try:
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
@@ -300,13 +271,10 @@ def _prepare(
         prompts.append(prompt_of(problem, **made))
         usable.append(row)
         numbers.append(index)
-        problems.append(problem_text(problem))
         solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
         logger.warning(f"{dropped} that have no problem or no gold answer.")
-    for warning in dataset_warnings(args.dataset_name, problems, solutions):
-        logger.warning(warning)
     if verifier is not None:
         report_unreadable_golds(args.dataset_name, solutions, verifier, numbers)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type

@@ -56,11 +56,6 @@ def is_conversation(cell: Any) -> bool:
     return isinstance(cell, list) and all(isinstance(turn, Mapping) and turn.get("role") for turn in cell)
 
 
-def problem_text(problem: str | list[dict[str, Any]]) -> str:
-    """Return a problem as text; of messages the content of the last turn."""
-    return problem if isinstance(problem, str) else str(problem[-1].get("content"))
-
-
 def prompt_lengths(
     prompts: Sequence[Any],
     tokenizer: Any,

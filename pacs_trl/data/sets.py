@@ -1,4 +1,4 @@
-"""Sets of problems for training and evaluation: description, loader, file reader, and warnings.
+"""Sets of problems for training and evaluation: description, loader, and file reader.
 
 A problem without an answer is dropped and counted by `load_training_data` and an error in `load_benchmark`.
 """
@@ -7,7 +7,6 @@ import gzip
 import json
 import logging
 import re
-import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -26,10 +25,6 @@ logger = logging.getLogger(__name__)
 FILE_FORMATS = (".jsonl", ".json", ".parquet")
 MINIATURE = "miniature/"
 
-
-# Golds that mean "no answer", and the length from which text is not a final answer.
-_MISSING = {"nan", "none", "null", "n/a", "na", "?", "-", "unknown", "todo", "tbd"}
-_LONGEST_ANSWER = 300
 _MAX_SHOWN = 10
 _ASSERTS = re.compile(r"\s*{.*\"type\"\s*:\s*\"asserts\"", re.DOTALL)
 
@@ -192,43 +187,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def dataset_warnings(name: str, problems: Sequence[str], golds: Sequence[str | list[str]]) -> list[str]:
-    """Return warnings about repeated problems, missing golds, and golds that are not final answers."""
-    sentences: list[str] = []
-    first: dict[str, int] = {}
-    repeated = [(first[text], i) for i, text in enumerate(map(str.strip, problems)) if first.setdefault(text, i) != i]
-    if repeated:
-        text = f"{len(repeated)} of {len(problems)} problems of {name} repeat another, "
-        text += _quoted(problems[repeated[0][1]])
-        if differing := [(i, j) for i, j in repeated if golds[i] != golds[j]]:
-            i, j = differing[0]
-            text += f"; {len(differing)} of them with another answer, {_quoted(problems[j])} with {_quoted(golds[i])} "
-            text += f"and {_quoted(golds[j])}"
-        sentences.append(f"{text}.")
-    texts = [text for gold in golds for text in ([gold] if isinstance(gold, str) else gold)]
-    if empty := [text for text in texts if text.lower() in _MISSING]:
-        sentences.append(
-            f"{len(empty)} gold answers of {name} mean that there is none ({empty[0]!r}). Leave them empty."
-        )
-    if long := [t for t in texts if len(t) > _LONGEST_ANSWER and t[0] != "{" and last_boxed(t) is None]:
-        sentences.append(f"{len(long)} gold answers of {name} are not final answers: {_quoted(long[0])}.")
-    return sentences
-
-
-def _quoted(value: str | list[str]) -> str:
-    """Quote a text or a list of texts, without the middle of long ones."""
-    short = reprlib.Repr()
-    short.maxstring = 60
-    return short.repr(value)
-
-
 def report_unreadable_golds(
     name: str, golds: Sequence[str | list[str]], verifier: Verifier, rows: Sequence[Any] | None = None
 ) -> None:
     """Log a warning with row (by default the position) and text of golds that the verifier cannot read."""
     if not (found := verifier.unreadable_golds(golds)):
         return
-    shown = ", ".join(f"row {i if rows is None else rows[i]}: {_quoted(golds[i])}" for i in found[:_MAX_SHOWN])
+    shown = ", ".join(f"row {i if rows is None else rows[i]}: {golds[i]!r:.60}" for i in found[:_MAX_SHOWN])
     more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     logger.warning(
         f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions "

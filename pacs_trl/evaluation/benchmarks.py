@@ -6,7 +6,6 @@ or the way an answer is read change: results of different versions are never put
 
 import hashlib
 import json
-import logging
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -22,14 +21,13 @@ from ..data.environments import (
     prepare_environments,
     reward_functions_of,
 )
-from ..data.prompts import problem_text, read_problem
+from ..data.prompts import read_problem
 from ..data.sets import (
     CODE_INSTRUCTION,
     FILE_FORMATS,
     GSM8K,
     MINIATURE,
     ProblemSet,
-    dataset_warnings,
     gold_answer,
     load_rows,
     own_columns,
@@ -38,8 +36,6 @@ from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
 from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, humaneval_rows, livecodebench_rows, mbpp_rows
 
-
-logger = logging.getLogger(__name__)
 
 LETTERS = "ABCD"
 _PROGRAMS = ProblemSet("", split="test", id_column="id", answer_in="tests", instruction=CODE_INSTRUCTION)
@@ -190,8 +186,6 @@ def load_benchmark(
         raise ValueError(
             f"Benchmark {spec} contains the id {repeated[0]!r} twice. Make ids unique: samples are stored by id."
         )
-    for warning in dataset_warnings(name, [problem_text(p.problem) for p in problems], [p.solution for p in problems]):
-        logger.warning(warning)
     is_code = json_of_tests(problems[0].solution) is not None
     content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, S
 
 from ..evaluation.requests import SamplingSettings
 from ..evaluation.sampling import generate_tokens, stop_token_ids
-from ._critic_prompt import HIGHEST, Actor, CriticPrompt, State
+from ._critic_prompt import Actor, CriticPrompt, State
 
 
 class AfterTag(StoppingCriteria):
@@ -91,15 +91,9 @@ def check_critic(
 ) -> None:
     """
     Raises:
-        `ValueError`: if the critic cannot write the tags, its context is too short for the longest prompt and answer,
-            or one engine would serve two architectures.
+        `ValueError`: if the critic's context is too short for the longest prompt and answer, or one engine would
+            serve two architectures.
     """
-    scores = "".join(prompt.write(i / HIGHEST) for i in range(HIGHEST + 1))
-    if tokenizer.decode(tokenizer(scores, add_special_tokens=False)["input_ids"], skip_special_tokens=True) != scores:
-        raise ValueError(
-            f"The tokenizer of the critic {path} cannot represent {prompt.write(0.5)}. Use a critic_prompt with other "
-            "tags or another critic."
-        )
     trust = {"trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **trust)
     room = config.get_text_config().max_position_embeddings

@@ -52,14 +52,11 @@ def critic_rewards(values: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor
 def reinforce_weights(
     rewards: torch.Tensor,
     outcomes: torch.Tensor,
-    baseline: str,
     reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
 ) -> torch.Tensor:
-    """Return the factor on the log-prob of each answer, `(N,)`: its reward minus a baseline. `"outcome"` is the mean
-    reward of the other answers about completions with the same outcome, correct (above 0.5) or wrong, 0 without any;
-    `"none"` is 0. `rewards` and `outcomes`, `(N,)`, are those of this process; `reduce` sums over processes."""
-    if baseline == "none":
-        return rewards
+    """Return the factor on the log-prob of each answer, `(N,)`: its reward minus the mean reward of the other
+    answers about completions with the same outcome, correct (above 0.5) or wrong, 0 without any. `rewards` and
+    `outcomes`, `(N,)`, are those of this process; `reduce` sums over processes."""
     right = (outcomes > 0.5).long()
     of_outcome = torch.nn.functional.one_hot(right, 2).to(torch.float64)  # (N, 2)
     sums, counts = reduce(torch.stack([rewards.double() @ of_outcome, of_outcome.sum(dim=0)]))

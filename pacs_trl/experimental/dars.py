@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ..pacs_config import PACSConfig
 from ..settings import bounded, ignored_settings
 from ..update.step_sizes import Step
-from ._generation import CORRECT, ExtendingTrainer, Generation, known_labels
+from ._generation import ExtendingTrainer, Generation, known_labels
 
 
 Schedule = Literal["equal_treatment", "hardness_weighted"]
@@ -163,15 +163,11 @@ class DARSTrainer(ExtendingTrainer):
         slots = [(group, generation.inputs[group]) for group, number in numbers.items() for _ in range(number)]
         for rollout in generation.generate(slots, "adaptive"):
             generation.groups[rollout.group].append(rollout)
-        hopeless = [group for group, number in numbers.items() if number and max(groups[group]) <= CORRECT]
-        rescued = [group for group in hopeless if max(known_labels(generation.groups[group])) > CORRECT]
         generation.log(
             {
                 "adaptive/wanted": sum(wanted),
                 "adaptive/additional": sum(granted),
                 "adaptive/extended_groups": sum(number > 0 for number in granted),
-                "adaptive/hopeless_groups": len(hopeless),
-                "adaptive/rescued_groups": len(rescued),
             }
         )
 

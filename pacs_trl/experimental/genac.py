@@ -10,11 +10,10 @@ both models in turn. See docs/genac.md.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
-from peft import LoraConfig, get_peft_model
 from transformers import AutoTokenizer, PreTrainedModel
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id
@@ -41,6 +40,7 @@ from ._critic_prompt import Actor, CriticPrompt, State
 
 
 _SUCCESS_RATE_DECAY = 0.9
+_RATIO_CAP = 2.0  # of the weight between the current critic and the one that generated an answer
 
 
 @dataclass
@@ -60,22 +60,13 @@ class GenACConfig(ActorCriticConfig):
         critic_batch_size (`int`, *optional*):
             Answers per forward pass, and per call of `generate` without vLLM. Defaults to
             `per_device_train_batch_size`.
-        critic_lora_r (`int`, *optional*):
-            Rank of a LoRA adapter on all linear layers of the critic. By default the critic is trained in full.
         segment_probability (`float`, *optional*, defaults to `0.2`):
             Tokens with a lower probability under the policy end a segment. `None` disables the rule.
         segment_length (`int`, *optional*, defaults to `512`):
             Every `segment_length`-th token ends a segment. `None` disables the rule.
         max_segments (`int`, *optional*, defaults to `16`):
-            Maximum number of segments of a completion, evenly spaced. The critic answers once per segment.
-        critic_extra_states (`bool`, *optional*, defaults to `True`):
-            Whether the critic also learns from the state before the last token of each completion, and in the initial
-            state from the mean reward of the prompt instead of the completion's reward.
-        critic_baseline (`str`, *optional*, defaults to `"outcome"`):
-            Baseline of an answer's reward: `"outcome"`, the mean over the other answers of the generation batch about
-            completions with the same outcome, or `"none"`.
-        critic_ratio_cap (`float`, *optional*, defaults to `2.0`):
-            Upper bound of the importance weight between the current critic and the one that generated the answer.
+            Maximum number of segments of a completion, evenly spaced. The critic answers once per segment, and in
+            training also for the state before the last token, from which it only learns.
         critic_pretraining_steps (`int`, *optional*, defaults to `100`):
             Optimizer steps at the start that train only the critic.
     """
@@ -84,13 +75,9 @@ class GenACConfig(ActorCriticConfig):
     critic_prompt: str = "genac"
     critic_max_new_tokens: int = bounded(1024, least=1)
     critic_batch_size: int | None = bounded(None, least=1)
-    critic_lora_r: int | None = bounded(None, least=1)
     segment_probability: float | None = bounded(0.2, above=0, most=1)
     segment_length: int | None = bounded(512, least=1)
     max_segments: int = bounded(16, least=1)
-    critic_extra_states: bool = True
-    critic_baseline: Literal["outcome", "none"] = "outcome"
-    critic_ratio_cap: float = bounded(2.0, least=1)
     critic_pretraining_steps: int = bounded(100, least=0)
 
     @property
@@ -131,8 +118,8 @@ class GenACTrainer(ActorCriticTrainer):
     args: GenACConfig
     _own_shared_settings = (
         *ActorCriticTrainer._own_shared_settings,
-        *("critic_prompt", "critic_max_new_tokens", "critic_lora_r", "critic_extra_states", "critic_baseline"),
-        *("segment_probability", "segment_length", "max_segments", "critic_ratio_cap", "critic_pretraining_steps"),
+        *("critic_prompt", "critic_max_new_tokens", "segment_probability", "segment_length", "max_segments"),
+        "critic_pretraining_steps",
     )
     _counters = (*ActorCriticTrainer._counters, "_success_rate", "_num_answers")
     _saved_attributes = (*ActorCriticTrainer._saved_attributes, "_success_rate", "_num_answers")
@@ -155,12 +142,7 @@ class GenACTrainer(ActorCriticTrainer):
         check_critic(policy, path, args, tokenizer, self._prompt, prompts)
         critic = load_critic(policy, args)
         add_fused_lm_head(critic, outputs=("log_probs",))
-        if args.critic_lora_r is None:
-            return critic
-        if args.gradient_checkpointing:
-            critic.enable_input_require_grads()
-        rank = args.critic_lora_r
-        return get_peft_model(critic, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+        return critic
 
     def _prepare_learning(self) -> None:
         super()._prepare_learning()
@@ -219,8 +201,8 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _questions(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[Question]:
         """Return a question per segment, and in training one for the state before the last token."""
-        extra = self.model.training and self.args.critic_extra_states
-        n = self.num_generations if self.model.training else self.num_generations_eval
+        training = self.model.training
+        n = self.num_generations if training else self.num_generations_eval
         means = self._labels.view(-1, n).nanmean(dim=1).repeat_interleave(n)  # of the prompts, on all processes
         labels, pooled = batch["labels"].tolist(), means[self.accelerator.process_index * len(inputs) :].tolist()
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
@@ -228,12 +210,13 @@ class GenACTrainer(ActorCriticTrainer):
         for i, own in enumerate(owns):
             problem = problem_of(inputs[i]["prompt"])
             segments: list[tuple[int | None, int]] = list(enumerate(starts[i]))
-            if extra and own and starts[i][-1] != len(own) - 1:
+            if training and own and starts[i][-1] != len(own) - 1:
                 segments.append((None, len(own) - 1))
             for segment, start in segments:
                 prefix = completions[i][: own[start]]
                 text = self._tokenizer.decode(prefix, skip_special_tokens=True)
-                outcome = pooled[i] if extra and start == 0 else labels[i]
+                # before the first token the mean reward of the prompt
+                outcome = pooled[i] if training and start == 0 else labels[i]
                 questions.append(Question(i, segment, State(problem, text, len(prefix)), outcome))
         return questions
 
@@ -305,7 +288,7 @@ class GenACTrainer(ActorCriticTrainer):
         """Store the answers with their completions, so that both are shuffled and saved together."""
         outcomes, device = torch.tensor([each.outcome for each in questions]), self.accelerator.device
         rewards = critic_rewards(values, outcomes).to(device)
-        weights = reinforce_weights(rewards, outcomes.to(device), self.args.critic_baseline, self._sum).tolist()
+        weights = reinforce_weights(rewards, outcomes.to(device), self._sum).tolist()
         batch["answers"] = [[] for _ in batch["labels"]]
         for each, (prompt, ids, logps), weight in zip(questions, answers, weights, strict=True):
             batch["answers"][each.row].append({"prompt": prompt, "ids": ids, "logps": logps, "weight": weight})
@@ -343,7 +326,7 @@ class GenACTrainer(ActorCriticTrainer):
         logps = torch.cat(scores.logps)
         old_logps = torch.tensor([x for answer in answers for x in answer["logps"]], device=logps.device)
         weights = torch.tensor([a["weight"] for a in answers for _ in a["ids"]], device=logps.device)
-        return reinforce_losses(logps, old_logps, weights, self.args.critic_ratio_cap)
+        return reinforce_losses(logps, old_logps, weights, _RATIO_CAP)
 
     def _reset_run(self) -> None:
         super()._reset_run()

@@ -3,13 +3,11 @@ completions are all wrong.
 
 Extension point: generate more or different completions. Guidance is a hint in the prompt, or, as in Agent-RLVR, a
 second turn with a failed attempt and the verifier's message. Correct guided completions replace wrong ones, and are
-trained as completions of the plain prompt; failed ones are dropped unless `guided_completions="all"`. They have no
-`sampling_logps`, because no engine generated them from the plain prompt. See docs/adaptive_rollouts.md.
+trained as completions of the plain prompt; failed ones are dropped. They have no `sampling_logps`, because no engine
+generated them from the plain prompt. See docs/adaptive_rollouts.md.
 """
 
-import logging
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -20,19 +18,15 @@ from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
 from ..rewards import shared_code_verifier, shared_verifier
-from ..settings import bounded, ignored_settings
-from ..settings.names import function_of_user
+from ..settings import bounded
 from ..update.groups import split_into_steps
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
-from ..verification import Outcome, gold_texts
+from ..verification import Outcome
 from ._generation import CORRECT, ExtendingTrainer, Generation, known_labels
 
 
-logger = logging.getLogger(__name__)
-
 Guidance = Literal["hint", "feedback"]
-HintFunction = Callable[[dict, list[str]], str | None]
 
 HINT = "\n\nHint: {hint}"
 WRONG = "Your final answer is wrong. Find the mistake and solve the problem again."
@@ -50,13 +44,6 @@ NO_PROGRAM = (
     "No program was found in your solution. "
     "Write the whole program in a block that begins with ```python and is closed."
 )
-
-
-def contains_answer(hint: str | None, solution: Any) -> bool:
-    """Return whether a hint contains a gold answer that is not part of a longer word or number."""
-    return bool(hint) and any(
-        re.search(rf"(?<![\w.]){re.escape(text)}(?!\w|\.\d)", str(hint)) for text in gold_texts(solution)
-    )
 
 
 def with_hint(prompt: Any, hint: str) -> Any:
@@ -85,31 +72,23 @@ class GuidanceConfig(PACSConfig):
 
     Parameters:
         guidance (`str`, *optional*, defaults to `"hint"`):
-            Guidance for prompts without a correct completion: `"hint"` appends the column `hint`, or the result of
-            `hint_function`; `"feedback"` adds a turn with a failed attempt and the verifier's message. Correct guided
-            completions replace up to half of a group.
-        hint_function (`str`, *optional*):
-            `package.module.function` that returns hints, instead of the column `hint`.
+            Guidance for prompts without a correct completion: `"hint"` appends the column `hint`, if it is not empty;
+            `"feedback"` adds a turn with a failed attempt and the verifier's message. Correct guided completions
+            replace up to half of a group.
         max_guided_fraction (`float`, *optional*, defaults to `0.25`):
             Maximum number of guided attempts of an optimizer step, as a share of its completions.
-        guided_completions (`str`, *optional*, defaults to `"right"`):
-            Guided attempts to train on: `"right"` ones, or `"all"` that have a reward, which may be wrong, too.
         guided_weight (`float`, *optional*, defaults to `1.0`):
             Factor on the gradient of guided completions.
     """
 
     guidance: Guidance = "hint"
-    hint_function: str | None = None
     max_guided_fraction: float = bounded(0.25, above=0, most=0.5)
-    guided_completions: Literal["right", "all"] = "right"
     guided_weight: float = bounded(1.0, above=0)
 
     @classmethod
     def errors(cls, given: Any, step: Step | None) -> list[str]:
         errors = super().errors(given, step)
-        if given.guidance != "hint":
-            errors += ignored_settings(cls, given, {"hint_function": "feedback has no hints"}, "`guidance: hint`")
-        if given.class_weighting == "only_negative" and given.guided_completions == "right":
+        if given.class_weighting == "only_negative":
             errors.append(
                 "class_weighting='only_negative' drops the loss of correct guided completions. Use "
                 "class_weighting='balanced'."
@@ -124,81 +103,49 @@ class GuidanceConfig(PACSConfig):
 
 
 class GuidanceTrainer(ExtendingTrainer):
-    """
-    [`PACSTrainer`] with guided attempts for groups without a correct completion.
-
-    Args:
-        hint (`Callable`, *optional*): `hint(example, failed_completions)` returns the hint for a dataset row whose
-            completions (strings) are all wrong, or `None`. The main process calls it. By default `hint_function`, or
-            the column `hint`.
-
-    All other arguments are those of [`PACSTrainer`].
-    """
+    """[`PACSTrainer`] with guided attempts for groups without a correct completion."""
 
     _name = "guidance"
     _config_class = GuidanceConfig
 
-    def __init__(self, *args, hint: HintFunction | None = None, **kwargs):
-        self._hint = hint
-        super().__init__(*args, **kwargs)
-
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
-        if self._hint is None and args.hint_function is not None:
-            self._hint = function_of_user(args.hint_function, "hint_function")
-        dataset, columns = (
-            arguments.get("train_dataset"),
-            getattr(arguments.get("train_dataset"), "column_names", None),
-        )
+        dataset, environment = arguments["train_dataset"], arguments["environment_factory"]
+        columns = getattr(dataset, "column_names", None)
         if args.guidance == "feedback":
-            refused = self._hint or arguments.get("tools") or arguments.get("environment_factory")
+            refused = arguments["tools"] or environment
             if refused or isinstance(dataset, Dataset) and not is_conversational(dataset[0]):
                 raise ValueError(
-                    "guidance='feedback' adds a second turn to conversational prompts. Remove hint, tools, and "
+                    "guidance='feedback' adds a second turn to conversational prompts. Remove tools and "
                     "environment_factory, or set guidance='hint'."
                 )
-        elif arguments.get("environment_factory") is not None:
+        elif environment is not None:
             raise ValueError("guidance='hint' and environment_factory both change the prompt. Remove one of them.")
-        elif self._hint is None and "hint" not in (columns or ["hint"]):
+        elif "hint" not in (columns or ["hint"]):
             raise ValueError(
                 f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
-                "column (empty where there is no hint), or set hint_function or guidance='feedback'."
+                "column (empty where there is no hint), or set guidance='feedback'."
             )
 
     def extend(self, generation: Generation, num_steps: int) -> None:
         """Generate guided attempts for groups without a correct completion, and replace wrong ones by them."""
         super().extend(generation, num_steps)
-        # The user's function may query another model, so only the main process calls it, and reports its failure.
-        found: list[Any] = [([], {}), None]
-        if self.accelerator.is_main_process:
-            try:
-                found[0] = self._guided_prompts(generation, num_steps)
-            except Exception as error:
-                found[1] = f"Failed to generate hints: {type(error).__name__}: {error}"
-                logger.exception(found[1])
-        broadcast_object_list(found, from_process=0)
-        (prompts, counts), failure = found
-        if failure is not None:
-            raise ValueError(failure)
+        # A grade may depend on the load of the machine, so one process grades for all.
+        found: list[Any] = [self._guided_prompts(generation, num_steps) if self.accelerator.is_main_process else None]
+        prompts, counts = broadcast_object_list(found, from_process=0)[0]
         slots = [(group, generation.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
         attempts = generation.generate(slots, "guidance")
-        solved = [attempt for attempt in attempts if attempt.label > CORRECT]
-        kept = (
-            [each for each in attempts if each.label == each.label]
-            if self.args.guided_completions == "all"
-            else solved
-        )
-        kept = [self._under_plain_prompt(generation, attempt) for attempt in kept]
-        for attempt in kept:
+        solved = [self._under_plain_prompt(generation, each) for each in attempts if each.label > CORRECT]
+        for attempt in solved:
             rollouts = generation.groups[attempt.group]
             rollouts[max(i for i, other in enumerate(rollouts) if "guided" not in other.extra)] = attempt
         generation.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
-        if kept:
-            generation.log({"guidance/logp": self._mean_logp(generation, kept)})
+        if solved:
+            generation.log({"guidance/logp": self._mean_logp(generation, solved)})
 
     def _guided_prompts(self, generation: Generation, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
         """Return pairs of group and guided prompt, and metrics."""
-        counts, found = {"guidance/too_long": 0, "guidance/answer_in_hint": 0}, []
+        counts, found = {"guidance/too_long": 0}, []
         for rollouts in split_into_steps(generation.rollouts, num_steps):
             groups = dict.fromkeys(rollout.group for rollout in rollouts)
             prompts = {group: self._prompts_of_group(generation, group, counts) for group in groups}
@@ -211,19 +158,16 @@ class GuidanceTrainer(ExtendingTrainer):
         """Return guided prompts for half of the completions of a failed group; none that leaves no room for a
         completion."""
         rollouts, example = generation.groups[group], generation.inputs[group]
-        labels, ids = known_labels(rollouts), [rollout.completion_ids for rollout in rollouts]
+        labels, half = known_labels(rollouts), len(rollouts) // 2
         if not labels or max(labels) > CORRECT:
             return []
-        texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
         if self.args.guidance == "feedback":
-            attempts = list(zip(texts, self.are_truncated(ids), strict=True))[: len(rollouts) // 2]
+            ids = [rollout.completion_ids for rollout in rollouts[:half]]
+            texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
+            attempts = zip(texts, self.are_truncated(ids), strict=True)
             found = [self._with_feedback(example, *attempt) for attempt in attempts]
         else:
-            hint = example.get("hint") if self._hint is None else self._hint(dict(example), texts)
-            if not hint:
-                return []
-            counts["guidance/answer_in_hint"] += contains_answer(hint, example.get("solution"))
-            found = [with_hint(example["prompt"], hint)] * (len(rollouts) // 2)
+            found = [with_hint(example["prompt"], hint)] * half if (hint := example.get("hint")) else []
         room = self.model.config.to_dict().get("max_position_embeddings")
         if self.use_vllm and self.args.vllm_max_model_length is not None:
             room = self.args.vllm_max_model_length

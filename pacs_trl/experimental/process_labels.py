@@ -193,33 +193,6 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
     return positions, labels
 
 
-@torch.no_grad()
-def prefix_metrics(
-    proxies: torch.Tensor, scores: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
-) -> dict[str, float]:
-    """Return metrics of the labels before the outcomes, over one optimizer step on all processes; NaN for a metric
-    without a value. Arguments as of [`prefix_loss`]."""
-    known = ~prefixes.labels.isnan()
-    step = known.clone()
-    step[prefixes.outcomes] = False
-    _, targets = prefixes.weights(class_weighting)
-    compared = prefixes.labels[prefixes.compared]
-    mixed = ((compared != prefixes.labels[:, None]) & (prefixes.compared >= 0)).any(dim=1) & step
-    has_opinion = (proxies[known] != 0).any()
-
-    def mean(values: torch.Tensor, where: torch.Tensor) -> float:
-        return values[where].float().mean().item() if where.any() else math.nan
-
-    num_completions = int(known[prefixes.outcomes].sum())
-    return {
-        "process/labels": int(step.sum()) / num_completions if num_completions else math.nan,
-        "process/label_mean": mean(prefixes.labels, step),
-        "process/scored_fraction": mean(prefixes.scored, step),
-        "process/mixed_fraction": mean(mixed, step & prefixes.scored),
-        "process/critic_accuracy": mean((scores > 0) == (targets > 0.5), mixed & has_opinion),
-    }
-
-
 def ends_of(rollout: Rollout) -> np.ndarray:
     """Return the ends of the labeled prefixes."""
     return rollout.extra["positions"] if "positions" in rollout.extra else np.array([len(rollout.completion_ids) - 1])
@@ -294,9 +267,18 @@ class PrefixUpdate(PolicyUpdate):
         if not isinstance(step, PrefixRollouts):
             return super().summarize(step, proxies)
         kinds: dict = {"class_weighting": self.objective.class_weighting}
-        loss, scores = prefix_loss(proxies, step.prefixes, **kinds)
-        metrics = prefix_metrics(proxies, scores, step.prefixes, **kinds)
-        outcomes = step.prefixes.outcomes
+        prefixes, outcomes = step.prefixes, step.prefixes.outcomes
+        loss, scores = prefix_loss(proxies, prefixes, **kinds)
+        known = ~prefixes.labels.isnan()
+        num_completions = int(known[outcomes].sum())
+        known[outcomes] = False  # labels before the outcomes
+        differs = prefixes.labels[prefixes.compared] != prefixes.labels[:, None]
+        mixed = (differs & (prefixes.compared >= 0)).any(dim=1)
+        metrics = {
+            "process/labels": int(known.sum()) / max(num_completions, 1),
+            "process/label_mean": prefixes.labels[known].float().mean().item(),
+            "process/mixed_fraction": mixed[known & prefixes.scored].float().mean().item(),
+        }
         return loss.item(), metrics | critic_metrics(proxies[outcomes], scores[outcomes], step.groups, **kinds)
 
 
@@ -329,7 +311,6 @@ class ProcessLabelsTrainer(PACSTrainer):
         """Store the process labels that a reward function returned, and return its outcomes."""
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
-        weight = self.reward_weights[index].item()
         if self._extra_of_completions is not None:
             raise ValueError(
                 f"{name!r} is the second reward function that returned (position, label) pairs. Return all pairs from "
@@ -339,14 +320,11 @@ class ProcessLabelsTrainer(PACSTrainer):
             None if reward is None else checked_labels(name, i, reward, len(ids))
             for i, (reward, ids) in enumerate(zip(rewards, given["completion_ids"], strict=False))
         ]
-        if any(not -1e-6 <= weight * y <= 1 + 1e-6 for each in pairs if each for y in each[1][:-1]):
-            raise ValueError(
-                f"reward_weights={weight:g} moves labels of {name!r} out of [0, 1]. Set a weight in [0, 1]."
-            )
-        self._extra_of_completions = [{} for _ in pairs]
-        for extra, (positions, labels) in (
-            (e, p) for e, p in zip(self._extra_of_completions, pairs, strict=True) if p
-        ):
-            extra["positions"] = np.array(positions, dtype=np.int32)
-            extra["process_labels"] = np.clip(np.array(labels[:-1], dtype=np.float32) * weight, 0, 1)
+        weight = self.reward_weights[index].item()
+        self._extra_of_completions = [{} if each is None else _extra_of(*each, weight) for each in pairs]
         return [None if each is None else each[1][-1] for each in pairs]
+
+
+def _extra_of(positions: list[int], labels: list[float], weight: float) -> dict[str, np.ndarray]:
+    weighted = np.array(labels[:-1], dtype=np.float32) * weight
+    return {"positions": np.array(positions, dtype=np.int32), "process_labels": np.clip(weighted, 0, 1)}

@@ -9,7 +9,6 @@ trainer and evaluation. The workers import it too, so it needs only the standard
 import os
 import re
 import threading
-import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -125,18 +124,6 @@ def default_num_workers() -> int:
     return min(16, max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-_verifiers: "weakref.WeakSet[BaseVerifier]" = weakref.WeakSet()
-
-
-def _reset_after_fork() -> None:
-    """Replace locks, which threads of the parent may hold, and pools, which belong to the parent."""
-    for verifier in _verifiers:
-        verifier._lock, verifier._pool = threading.Lock(), None
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
-
-
 @dataclass(eq=False)
 class BaseVerifier:
     """
@@ -163,7 +150,6 @@ class BaseVerifier:
         self._cache: OrderedDict[bytes, Grade] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: Any = None
-        _verifiers.add(self)
 
     def __enter__(self):
         self.start()

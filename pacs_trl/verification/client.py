@@ -39,25 +39,27 @@ class PoolProcess:
     `timeout_seconds`, `cpu_seconds`, `memory_limit_mb`, and `protocol`."""
 
     def __init__(self, **settings: Any):
-        owner = os.getpid()
+        self.owner = os.getpid()
         self.seconds_per_item = settings["timeout_seconds"] / settings["num_workers"]
         ours, theirs = socket.socketpair()
         self.connection = connection_of(ours, 120.0)
         # The variable makes the order of sets, hence of sympy's rewriting, equal in every run.
         how = {"stdin": theirs.fileno(), "env": {**os.environ, "PYTHONHASHSEED": "0"}}
-        process = start_process("pool", {**settings, "parent_pid": owner}, **how)
+        process = start_process("pool", {**settings, "parent_pid": self.owner}, **how)
         theirs.close()
         self.pid = process.pid
         # Runs when the object is collected or the interpreter exits, unless called before.
-        self.end = weakref.finalize(self, end_process, process, self.connection, owner)
+        self.end = weakref.finalize(self, end_process, process, self.connection, self.owner)
 
     def grade(self, items: list) -> list[tuple[int, float, float]]:
         """
         Return outcome, seconds, and share of each item (completion, alternative gold answers), in order.
 
         Raises:
-            OSError, EOFError: if the pool has ended, or does not answer within its limits.
+            OSError, EOFError: if the pool has ended, belongs to another process, or does not answer within its limits.
         """
+        if os.getpid() != self.owner:  # a fork would mix its answers with those of the parent
+            raise ConnectionError("the pool belongs to the parent process")
         self.connection.send(items)
         # The pool enforces its limits. If it stalls (a suspended process), the trainer must not.
         if not self.connection.poll(120.0 + len(items) * self.seconds_per_item):

@@ -86,13 +86,15 @@ class LocalWorker:
             pass_fds=[theirs.fileno()],
         )
         theirs.close()
-        self.pid, self.folder = process.pid, folder
+        self.pid, self.folder, self.owner = process.pid, folder, os.getpid()
         # Runs when the worker is collected or the interpreter exits, unless called before.
-        self.end = weakref.finalize(self, end_process, process, self.connection, os.getpid(), folder)
+        self.end = weakref.finalize(self, end_process, process, self.connection, self.owner, folder)
         self.report: dict[str, Any] = {}  # its layers, sent once it is ready
 
     def run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         """Run a program on an input, or on asserts. Raises an `OSError` if the worker has ended or does not answer."""
+        if os.getpid() != self.owner:
+            raise ConnectionError("the worker belongs to the parent process")
         if not self.report:
             self.report = self._receive()
         contents = [content.encode("utf-8", "surrogatepass") for content in (program, text)] + [b"", b""]

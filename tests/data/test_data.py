@@ -81,16 +81,6 @@ class TestNamedSets:
         assert train["solution"][:] == ["2"]
         assert "Dropped 1 of 2 rows" in caplog.text
 
-    def test_dapo_rows_lose_their_own_instruction(self, tmp_path):
-        wrapped = (
-            "Solve the following math problem step by step. The last line of your response should be of the form "
-            "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\nFind $x$.\n\n"
-            'Remember to put your answer on its own line after "Answer:".'
-        )
-        rows = [{"prompt": prompt, "solution": "34", "ability": "MATH"} for prompt in (wrapped, "Find $x$.")]
-        train, _ = load("dapo_math_17k", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
-        assert train["prompt"][0] == train["prompt"][1] == build_prompt("Find $x$.")
-
     @pytest.mark.parametrize("name", list(TRAINING_SETS))
     def test_hub_is_asked_for_the_pinned_rows(self, name, monkeypatch):
         asked = {}
@@ -124,7 +114,7 @@ class TestNamedSets:
 
     def test_every_revision_is_a_commit(self):
         """Where it is known: those of the sets of programs and of RLPR's are not."""
-        unknown = {"verifiable_coding", "prime_coding", "rlpr"}
+        unknown = {"verifiable_coding", "rlpr"}
         assert {name for name, training_set in TRAINING_SETS.items() if training_set.revision is None} == unknown
         assert all(len(TRAINING_SETS[name].revision) == 40 for name in TRAINING_SETS.keys() - unknown)
 
@@ -407,29 +397,3 @@ def test_unreadable_golds_are_reported_with_row_and_text(tmp_path, caplog):
         load_training_data(DataArguments(dataset_name=path), WordTokenizer(), verifier=verifier)
     report = caplog.records[-1].message
     assert "2 of 4 gold answers" in report and "row 2: 'So it is 4.'" in report and r"row 3: '\\frac{1}{'" in report
-
-
-ODD = [
-    {"problem": "1+1", "answer": "2"},
-    {"problem": " 1+1 ", "answer": "3"},
-    {"problem": "2+2", "answer": "4"},
-    {"problem": "2+2", "answer": "4"},
-    {"problem": "3+3", "answer": "N/A"},
-    {"problem": "4+4", "answer": "We add. " * 60},
-    {"problem": "5+5", "answer": "We add. " * 60 + r"\boxed{10}"},
-]
-
-
-def test_what_is_odd_is_warned_of_in_training_and_evaluation(tmp_path, caplog):
-    path = write_jsonl(tmp_path / "odd.jsonl", ODD)
-    for read in (lambda: load(path), lambda: load_benchmark(path)):
-        caplog.clear()
-        read()
-        repeated, empty, long = (record.message for record in caplog.records)
-        assert "2 of 7 problems" in repeated and "1 of them with another answer, ' 1+1 ' with '2' and '3'." in repeated
-        assert "1 gold answers" in empty and "'N/A'" in empty
-        assert "1 gold answers" in long and "'We add." in long and len(long) < 200
-    caplog.clear()
-    fine = [{"problem": "1+1", "answer": ["2", "two"]}, {"problem": "1-1", "answer": ["0"]}]
-    load(write_jsonl(tmp_path / "fine.jsonl", fine))
-    assert not caplog.records

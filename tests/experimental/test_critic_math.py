@@ -32,13 +32,12 @@ class TestWeights:
         # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its
         # reward
         rewards, outcomes = torch.tensor([0.9, 0.5, 0.7, 0.1]), torch.tensor([1.0, 0.8, 0.5, 1.0])
-        found = reinforce_weights(rewards, outcomes, "outcome")
+        found = reinforce_weights(rewards, outcomes)
         torch.testing.assert_close(found, torch.tensor([0.6, 0.0, 0.7, -0.6]))
-        assert torch.equal(reinforce_weights(rewards, outcomes, "none"), rewards)
 
     def test_equal_a_loop_and_sum_to_zero_on_each_side(self):
         rewards, outcomes = torch.rand(40), torch.rand(40).round()
-        found = reinforce_weights(rewards, outcomes, "outcome")
+        found = reinforce_weights(rewards, outcomes)
         for i in range(40):
             others = [rewards[j].item() for j in range(40) if j != i and outcomes[j] == outcomes[i]]
             assert found[i].item() == pytest.approx(rewards[i].item() - sum(others) / len(others), abs=1e-6)
@@ -46,13 +45,13 @@ class TestWeights:
 
     def test_over_processes(self):
         rewards, outcomes = torch.rand(12), torch.tensor([1.0, 0.0] * 6)
-        whole = reinforce_weights(rewards, outcomes, "outcome")
+        whole = reinforce_weights(rewards, outcomes)
         parts = [slice(0, 5), slice(5, 12)]
         totals: list[torch.Tensor] = []
         for part in parts:
-            reinforce_weights(rewards[part], outcomes[part], "outcome", lambda own: totals.append(own) or own)
+            reinforce_weights(rewards[part], outcomes[part], lambda own: totals.append(own) or own)
         for part in parts:
-            found = reinforce_weights(rewards[part], outcomes[part], "outcome", lambda own: sum(totals))
+            found = reinforce_weights(rewards[part], outcomes[part], lambda own: sum(totals))
             torch.testing.assert_close(found, whole[part])
 
 

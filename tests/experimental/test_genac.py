@@ -9,11 +9,7 @@ import torch
 from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs
 from fake_llm import play_colocated
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from peft import LoraConfig
 from replay import TOKENIZER, Replay, addition_dataset, assert_same_models, load_weights, tiny_model, trainable_weights
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental._critic_answers import check_critic
@@ -67,9 +63,7 @@ class Notes(CriticRecorder):
 
 
 @pytest.mark.trains
-@pytest.mark.parametrize(
-    "settings", [{}, {"critic_baseline": "none", "gae_lambda": 0.5, "critic_extra_states": False}]
-)
+@pytest.mark.parametrize("settings", [{}, {"gae_lambda": 0.5}])
 def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
     """Gradients of the critic by autograd in float64, one answer at a time; advantages from the values that were
     read."""
@@ -86,7 +80,7 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
     assert [len(row) == 0 for row in batch["answers"]] == [row.label is None for row in rows]
     values = [trainer._prompt.parse(TOKENIZER.decode(answer["ids"])) for answer in answers]
     rewards = [0.0 if v is None else 1 - (each.outcome - v) ** 2 for v, each in zip(values, asked, strict=True)]
-    weights = reinforce_weights(torch.tensor(rewards), torch.tensor([a.outcome for a in asked]), args.critic_baseline)
+    weights = reinforce_weights(torch.tensor(rewards), torch.tensor([a.outcome for a in asked]))
     assert [answer["weight"] for answer in answers] == pytest.approx(weights.tolist(), abs=1e-6)
 
     tokens = sum(len(answer["ids"]) for answer in answers)
@@ -97,7 +91,7 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
         loss = 0.0
         for answer in answers:
             logps = logps_of(critic, answer["prompt"], answer["ids"])
-            ratios = (logps.detach() - torch.tensor(answer["logps"])).exp().clamp(max=args.critic_ratio_cap)
+            ratios = (logps.detach() - torch.tensor(answer["logps"])).exp().clamp(max=2.0)
             loss = loss - (ratios * logps).sum() * answer["weight"] / tokens
         loss.backward()
         moved = {
@@ -174,24 +168,6 @@ def test_a_resumed_run_is_bit_identical(tmp_path, model_path, finished_run, upda
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-{update}")
     assert_same_models(resumed, trainer)
     assert_same_logs(resumed, trainer, update)
-
-
-def test_adapters_for_both(tmp_path, model_path):
-    """Of the critic only the adapter learns and is saved, and a run goes on from it."""
-    peft = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    settings = ALONE | {"critic_lora_r": 4, "gradient_checkpointing": True, "max_steps": 3, "save_steps": 2}
-    recorder = CriticRecorder()
-    whole = build(
-        tmp_path / "whole", model_path, callbacks=[recorder], peft_config=peft, save_strategy="steps", **settings
-    )
-    recorder.trainer = whole
-    whole.train()
-    assert all("lora" in name for name in recorder.critics[0])
-    assert any(not torch.equal(w, recorder.critics[-1][n]) for n, w in recorder.critics[0].items())
-    assert (tmp_path / "whole" / "checkpoint-2" / "critic" / "adapter" / "adapter_model.safetensors").is_file()
-    resumed = build(tmp_path / "resumed", model_path, peft_config=peft, **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
-    assert_same_models(resumed, whole)
 
 
 def test_evaluation_is_greedy_and_teaches_nothing(tmp_path, model_path):
@@ -274,13 +250,6 @@ class TestBadInput:
     def test_context(self, tmp_path, model_path):
         with pytest.raises(ValueError, match="critic_max_new_tokens=490"):
             build(tmp_path, model_path, critic_max_new_tokens=490)
-
-    def test_vocabulary(self, tmp_path, model_path):
-        words = Tokenizer(WordLevel({"[UNK]": 0, "1": 1}, unk_token="[UNK]"))
-        critic = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="[UNK]", pad_token="[UNK]")
-        critic.save_pretrained(tmp_path / "critic")
-        with pytest.raises(ValueError, match="critic_prompt"):
-            build(tmp_path, model_path, critic_model_name_or_path=str(tmp_path / "critic"))
 
     def test_vllm_with_two_shapes(self, monkeypatch):
         args = GenACConfig("unused", **SETTINGS)

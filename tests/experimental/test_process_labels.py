@@ -199,7 +199,6 @@ def test_labels_of_steps_beside_numbers(tmp_path):
 WRONG_RESULTS = {
     "mixed": (lambda n: [[(0, 1.0)], None, *[0.5] * (n - 2)], {}, "completion 2"),
     "too few": (lambda n: [[(0, 1.0)]], {}, "returned 1 "),
-    "weight": (lambda n: [[(0, 1.0), (1, 0.5)]] * n, {"reward_weights": [2.0]}, "reward_weights"),
 }
 
 

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from processes import on_two
 from watching import box, children, is_running, wait_for
 
-from pacs_trl import rewards
 from pacs_trl.rewards import math_reward, shared_verifier
 from pacs_trl.verification import Outcome, Verifier
 
@@ -56,15 +55,6 @@ class InBackground:
     def outcomes(self):
         self.thread.join(60)
         return [grade.outcome for grade in self.grades]
-
-
-def threading_result(work):
-    """What a new thread makes of it."""
-    results = []
-    thread = threading.Thread(target=lambda: results.append(work()))
-    thread.start()
-    thread.join()
-    return results[0]
 
 
 class TestHostile:
@@ -259,28 +249,6 @@ class TestForkedParent:
             assert is_running(pool) and is_running(worker)
             assert verifier.grade([box(3)], [3]) == [1.0]
             assert verifier._pool.pid == pool
-
-    def test_child_of_a_process_that_is_grading(self, monkeypatch):
-        """The lock that another thread holds at the fork is held for ever in the child, which has no such thread."""
-        with Verifier(num_workers=1) as verifier:
-            monkeypatch.setattr(rewards, "_verifier", verifier)
-            workers_of(verifier)
-            sent, answer = threading.Event(), threading.Event()
-            request = verifier._request
-            verifier._request = lambda items: (sent.set(), answer.wait(240), request(items))[-1]
-            batch = InBackground(verifier, [box(1), box(2)], [1, 1])
-            assert sent.wait(120)
-            with rewards._lock:
-                child = os.fork()
-                if child == 0:
-                    signal.alarm(120)  # a child that hangs is ended
-                    verifier._request = request
-                    ok = threading_result(lambda: shared_verifier().grade([box(1), box(2)], [1, 1])) == [1.0, 0.0]
-                    verifier.close()
-                    os._exit(0 if ok else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            answer.set()
-            assert batch.outcomes() == [Outcome.CORRECT, Outcome.WRONG]
 
 
 def grade_on_a_rank(directory):
