@@ -216,22 +216,19 @@ def loss_from_proxies(
     num_generations: int,
     score_estimator: ScoreEstimator = "rloo",
     class_weighting: ClassWeighting = "balanced",
-    num_completions: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """
     Return the PACS loss (eq. 8) from proxies that are already summed over tokens, and the scores `(B,)`.
 
-    `loss = 1 / num_completions * sum_i w_i * BCE(sigmoid(psi_i), y_i)` over the scorable completions, in nats, with
-    [`group_scores`] and the weights and targets of [`class_weights`]; 0 if none is scorable. `num_completions`
-    defaults to the number of scorable completions; for a part of an optimizer step, pass that of the whole step.
+    The mean of `w_i * BCE(sigmoid(psi_i), y_i)` over the scorable completions, in nats, with [`group_scores`] and the
+    weights and targets of [`class_weights`]; 0 if none is scorable.
     """
     scorable = scorable_completions(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
     terms = weights.to(scores.dtype) * entropies
-    divisor = scorable.sum().clamp(min=1) if num_completions is None else max(num_completions, 1)
-    return terms.sum() / divisor, scores
+    return terms.sum() / scorable.sum().clamp(min=1), scores
 
 
 def pacs_loss(

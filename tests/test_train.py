@@ -150,8 +150,7 @@ def test_one_key_switches_between_methods_and_the_console_is_short(tmp_path, mod
     lines = lines[next(i for i, line in enumerate(lines) if line.startswith("Generation: ")) :]
     assert re.fullmatch(STEP, lines[1]) and lines[2].startswith("step 2/2  reward")
     assert lines[3].startswith("evaluation at step 2/2  reward ") and lines[4].startswith("Reward 0.")
-    assert lines[5].startswith("Where the time of 2 optimizer steps went") and "{" not in out
-    assert str(tmp_path) in lines[-1] and "README.md" in lines[-1]
+    assert "{" not in out and str(tmp_path) in lines[-1] and "README.md" in lines[-1]
     assert "/2 [" not in errors  # no bar of the steps
 
 

@@ -148,7 +148,7 @@ class GenACTrainer(ActorCriticTrainer):
         super()._prepare_learning()
         args = self.args
         self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
-        self.timer.parts = {"critic": "generation of values", **PARTS}
+        self.timer.parts = ("critic", *PARTS)
         size = sum(parameter.numel() for parameter in self.model.parameters())
         size_text = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
         self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {size_text} parameters"

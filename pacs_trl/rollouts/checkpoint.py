@@ -296,20 +296,6 @@ def _cannot_write(error: BaseException) -> bool:
     return of_library and any(text in str(error) for text in texts)
 
 
-@contextmanager
-def reporting_other_shapes(checkpoint: str) -> Iterator[None]:
-    """Convert torch's size-mismatch error to a `ValueError` that names the checkpoint."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "size mismatch" not in str(error):
-            raise
-        raise ValueError(
-            f"The weights in {checkpoint} do not fit the model of this run: {str(error).splitlines()[1].strip()} "
-            "Resume with the model that the run was started with."
-        ) from error
-
-
 def defect(checkpoint: str | Path) -> str | None:
     """Return why a checkpoint is incomplete, or `None` if it is complete. `trainer_state.json` is written last;
     truncated files are detected from their footers or headers, so large ones are not read in full."""

@@ -96,7 +96,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         construction.check_prompts_of_generation(self.train_dataset, self.args)
         shorten_console(self.callback_handler.callbacks)
         record = lambda name, seconds: self._metrics["train"][name].append(seconds)  # noqa: E731
-        self.timer = StepTimer(record=record, show=self.accelerator.print)
+        self.timer = StepTimer(record)
         self.add_callback(self.timer)
         self.add_callback(NoSignalCallback(self))
         self.grades_answers = math_reward in self.reward_funcs
@@ -361,8 +361,7 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             self._saved_step = self.state.global_step
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        with checkpoint.reporting_other_shapes(resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
             # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)

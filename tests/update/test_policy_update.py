@@ -267,37 +267,6 @@ def test_gradient_of_lora_with_kl_term(tmp_path):
     train_and_compare(tmp_path, Replay(), model=get_peft_model(tiny_model(), LORA), beta=0.1, **TWO_UPDATES)
 
 
-KEPT = {
-    "snapshot, split groups": {**SNAPSHOT, "group_layout": "split"},
-    "checkpointing, KL term": {**TWO_UPDATES, **CHECKPOINTING, "beta": 0.1},
-    "LoRA": {**TWO_UPDATES, "peft_config": LORA},
-}
-
-
-@pytest.mark.parametrize("settings", KEPT.values(), ids=KEPT)
-def test_shared_prompts_change_the_last_digits_only(tmp_path, model_path, settings):
-    """Behind prompts of 30 tokens and more, with masks of tools: each gradient is that of padded rows but for
-    rounding."""
-    replay = Replay(
-        tools=True, edit=lambda _, rows: [replace(r, prompt_ids=[*range(30), *r.prompt_ids]) for r in rows]
-    )
-    settings, found = dict(settings), []
-    peft_config = settings.pop("peft_config", None)
-    for padding_free in ("auto", "never"):
-        torch.manual_seed(shifted(0))
-        more = {"callbacks": [Recorder()], "peft_config": peft_config}
-        # the KL reference is loaded from a path
-        model = str(model_path) if "beta" in settings else tiny_model()
-        trainer = build_trainer(
-            tmp_path, model=model, replay=replay, more=more, padding_free=padding_free, **(settings | {"max_steps": 2})
-        )
-        trainer.train()
-        found.append(more["callbacks"][0].gradients)
-    assert len(found[0]) == 2
-    for shared, padded in zip(*found, strict=True):
-        assert 0 < relative_error(shared, padded) < RELATIVE
-
-
 CORRECTION = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 100.0}
 
 
