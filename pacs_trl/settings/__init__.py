@@ -213,12 +213,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
-    """
-    Split `--key value ...` and `--key=value` into keys and their words.
-
-    Raises:
-        `ValueError`: if a word has no key.
-    """
+    """Split `--key value ...` and `--key=value` into keys and their words."""
     words: dict[str, list[str]] = {}
     key = None
     for word in with_underscores(argv):
@@ -233,12 +228,8 @@ def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def read_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """
-    Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true.
-
-    Raises:
-        `ValueError`: if the file cannot be read or is not a mapping, or a word has no key.
-    """
+    """Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true. Raises a
+    `ValueError` if the file cannot be read or is not a mapping, or a word has no key."""
     words = words_by_key(argv)
     path = words.pop("config", None)
     if path == []:
@@ -343,13 +334,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def answer_train_help(argv: Sequence[str]) -> None:
-    """
-    Print the help of `pacs-trl train` if requested; otherwise check that the recipe can be read.
-
-    Raises:
-        `SystemExit`: with code 0, after the help.
-        `ValueError`: if the recipe cannot be read or is not a mapping.
-    """
+    """Print the help of `pacs-trl train` if requested, and exit; otherwise check that the recipe can be read."""
     words = words_by_key([word for word in argv if word not in ("-h", "--help")])
     if not asks_for_help(argv):
         if words.get("config"):

@@ -34,7 +34,7 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
 class TestTraining:
     def test_seed_decides_the_result(self, tmp_path):
         for name, seed in (("first", 3), ("second", 3), ("other", 4)):
-            train_warm_start(WarmStartSettings("equation", seed=shifted(seed), **TINY), tmp_path / name)
+            train_warm_start(WarmStartSettings("terms", seed=shifted(seed), **TINY), tmp_path / name)
         first, second, other = (weights(tmp_path / name) for name in ("first", "second", "other"))
         assert json.loads((tmp_path / "first" / "warm_start.json").read_text())["steps"] == 5
         assert AutoTokenizer.from_pretrained(tmp_path / "first").get_vocab() == build_tokenizer().get_vocab()
@@ -227,7 +227,7 @@ class TestCache:
         base = WarmStartSettings("addition")
         changes = TINY | {"num_calibration_samples": 3, "seed": 1, "learning_rate": 1e-3}
         changed = [WarmStartSettings("addition", **{key: value}) for key, value in changes.items()]
-        assert len({settings.digest() for settings in [base, WarmStartSettings("equation"), *changed]}) == 11
+        assert len({settings.digest() for settings in [base, WarmStartSettings("terms"), *changed]}) == 11
         assert WarmStartSettings("addition").digest() == base.digest()
 
         before = base.digest()
