@@ -84,11 +84,10 @@ class GenACConfig(ActorCriticConfig):
     def critic_alone_steps(self) -> int:
         return self.critic_pretraining_steps
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors = super().errors(given, step)
-        errors += ignored_settings(cls, given, {"vllm_sync_adapter": "the critic's weights are sent to vLLM, too"})
-        if given.max_completion_length is None:
+    def errors(self, step: Step) -> list[str]:
+        errors = super().errors(step)
+        errors += ignored_settings(self, {"vllm_sync_adapter": "the critic's weights are sent to vLLM, too"})
+        if self.max_completion_length is None:
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "
                 "response. Set a number."

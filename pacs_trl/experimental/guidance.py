@@ -79,18 +79,17 @@ class GuidanceConfig(PACSConfig):
     max_guided_fraction: float = bounded(0.25, above=0, most=0.5)
     guided_weight: float = bounded(1.0, above=0)
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors = super().errors(given, step)
-        if given.class_weighting == "only_negative":
+    def errors(self, step: Step) -> list[str]:
+        errors = super().errors(step)
+        if self.class_weighting == "only_negative":
             errors.append(
                 "class_weighting='only_negative' drops the loss of correct guided completions. Use "
                 "class_weighting='balanced'."
             )
         rows = min(step.completions_per_update, step.completions_per_generation) if step is not None else None
-        if rows is not None and given.max_guided_fraction * rows < 1:
+        if rows is not None and self.max_guided_fraction * rows < 1:
             errors.append(
-                f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is "
+                f"max_guided_fraction={self.max_guided_fraction} of the {rows} completions of an optimizer step is "
                 f"less than one. Raise it to {1 / rows:.3g} or more."
             )
         return errors

@@ -138,13 +138,12 @@ class STEERConfig(PACSConfig):
     token_weight_min: float = bounded(0.8, above=0, below=2)
     token_weight_max: float = bounded(1.2, above=0, below=2)
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors, exponential = super().errors(given, step), given.token_weight_mapping == "exponential"
+    def errors(self, step: Step) -> list[str]:
+        errors, exponential = super().errors(step), self.token_weight_mapping == "exponential"
         if exponential:
             reason = {"token_weight_max": "exponential weights are at most 1"}
-            errors += ignored_settings(cls, given, reason, "`token_weight_mapping: linear`")
-        if given.token_weight_min >= (1 if exponential else given.token_weight_max):
+            errors += ignored_settings(self, reason, "`token_weight_mapping: linear`")
+        if self.token_weight_min >= (1 if exponential else self.token_weight_max):
             errors.append("token_weight_min must be below the largest weight. The authors use 0.8.")
         return errors
 

@@ -104,12 +104,10 @@ OF_OTHER_LOSSES = {
 }
 
 
-def ignored_settings(
-    config_class: type, given: Any, reasons: Mapping[str, str], instead: str = "`method: grpo`"
-) -> list[str]:
+def ignored_settings(given: Any, reasons: Mapping[str, str], instead: str = "`method: grpo`") -> list[str]:
     """Return one message per setting that a method ignores and that differs from its default; `reasons` says why,
     `instead` what takes it."""
-    defaults = {each.name: each.default for each in fields(config_class)}
+    defaults = {each.name: each.default for each in fields(given)}
     return [
         f"{name}={getattr(given, name)!r} would be ignored: {reason}. Remove the key (its default is "
         f"{defaults[name]!r}), or train with {instead}."
