@@ -159,13 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def published_contents(
     model_dir: Path, results: Path | None = None, recipe: Path | None = None
 ) -> tuple[dict[str, Path | bytes], dict[str, Any]]:
-    """
-    Return the files of a push without the README, as path in the repository and local file or redacted content; and
-    the arguments of [`build_card`].
-
-    Raises:
-        `ValueError`: if there is no model, a file cannot be read, or the results belong to other weights.
-    """
+    """Return the files of a push without the README, as path in the repository and local file or redacted content; and
+    the arguments of [`build_card`]. Raises a `ValueError` if there is no model, a file cannot be read, or the results
+    belong to other weights."""
     present = [path.relative_to(model_dir).as_posix() for path in model_dir.glob("*") if path.is_file()]
     has_config = "config.json" in present or "adapter_config.json" in present
     if not has_config or not list(filter_repo_objects(present, allow_patterns=list(WEIGHTS))):
@@ -259,6 +255,7 @@ def build_card(
     settings |= {key: training[key] for key in ("dataset_name",) if key in training}  # given to `create_model_card`
     title, base = one_line(name.split("/")[-1]), settings.get("model_name_or_path")
     method, paper = one_line(str(settings.get("method", "pacs"))), training.get("paper", {})
+    papers = [f"arxiv:{paper['id']}"] if "id" in paper else []
     dataset = settings.get("dataset_name")
     dataset = TRAINING_SETS[dataset].hub_id if str(dataset) in TRAINING_SETS else dataset
     data = ModelCardData(
@@ -267,14 +264,7 @@ def build_card(
         datasets=[dataset] if is_hub_id(dataset) else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
-        tags=sorted(
-            {
-                "trl",
-                method.lower(),
-                *(f"arxiv:{paper[key]}" for key in paper if key == "id"),
-                *training.get("tags", ()),
-            }
-        ),
+        tags=sorted({"trl", method.lower(), *papers, *training.get("tags", ())}),
         eval_results=model_index(results) if results else None,
         **license_of(str(given.get("model_name_or_path") or "")),
     )

@@ -55,16 +55,9 @@ _GENERATED = "miniature/"  # names of models and tasks, not files
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """
-    Return settings without `env`, secrets, and local paths.
-
-    Args:
-        settings (`Mapping`): Nested plain data: a recipe, a results file, the arguments of a trainer.
-
-    Returns:
-        `dict`: A new mapping without settings that are named like secrets, without credentials in URLs and strings,
-        and with the last part of local paths, so that they do not look like Hub ids.
-    """
+    """Return nested plain data (a recipe, results, the arguments of a trainer) without `env` and settings that are
+    named like secrets, without credentials in URLs and strings, and with the last part of local paths, so that they do
+    not look like Hub ids."""
     return _cleaned(settings, "", lambda name, text: _without_paths(name, _without_credentials(name, text)))
 
 
@@ -95,6 +88,14 @@ def words_without_secrets(words: Sequence[str]) -> list[str]:
         if name != "env" and not is_secret(name, 0):  # plurals are counts
             kept.append(_cleaned(word, name, _without_credentials))
     return kept
+
+
+class PublishedArguments:
+    """Base of training configurations whose `to_dict`, which trackers receive, is [`published`]."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that may be published."""
+        return published(super().to_dict())  # type: ignore[misc]
 
 
 def is_secret(name: str, value: Any = "") -> bool:

@@ -45,5 +45,4 @@ def make_results(method, skill, seed=0, n=128, ks=(1, 4, 8, 16, 32, 64), benchma
         "versions": {"python": "3.11", "vllm": "0.31.0", "math-verify": "0.9.0", "torch": "2.13.0"},
         "hardware": {"machine": "x86_64", "cpu_cores": 2, "gpus": ["NVIDIA H200"]},
         "commit": "0123456789abcdef",
-        "timing": {"wall_seconds": 10.0},
     } | changes

@@ -129,13 +129,7 @@ class EvaluationArguments:
 
 
 def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, VerificationArguments]:
-    """
-    Read `--config RECIPE.yaml [--key value ...]`.
-
-    Raises:
-        `SystemExit`: with code 0, after the help.
-        `ValueError`: if a key is unknown or missing, or a value is illegal.
-    """
+    """Read `--config RECIPE.yaml [--key value ...]`; raises a `ValueError` for an unknown, missing, or illegal key."""
     parts = (EvaluationArguments, VerificationArguments)
     if asks_for_help(argv):
         print_help(
@@ -147,5 +141,4 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
     settings = read_settings(argv)
     values = typed_values(settings, parts, "pacs-trl evaluate")
     set_environment(settings)
-    evaluation, verification = (part(**{f.name: values[f.name] for f in fields(part)}) for part in parts)
-    return evaluation, verification
+    return tuple(part(**{f.name: values[f.name] for f in fields(part)}) for part in parts)

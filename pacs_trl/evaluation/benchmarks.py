@@ -135,19 +135,13 @@ def load_benchmark(
     gym_tasks: Mapping[str, Any] | None = None,
 ) -> LoadedBenchmark:
     """
-    Load a benchmark by name.
+    Load the first `max_problems` of a benchmark.
 
-    Args:
-        spec (`str`): A name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or
-            `.parquet` file; a PATH alone (or with another name) for a file of your own; `miniature/<task>` for the
-            test split of a miniature task; `reasoning_gym/<task>` for 100 problems of it; or `module:attribute`.
-        max_problems (`int`, *optional*): Number of problems to keep.
-        columns (`Mapping[str, str]`, *optional*): `problem_column` and `solution_column` of files of your own.
-        gym_tasks (`Mapping`, *optional*): `config` of tasks of reasoning-gym, as in training.
-
-    Raises:
-        `ValueError`: for an unknown name, a missing file or column, an empty benchmark, an empty problem or answer, or
-        two rows with one id.
+    `spec` is a name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or `.parquet`
+    file; a PATH alone (or with another name) for a file of your own, with `problem_column` and `solution_column` in
+    `columns`; `miniature/<task>` for the test split of a miniature task; `reasoning_gym/<task>` for 100 problems of
+    it, with its `config` in `gym_tasks`; or `module:attribute` for an environment. Raises a `ValueError` for an
+    unknown name, a missing file or column, an empty benchmark, problem, or answer, or two rows with one id.
     """
     if ":" in spec and not name_and_path(spec)[1]:
         return _environment(spec, max_problems)

@@ -19,19 +19,24 @@ from trl.chat_template_utils import (
 )
 
 from ..data.environments import environment_tools
+from ..rewards import run_python, shared_code_verifier, tool_function
 from ..verification import completion_text
 from .arguments import EvaluationArguments
 from .benchmarks import LoadedBenchmark
 from .requests import Completion, Request, SamplingSettings, sample_seed
 
 
-def load_tool_tokenizer(args: EvaluationArguments) -> Any:
-    """Load the tokenizer, with the template that parses calls. Raises a `ValueError` if its chat template has none."""
+def load_tools(args: EvaluationArguments) -> tuple[Any, list[Callable]]:
+    """Load the tokenizer, with the template that parses calls, and the tools. Raises a `ValueError` if a tool cannot
+    be imported, or the chat template has no tools."""
     tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    tools = [tool_function(name) for name in args.tools or []]
     if not supports_tool_calling(tokenizer):
         raise ValueError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")
+    if run_python in tools:
+        shared_code_verifier().start()
     is_ready = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
-    return tokenizer if is_ready else add_response_schema(tokenizer)
+    return tokenizer if is_ready else add_response_schema(tokenizer), tools
 
 
 @dataclass

@@ -109,16 +109,8 @@ class ServerEngine:
     The server applies its own chat template. Start it without a reasoning parser, which would remove reasoning from
     the text that is graded. Connection errors, timeouts, and status 408, 429, or 5xx are retried up to `max_attempts`
     times with exponential backoff from `first_wait_seconds`. The API key is read from the environment variable
-    `OPENAI_API_KEY`.
-
-    Args:
-        base_url (`str`): For example `http://localhost:8000/v1`.
-        model (`str`): Name of the model on the server.
-        concurrency (`int`): Concurrent requests.
-        chat_template_kwargs (`dict`, *optional*): Sent with each request (an extension of vLLM).
-
-    Raises:
-        `ValueError`: if the server does not respond or does not serve the model.
+    `OPENAI_API_KEY`; `chat_template_kwargs` are sent with each request (an extension of vLLM). Raises a `ValueError`
+    if the server does not respond or does not serve the model.
     """
 
     timeout_seconds = 3600.0  # per request; long completions take minutes
@@ -205,12 +197,7 @@ class ServerEngine:
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:
-    """
-    Return the identity of the model's weights as plain data.
-
-    Raises:
-        `ValueError`: if the model does not exist, or the engine cannot load it.
-    """
+    """Return the identity of the model's weights as plain data; raises a `ValueError` if the engine cannot load it."""
     if args.engine == "server":
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
     if args.engine == "vllm":
@@ -219,13 +206,8 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
 
 
 def start_engine(args: EvaluationArguments) -> Any:
-    """
-    Start the engine that the arguments name.
-
-    Raises:
-        `ValueError`: if vLLM is not installed, the chat template would ignore a key of `chat_template_kwargs`, or the
-            server does not serve the model.
-    """
+    """Start the engine that the arguments name. Raises a `ValueError` if vLLM is not installed, the chat template
+    would ignore a key of `chat_template_kwargs`, or the server does not serve the model."""
     template = args.chat_template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)

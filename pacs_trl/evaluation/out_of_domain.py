@@ -1,7 +1,8 @@
 """Conversion of LiveCodeBench, GPQA, HumanEval, and MBPP rows into rows with a problem and an answer.
 
-LiveCodeBench stores private tests as base64, zlib, and pickle. A pickle can run any program, so they are unpacked in
-the sandbox. Prompt and sampling are ours, not those of the benchmarks' own runners.
+A row without one of the columns raises a `KeyError`. LiveCodeBench stores private tests as base64, zlib, and pickle. A
+pickle can run any program, so they are unpacked in the sandbox. Prompt and sampling are ours, not those of the
+benchmarks' own runners.
 """
 
 import builtins
@@ -35,13 +36,8 @@ GPQA_INSTRUCTION = "\n\nPlease reason step by step, and put the letter of the ri
 
 
 def livecodebench_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return the problems of the window, with their public and private tests.
-
-    Raises:
-        `KeyError`: for a row without one of LiveCodeBench's columns.
-        `ValueError`: for tests that cannot be unpacked, or an empty window.
-    """
+    """Return the problems of the window, with their public and private tests. Raises a `ValueError` for tests that
+    cannot be unpacked, or an empty window."""
     first, last = LIVECODEBENCH_WINDOW
     chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
     if not chosen:
@@ -89,13 +85,8 @@ def _unpack(texts: list[str]):
 
 
 def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return questions with their options and the letter of the correct one, which is stored first; each sample shows the
-    options in its own order.
-
-    Raises:
-        `KeyError`: for a row without one of GPQA's columns.
-    """
+    """Return questions with their options and the letter of the correct one, which is stored first; each sample shows
+    the options in its own order."""
     names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     return [
         {
@@ -109,12 +100,7 @@ def gpqa_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def humaneval_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return the problems of HumanEval, whose asserts are in a function `check`.
-
-    Raises:
-        `KeyError`: for a row without one of HumanEval's columns.
-    """
+    """Return the problems of HumanEval, whose asserts are in a function `check`."""
     return [
         {
             "id": row["task_id"],
@@ -126,12 +112,7 @@ def humaneval_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def mbpp_rows(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """
-    Return the problems of MBPP, or of its sanitized version; the asserts are part of the problem, as usual.
-
-    Raises:
-        `KeyError`: for a row without one of MBPP's columns.
-    """
+    """Return the problems of MBPP, or of its sanitized version; the asserts are part of the problem, as usual."""
     converted = []
     for row in rows:
         text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])

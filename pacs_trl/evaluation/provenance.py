@@ -27,13 +27,9 @@ _BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an 
 
 
 def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
-    """
-    Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights and
-    `text_digest` of tokenizer, chat template, and generation settings, or, for a Hub id, `revision` (a commit).
-
-    Raises:
-        `ValueError`: if the model does not exist, or a checkpoint directory has no weights.
-    """
+    """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights and
+    `text_digest` of tokenizer, chat template, and generation settings, or, for a Hub id, `revision` (a commit). Raises
+    a `ValueError` if the model does not exist, or a checkpoint directory has no weights."""
     path = Path(model)
     check_model_path(model)
     if path.is_dir():

@@ -140,13 +140,9 @@ def read_results(path: str | Path) -> Document:
 
 
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    """
-    Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
-    files share, version and problems. The number of samples and the engine may differ, since pass@k is unbiased in n.
-
-    Raises:
-        `ValueError`: naming the two files and every difference.
-    """
+    """Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
+    files share, version and problems; a `ValueError` names the two files and every difference. The number of samples
+    and the engine may differ, since pass@k is unbiased in n."""
     first_with: dict[str, int] = {}
     for i, result in enumerate(results):
         others = {name: first_with.setdefault(name, i) for name in result["benchmarks"]}

@@ -6,9 +6,8 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
-import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from tqdm.auto import tqdm
 from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
-from ..rewards import configure_verification, run_python, shared_code_verifier, tool_function
+from ..rewards import configure_verification
 from ..settings.names import check_model_path, require_vllm
 from ..verification import Grade, Outcome, Verifier
 from ..verification.code import CodeVerifier
@@ -99,14 +98,17 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    started = time.perf_counter()
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks = load_benchmarks(args)
     code_verifier = code_verifier or CodeVerifier()
     model = identify_model(args)
     check_grading(benchmarks, verifier, code_verifier)
-    with_turns = _with_turns(args)
+    tools = None
+    if args.calls_tools:
+        from .conversations import ConversationEngine, load_tools  # imports TRL's trainer
+
+        tools = load_tools(args)
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
@@ -120,7 +122,8 @@ def evaluate(
             if is_gym(benchmark):
                 grader = stack.enter_context(GymVerifier.like(verifier))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
-            records = _records(args, store, missing, with_turns(engine, benchmark), bar)
+            generator = ConversationEngine(engine, *tools, args, benchmark) if engine and tools else engine
+            records = _records(args, store, missing, generator, bar)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark, outcomes, max_failure_share)
             entries[benchmark.name] = {
@@ -132,8 +135,7 @@ def evaluate(
             if benchmark.is_code:
                 entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(args, benchmark, graded)
-    timing = {"wall_seconds": round(time.perf_counter() - started, 3)}
-    results = _results(args, model, verifier, entries) | {"timing": timing}
+    results = _results(args, model, verifier, entries)
     write_results(Path(args.output_dir) / "results.json", results)
     return results
 
@@ -255,19 +257,6 @@ def grade_in_background(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return graded, outcomes
-
-
-def _with_turns(args: EvaluationArguments) -> Callable[[Any, LoadedBenchmark], Any]:
-    """Return a function that lets an engine call the tools of a benchmark. Raises a `ValueError` if a tool cannot be
-    imported, or the chat template has no tools."""
-    if not args.calls_tools:
-        return lambda engine, benchmark: engine
-    from .conversations import ConversationEngine, load_tool_tokenizer
-
-    tools, tokenizer = [tool_function(name) for name in args.tools or []], load_tool_tokenizer(args)
-    if run_python in tools:
-        shared_code_verifier().start()
-    return lambda engine, benchmark: engine and ConversationEngine(engine, tokenizer, tools, args, benchmark)
 
 
 def _reward_grade(reward: float | None) -> Grade:

@@ -8,12 +8,7 @@ from .cost import GPUS
 
 
 def read_plan_arguments(argv: Sequence[str]) -> Namespace:
-    """
-    Read the options of `plan`; their attribute `overrides` has the words that override keys of the recipe.
-
-    Raises:
-        `SystemExit`: with code 0 after the help, with 2 if an option has an illegal value.
-    """
+    """Read the options of `plan`; their attribute `overrides` has the words that override keys of the recipe."""
     parser = Parser(
         "plan",
         "Validate a recipe and estimate memory and time, without a GPU. The exit status is 1 if there are conflicts.",

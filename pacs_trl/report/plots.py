@@ -123,15 +123,8 @@ def percent_axis(panel: Axes) -> None:
 
 
 def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]], path: Path) -> list[Path]:
-    """
-    Plot reward, entropy, completion length, and time per step over optimizer steps.
-
-    Args:
-        histories: The log histories (`log_history` of `trainer_state.json`) of each method's runs.
-
-    Raises:
-        `ValueError`: if no run logged any of the four quantities.
-    """
+    """Plot reward, entropy, completion length, and time per step over optimizer steps, from the log histories of each
+    method's runs. Raises a `ValueError` if no run logged any of the four quantities."""
     runs = [run for of_method in histories.values() for run in of_method]
     present = [(key, label) for key, label in TRAINING_PANELS if any(series(run, key) for run in runs)]
     if not present:

@@ -19,20 +19,10 @@ def build_report(
     figures: bool = True,
 ) -> list[Path]:
     """
-    Write `tables.md` and the pass@k figure of a set of results files.
+    Write `tables.md` and the pass@k figure of results files or their directories, and return the files written.
 
-    Args:
-        paths (sequence of `Path`): Results files or their directories.
-        output_dir (`Path`): Output directory.
-        baseline (`str`, *optional*): Method that the others are compared with; without it only the first table
-            compares, with the method of the first file.
-        figures (`bool`): Whether to draw the pass@k figure.
-
-    Returns:
-        `list[Path]`: The files written.
-
-    Raises:
-        `ValueError`: if a file cannot be read, or the files were measured with different protocols.
+    All tables compare with the method `baseline`; without it the first one does, with the method of the first file.
+    Raises a `ValueError` if a file cannot be read, or the files were measured with different protocols.
     """
     results = [read_results(path) for path in paths]
     require_same_protocol(results, [str(path) for path in paths])
@@ -88,12 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, Any]]]]:
-    """
-    Read the log histories of `METHOD=DIR` pairs by method; a method that is named several times has several runs.
-
-    Raises:
-        `ValueError`: if neither a directory nor a checkpoint in it has a trainer_state.json.
-    """
+    """Read the log histories of `METHOD=DIR` pairs by method; a method that is named several times has several runs.
+    Raises a `ValueError` if neither a directory nor a checkpoint in it has a trainer_state.json."""
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     for pair in pairs:
         method, separator, directory = pair.partition("=")

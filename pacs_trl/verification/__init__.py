@@ -51,12 +51,13 @@ class Outcome(IntEnum):
 
 class Grade(NamedTuple):
     """Outcome of one completion and its wall-clock seconds (0.0 from the cache). For programs also the share of passed
-    tests, and the error of the first failed one."""
+    tests, the error, and a sentence about the first failed test, without the expected output."""
 
     outcome: Outcome
     seconds: float = 0.0
     share: float = 0.0
     error: str = ""
+    failed: str = ""
 
 
 def completion_text(completion: Any) -> str | None:

@@ -39,7 +39,7 @@ def store_path(arguments):
 
 
 def without_the_clock(results):
-    return {key: value for key, value in results.items() if key not in ("created", "timing", "commit", "engine")}
+    return {key: value for key, value in results.items() if key not in ("created", "commit", "engine")}
 
 
 def test_results_agree_with_the_samples(run, arguments, sums):

@@ -1,12 +1,9 @@
-import json
-
 import pytest
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM
 
 from experiments import quickstart
 from experiments.quickstart import doubled_and_apart, summary
-from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.report.tables import Measured
 
 
@@ -58,43 +55,6 @@ def test_summary_has_each_seed_and_method_and_shows_completions():
     assert lines[5] == "| 7 | PACS - GRPO | 12.5 [11.1, 13.9] | 0.0 [-3.7, 3.7] |  |"
     assert "| 7 | 61 | 100 |" in lines
     assert lines[-1] == "| 7 | `1+2` | `x` incorrect | `y` correct | `z` incorrect |"
-
-
-@pytest.mark.slow
-def test_whole_run_in_miniature_of_the_miniature(tmp_path, monkeypatch, capsys, forked_warm_starts):
-    tiny = {"size": "tiny", "target_accuracy": None, "max_steps": 2, "batch_size": 2}
-    monkeypatch.setattr(
-        "pacs_trl.miniature.warm_start.warm_start",
-        lambda task, seed: warm_start(task, cache_dir=tmp_path / "cache", seed=seed, **tiny),
-    )
-    monkeypatch.setattr(quickstart, "MINIATURE", quickstart.MINIATURE._replace(num_samples=8))
-    # What an earlier run left in the directory of the seed is removed.
-    stale = tmp_path / "out" / "seed-5" / "after-grpo" / "results.json"
-    stale.parent.mkdir(parents=True)
-    stale.write_text("stale")
-
-    short = ["--max_steps", "4", "--max_problems", "6"]
-    quickstart.main(["--miniature", "--seeds", "5", *short, "--output_dir", str(tmp_path / "out")])
-
-    out = tmp_path / "out"
-    assert (out / "quickstart.png").is_file()
-    assert (out / "summary.md").read_text().strip() in capsys.readouterr().out
-    for method in ("pacs", "grpo"):
-        files = {path.name for path in (out / "seed-5" / method).iterdir()}
-        assert {"model.safetensors", "tokenizer.json", "README.md", "recipe.yaml"} <= files
-        history = json.loads((out / "seed-5" / method / "trainer_state.json").read_text())["log_history"]
-        assert [log["step"] for log in history if "reward" in log] == [1]  # four updates on one rollout
-        assert [log["step"] for log in history if "loss" in log] == [1, 2, 3, 4]
-    results = [
-        json.loads((out / "seed-5" / d / "results.json").read_text()) for d in ("before", "after-pacs", "after-grpo")
-    ]
-    assert [result["method"] for result in results] == ["warm start", "PACS", "GRPO"]
-    assert set(results[1]["benchmarks"]["miniature/addition"]["pass_at_k"]) == {"1", "2", "4", "8"}
-    # both methods start from the same weights and with the same prompts: only the loss differs
-    first = [
-        json.loads((out / "seed-5" / m / "trainer_state.json").read_text())["log_history"][0] for m in ("pacs", "grpo")
-    ]
-    assert first[0]["reward"] == first[1]["reward"]
 
 
 def test_real_model_without_grpo(tmp_path, monkeypatch, capsys):
