@@ -3,13 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trl import GRPOConfig
-
 from .objective import ClassWeighting, Proxy, ScoreEstimator
-from .redaction import PublishedArguments
-from .rollouts.evaluation_settings import EvaluationSettings
-from .settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
-from .update.generation import GenerationSettings
+from .rollouts.rollout_config import RolloutConfig
+from .settings import OF_OTHER_LOSSES, bounded, ignored_settings
 from .update.step_sizes import Step
 
 
@@ -38,7 +34,7 @@ SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class ExactUpdateConfig(PublishedArguments, EvaluationSettings, GenerationSettings, GRPOConfig):
+class ExactUpdateConfig(RolloutConfig):
     r"""
     Settings of the exact optimizer step, which all its objectives share. Inherits every parameter of
     [`~trl.GRPOConfig`].
@@ -59,21 +55,13 @@ class ExactUpdateConfig(PublishedArguments, EvaluationSettings, GenerationSettin
     padding_free: Literal["auto", "never"] = "auto"
     max_non_finite_steps: int = bounded(3, least=1)
 
-    def __post_init__(self):
-        refuse_illegal_values(self)
-        super().__post_init__()
-        step = Step.of(self, self.world_size)
-        if errors := [*step.errors(), *self.errors(self, step)]:
-            raise ValueError(" ".join(errors))
-
-    @classmethod
-    def errors(cls, given: Any, step: Step) -> list[str]:
-        """Return one message per contradiction between settings; `step` holds the batch sizes."""
+    def errors(self, step: Step) -> list[str]:
         refused = dict(NOT_SUPPORTED)
-        if given.router_aux_loss_coef == 0.0:  # which leaves it out, as the update does
+        if self.router_aux_loss_coef == 0.0:  # which leaves it out, as the update does
             del refused["router_aux_loss_coef"]
-        errors = ignored_settings(cls, given, refused, instead="`trl.GRPOTrainer`")
-        room, longest = given.max_tokens_per_micro_batch, given.max_completion_length or 0
+        errors = [*super().errors(step), *step.errors()]
+        errors += ignored_settings(self, refused, instead="`trl.GRPOTrainer`")
+        room, longest = self.max_tokens_per_micro_batch, self.max_completion_length or 0
         if room is not None and room <= longest:
             errors.append(
                 f"max_tokens_per_micro_batch={room} cannot hold one sequence of a prompt and max_completion_length="
@@ -166,24 +154,23 @@ class PACSConfig(ExactUpdateConfig):
     disable_dropout: bool = True
     vllm_importance_sampling_correction: bool = False
 
-    @classmethod
-    def errors(cls, given: Any, step: Step) -> list[str]:
-        errors = [*super().errors(given, step), *ignored_settings(cls, given, SHAPES_ONLY_GRPO)]
-        errors += _first_update_errors(cls, given, step)
-        if given.reference == "rollout":
+    def errors(self, step: Step) -> list[str]:
+        errors = [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO)]
+        errors += _first_update_errors(self, step)
+        if self.reference == "rollout":
             names = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
             reason = "the policy that generated is the reference, which changes with every generation"
-            errors += ignored_settings(cls, given, dict.fromkeys(names, reason), "`reference: snapshot`")
-        elif given.proxy == "mean_logp":
+            errors += ignored_settings(self, dict.fromkeys(names, reason), "`reference: snapshot`")
+        elif self.proxy == "mean_logp":
             reason = {"reference": "proxy='mean_logp' has no reference"}
-            errors += ignored_settings(cls, given, reason, "`proxy: log_ratio`")
-        if given.reference_reset_steps is None and given.reference == "snapshot":
+            errors += ignored_settings(self, reason, "`proxy: log_ratio`")
+        if self.reference_reset_steps is None and self.reference == "snapshot":
             reason = {"reset_optimizer_on_reference_reset": "the reference is never reset"}
-            errors += ignored_settings(cls, given, reason, "`reference_reset_steps`")
+            errors += ignored_settings(self, reason, "`reference_reset_steps`")
         return errors
 
 
-def _first_update_errors(cls: type, given: Any, step: Step) -> list[str]:
+def _first_update_errors(given: Any, step: Step) -> list[str]:
     undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy != "mean_logp"
     first = given.first_update_score
     if undefined and given.rollout_lag:
@@ -199,7 +186,7 @@ def _first_update_errors(cls: type, given: Any, step: Step) -> list[str]:
         ]
     if not undefined:
         reason = {"first_update_score": "it is for reference='rollout' and proxy='log_ratio'"}
-        return ignored_settings(cls, given, reason, "`score_estimator: grpo`")
+        return ignored_settings(given, reason, "`score_estimator: grpo`")
     if first is not None and step.updates_per_generation == 1:
         return [
             f"first_update_score={first!r} needs a second update on a rollout, but with steps_per_generation="

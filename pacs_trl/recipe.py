@@ -213,15 +213,11 @@ def _named(path: str) -> type:
 
 
 def _only_class(method: str, ending: str) -> type:
+    """Return the class of an experimental module whose name ends with `ending`."""
     module = import_module(f"{__package__}.experimental.{method}")
-    names = [name for name, each in vars(module).items() if getattr(each, "__module__", None) == module.__name__]
-    names = [name for name in names if name.endswith(ending)]
-    if len(names) != 1:
-        raise ValueError(
-            f"{module.__name__} must define one class whose name ends with {ending!r}, and defines {len(names)}. "
-            "Rename the others, or begin the names of helpers with an underscore."
-        )
-    return getattr(module, names[0])
+    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
+    (found,) = [each for each in classes if each.__name__.endswith(ending)]
+    return found
 
 
 def _unused_settings(model: Any, given: dict) -> list[str]:
@@ -250,14 +246,9 @@ def _ignored_settings(training: Any) -> list[tuple[str, str]]:
     rules = [
         (given.optim_args and adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
         (given.warmup_steps and constant, "warmup_steps", "lr_scheduler_type is constant"),
-        (given.eval_steps is not None and not evaluates, "eval_steps", "eval_strategy is no"),
         (given.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no"),
         (given.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
-        (given.load_best_model_at_end and not evaluates, "load_best_model_at_end", "eval_strategy is no"),
-        (given.liger_kernel_config and not given.use_liger_kernel, "liger_kernel_config", "use_liger_kernel is false"),
         (given.fsdp_config and not given.fsdp, "fsdp_config", "fsdp is not set (or is set for accelerate launch)"),
-        (given.sync_ref_model and given.beta == 0, "sync_ref_model", "beta is 0, so there is no reference model"),
-        (given.label_smoothing_factor, "label_smoothing_factor", "the loss has no cross-entropy over the vocabulary"),
         (truncates and not any(clips), "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
     ]
     return [(key, why) for broken, key, why in rules if broken]
@@ -327,8 +318,3 @@ def reward_function(name: str) -> Callable:
     function = function_of_user(name, "reward_funcs")
     check_reward_function(function, name.rpartition(".")[2])
     return function
-
-
-def rollout_function(name: str) -> Callable:
-    """Return a rollout function of the user by `module:function`, also from the working directory."""
-    return function_of_user(name, "rollout_func")

@@ -90,14 +90,6 @@ def words_without_secrets(words: Sequence[str]) -> list[str]:
     return kept
 
 
-class PublishedArguments:
-    """Base of training configurations whose `to_dict`, which trackers receive, is [`published`]."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the settings that may be published."""
-        return published(super().to_dict())  # type: ignore[misc]
-
-
 def is_secret(name: str, value: Any = "") -> bool:
     """Return whether the name of a setting is that of a secret: `hub_token`, `OPENAI_API_KEY`, `dbPassword`; not
     `pad_token`, nor plurals with a number or null (`max_new_tokens: 512`)."""

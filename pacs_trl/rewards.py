@@ -13,7 +13,7 @@ from typing import Any, Literal
 from .errors import FailedRun
 from .settings import bounded, refuse_illegal_values
 from .settings.names import function_of_user
-from .verification import Grade, Outcome, Verifier, completion_text, last_boxed
+from .verification import Grade, Outcome, Verifier, completion_text
 from .verification.code import CodeVerifier
 from .verification.gym import GymVerifier
 
@@ -154,12 +154,7 @@ def run_python(code: str, input: str = "") -> str:
 
 def tool_function(name: str) -> Callable:
     """Return `run_python`, or a tool of the user by its dotted path, also from the working directory."""
-    if "." not in name and name != run_python.__name__:
-        raise ValueError(
-            f"There is no tool {name!r} in pacs_trl, which has {run_python.__name__}. Write tools of your own as "
-            "package.module.function."
-        )
-    return function_of_user(name, "tools") if "." in name else run_python
+    return run_python if name == run_python.__name__ else function_of_user(name, "tools")
 
 
 def math_reward(
@@ -298,14 +293,6 @@ def _log(
         names = [outcome.name.lower() for outcome in outcomes]
         for name, column in (dict(columns or {}) | {"verification": names}).items():
             log_extra(name, column)
-
-
-def format_reward(completions: list, **kwargs: Any) -> list[float]:
-    """
-    Return 1.0 for a completion with a closed, non-empty `\\boxed{...}`, 0.0 otherwise and above
-    `verification.MAX_CHARACTERS` characters.
-    """
-    return [float(bool(last_boxed(completion_text(completion) or ""))) for completion in completions]
 
 
 def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:

@@ -36,7 +36,6 @@ from .recipe import (
     load_tokenizer,
     read_recipe,
     reward_function,
-    rollout_function,
     trainer_of_method,
 )
 from .rewards import configure_verification, run_python, shared_code_verifier, shared_verifier, tool_function
@@ -47,7 +46,7 @@ from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.publication import upload
 from .rollouts.tracking import tracked_run
 from .rollouts.vllm_checks import check_vllm
-from .settings.names import check_model_path, check_whole_model, require_vllm
+from .settings.names import check_model_path, check_whole_model, function_of_user, require_vllm
 from .update.step_sizes import Step
 
 
@@ -152,8 +151,6 @@ def _with_model_arguments(recipe: Recipe):
 def _from_any_folder(settings: dict) -> dict:
     """Return settings that repeat the run from any folder: absolute paths, and no checkpoint to resume from."""
     names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
-    if Path(settings.get("critic_prompt") or "").is_file():
-        names["critic_prompt"] = settings["critic_prompt"]
     if settings.get("dataset_name") not in TRAINING_SETS:
         names["dataset_name"] = settings.get("dataset_name")
     local = {
@@ -223,7 +220,7 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
     tools = [tool_function(name) for name in run.tools] if run.tools else None
     if rewards.code_reward in functions or run_python in (tools or []):
         PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
-    return functions, tools, rollout_function(run.rollout_func) if run.rollout_func else None
+    return functions, tools, run.rollout_func and function_of_user(run.rollout_func, "rollout_func")
 
 
 _NO_RESUME, _LAST = ("none", "false"), ("last", "true")  # values of resume_from_checkpoint besides paths

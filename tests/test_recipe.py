@@ -110,12 +110,8 @@ REFUSED = [
     # by the libraries without a word, or after the model is loaded
     ({"optim": "adamw_torch", "optim_args": "a=1"}, "optim_args"),
     ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps"),
-    ({"eval_steps": 5}, "eval_steps"),
     ({"eval_on_start": True}, "eval_on_start"),
-    ({"liger_kernel_config": {"rope": True}}, "liger_kernel_config"),
     ({"fsdp_config": {"min_num_params": 1}}, "fsdp_config"),
-    ({"sync_ref_model": True}, "sync_ref_model"),
-    ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
     (
         {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
         | {"vllm_importance_sampling_clip_max": None},

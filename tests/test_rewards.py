@@ -11,12 +11,10 @@ from pacs_trl.rewards import (
     VerificationFailure,
     code_reward,
     configure_verification,
-    format_reward,
     math_reward,
     shared_verifier,
 )
 from pacs_trl.rollouts.checks import check_golds
-from pacs_trl.verification import MAX_CHARACTERS
 
 
 ENDLESS = r"\boxed{9^{9^9} - 1}"
@@ -195,22 +193,3 @@ class TestCodeReward:
         assert code_reward([program("while True: pass")] * 100, solution=["{"] * 40 + [None] * 10 + [SQUARE] * 50)
         with pytest.raises(VerificationFailure, match="200 of the last 250 completions could not be verified"):
             code_reward([program("print(1)")] * 150, solution=["{"] * 150)
-
-
-class TestFormatReward:
-    def test_asks_for_a_complete_box(self):
-        texts = [r"\boxed{1}", r"\boxed{}", r"\boxed{1", "1", None]
-        assert format_reward(texts) == [1.0, 0.0, 0.0, 0.0, 0.0]
-        assert format_reward([conversational(r"so \boxed{x}")]) == [1.0]
-
-    def test_a_completion_over_the_length_limit_is_not_read(self):
-        assert format_reward([r"\boxed{1}".rjust(length) for length in (MAX_CHARACTERS, MAX_CHARACTERS + 1)]) == [
-            1.0,
-            0.0,
-        ]
-
-    def test_weighted_with_the_answer_it_is_a_soft_label(self):
-        completions, golds = [r"\boxed{1}", r"\boxed{2}", "1", "2"], ["1"] * 4
-        answers, formats = math_reward(completions, solution=golds), format_reward(completions)
-        labels = [0.9 * answer + 0.1 * form for answer, form in zip(answers, formats)]
-        assert labels == pytest.approx([1.0, 0.1, 0.9, 0.0])

@@ -1,7 +1,6 @@
 """Configurations of GRPO, RLOO, MaxRL, and REAL on the exact update."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..objective import GROUP_LOSSES
 from ..pacs_config import SHAPES_ONLY_GRPO, ExactUpdateConfig
@@ -42,9 +41,8 @@ class MaxRLConfig(GRPOConfig):
     """Configuration class for the [`MaxRLTrainer`]: every parameter of [`GRPOConfig`] except those that normalize
     rewards."""
 
-    @classmethod
-    def errors(cls, given: Any, step: Step) -> list[str]:
-        return [*super().errors(given, step), *ignored_settings(cls, given, _NORMALIZES_REWARDS)]
+    def errors(self, step: Step) -> list[str]:
+        return [*super().errors(step), *ignored_settings(self, _NORMALIZES_REWARDS)]
 
 
 @dataclass
@@ -75,11 +73,10 @@ class RLOOConfig(ExactUpdateConfig):
     reward_clip_range: tuple[float, float] | None = None
     vllm_importance_sampling_correction: bool = False
 
-    @classmethod
-    def errors(cls, given: Any, step: Step) -> list[str]:
+    def errors(self, step: Step) -> list[str]:
         refused = {name: why for name, why in SHAPES_ONLY_GRPO.items() if name not in ("epsilon", "epsilon_high")}
         reasons = dict.fromkeys(refused, "RLOO clips the ratio of a whole completion and has no such setting")
-        return [*super().errors(given, step), *ignored_settings(cls, given, reasons)]
+        return [*super().errors(step), *ignored_settings(self, reasons)]
 
 
 @dataclass
@@ -104,7 +101,6 @@ class REALConfig(ExactUpdateConfig):
     disable_dropout: bool = True
     vllm_importance_sampling_correction: bool = False
 
-    @classmethod
-    def errors(cls, given: Any, step: Step) -> list[str]:
+    def errors(self, step: Step) -> list[str]:
         reasons = dict.fromkeys(SHAPES_ONLY_GRPO, "the loss compares the completions of a group and has no advantage")
-        return [*super().errors(given, step), *ignored_settings(cls, given, reasons)]
+        return [*super().errors(step), *ignored_settings(self, reasons)]

@@ -1,14 +1,9 @@
 """Configurations of actor-critic methods and PPO, with the inherited settings that they reject."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from trl import GRPOConfig
-
-from ..redaction import PublishedArguments
-from ..rollouts.evaluation_settings import EvaluationSettings
-from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings, refuse_illegal_values
-from ..update.generation import GenerationSettings
+from ..rollouts.rollout_config import RolloutConfig
+from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings
 from ..update.step_sizes import Step
 
 
@@ -23,7 +18,7 @@ _SHAPES_ONLY_GRPO = {
 
 
 @dataclass
-class ActorCriticConfig(PublishedArguments, EvaluationSettings, GenerationSettings, GRPOConfig):
+class ActorCriticConfig(RolloutConfig):
     r"""
     Base configuration of [`PPOConfig`] and [`~experimental.genac.GenACConfig`].
 
@@ -75,23 +70,15 @@ class ActorCriticConfig(PublishedArguments, EvaluationSettings, GenerationSettin
     disable_dropout: bool = True
     vllm_importance_sampling_correction: bool = False
 
-    def __post_init__(self):
-        refuse_illegal_values(self)
-        super().__post_init__()
-        if errors := self.errors(self, Step.of(self, self.world_size)):
-            raise ValueError(" ".join(errors))
-
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        """Return error messages about combinations of settings, see [`~pacs_config.PACSConfig.errors`]."""
-        errors = ignored_settings(cls, given, _SHAPES_ONLY_GRPO)
-        highest_ratio = 1 + (given.epsilon if given.epsilon_high is None else given.epsilon_high)
-        if given.delta is not None and given.delta <= highest_ratio:
+    def errors(self, step: Step) -> list[str]:
+        errors = [*super().errors(step), *ignored_settings(self, _SHAPES_ONLY_GRPO)]
+        highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.delta <= highest_ratio:
             errors.append(
-                f"delta={given.delta} would also clip positive advantages: it must be above 1 + epsilon_high = "
+                f"delta={self.delta} would also clip positive advantages: it must be above 1 + epsilon_high = "
                 f"{highest_ratio}. The authors use 3.0; None turns it off."
             )
-        if given.fp16:
+        if self.fp16:
             errors.append(
                 "fp16=True is not supported with a critic: policy and critic would share one loss scale. Set "
                 "bf16=True or train in float32."

@@ -17,11 +17,7 @@ BENCHMARK_SEED, BENCHMARK_SIZE, MAX_BENCHMARK_SIZE = 1_000_000, 100, 1000
 
 
 def check_settings(args: Any) -> None:
-    """Check the settings of reasoning-gym among the arguments of training data.
-
-    Raises:
-        ValueError: If they would be ignored or are incomplete, or training and benchmarks would share entries.
-    """
+    """Raise a `ValueError` if settings of reasoning-gym would be ignored or share entries with benchmarks."""
     error, given = None, [name for name in (NAME, "dataset_size") if getattr(args, name) is not None]
     last = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
     last_benchmark = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
@@ -39,12 +35,7 @@ def check_settings(args: Any) -> None:
 
 
 def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:
-    """
-    Return a dataset of reasoning-gym.
-
-    Raises:
-        ValueError: If reasoning-gym is not installed, or refuses the task or its configuration.
-    """
+    """Return a dataset of reasoning-gym. Raises a `ValueError` if it is not installed or refuses the task."""
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:

@@ -46,22 +46,6 @@ def _addition() -> Iterator[WorkedProblem]:
         )
 
 
-def _equation() -> Iterator[WorkedProblem]:
-    """`4*x-9=27`: a linear equation with an integer solution, negative ones included."""
-    for a, x, b in product(range(2, 10), range(-9, 21), range(1, 30)):
-        for sign, inverse in ("+-", "-+"):
-            right = a * x + b if sign == "+" else a * x - b
-            yield WorkedProblem(
-                text=f"{a}*x{sign}{b}={right}",
-                canonical=f"{a}*x{sign}{b}={right}",
-                answer=x,
-                solutions=(
-                    rf"{right}{inverse}{b}={a * x},{a * x}/{a}=\boxed{{{x}}}",
-                    rf"{a}*x={right}{inverse}{b}={a * x},x=\boxed{{{x}}}",
-                ),
-            )
-
-
 # Sums: terms, numbers of terms, problems per number of terms, and worked solutions per problem.
 TERMS = (*range(1, 10), *range(10, 100, 10))
 SUM_SIZES = (3, 4, 5, 6, 7)
@@ -178,7 +162,6 @@ def _questions() -> Iterator[WorkedProblem]:
 
 TASKS: dict[str, Callable[[], Iterator[WorkedProblem]]] = {
     "addition": _addition,
-    "equation": _equation,
     **{f"terms_{n}": partial(_terms, n) for n in SUM_SIZES},
     "terms": _sums,
     "grouped": _grouped,

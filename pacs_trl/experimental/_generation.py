@@ -24,18 +24,8 @@ _SHARED_METRICS = ("verification/", "num_tokens")
 
 
 class Generation:
-    """
-    The completions of all processes for one generation batch, which can be extended.
-
-    Args:
-        trainer ([`ExtendingTrainer`]): Generates.
-        generation_batch (sequence of `dict`): This process's dataset rows.
-        rollouts (list of [`Rollout`]): The first completions, in the order of `generation_batch`.
-
-    Attributes:
-        groups (`dict[int, list[Rollout]]`): Completions of each prompt, equal on every process.
-        inputs (`dict[int, dict]`): The dataset row of each prompt.
-    """
+    """The completions of all processes for one generation batch by prompt (`groups`), and the dataset row of each
+    prompt (`inputs`), equal on every process."""
 
     def __init__(self, trainer, generation_batch: Sequence[dict[str, Any]], rollouts: list[Rollout]):
         self.trainer = trainer
@@ -51,16 +41,8 @@ class Generation:
         return [rollout for group in self.groups.values() for rollout in group]
 
     def generate(self, slots: Sequence[tuple[int, dict]], source: str) -> list[Rollout]:
-        """
-        Generate one completion per slot.
-
-        Args:
-            slots (sequence of pairs): A group, and the dataset row of the prompt; equal on every process.
-            source (`str`): Prefix of metrics, and the value of `source` in completion tables.
-
-        Returns:
-            `list[Rollout]`: completions of all processes, in the order of the slots.
-        """
+        """Generate one completion per slot (a group, and the dataset row of the prompt; equal on every process), and
+        return those of all processes in this order. `source` is the prefix of metrics, and in tables."""
         if not slots:
             return []
         share = -(-len(slots) // self.num_processes)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Literal
 
 from ..pacs_config import PACSConfig
 from ..settings import bounded, ignored_settings
@@ -112,19 +112,18 @@ class DARSConfig(PACSConfig):
     refill_uniform_groups: bool = False
     max_refill_rounds: int = bounded(3, least=1)
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors, most, size = super().errors(given, step), given.max_generations, given.num_generations
-        if given.adaptive_rollouts is None and not given.refill_uniform_groups:
+    def errors(self, step: Step) -> list[str]:
+        errors, most, size = super().errors(step), self.max_generations, self.num_generations
+        if self.adaptive_rollouts is None and not self.refill_uniform_groups:
             errors.append("`method: dars` does nothing yet. Set adaptive_rollouts, refill_uniform_groups, or both.")
-        if given.adaptive_rollouts is None:
+        if self.adaptive_rollouts is None:
             names = ("max_generations", "adaptive_rollouts_budget")
-            errors += ignored_settings(cls, given, dict.fromkeys(names, "no schedule is set"), "`adaptive_rollouts`")
+            errors += ignored_settings(self, dict.fromkeys(names, "no schedule is set"), "`adaptive_rollouts`")
         elif most is None or most <= size:
             errors.append(f"max_generations={most} must be above num_generations={size}. The authors use 32 and 64.")
-        if not given.refill_uniform_groups:
+        if not self.refill_uniform_groups:
             reason = {"max_refill_rounds": "there is no refill"}
-            errors += ignored_settings(cls, given, reason, "`refill_uniform_groups: true`")
+            errors += ignored_settings(self, reason, "`refill_uniform_groups: true`")
         return errors
 
 

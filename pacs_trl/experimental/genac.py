@@ -10,7 +10,7 @@ both models in turn. See docs/genac.md.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -53,8 +53,8 @@ class GenACConfig(ActorCriticConfig):
         critic_learning_rate (`float`, *optional*, defaults to `1e-6`):
             Learning rate of the critic.
         critic_prompt (`str`, *optional*, defaults to `"genac"`):
-            Prompt of the critic: a template file, or `genac`, `genac_unconditioned`, `miniature`, or
-            `miniature_unconditioned`. The unconditioned ones omit the policy's name, success rate, and progress.
+            Prompt of the critic: `genac`, `genac_unconditioned`, `miniature`, or `miniature_unconditioned`. The
+            unconditioned ones omit the policy's name, success rate, and progress.
         critic_max_new_tokens (`int`, *optional*, defaults to `1024`):
             Maximum number of tokens of an answer.
         critic_batch_size (`int`, *optional*):
@@ -72,7 +72,7 @@ class GenACConfig(ActorCriticConfig):
     """
 
     critic_learning_rate: float = bounded(1e-6, above=0)
-    critic_prompt: str = "genac"
+    critic_prompt: Literal["genac", "genac_unconditioned", "miniature", "miniature_unconditioned"] = "genac"
     critic_max_new_tokens: int = bounded(1024, least=1)
     critic_batch_size: int | None = bounded(None, least=1)
     segment_probability: float | None = bounded(0.2, above=0, most=1)
@@ -84,15 +84,10 @@ class GenACConfig(ActorCriticConfig):
     def critic_alone_steps(self) -> int:
         return self.critic_pretraining_steps
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors = super().errors(given, step)
-        errors += ignored_settings(cls, given, {"vllm_sync_adapter": "the critic's weights are sent to vLLM, too"})
-        try:
-            CriticPrompt(given.critic_prompt)
-        except ValueError as error:
-            errors.append(str(error))
-        if given.max_completion_length is None:
+    def errors(self, step: Step) -> list[str]:
+        errors = super().errors(step)
+        errors += ignored_settings(self, {"vllm_sync_adapter": "the critic's weights are sent to vLLM, too"})
+        if self.max_completion_length is None:
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "
                 "response. Set a number."

@@ -17,7 +17,7 @@ from datasets import Dataset
 from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
-from ..rewards import shared_code_verifier, shared_verifier
+from ..rewards import shared_verifier
 from ..settings import bounded
 from ..update.groups import split_into_steps
 from ..update.rollout import Rollout
@@ -38,12 +38,6 @@ FEEDBACK = {
     Outcome.TIMEOUT: "Your final answer could not be checked. Solve the problem again and simplify the final answer.",
     Outcome.TOO_LONG: "Your solution is too long to be read. Solve the problem again, in fewer words.",
 }
-# For programs: the first test that failed, never the expected output.
-FAILED = "Your program is wrong. {failed} Find the mistake and write the whole program again."
-NO_PROGRAM = (
-    "No program was found in your solution. "
-    "Write the whole program in a block that begins with ```python and is closed."
-)
 
 
 def with_hint(prompt: Any, hint: str) -> Any:
@@ -85,18 +79,17 @@ class GuidanceConfig(PACSConfig):
     max_guided_fraction: float = bounded(0.25, above=0, most=0.5)
     guided_weight: float = bounded(1.0, above=0)
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors = super().errors(given, step)
-        if given.class_weighting == "only_negative":
+    def errors(self, step: Step) -> list[str]:
+        errors = super().errors(step)
+        if self.class_weighting == "only_negative":
             errors.append(
                 "class_weighting='only_negative' drops the loss of correct guided completions. Use "
                 "class_weighting='balanced'."
             )
         rows = min(step.completions_per_update, step.completions_per_generation) if step is not None else None
-        if rows is not None and given.max_guided_fraction * rows < 1:
+        if rows is not None and self.max_guided_fraction * rows < 1:
             errors.append(
-                f"max_guided_fraction={given.max_guided_fraction} of the {rows} completions of an optimizer step is "
+                f"max_guided_fraction={self.max_guided_fraction} of the {rows} completions of an optimizer step is "
                 f"less than one. Raise it to {1 / rows:.3g} or more."
             )
         return errors
@@ -181,10 +174,6 @@ class GuidanceTrainer(ExtendingTrainer):
         if self.grades_answers:
             outcome = shared_verifier().grade_detailed([attempt], solution, [is_truncated])[0].outcome
             message = FEEDBACK.get(outcome, WRONG)
-        elif self.grades_programs:
-            grade = shared_code_verifier().grade_detailed([attempt], solution)[0]
-            message = FAILED.format(failed=grade.failed) if grade.failed else FEEDBACK[Outcome.TOO_LONG]
-            message = NO_PROGRAM if grade.outcome is Outcome.NO_ANSWER else message
         turns = [{"role": "assistant", "content": attempt}, {"role": "user", "content": message}]
         return [*example["prompt"], *turns]
 

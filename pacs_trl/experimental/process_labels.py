@@ -286,12 +286,11 @@ class PrefixUpdate(PolicyUpdate):
 class ProcessLabelsConfig(PACSConfig):
     """Configuration of [`ProcessLabelsTrainer`]: the parameters of [`PACSConfig`]."""
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors = super().errors(given, step)
-        if given.score_estimator != "rloo":
-            errors.append(f"score_estimator={given.score_estimator!r} is not supported by process_labels. Use 'rloo'.")
-        if given.actor_term_coef:
+    def errors(self, step: Step) -> list[str]:
+        errors = super().errors(step)
+        if self.score_estimator != "rloo":
+            errors.append(f"score_estimator={self.score_estimator!r} is not supported by process_labels. Use 'rloo'.")
+        if self.actor_term_coef:
             errors.append("actor_term_coef is not supported by process_labels. Remove the key.")
         return errors
 

@@ -86,14 +86,7 @@ def _key(prompt: Any, answer: Any) -> str:
 
 
 class ReferenceProbability:
-    """
-    Argument `reference_probability` of reward functions.
-
-    Args:
-        trainer ([`RLPRTrainer`]): Computes log-probs and tokenizes prompts.
-    """
-
-    is_well_formed = staticmethod(is_well_formed)
+    """Argument `reference_probability` of reward functions: probabilities under the policy of an [`RLPRTrainer`]."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -177,7 +170,7 @@ def probability_reward(
     if reference_probability is None:
         raise ValueError("`probability_reward` needs log-probs of the policy. Set `method: rlpr`.")
     texts = [completion_text(completion) for completion in completions]
-    formats = [float(reference_probability.is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
+    formats = [float(is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
     if truncated is not None and not shared_arguments().verification_grade_truncated:
         texts = [None if cut and not f else text for text, cut, f in zip(texts, truncated, formats, strict=True)]
     after = reference_probability.after_reasoning(prompts, texts, solution)

@@ -88,12 +88,7 @@ def steer_weights(
 
 
 class SteerWeights(TokenWeights):
-    """
-    [`TokenWeights`] of STEER: `A_i = -N c_i`, and the extremes are those of the optimizer step on all processes.
-
-    Args:
-        mapping (`str`), weight_min (`float`), weight_max (`float`): See [`steer_weights`].
-    """
+    """[`TokenWeights`] by [`steer_weights`] with `A_i = -N c_i` and the extremes of the optimizer step."""
 
     num_values = 2
 
@@ -110,32 +105,19 @@ class SteerWeights(TokenWeights):
         self.extremes = (changes[0].min().item(), changes[1].max().item()) if counted.any() else (0.0, 0.0)
         self.num_completions = num_completions
         self._sums: list[torch.Tensor] = []
-        self._bounds: list[torch.Tensor] = []
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         compared = tokens.logps, tokens.old_logps, tokens.old_entropies
         advantages = -self.num_completions * tokens.coefficients
         weights = steer_weights(*compared, advantages, tokens.mask, **self.kinds, extremes=self.extremes)
-        predicted = -weights * advantages * entropy_sensitivities(*compared, tokens.mask)
-        values = torch.stack([torch.ones_like(weights), weights, predicted, tokens.entropies - tokens.old_entropies])
         counted = tokens.mask & (tokens.coefficients != 0)
-        self._sums.append(values[:, counted].double().sum(dim=1))
-        signed = torch.stack([weights, -weights]).masked_fill(~counted, math.inf)
-        self._bounds.append(signed.flatten(1).amin(dim=1))
+        self._sums.append(torch.stack([weights[counted].double().sum(), counted.sum()]))
         return weights
 
     def metrics(self, accelerator: Accelerator, *, on_policy: bool) -> dict[str, float]:
-        """Return metrics over the tokens with a gradient on all processes, NaN without any."""
-        sums = accelerator.reduce(torch.stack(self._sums).sum(dim=0).float(), reduction="sum").tolist()
-        bounds = accelerator.gather(torch.stack(self._bounds).amin(dim=0)[None]).amin(dim=0).tolist()
-        num_tokens = sums[0] or math.nan
-        found = {
-            "steer/weight_mean": sums[1] / num_tokens,
-            "steer/weight_min": bounds[0] if sums[0] else math.nan,
-            "steer/weight_max": -bounds[1] if sums[0] else math.nan,
-            "steer/predicted_entropy_change": sums[2] / num_tokens,
-        }
-        return found if on_policy else found | {"steer/measured_entropy_change": sums[3] / num_tokens}
+        """Return the mean weight of the tokens with a gradient on all processes, NaN without any."""
+        total, number = accelerator.reduce(torch.stack(self._sums).sum(dim=0).float(), reduction="sum").tolist()
+        return {"steer/weight_mean": total / (number or math.nan)}
 
 
 @dataclass
@@ -156,13 +138,12 @@ class STEERConfig(PACSConfig):
     token_weight_min: float = bounded(0.8, above=0, below=2)
     token_weight_max: float = bounded(1.2, above=0, below=2)
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        errors, exponential = super().errors(given, step), given.token_weight_mapping == "exponential"
+    def errors(self, step: Step) -> list[str]:
+        errors, exponential = super().errors(step), self.token_weight_mapping == "exponential"
         if exponential:
             reason = {"token_weight_max": "exponential weights are at most 1"}
-            errors += ignored_settings(cls, given, reason, "`token_weight_mapping: linear`")
-        if given.token_weight_min >= (1 if exponential else given.token_weight_max):
+            errors += ignored_settings(self, reason, "`token_weight_mapping: linear`")
+        if self.token_weight_min >= (1 if exponential else self.token_weight_max):
             errors.append("token_weight_min must be below the largest weight. The authors use 0.8.")
         return errors
 

@@ -11,7 +11,7 @@ Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` comp
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -197,9 +197,8 @@ class VERLConfig(PACSConfig):
     bonus_tokens: Literal["all", "last"] = "all"
     hidden_state_stride: int = bounded(40, least=1)
 
-    @classmethod
-    def errors(cls, given: Any, step: Step | None) -> list[str]:
-        stride, longest, errors = given.hidden_state_stride, given.max_completion_length, super().errors(given, step)
+    def errors(self, step: Step) -> list[str]:
+        stride, longest, errors = self.hidden_state_stride, self.max_completion_length, super().errors(step)
         if longest is not None and 2 * stride + 1 > longest:
             errors.append(
                 f"hidden_state_stride={stride} is too long for max_completion_length={longest}: velocity compares "

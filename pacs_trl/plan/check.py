@@ -18,11 +18,11 @@ from ..data.environments import environment_of_user
 from ..data.prompts import check_chat_template, prompt_lengths
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
-from ..recipe import Recipe, load_tokenizer, reward_function, rollout_function
+from ..recipe import Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..settings import read_settings
-from ..settings.names import check_model_path, check_whole_model
+from ..settings.names import check_model_path, check_whole_model, function_of_user
 from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import GPUS, H200, Gpu
@@ -85,8 +85,10 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
     critic = vars(recipe.training).get("critic_model_name_or_path")
     checks = [(reward_function, reward) for reward in recipe.run.reward_funcs]
     checks += [(tool_function, tool) for tool in recipe.run.tools or []]
-    own = (recipe.run.environment, environment_of_user), (recipe.run.rollout_func, rollout_function)
-    checks += [(check, value) for value, check in own if value]
+    if recipe.run.environment:
+        checks.append((environment_of_user, recipe.run.environment))
+    if recipe.run.rollout_func:
+        checks.append((lambda name: function_of_user(name, "rollout_func"), recipe.run.rollout_func))
     checks += [(check_model_path, name), (check_model_path, critic or name)]
     checks.append((lambda name: check_whole_model(name, "training", "name the base model"), name))
     if name.startswith(MINIATURE):

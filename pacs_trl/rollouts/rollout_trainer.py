@@ -21,7 +21,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..hub import LOG_FILE
-from ..rewards import code_reward, math_reward
+from ..rewards import math_reward
 from ..update.forward_pass import logps_in_batches
 from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
@@ -100,7 +100,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self.add_callback(self.timer)
         self.add_callback(NoSignalCallback(self))
         self.grades_answers = math_reward in self.reward_funcs
-        self.grades_programs = code_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             check_golds(self.train_dataset)
         self._num_groups = 0  # groups generated so far

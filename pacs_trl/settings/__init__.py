@@ -104,12 +104,10 @@ OF_OTHER_LOSSES = {
 }
 
 
-def ignored_settings(
-    config_class: type, given: Any, reasons: Mapping[str, str], instead: str = "`method: grpo`"
-) -> list[str]:
+def ignored_settings(given: Any, reasons: Mapping[str, str], instead: str = "`method: grpo`") -> list[str]:
     """Return one message per setting that a method ignores and that differs from its default; `reasons` says why,
     `instead` what takes it."""
-    defaults = {each.name: each.default for each in fields(config_class)}
+    defaults = {each.name: each.default for each in fields(given)}
     return [
         f"{name}={getattr(given, name)!r} would be ignored: {reason}. Remove the key (its default is "
         f"{defaults[name]!r}), or train with {instead}."
@@ -213,12 +211,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
-    """
-    Split `--key value ...` and `--key=value` into keys and their words.
-
-    Raises:
-        `ValueError`: if a word has no key.
-    """
+    """Split `--key value ...` and `--key=value` into keys and their words."""
     words: dict[str, list[str]] = {}
     key = None
     for word in with_underscores(argv):
@@ -233,12 +226,8 @@ def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
 
 
 def read_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """
-    Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true.
-
-    Raises:
-        `ValueError`: if the file cannot be read or is not a mapping, or a word has no key.
-    """
+    """Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true. Raises a
+    `ValueError` if the file cannot be read or is not a mapping, or a word has no key."""
     words = words_by_key(argv)
     path = words.pop("config", None)
     if path == []:
@@ -343,13 +332,7 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 
 def answer_train_help(argv: Sequence[str]) -> None:
-    """
-    Print the help of `pacs-trl train` if requested; otherwise check that the recipe can be read.
-
-    Raises:
-        `SystemExit`: with code 0, after the help.
-        `ValueError`: if the recipe cannot be read or is not a mapping.
-    """
+    """Print the help of `pacs-trl train` if requested, and exit; otherwise check that the recipe can be read."""
     words = words_by_key([word for word in argv if word not in ("-h", "--help")])
     if not asks_for_help(argv):
         if words.get("config"):

@@ -5,9 +5,8 @@ Sampling log-probs differ from those of the trained policy by rounding. The orig
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraModel, PeftModel
@@ -15,67 +14,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
 from .packing import packing_backend
-
-
-@dataclass
-class GenerationSettings:
-    """
-    Settings of generation, and of the check before training; a base class of the training configurations.
-
-    Parameters:
-        fast_generation (`bool`, *optional*, defaults to `False`):
-            Whether to merge LoRA weights into the model for generation, and to prefill each prompt once instead of
-            once per completion, where the model supports it. Log-probs differ from those without it by rounding.
-        generation_dtype (`str`, *optional*):
-            `"bfloat16"` generates with weights rounded to bfloat16, whatever the dtype of the trained weights. The
-            mismatch with the trained policy is larger than float32 rounding, and is not corrected.
-        vllm_sync_adapter (`bool`, *optional*, defaults to `False`):
-            Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and to check
-            that vLLM generates with it. A server reads it from `output_dir`.
-        rollout_lag (`int`, *optional*, defaults to `0`):
-            Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch `n + lag`
-            with the weights from before the updates on batch `n`, while these run. Without vLLM the engine is a
-            process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not depend on timing.
-        startup_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare the log-probs of three short sequences, computed as in training, with each model's own
-            logits before training. If they differ, training uses a slower forward pass that agrees and logs a warning,
-            or fails if there is none.
-    """
-
-    fast_generation: bool = False
-    generation_dtype: Literal["bfloat16"] | None = None
-    vllm_sync_adapter: bool = False
-    rollout_lag: Literal[0, 1, 2] = 0
-    startup_check: bool = True
-
-    def __post_init__(self):
-        super().__post_init__()  # type: ignore[misc]
-        use_vllm: bool = self.use_vllm  # type: ignore[attr-defined]
-        names = ("fast_generation", "generation_dtype") if use_vllm else ("vllm_sync_adapter",)
-        if ignored := [name for name in names if getattr(self, name)]:
-            raise ValueError(
-                f"{' and '.join(ignored)} would be ignored with use_vllm: {str(use_vllm).lower()}. Remove the key, or "
-                f"set use_vllm: {str(not use_vllm).lower()}."
-            )
-        if self.rollout_lag and (error := self._lag_error()):
-            raise ValueError(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
-
-    def _lag_error(self) -> str | None:
-        """Return the middle of an error message if the settings do not allow generation ahead of training."""
-        given: Any = self
-        refused = ("pacs_trl.experimental", "pacs_trl.baselines.ppo")
-        if any(base.__module__.startswith(refused) for base in type(self).__mro__):  # also in subclasses
-            reason = "the method generates again, or reads the current policy. Use pacs, grpo, rloo, maxrl, or real"
-            return f"is not supported by {type(self).__name__}: {reason}"
-        if given.use_vllm and given.vllm_mode == "colocate":
-            reason = "vllm_mode: colocate generates on the GPUs that train"
-            return f"needs an engine beside training, and {reason}. Set vllm_mode: server and start a server"
-        if given.use_vllm and self.rollout_lag > 1:
-            return "is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1"
-        if given.gradient_accumulation_steps > given.steps_per_generation:
-            reason = "counts generation batches, and an optimizer step learns from several"
-            return f"{reason}. Set steps_per_generation={given.gradient_accumulation_steps} or a multiple"
-        return None
 
 
 @contextmanager

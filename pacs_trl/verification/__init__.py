@@ -51,13 +51,12 @@ class Outcome(IntEnum):
 
 class Grade(NamedTuple):
     """Outcome of one completion and its wall-clock seconds (0.0 from the cache). For programs also the share of passed
-    tests, the error, and a sentence about the first failed test, without the expected output."""
+    tests, and the error of the first failed one."""
 
     outcome: Outcome
     seconds: float = 0.0
     share: float = 0.0
     error: str = ""
-    failed: str = ""
 
 
 def completion_text(completion: Any) -> str | None:

@@ -119,11 +119,11 @@ class CodeVerifier(BaseVerifier):
                     outcome, error = Outcome.ERROR, "no value"
             passed += outcome is Outcome.CORRECT
             if outcome is not Outcome.CORRECT and first_failure is None:
-                first_failure = outcome, error, _description(text, outcome, execution, expected)
+                first_failure = outcome, error
                 if self.stop_early:
                     break
-        outcome, error, failed = first_failure or (Outcome.CORRECT, "", "")
-        return Grade(outcome, seconds, passed / len(tests.cases), error, failed)
+        outcome, error = first_failure or (Outcome.CORRECT, "")
+        return Grade(outcome, seconds, passed / len(tests.cases), error)
 
     def _run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         if self._stopping:
@@ -200,16 +200,3 @@ def _tests_of(text: str) -> ProblemTests | ValueError:
         return read_tests(text)
     except ValueError as error:
         return error
-
-
-def _description(text: str, outcome: Outcome, execution: Execution, expected: Any) -> str:
-    """Describe a failed case without the expected output."""
-    if expected is PASSED:
-        return f"The asserts end with {outcome.name.lower()}. Last call: {execution.output or 'none'}."
-    last = (execution.messages.strip().splitlines() or [execution.error])[-1]
-    did = {
-        Outcome.WRONG: f"gives {execution.output.strip()!r:.200}",
-        Outcome.ERROR: f"ends with {last:.200}",
-        Outcome.TIMEOUT: "does not end in time",
-    }
-    return f"On the input {text.strip()!r:.200} it {did.get(outcome, 'crashes, or takes too much memory')}."

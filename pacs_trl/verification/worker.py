@@ -160,12 +160,8 @@ def log2_lower_bound(expression: Any) -> float | None:
 
 
 def serve(connection: Connection, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:
-    """
-    Grade items until the pool closes the connection, and send each outcome at once.
-
-    The interval timer counts CPU time, and its signal keeps the default action, which ends the process even if the
-    interpreter is held.
-    """
+    """Grade items until the pool closes the connection, and send each outcome at once. The interval timer counts CPU
+    time, and its signal ends the process even if the interpreter is held."""
     resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

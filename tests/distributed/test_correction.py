@@ -57,11 +57,8 @@ def test_two_processes_learn_what_one_does(tmp_path):
     for name, value in expected["weights"].items():
         assert torch.allclose(found["weights"][name], value, rtol=1e-5, atol=1e-6), name
     for of_two, of_one in zip(found["logs"], expected["logs"], strict=True):
-        # the mean difference of float32 entropies of up to 6 nats, which nearly cancel
-        change = of_two.pop("steer/measured_entropy_change", 0.0)
-        assert change == pytest.approx(of_one.pop("steer/measured_entropy_change", 0.0), abs=6 * 2**-23)
         # the mean distance of float32 ratios from 1
         bonus = of_two.pop("hidden/bonus")
         assert bonus == pytest.approx(of_one.pop("hidden/bonus"), abs=6 * 2**-23)
         assert of_two == pytest.approx(of_one, rel=1e-5)
-    assert [len(log) for log in expected["logs"]] == [14, 7, 14, 7]
+    assert [len(log) for log in expected["logs"]] == [11, 4, 11, 4]

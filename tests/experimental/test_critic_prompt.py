@@ -2,14 +2,14 @@
 
 import pytest
 
-from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State, shipped
+from pacs_trl.experimental._critic_prompt import TEMPLATES, Actor, CriticPrompt, State
 
 
 ACTOR = Actor("Qwen3-4B, 4.0B parameters", token_limit=8192, success_rate=0.37)
 STATE = State("What is {problem} of $\\frac{1}{2}$?", "I think {score}", tokens_used=12)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", [path.stem for path in TEMPLATES.glob("*.txt")])
 def test_shipped_templates_say_the_state_and_condition_or_not(name):
     text = CriticPrompt(name).render(STATE, ACTOR)
     assert STATE.problem in text and STATE.response in text  # braces of a user's text are left alone
@@ -44,21 +44,3 @@ def test_what_is_written_is_read():
     prompt = CriticPrompt("miniature")
     assert prompt.tags == ("<", ">") and prompt.write(0.44) == "<4>"
     assert all(prompt.parse("30+8=38 " + prompt.write(i / 10)) == i / 10 for i in range(11))
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{response} <a>{score}</a>",
-        "",
-        "{problem} {response} {score}",
-        "{problem}{score}{response}",
-        "{problem} {response} <{score}> or <{score}>",
-        "{problem} {solution} {response} <a>{score}</a>",  # no gold answer can be in the question
-    ],
-)
-def test_templates_that_are_none(tmp_path, template):
-    (tmp_path / "template.txt").write_text(template)
-    for name in (str(tmp_path / "template.txt"), "no/such/file.txt", "."):
-        with pytest.raises(ValueError, match="critic_prompt"):
-            CriticPrompt(name)

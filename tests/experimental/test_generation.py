@@ -5,18 +5,15 @@ import hashlib
 import os
 import random
 import signal
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from replay import (
     TOKENIZER,
-    DarsAndGuidanceConfig,
     DarsAndGuidanceTrainer,
     addition_dataset,
     build_trainer,
@@ -25,17 +22,13 @@ from replay import (
 )
 from seeds import shifted
 from transformers import AutoModelForCausalLM
-from trl import GRPOTrainer
 
-from pacs_trl.data.tasks import problems
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSTrainer, additional_completions
-from pacs_trl.experimental.guidance import FAILED, NO_PROGRAM, WRONG, GuidanceConfig, GuidanceTrainer
 from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
-from pacs_trl.experimental.process_labels import ProcessLabelsConfig, ProcessLabelsTrainer, ends_of
-from pacs_trl.rewards import code_reward, math_reward, run_python
+from pacs_trl.experimental.guidance import WRONG, GuidanceConfig, GuidanceTrainer
+from pacs_trl.rewards import math_reward, run_python
 from pacs_trl.verification import Outcome
-from pacs_trl.verification.code import CodeVerifier
 
 
 pytestmark = pytest.mark.trains
@@ -112,15 +105,6 @@ class WatchedBoth(Watching, DarsAndGuidanceTrainer):
     pass
 
 
-@dataclass
-class AllConfig(ProcessLabelsConfig, DarsAndGuidanceConfig):
-    pass
-
-
-class WatchedAll(Watching, ProcessLabelsTrainer, DarsAndGuidanceTrainer):
-    _config_class = AllConfig
-
-
 def watched(settings) -> type:
     """The trainer that has these settings."""
     if "guidance" not in settings:
@@ -189,38 +173,6 @@ def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more
         assert_same_weights(resumed.model, straight.model)
         for name in ("loss", "grad_norm", "num_tokens", "adaptive/additional", "guidance/solved", "refill/epochs"):
             assert history(resumed, name) == history(straight, name), name
-
-
-def pairs_of_reward(completion_ids, **kwargs) -> list:
-    """Two labels for each completion of more than one token, the last of them that of `right_with_a_hint`."""
-    outcomes = right_with_a_hint(completion_ids=completion_ids, **kwargs)
-    middle = [len(ids) // 2 - 1 for ids in completion_ids]
-    return [
-        [(t, share(ids[: t + 1])), (len(ids) - 1, label)] if t >= 0 else [(len(ids) - 1, label)]
-        for t, ids, label in zip(middle, completion_ids, outcomes)
-    ]
-
-
-def test_labels_of_steps_in_later_draws(tmp_path, model_path):
-    """Guidance and the schedule go by outcomes; what they draw brings its own steps, in a run that goes on too."""
-    settings = WEIGHTED | HINTS | {"max_steps": 4}
-    straight = built(tmp_path / "straight", model_path, settings, reward=pairs_of_reward, trainer_class=WatchedAll)
-    straight.train()
-    later = 0
-    for first, groups in straight.generations:
-        for group, rows in groups.items():
-            assert not any("guided" in row.extra for row in rows) or max(row.label for row in first[group]) == 0
-            for row in rows:
-                length = len(row.completion_ids)
-                assert ends_of(row).tolist() == ([length // 2 - 1, length - 1] if length > 1 else [0])
-                if length > 1:
-                    ids = row.completion_ids[: length // 2].tolist()
-                    assert row.extra["process_labels"] == pytest.approx([share(ids)])
-            later += len(rows) - len(first[group]) + sum("guided" in row.extra for row in rows)
-    assert later > 0 and sum(history(straight, "guidance/solved")) > 0
-    resumed = built(tmp_path / "resumed", model_path, settings, reward=pairs_of_reward, trainer_class=WatchedAll)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
-    assert_same_weights(resumed.model, straight.model)
 
 
 def test_the_schedule_decides_from_the_first_draw(tmp_path, model_path):
@@ -345,30 +297,6 @@ def test_feedback_is_a_second_turn(tmp_path, model_path):
         assert (tried["content"], answer["content"]) in [(attempt, FEEDBACK_ON[Outcome.NO_ANSWER]), (attempt, WRONG)]
         assert (tried["role"], answer["role"]) == ("assistant", "user")
     assert sum(history(trainer, "guidance/solved")) == 0
-
-
-def test_feedback_on_programs_is_the_first_test_that_failed(tmp_path, model_path, monkeypatch):
-    rows = [
-        {"prompt": [{"role": "user", "content": row["problem"]}], "solution": row["answer"]}
-        for row in problems("programs", "train", 64)
-    ]
-    attempts = ["```python\nprint(7)\n```", "no program"]
-
-    def generate(self, prompt_ids, *args, **kwargs):
-        return [TOKENIZER(attempts[i % 2])["input_ids"] for i in range(len(prompt_ids))], None
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
-    verifier = CodeVerifier(num_workers=1, isolation="rlimits")
-    monkeypatch.setattr("pacs_trl.rewards._code_verifier", verifier)
-    more = {"train_dataset": Dataset.from_list(rows)}
-    settings = {"max_steps": 1, "save_strategy": "no", "max_completion_length": 64}
-    trainer = built(tmp_path, model_path, FEEDBACK, more, reward=code_reward, **settings)
-    draw, asked = trainer._generate, []
-    trainer._generate = lambda prompts: asked.append(prompts) or draw(prompts)
-    trainer.train()
-    verifier.close()
-    answers = [turns[-1]["content"] for turns in asked[1]]
-    assert answers == [FAILED.format(failed="On the input '2' it gives '7'."), NO_PROGRAM] * 4
 
 
 def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):

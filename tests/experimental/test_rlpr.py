@@ -85,8 +85,6 @@ def test_reference_answers_as_text():
 class Given:
     """Probabilities as they are said."""
 
-    is_well_formed = staticmethod(is_well_formed)
-
     def after_reasoning(self, prompts, texts, answers):
         return [0.8, 0.3, 0.0, 1.0]
 

@@ -123,19 +123,7 @@ def test_metrics_on_paper():
         steer(TokenValues(*values))
     steer(TokenValues(*values[:5], coefficients[1:], part.bool()))
     metrics = steer.metrics(Accelerator(cpu=True), on_policy=False)
-    of_second = 0.8 ** (LN2 / 0.75)
-    # pushed down with A = -2, less likely tokens make the entropy rise: 2 (0 + w ln 2 / 2 + .8 * 3/8) / 3
-    assert metrics == pytest.approx(
-        {
-            "steer/weight_mean": (1 + of_second + 0.8) / 3,
-            "steer/weight_min": 0.8,
-            "steer/weight_max": 1.0,
-            "steer/predicted_entropy_change": 2 * (of_second * LN2 / 2 + 0.8 * 0.375) / 3,
-            "steer/measured_entropy_change": 0.5,
-        },
-        rel=1e-5,
-    )
-    assert "steer/measured_entropy_change" not in steer.metrics(Accelerator(cpu=True), on_policy=True)
+    assert metrics == pytest.approx({"steer/weight_mean": (1 + 0.8 ** (LN2 / 0.75) + 0.8) / 3}, rel=1e-5)
 
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -187,17 +175,8 @@ def test_gradient_of_steer(tmp_path, settings):
     generated."""
     replay = Replay(tools=settings.pop("tools", False), unverifiable=0.1)
     trainer, _ = train_and_compare(tmp_path, replay, **(TWO_UPDATES | STEER | settings))
-    for update, entry in enumerate(trainer.state.log_history[:4]):
-        linear = trainer.args.token_weight_mapping == "linear"
-        assert (
-            0.5
-            <= entry["steer/weight_min"]
-            < entry["steer/weight_mean"]
-            < entry["steer/weight_max"]
-            <= (1.5 if linear else 1)
-        )
-        later = update % (2 * trainer.args.num_iterations) > 0
-        assert ("steer/measured_entropy_change" in entry) == later and "steer/predicted_entropy_change" in entry
+    largest = 1.5 if trainer.args.token_weight_mapping == "linear" else 1
+    assert all(0.5 < entry["steer/weight_mean"] < largest for entry in trainer.state.log_history[:4])
 
 
 LINEAR_ONLY = {"token_weight_mapping": "linear"}

@@ -136,8 +136,6 @@ def test_the_share_counts_cases_and_the_rest_and_nothing_expected_is_told(verifi
     with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as all_cases:
         (grade,) = all_cases.grade_detailed([block("def f(x): return x")], [asserts(code)])
     assert (grade.outcome, grade.share) == (Outcome.WRONG, 1 / 3) and "7919" not in str(grade)
-    (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("x = 7919\nassert f(3) == x, x")])
-    assert grade.failed == "The asserts end with wrong. Last call: f(3) gives 3." and "7919" not in str(grade)
     (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("if 0:\n    assert f(3)")])
     assert grade.outcome is Outcome.GOLD_UNPARSEABLE and "No assert calls" in grade.error
 

@@ -116,23 +116,6 @@ class TestOutcomes:
     def test_functions(self, verifier, program, outcome):
         assert verifier.grade_detailed([block(program)], [ADD])[0].outcome is outcome
 
-    def test_what_an_author_is_told_is_never_what_was_expected(self, verifier):
-        told = {
-            "print(int(input()) * 3)": "On the input '1' it gives '3'.",
-            "while True: pass": "On the input '1' it does not end in time.",
-            "print(input())": "On the input '2' it gives '2'.",
-            "x = int(input())\nprint(x if x == 1 else 1 / 0)": "On the input '2' it ends with ZeroDivisionError: "
-            "division by zero.",
-        }
-        cases = [{"input": f"{x}\n", "output": f"{x}\n" if x == 1 else "7919\n"} for x in (1, 2)]
-        texts = ["no program", block("print('x' * 10**6)"), *map(block, told)]
-        none, long, *others = verifier.grade_detailed(texts, [{"type": "stdin_stdout", "cases": cases}] * len(texts))
-        assert none.failed == "" and len(long.failed) < 300
-        assert [grade.failed for grade in others] == list(told.values())
-        function = {"type": "function", "name": "f", "cases": [{"input": [2], "output": 7919}]}
-        (grade,) = verifier.grade_detailed([block("def f(x):\n    return [x]")], [function])
-        assert grade.failed == "On the input '[2]' it gives '[2]'."
-
     def test_what_is_no_program(self, verifier):
         completions = ["", "no idea", None, 3, "```cpp\nint main() {}\n```", "```python\nprint(3)", "x" * 300_000]
         outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, [SUM] * 7)]

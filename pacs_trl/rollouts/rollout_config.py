@@ -1,0 +1,123 @@
+"""Settings of every training configuration: generation, asynchronous rollouts, and pass@k during training. They load
+without the training stack, as `pacs-trl plan` needs."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from trl import GRPOConfig
+
+from ..evaluation.arguments import DEFAULT_KS
+from ..evaluation.benchmarks import checked_name
+from ..redaction import published
+from ..settings import bounded, refuse_illegal_values
+from ..update.step_sizes import Step
+
+
+@dataclass
+class RolloutConfig(GRPOConfig):
+    """
+    Base of the training configurations. `eval_strategy`, `eval_steps`, and `eval_on_start` say when benchmarks are
+    measured; `max_completion_length` bounds their completions, too.
+
+    Parameters:
+        fast_generation (`bool`, *optional*, defaults to `False`):
+            Whether to merge LoRA weights into the model for generation, and to prefill each prompt once instead of
+            once per completion, where the model supports it. Log-probs differ from those without it by rounding.
+        generation_dtype (`str`, *optional*):
+            `"bfloat16"` generates with weights rounded to bfloat16, whatever the dtype of the trained weights. The
+            mismatch with the trained policy is larger than float32 rounding, and is not corrected.
+        vllm_sync_adapter (`bool`, *optional*, defaults to `False`):
+            Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and to check
+            that vLLM generates with it. A server reads it from `output_dir`.
+        rollout_lag (`int`, *optional*, defaults to `0`):
+            Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch `n + lag`
+            with the weights from before the updates on batch `n`, while these run. Without vLLM the engine is a
+            process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not depend on timing.
+        startup_check (`bool`, *optional*, defaults to `True`):
+            Whether to compare the log-probs of three short sequences, computed as in training, with each model's own
+            logits before training. If they differ, training uses a slower forward pass that agrees and logs a warning,
+            or fails if there is none.
+        eval_benchmarks (`list[str]`, *optional*): Benchmarks in the notation of `pacs-trl evaluate`. In a recipe,
+            their prompts have the instruction and system prompt of training.
+        eval_max_problems (`int`, *optional*): Use only the first problems of each benchmark.
+        eval_num_samples (`int`): Completions of each problem. k is 1, 4, 8, 16, 32, and 64 up to this number.
+        eval_temperature (`float`, *optional*): Sampling temperature on benchmarks, by default that of training; 0 is
+            greedy decoding.
+        eval_top_p (`float`, *optional*): Nucleus mass on benchmarks, by default that of training.
+    """
+
+    fast_generation: bool = False
+    generation_dtype: Literal["bfloat16"] | None = None
+    vllm_sync_adapter: bool = False
+    rollout_lag: Literal[0, 1, 2] = 0
+    startup_check: bool = True
+    eval_benchmarks: list[str] | None = None
+    eval_max_problems: int | None = bounded(None, least=1)
+    eval_num_samples: int = bounded(8, least=1)
+    eval_temperature: float | None = bounded(None, least=0)
+    eval_top_p: float | None = bounded(None, above=0, most=1)
+
+    eval_data = None  # `DataArguments` of a recipe, which prompts are made from; not a field
+
+    def __post_init__(self):
+        refuse_illegal_values(self)
+        if isinstance(self.eval_benchmarks, str):
+            self.eval_benchmarks = [self.eval_benchmarks]
+        if self.eval_benchmarks and self.load_best_model_at_end and self.metric_for_best_model is None:
+            self.metric_for_best_model = "eval_pass@1"
+        if (best := self.metric_for_best_model or "").startswith("eval/"):  # the name in trackers
+            self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
+        super().__post_init__()
+        for spec in self.eval_benchmarks or ():
+            checked_name(spec)
+        if errors := self.errors(Step.of(self, self.world_size)):
+            raise ValueError(" ".join(errors))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the settings that may be published; trackers receive them."""
+        return published(super().to_dict())
+
+    def errors(self, step: Step) -> list[str]:
+        """Return one message per contradiction between settings; `step` holds the batch sizes."""
+        errors = self._benchmark_errors()
+        names = ("fast_generation", "generation_dtype") if self.use_vllm else ("vllm_sync_adapter",)
+        if ignored := [name for name in names if getattr(self, name)]:
+            errors.append(
+                f"{' and '.join(ignored)} would be ignored with use_vllm: {str(self.use_vllm).lower()}. Remove the "
+                f"key, or set use_vllm: {str(not self.use_vllm).lower()}."
+            )
+        if self.rollout_lag and (error := self._lag_error()):
+            errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
+        return errors
+
+    def _benchmark_errors(self) -> list[str]:
+        names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")
+        given = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+        ks = [str(k) for k in DEFAULT_KS if self.eval_benchmarks and k <= self.eval_num_samples]
+        best = self.metric_for_best_model or ""
+        if given and not self.eval_benchmarks:
+            return [f"{', '.join(given)} would be ignored. Set eval_benchmarks, or remove the key."]
+        if self.eval_temperature == 0 and self.eval_num_samples > 1:
+            return ["eval_temperature=0 generates equal completions of a problem. Set eval_num_samples: 1."]
+        if "pass@" in best and best.rpartition("pass@")[2].partition("_")[0] not in ks:
+            return [
+                f"metric_for_best_model={best!r} would not be measured: k is {' or '.join(ks) or 'not measured'} "
+                f"with eval_num_samples={self.eval_num_samples} and eval_benchmarks={self.eval_benchmarks}."
+            ]
+        return []
+
+    def _lag_error(self) -> str | None:
+        """Return the middle of an error message if the settings do not allow generation ahead of training."""
+        refused = ("pacs_trl.experimental", "pacs_trl.baselines.ppo")
+        if any(base.__module__.startswith(refused) for base in type(self).__mro__):  # also in subclasses
+            reason = "the method generates again, or reads the current policy. Use pacs, grpo, rloo, maxrl, or real"
+            return f"is not supported by {type(self).__name__}: {reason}"
+        if self.use_vllm and self.vllm_mode == "colocate":
+            reason = "vllm_mode: colocate generates on the GPUs that train"
+            return f"needs an engine beside training, and {reason}. Set vllm_mode: server and start a server"
+        if self.use_vllm and self.rollout_lag > 1:
+            return "is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1"
+        if self.gradient_accumulation_steps > self.steps_per_generation:
+            reason = "counts generation batches, and an optimizer step learns from several"
+            return f"{reason}. Set steps_per_generation={self.gradient_accumulation_steps} or a multiple"
+        return None
