@@ -91,9 +91,8 @@ class PACSConfig(ExactUpdateConfig):
             is the rollout policy; it needs `reference="snapshot"`, or `first_update_score`.
         first_update_score (`str`, *optional*):
             `"dr_grpo"` allows `score_estimator="grpo"` with `reference="rollout"`, the setting of the authors' code:
-            the first update after a rollout, where all implicit rewards are 0 and the quotient of `"grpo"` is
-            undefined, has the gradient of `"dr_grpo"`, and the later updates of the rollout have the score of
-            `"grpo"`. `None` refuses that setting.
+            the first update after a rollout, where the quotient of `"grpo"` is undefined, has the gradient of
+            `"dr_grpo"`. `None` refuses that setting.
         class_weighting (`str`, *optional*, defaults to `"balanced"`):
             Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, `"only_positive"` or
             `"only_negative"`.
@@ -130,14 +129,11 @@ class PACSConfig(ExactUpdateConfig):
         disable_dropout (`bool`, *optional*, defaults to `True`):
             The proxy compares two forward passes of the same tokens; dropout would fill it with noise.
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            Whether to correct for the mismatch between the engine that generates and the trainer: the gradient becomes
-            `sum_i c_i * sum_t w_it * grad log pi(o_it)` with the coefficients `c_i = d(loss)/d(proxy_i)` and detached
-            weights `w_it`, the ratio of the trainer's to the engine's probability, truncated or masked as
-            `vllm_importance_sampling_mode` (`"token_truncate"`, `"token_mask"`, `"sequence_truncate"`,
-            `"sequence_mask"`), `vllm_importance_sampling_clip_min` and `vllm_importance_sampling_clip_max` say.
-            Proxies, scores and loss keep their values. Off as in the authors' code; the mismatch is logged as
-            `sampling/*` in any case. It costs a forward pass only with `reference="snapshot"` or `proxy="mean_logp"`
-            and several updates per generation.
+            Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's probability,
+            truncated or masked as `vllm_importance_sampling_mode` and `..._clip_min` and `..._clip_max` say. Proxies,
+            scores, and loss keep their values. Off as in the authors' code; the mismatch is logged as `sampling/*` in
+            any case. It costs a forward pass only with `reference="snapshot"` or `proxy="mean_logp"` and several
+            updates per generation.
     """
 
     pacs_beta: float = bounded(1.0, above=0)

@@ -649,25 +649,3 @@ def test_iterable_dataset(tmp_path):
     trainer = build_trainer(tmp_path, more={"train_dataset": addition_dataset(32).to_iterable_dataset()})
     trainer.train()
     assert trainer.state.global_step == 2
-
-
-@pytest.mark.trains
-def test_training_raises_the_reward(tmp_path):
-    """The whole loop learns to begin with an even token: from about 0.5 to 0.95, by 0.32 to 0.50 with twenty seeds."""
-
-    def even_start(completion_ids, **kwargs):
-        return [float(ids[0] % 2 == 0) for ids in completion_ids]
-
-    trainer = build_trainer(
-        tmp_path,
-        reward=even_start,
-        max_steps=20,
-        per_device_train_batch_size=64,
-        num_generations=8,
-        max_completion_length=2,
-        optim="adamw_torch",
-        learning_rate=1e-2,
-    )
-    trainer.train()
-    rewards = logged(trainer, "reward")
-    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1

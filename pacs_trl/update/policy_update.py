@@ -243,7 +243,7 @@ class PolicyUpdate:
                 schedule = self._schedule_nonzero(step, coefficients, scored=before is not None)
             # Run before the backward passes, between which FSDP keeps weights gathered. If there was a forward pass
             # for the proxies, it already covered the completions of `step.schedule`.
-            entropy = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
+            left_out = self.left_out_entropy(model, step, schedule if before is None else step.schedule)
             metrics: dict[str, float] = {}
             if coefficients is not None:
                 coefficients, metrics = self.shape_coefficients(model, step, coefficients)
@@ -251,10 +251,7 @@ class PolicyUpdate:
                 self._begin_weights(step, coefficients, before or self._forward(model, step, schedule))
             found, mismatch = self._back_propagate(model, step, schedule, coefficients)
         proxies = found.proxies if proxies is None else proxies
-        if known:
-            loss, of_step = self._summarize_known(step, found, entropy)
-        else:
-            loss, of_step = self._summarize(step, proxies, entropy + (before or found).entropy, found.num_completions)
+        loss, of_step = self._summarize(step, found, proxies, (before or found).entropy, left_out)
         metrics |= of_step
         if mismatch:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
@@ -268,14 +265,14 @@ class PolicyUpdate:
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
         """Compute the loss and metrics as in [`run`], without gradient and, for a group loss, without the KL term."""
-        if step.coefficients is not None:
+        if step.coefficients is None:
+            found = self._forward(model, step, step.schedule)
+        else:
             with torch.no_grad():
                 found, _ = self._back_propagate(model, step, step.schedule, step.coefficients)
-            return self._summarize_known(step, found, self.left_out_entropy(model, step, step.schedule))
-        found = self._forward(model, step, step.schedule)
         proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
-        entropy = found.entropy + self.left_out_entropy(model, step, step.schedule)
-        return self._summarize(step, proxies, entropy, found.num_completions)
+        left_out = self.left_out_entropy(model, step, step.schedule)
+        return self._summarize(step, found, proxies, found.entropy, left_out)
 
     def _begin_weights(self, step: StepRollouts, coefficients, found: Forwarded) -> None:
         counted = torch.tensor([bool(rollout.loss_mask.any()) for rollout in step.rollouts])
@@ -354,29 +351,22 @@ class PolicyUpdate:
             reference = pad_sequence(self._compute(self.compute_kl_ref_logps, model, batch).logps, batch_first=True)
         return self.objective.kl(logps, reference, old_logps, batch.loss_mask)
 
-    def _summarize(self, step: StepRollouts, proxies, entropy: float, num_forwarded: float):
-        """Return the loss without the KL term, and the metrics of the step. `entropy` is the sum over all counted
-        tokens."""
-        loss, metrics = self.summarize(step, proxies)
-        of_step = {
-            "entropy": entropy / step.num_tokens if step.num_tokens else math.nan,
-            "pacs/forwarded_fraction": num_forwarded / max(len(step.rollouts), 1),
-        }
-        return loss, of_step | metrics
-
-    def _summarize_known(self, step: StepRollouts, found: Forwarded, left_out_entropy: float):
-        """Like [`_summarize`], but with the KL term, for coefficients that need no log-probs. If `left_out_entropy` is
+    def _summarize(self, step: StepRollouts, found: Forwarded, proxies, entropy: float, left_out_entropy: float):
+        """Return the loss, of a group loss without the KL term, and the metrics of the step. If `left_out_entropy` is
         NaN, the entropy metric covers only completions with a forward pass."""
-        low, high, kl = found.own_values
-        number = torch.tensor([int(rollout.loss_mask.sum()) for rollout in step.rollouts])
-        without = set(self._left_out(step, step.schedule)) if math.isnan(left_out_entropy) else set()
-        counted = sum(int(n) for i, n in enumerate(number) if i not in without)
-        loss = (step.coefficients * found.proxies).sum() + self.objective.kl_coef * (step.scales * kl).sum()
+        num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in step.rollouts])
+        without = self._left_out(step, step.schedule) if math.isnan(left_out_entropy) else []
+        counted = step.num_tokens - int(num_tokens[without].sum())
         of_step = {
-            "entropy": (found.entropy + (0.0 if without else left_out_entropy)) / counted if counted else math.nan,
+            "entropy": (entropy + (0.0 if without else left_out_entropy)) / counted if counted else math.nan,
             "pacs/forwarded_fraction": found.num_completions / max(len(step.rollouts), 1),
         }
-        return loss.item(), of_step | self.objective.token_metrics(number, low, high)
+        if step.coefficients is None:
+            loss, metrics = self.summarize(step, proxies)
+            return loss, of_step | metrics
+        low, high, kl = found.own_values
+        loss = (step.coefficients * found.proxies).sum() + self.objective.kl_coef * (step.scales * kl).sum()
+        return loss.item(), of_step | self.objective.token_metrics(num_tokens, low, high)
 
     @contextlib.contextmanager
     def _synchronize_gradients(self, model, *, last: bool):

@@ -52,18 +52,9 @@ def test_changed_by_a_callback_within_a_dict(tmp_path, event):
 
 def test_settings_that_are_read_when_they_are_needed(tmp_path):
     trainer = build_trainer(tmp_path / "first", replay=Replay(), more={"eval_dataset": addition_dataset(8)})
-    for name, value in {
-        "max_steps": 3,
-        "logging_steps": 3,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "per_device_eval_batch_size": 4,
-        "output_dir": str(tmp_path / "second"),
-        "max_grad_norm": 1.0,
-        "lr_scheduler_type": "linear",
-    }.items():
+    live = {"max_steps": 3, "logging_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "max_grad_norm": 1.0}
+    live |= {"save_strategy": "steps", "save_steps": 2, "output_dir": str(tmp_path / "second")}
+    for name, value in (live | {"per_device_eval_batch_size": 4, "lr_scheduler_type": "linear"}).items():
         setattr(trainer.args, name, value)
     trainer.train()
     assert [entry["step"] for entry in trainer.state.log_history if "loss" in entry] == [3]
