@@ -169,7 +169,6 @@ def main() -> None:
             completions, golds = batches[0]
             hostile = with_hostile(completions, args.hostile_share, args.seed)
             compare(f"{args.hostile_share:.0%} hostile", verifier, [(hostile, golds)])
-        print(f"\noutcomes: { ({outcome.name.lower(): count for outcome, count in verifier.counts.items()}) }")
 
 
 if __name__ == "__main__":

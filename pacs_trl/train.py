@@ -38,7 +38,7 @@ from .recipe import (
     reward_function,
     trainer_of_method,
 )
-from .rewards import configure_verification, run_python, shared_code_verifier, shared_verifier, tool_function
+from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.adapter_sync import max_lora_rank
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
@@ -195,8 +195,7 @@ def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], envi
         num_examples = int(recipe.step.rollouts(training.max_steps) * recipe.step.prompts_per_generation)
         found = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
     else:
-        verifier = shared_verifier() if rewards.math_reward in reward_funcs else None
-        found = load_training_data(data, tokenizer, training.chat_template_kwargs, verifier)
+        found = load_training_data(data, tokenizer, training.chat_template_kwargs)
     check_number_of_prompts(len(found[0]), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
         check_dataset("the training set", found[0], reward_funcs, OWN_PARAMETERS)

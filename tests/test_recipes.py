@@ -254,39 +254,55 @@ def test_there_is_a_recipe_for_each_cell_and_no_other():
     }
 
 
-@pytest.mark.parametrize(
-    ("added", "schedule", "most"),
-    [
-        ([], "hardness_weighted", 64),
-        (["--adaptive_rollouts", "equal_treatment", "--max_generations", "32"], "equal_treatment", 32),
-    ],
-)
-@pytest.mark.parametrize("model", ["Qwen/Qwen2.5-Math-7B", "Qwen/Qwen2.5-Math-1.5B"])
-def test_dars_has_the_rollouts_of_its_authors(added, schedule, most, model):
-    """experiments/DARS-{1.5B,7B}-{HW,ET}-Breadth.sh, but for the loss."""
-    path = RECIPES / f"{DARS}.yaml"
+# experiments/DARS-{1.5B,7B}-{HW,ET}-Breadth.sh, but for the loss
+OF_DARS = PACS | {
+    "method": "dars",
+    "class_weighting": "none",  # balanced class weights would undo what the schedule does
+    "adaptive_rollouts": "hardness_weighted",
+    "max_generations": 64,
+    "adaptive_rollouts_budget": None,
+    "num_generations": 8,
+    "num_iterations": 2,
+    "max_prompt_length": 1024,
+    "max_completion_length": 3072,
+    "max_tokens_per_micro_batch": 24576,
+    "temperature": 1.0,
+    "learning_rate": 5e-6,
+    "beta": 0.0,
+    "max_steps": 86 * 2,
+    "save_steps": 14 * 2,
+}
+EQUAL_TREATMENT = {"adaptive_rollouts": "equal_treatment", "max_generations": 32}
+OF_GENAC = {"learning_rate": 1e-6, "epsilon": 0.2, "beta": 0.0, "num_generations": 8, "critic_max_new_tokens": 1024}
+OF_GENAC |= {"segment_probability": 0.2, "max_segments": 16, "critic_pretraining_steps": 100, "gamma": 1.0}
+OF_GENAC |= {"gae_lambda": 1.0, "critic_prompt": "genac"}
+SMALLER = ["--model_name_or_path", "Qwen/Qwen2.5-Math-1.5B"]
+RELATED = [  # recipe, what is added to its launch line, settings
+    *((DARS, model, OF_DARS) for model in ([], SMALLER)),
+    (
+        DARS,
+        [word for key, value in EQUAL_TREATMENT.items() for word in (f"--{key}", str(value))],
+        OF_DARS | EQUAL_TREATMENT,
+    ),
+    *((name, [], OF_GENAC | {"critic_learning_rate": rate}) for name, rate in GENAC.items()),
+    *(
+        (name, [], PACS | {"method": method, "learning_rate": rate, "use_peft": name.endswith("lora")})
+        for name, rate in PRACTICAL.items()
+        for method in ["rlpr" if name.endswith("rlpr") else "pacs"]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "added", "expected"), RELATED)
+def test_recipe_has_the_settings_of_its_authors_or_of_pacs(name, added, expected):
+    path = RECIPES / f"{name}.yaml"
     launch = launch_of(path)
-    recipe, conflicts = check_recipe(str(path), [*added, "--model_name_or_path", model], launch.num_processes)
+    recipe, conflicts = check_recipe(str(path), added, launch.num_processes)
     assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
-    expected = PACS | {
-        "method": "dars",
-        "class_weighting": "none",  # balanced class weights would undo what the schedule does
-        "adaptive_rollouts": schedule,
-        "max_generations": most,
-        "adaptive_rollouts_budget": None,
-        "num_generations": 8,
-        "num_iterations": 2,
-        "max_prompt_length": 1024,
-        "max_completion_length": 3072,
-        "max_tokens_per_micro_batch": 24576,
-        "temperature": 1.0,
-        "learning_rate": 5e-6,
-        "beta": 0.0,
-    }
     actual = values_of(recipe)
     assert {key: actual[key] for key in expected} == expected
-    assert recipe.step.prompts_per_generation == recipe.step.prompts_per_update == 3072
-    assert recipe.training.max_steps == 86 * 2 and recipe.training.save_steps == 14 * 2
+    if name == DARS:
+        assert recipe.step.prompts_per_generation == recipe.step.prompts_per_update == 3072
 
 
 def test_rlpr_asks_for_the_tags_of_its_authors():
@@ -297,26 +313,6 @@ def test_rlpr_asks_for_the_tags_of_its_authors():
     assert [turn["role"] for turn in prompt] == ["system", "user"] and prompt[1]["content"] == "Why?"
     assert is_well_formed("<think> a </think> <answer> b </answer>", prompt)
     assert not is_well_formed("<answer> b </answer>", prompt)
-
-
-@pytest.mark.parametrize("name", GENAC)
-def test_genac_has_the_settings_of_its_paper(name):
-    path = RECIPES / f"{name}.yaml"
-    actual = values_of(check_recipe(str(path), [], launch_of(path).num_processes)[0])
-    expected = {"learning_rate": 1e-6, "critic_learning_rate": GENAC[name], "epsilon": 0.2, "beta": 0.0}
-    expected |= {"num_generations": 8, "critic_max_new_tokens": 1024, "segment_probability": 0.2, "max_segments": 16}
-    expected |= {"critic_pretraining_steps": 100, "gamma": 1.0, "gae_lambda": 1.0, "critic_prompt": "genac"}
-    assert {key: actual[key] for key in expected} == expected
-
-
-@pytest.mark.parametrize("name", PRACTICAL)
-def test_practical_recipe_keeps_the_objective(name):
-    path = RECIPES / f"{name}.yaml"
-    recipe, _ = check_recipe(str(path), [], launch_of(path).num_processes)
-    actual = values_of(recipe)
-    assert {key: actual[key] for key in PACS} == PACS | {"method": "rlpr" if name.endswith("rlpr") else "pacs"}
-    assert recipe.training.learning_rate == PRACTICAL[name]
-    assert recipe.model.use_peft == name.endswith("lora")
 
 
 @pytest.mark.trains

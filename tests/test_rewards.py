@@ -100,7 +100,6 @@ class TestUntrustworthyBatch:
     def test_a_trainer_reports_unreadable_golds_of_its_training_set(self, caplog):
         rows = Dataset.from_dict({"prompt": ["a", "b"], "solution": ["1", "It is two."]})
         check_golds(rows)
-        check_golds(rows)  # reported before
         check_golds(rows.to_iterable_dataset())
         (record,) = caplog.records
         assert "1 of 2 gold answers" in record.message and "row 1: 'It is two.'" in record.message

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from pyarrow import ArrowException
 
 from ..settings import bounded, refuse_illegal_values
-from ..verification import Verifier
 from . import gym
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
@@ -28,7 +27,6 @@ from .sets import (
     gold_answer,
     load_rows,
     own_columns,
-    report_unreadable_golds,
 )
 
 
@@ -174,11 +172,10 @@ def load_training_data(
     args: DataArguments,
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    verifier: Verifier | None = None,
 ) -> "tuple[Dataset, Dataset | None]":
     """
     Load, prepare, filter, shuffle, and split the training problems. `tokenizer` and `chat_template_kwargs` measure
-    prompt lengths; with a `verifier`, gold answers that it cannot read are reported.
+    prompt lengths.
 
     Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. An unused
     `prompt` or `solution` column of the source is replaced; every other column is kept.
@@ -210,7 +207,7 @@ def load_training_data(
         rows = gym.gym_rows(args.reasoning_gym, args.dataset_size or gym.DEFAULT_SIZE, args.dataset_seed)
     else:
         rows = load_rows(args.dataset_name, entry, path)
-    dataset = _prepare(rows, entry, args, verifier)
+    dataset = _prepare(rows, entry, args)
     if (limit := args.max_prompt_length) is not None:
         lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
         fitting = [i for i, length in enumerate(lengths) if length <= limit]
@@ -238,10 +235,8 @@ def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Datase
     return dataset.select(range(args.eval_split_size, stop)), evaluation
 
 
-def _prepare(
-    rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, verifier: Verifier | None
-) -> "Dataset":
-    """Build `prompt` and `solution`; drop and count rows without a problem or gold; report unreadable golds."""
+def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments) -> "Dataset":
+    """Build `prompt` and `solution`; drop and count rows without a problem or gold."""
     from datasets import Dataset
 
     names, source = list(dict.fromkeys(name for row in rows for name in row)), args.dataset_path or args.dataset_name
@@ -254,7 +249,7 @@ def _prepare(
                 f"Set `{key}` to one of them."
             )
     instruction = instruction_for(entry, args.prompt_instruction)
-    usable, numbers, prompts, solutions = [], [], [], []
+    usable, prompts, solutions = [], [], []
     for index, row in enumerate(rows):
         try:
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
@@ -270,13 +265,10 @@ def _prepare(
         made = {"is_prompt": entry.is_prompt, "instruction": instruction, "system_prompt": system_prompt}
         prompts.append(prompt_of(problem, **made))
         usable.append(row)
-        numbers.append(index)
         solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
         logger.warning(f"{dropped} that have no problem or no gold answer.")
-    if verifier is not None:
-        report_unreadable_golds(args.dataset_name, solutions, verifier, numbers)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns = {name: [row.get(name) for row in usable] for name in names}

@@ -3,30 +3,17 @@
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-import torch
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluation.requests import SamplingSettings
 from ..evaluation.sampling import generate_tokens, stop_token_ids
 from ._critic_prompt import Actor, CriticPrompt, State
 
 
-class AfterTag(StoppingCriteria):
-    """Ends an answer after the closing `tag`, which may consist of any tokens of the critic's `tokenizer`."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, tag: str):
-        self.tokenizer, self.tag = tokenizer, tag
-        self.prompt_length = 0
-
-    def __call__(self, input_ids, scores, **kwargs) -> torch.Tensor:
-        first = max(self.prompt_length, input_ids.shape[1] - 4 * len(self.tag))  # a character takes up to four tokens
-        texts = self.tokenizer.batch_decode(input_ids[:, first:])
-        return torch.tensor([self.tag in text for text in texts], device=input_ids.device)
-
-    def length(self, ids: Sequence[int], stop_ids: set[int]) -> int:
-        """Return the number of tokens up to the end of an answer."""
-        end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
-        return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: self.tag in self.tokenizer.decode(ids[:i])))
+def answer_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], tag: str, stop_ids: set[int]) -> int:
+    """Return the number of tokens up to the end token or `tag`."""
+    end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
+    return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: tag in tokenizer.decode(ids[:i])))
 
 
 def generate_answers(
@@ -42,13 +29,12 @@ def generate_answers(
 ) -> list[tuple[list[int], list[float]]]:
     """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. Returns token ids
     and their log-probs (NaN at temperature 0). `synced`: whether all processes make their forward passes together."""
-    stop_ids, ending = stop_token_ids(model, tokenizer), AfterTag(tokenizer, tag)
+    stop_ids = stop_token_ids(model, tokenizer)
     answers: list = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
         rows = [prompts[i] for i in chosen]
-        ending.prompt_length = max(map(len, rows))
         generated, logps = generate_tokens(
             model,
             rows,
@@ -56,11 +42,12 @@ def generate_answers(
             settings,
             pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
             stop_ids=stop_ids,
-            stopping_criteria=[ending],
+            stop_strings=[tag],
+            tokenizer=tokenizer,
             synced_gpus=synced,
         )
         for row, i in enumerate(chosen):
-            length = ending.length(generated[row], stop_ids)
+            length = answer_length(tokenizer, generated[row], tag, stop_ids)
             known = [float("nan")] * length if logps is None else logps[row][:length]
             answers[i] = generated[row][:length], known
     return answers

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
@@ -133,8 +133,6 @@ class GuidanceTrainer(ExtendingTrainer):
             rollouts = generation.groups[attempt.group]
             rollouts[max(i for i, other in enumerate(rollouts) if "guided" not in other.extra)] = attempt
         generation.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
-        if solved:
-            generation.log({"guidance/logp": self._mean_logp(generation, solved)})
 
     def _guided_prompts(self, generation: Generation, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
         """Return pairs of group and guided prompt, and metrics."""
@@ -181,12 +179,3 @@ class GuidanceTrainer(ExtendingTrainer):
         unknown = None if attempt.sampling_logps is None else np.full_like(attempt.sampling_logps, np.nan)
         plain, extra = generation.groups[attempt.group][0].prompt_ids, attempt.extra | {"guided": np.array(True)}
         return replace(attempt, prompt_ids=plain, sampling_logps=unknown, weight=self.args.guided_weight, extra=extra)
-
-    def _mean_logp(self, generation: Generation, rollouts: Sequence[Rollout]) -> float:
-        """Return the mean over tokens under the current policy and the plain prompt."""
-        own = rollouts[generation.process :: generation.num_processes]
-        logps = self.compute_logps(
-            [each.prompt_ids.tolist() for each in own], [each.completion_ids.tolist() for each in own]
-        )
-        sums = gather_object([(float(values.sum()), len(values)) for values in logps])
-        return sum(total for total, _ in sums) / max(sum(number for _, number in sums), 1)

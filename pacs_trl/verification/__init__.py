@@ -9,7 +9,7 @@ trainer and evaluation. The workers import it too, so it needs only the standard
 import os
 import re
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -126,7 +126,7 @@ def default_num_workers() -> int:
 @dataclass(eq=False)
 class BaseVerifier:
     """
-    Lock, counts by outcome, and cache of a verifier. A subclass turns a completion into a grade, or a key and a job
+    Lock and cache of a verifier. A subclass turns a completion into a grade, or a key and a job
     (`_prepare`), runs jobs in parallel (`_run_jobs`), and starts and ends the workers (`_start`, `_end`). All methods
     are thread-safe; batches of different threads queue. A forked process gets its own workers.
     """
@@ -145,7 +145,6 @@ class BaseVerifier:
                 f"num_workers={self.num_workers}, cpu_seconds={self.cpu_seconds}, timeout_seconds="
                 f"{self.timeout_seconds} cannot work. Use at least one worker, and 0 < cpu_seconds <= timeout_seconds."
             )
-        self.counts: Counter[Outcome] = Counter()
         self._cache: OrderedDict[bytes, Grade] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: Any = None
@@ -163,7 +162,7 @@ class BaseVerifier:
             return self._start()
 
     def close(self) -> None:
-        """End the worker processes. A later call starts new ones and keeps counts and cache."""
+        """End the worker processes. A later call starts new ones and keeps the cache."""
         with self._lock:
             self._end()
 
@@ -189,7 +188,7 @@ class BaseVerifier:
     def grade_detailed(
         self, completions: Sequence[Any], solutions: Sequence[Any], truncated: Sequence[bool] | None = None
     ) -> list[Grade]:
-        """Return a [`Grade`] per completion, see [`grade`], and add the outcomes to `counts`."""
+        """Return a [`Grade`] per completion, see [`grade`]."""
         truncated = [False] * len(completions) if truncated is None else truncated
         with self._lock:
             # For each completion its grade, if no worker is needed, or key and job.
@@ -203,9 +202,7 @@ class BaseVerifier:
                     self._cache[key] = grade
             while len(self._cache) > self.cache_size:
                 self._cache.popitem(last=False)
-            grades = [known.get(key, item) for key, item in zip(keys, prepared, strict=True)]
-            self.counts.update(grade.outcome for grade in grades)
-        return grades
+            return [known.get(key, item) for key, item in zip(keys, prepared, strict=True)]
 
     def _key(self, *texts: str) -> bytes:
         digest = blake2b(digest_size=16)
@@ -255,7 +252,6 @@ class Verifier(BaseVerifier):
         super().__post_init__()
         if self.protocol not in self._PROTOCOLS:
             raise ValueError(f"`protocol` is {self.protocol!r}. Set it to {' or '.join(map(repr, self._PROTOCOLS))}.")
-        self._read_golds: set[tuple[str, ...]] = set()
 
     def take_pool(self, other: "Verifier") -> None:
         """Close another verifier, and take over its worker processes if their settings are equal."""
@@ -269,8 +265,8 @@ class Verifier(BaseVerifier):
         Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most a
         completion with the same text in its box is graded correct.
 
-        Each gold answer is parsed and reported once per verifier. Parsing takes about 5 ms, so at most `_MAX_GOLDS`
-        different ones that are not plain numbers are parsed, evenly spaced.
+        Parsing takes about 5 ms, so at most `_MAX_GOLDS` different ones that are not plain numbers are parsed, evenly
+        spaced.
         """
         rows_of_golds: dict[tuple[str, ...], list[int]] = {}
         found = []
@@ -280,11 +276,10 @@ class Verifier(BaseVerifier):
             elif not any(map(_NUMBER.fullmatch, golds)):
                 rows_of_golds.setdefault(golds, []).append(index)
         with self._lock:
-            items = [("", golds) for golds in rows_of_golds if golds not in self._read_golds]
+            items = [("", golds) for golds in rows_of_golds]
             items = items[:: -(-len(items) // self._MAX_GOLDS) or 1]
             for (_, golds), grade in zip(items, self._run_jobs(items), strict=True):
                 found += rows_of_golds[golds] if grade.outcome is not Outcome.NO_ANSWER else []
-            self._read_golds.update(rows_of_golds)
         return sorted(found)
 
     def _prepare(

@@ -18,7 +18,6 @@ from pacs_trl.data.sets import CODE_INSTRUCTION, ProblemSet, load_rows
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.verification import Verifier
 from pacs_trl.verification.cases import read_tests
 
 
@@ -388,12 +387,3 @@ def test_training_and_evaluation_read_a_file_alike(tmp_path):
 def test_a_file_may_bear_the_name_of_a_task(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1", "answer": "2"}])
     assert load_benchmark(f"miniature/addition={path}").problems == load_benchmark(path).problems
-
-
-def test_unreadable_golds_are_reported_with_row_and_text(tmp_path, caplog):
-    golds = ["2", None, "So it is 4.", r"\frac{1}{", "5 #### 5"]
-    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": f"1+{i}", "answer": g} for i, g in enumerate(golds)])
-    with Verifier(num_workers=1) as verifier:
-        load_training_data(DataArguments(dataset_name=path), WordTokenizer(), verifier=verifier)
-    report = caplog.records[-1].message
-    assert "2 of 4 gold answers" in report and "row 2: 'So it is 4.'" in report and r"row 3: '\\frac{1}{'" in report

@@ -272,10 +272,3 @@ class TestTool:
             run_python("print('before')\n1 / 0")
         with pytest.raises(RuntimeError, match="^timeout: timeout$"):
             run_python("while True: pass")
-
-    def test_trl_can_describe_it(self):
-        from transformers.utils import get_json_schema  # slow, and for this test alone
-
-        schema = get_json_schema(run_python)["function"]
-        assert schema["name"] == "run_python" and schema["description"].startswith("Run a Python program")
-        assert schema["parameters"]["required"] == ["code"] and list(schema["parameters"]["properties"])[1] == "input"

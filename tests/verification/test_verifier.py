@@ -175,9 +175,7 @@ class TestBadInput:
         ],
     )
     def test_defined_outcome(self, verifier, completion, gold, outcome):
-        before = verifier.counts[outcome]
         assert verifier.grade_detailed([completion], [gold])[0].outcome is outcome
-        assert verifier.counts[outcome] == before + 1
         assert verifier.grade([completion], [gold]) == [outcome.label]
 
     def test_subclasses_of_text(self, verifier):
@@ -208,11 +206,6 @@ class TestBadInput:
 
 
 class TestBatches:
-    def test_order_is_kept(self, verifier):
-        golds = [str(random.Random(shifted(0)).randrange(10**6) + i) for i in range(700)]
-        completions = [box(gold) if i % 3 else box("-1") for i, gold in enumerate(golds)]
-        assert verifier.grade(completions, golds) == [1.0 if i % 3 else 0.0 for i in range(700)]
-
     def test_duplicates_and_repetitions_are_graded_once(self):
         with Verifier(num_workers=1) as verifier:
             asked = []
@@ -287,7 +280,7 @@ class TestCallers:
         second, pool = shared_verifier(), shared_verifier()._pool
         configure_verification(VerificationArguments(verification_max_failure_share=0.25))
         assert shared_verifier()._pool is pool and pool.end.alive and second._pool is None
-        assert not shared_verifier().counts and not shared_verifier()._cache
+        assert not shared_verifier()._cache
         assert shared_verifier().grade([box(1)], [1]) == [1.0]
         with pytest.raises(ValueError, match="verification_max_failure_share"):
             VerificationArguments(verification_max_failure_share=2.0)
@@ -353,12 +346,9 @@ class TestText:
         finally:
             verifier.grade_truncated = False
 
-    def test_unreadable_golds_are_found_once(self, verifier):
-        counts = dict(verifier.counts)
+    def test_unreadable_golds(self, verifier):
         golds = ["7", "So the answer is 26.", r"\frac{1}{", None, ["so be it.", "8"], "7", 3.5, r"\boxed{}"]
         assert verifier.unreadable_golds(golds) == [1, 2, 3, 7]
-        assert verifier.unreadable_golds([r"\frac{1}{", "new one."]) == [1]
-        assert dict(verifier.counts) == counts  # nothing was graded
 
     @pytest.mark.parametrize(
         ("gold", "texts"),
