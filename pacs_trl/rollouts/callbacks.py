@@ -102,32 +102,10 @@ class NoSignalCallback(TrainerCallback):
         uniform = next(signal[name] for name in UNIFORM if name in signal) == 1.0 and not signal.get(DENSE, 0.0) > 0
         signal["none_in"] = signal["none_in"] + 1 if uniform or signal[TRUNCATED] == 1.0 else 0
         if signal["none_in"] == PATIENCE and state.is_world_process_zero:
-            logger.warning(no_signal_message(signal["reward"], signal[TRUNCATED], args.max_completion_length))
-
-
-def no_signal_message(reward: float, truncated: float, max_completion_length: int) -> str:
-    """Return the warning text with likely causes, from the mean reward and the fraction of truncated completions."""
-    causes = []
-    if truncated >= 0.5:
-        causes.append(
-            f"max_completion_length={max_completion_length} is too short, or the model does not end its turn (check "
-            "the chat template and the end-of-sequence token)"
-        )
-    if reward == 0:
-        causes.append(
-            "the reward function cannot read the form of the answers, or the problems are too hard (read completions "
-            "with log_completions: true, and grade them with `pacs-trl audit`)"
-        )
-    elif reward == 1:
-        causes.append("the problems are too easy (use harder ones)")
-    else:
-        causes.append(
-            "the completions of a group are too similar (raise temperature or num_generations), or the reward "
-            "function does not depend on them"
-        )
-    return (
-        f"There is nothing to learn from in {PATIENCE} optimizer steps in a row: in each of them every group had "
-        f"equal rewards or every completion was truncated (now: mean reward {reward:.2f}, truncated share "
-        f"{truncated:.2f}). "
-        f"Likely causes: {'; '.join(causes)}. See docs/troubleshooting.md, 'The reward is flat'."
-    )
+            logger.warning(
+                f"There is nothing to learn from in {PATIENCE} optimizer steps in a row: in each of them every group "
+                f"had equal rewards or every completion was truncated (now: mean reward {signal['reward']:.2f}, "
+                f"truncated share {signal[TRUNCATED]:.2f} with max_completion_length={args.max_completion_length}). "
+                "The problems are too hard or too easy, completions are cut off, or the reward function cannot read "
+                "them. See docs/troubleshooting.md, 'The reward is flat'."
+            )

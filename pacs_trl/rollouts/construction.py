@@ -207,14 +207,9 @@ def check_prompts_of_generation(dataset: Any, args: GRPOConfig) -> None:
 
 
 def exchange_float32(accelerator: Accelerator) -> None:
-    """
-    Configure FSDP2 to accumulate and reduce gradients in float32, and not to round model outputs. Call this before the
-    models are prepared.
-
-    accelerate 1.15 rounds both to bfloat16: gradients then have 8 significant bits, and a log-prob of -0.5 is rounded
-    to a multiple of 2^-9, which is more than one update changes it. Computation inside the model stays in bfloat16.
-    Gradient accumulation needs 2 more bytes per trained weight on each GPU.
-    """
+    """Configure FSDP2, before models are prepared, to accumulate and reduce gradients in float32, and not to round
+    model outputs. accelerate 1.15 rounds both to bfloat16: a log-prob of -0.5 becomes a multiple of 2^-9, which is
+    more than one update changes it. Gradient accumulation needs 2 more bytes per trained weight on each GPU."""
     plugin = accelerator.state.fsdp_plugin if accelerator.is_fsdp2 else None
     if plugin is not None and plugin.mixed_precision_policy is not None:
         plugin.mixed_precision_policy = replace(

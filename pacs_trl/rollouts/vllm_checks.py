@@ -77,55 +77,44 @@ def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> 
                 f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). "
                 f"Set {_ADDRESS} to the address of: {command}"
             ) from error
-        if model not in (served["id"], served.get("root")):
-            raise ValueError(
-                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r}: completions would "
-                f"come from another architecture or fail to take the weights. Start it with: {command} (for the same "
-                f"weights under another name, add --served-model-name {model})"
-            )
-        length = served.get("max_model_len")
-        if length is not None and args.max_completion_length is not None and length <= args.max_completion_length:
-            raise ValueError(
-                f"The vLLM server at {url} was started with max_model_len={length}, which cannot hold a prompt and "
-                f"max_completion_length={args.max_completion_length} tokens. Start it with --max-model-len at least "
-                "the longest prompt + max_completion_length, or lower max_completion_length."
-            )
-        info = client.get("/server_info", params={"config_format": "json"})
-        if info.status_code != 200:
-            raise ValueError(
-                f"The vLLM server at {url} does not open its development endpoints (GET /server_info: status "
-                f"{info.status_code}), through which weights are sent. Start it with: {command}"
-            )
-        config = info.json()["vllm_config"]
-        if lora_rank is not None:
-            served_rank = (config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
-            if served_rank < lora_rank or client.get("/v1/load_lora_adapter").status_code == 404:
-                what = f"LoRA adapters of rank {lora_rank}"
-                raise ValueError(f"The vLLM server at {url} does not load {what}. Start it with: {command}")
-        elif config["weight_transfer_config"] is None:
-            raise ValueError(f"The vLLM server at {url} has no weight-transfer engine. Start it with: {command}")
-        _warn_of_quantization(url, config)
-        mode = config["model_config"]["logprobs_mode"]
-        if mode != "processed_logprobs":
-            logger.warning(
-                "The vLLM server at %s reports %s, so `sampling/*` and the mismatch correction are wrong wherever "
-                "temperature is not 1. Start it with --logprobs-mode processed_logprobs.",
-                url,
-                mode,
-            )
+        if wrong := _defect_of_server(client, served, args, model, lora_rank):
+            raise ValueError(f"The vLLM server at {url} {wrong}. Start it with: {command}")
 
 
-def _warn_of_quantization(url: str, config: dict) -> None:
-    weights, cache = config["model_config"]["quantization"], config["cache_config"]["cache_dtype"]
-    is_plain = cache in ("auto", "bfloat16", "float16", "float32")
-    quantized = [f"weights ({weights})"] * bool(weights) + [f"its cache ({cache})"] * (not is_plain)
-    if quantized:
-        logger.warning(
-            "The vLLM server at %s has quantized %s, so its log-probs differ from the trainer's. Monitor "
-            "`sampling/*`, and set vllm_importance_sampling_correction=True if the mismatch grows.",
-            url,
-            " and ".join(quantized),
+def _defect_of_server(
+    client: httpx.Client, served: dict, args: GRPOConfig, model: str, lora_rank: int | None
+) -> str | None:
+    """Return why a run cannot use the server, and warn of what makes its log-probs differ from the trainer's."""
+    if model not in (served["id"], served.get("root")):
+        return (
+            f"serves {served['id']!r}, but this run trains {model!r} (for the same weights under another name, add "
+            f"--served-model-name {model})"
         )
+    length, longest = served.get("max_model_len"), args.max_completion_length
+    if length is not None and longest is not None and length <= longest:
+        return f"has max_model_len={length}, which cannot hold a prompt and max_completion_length={longest} tokens"
+    info = client.get("/server_info", params={"config_format": "json"})
+    if info.status_code != 200:
+        return f"does not open its development endpoints (GET /server_info: status {info.status_code})"
+    config = info.json()["vllm_config"]
+    if lora_rank is not None:
+        served_rank = (config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
+        if served_rank < lora_rank or client.get("/v1/load_lora_adapter").status_code == 404:
+            return f"does not load LoRA adapters of rank {lora_rank}"
+    elif config["weight_transfer_config"] is None:
+        return "has no weight-transfer engine"
+    weights, cache = config["model_config"]["quantization"], config["cache_config"]["cache_dtype"]
+    differing = [f"quantized weights ({weights})"] * bool(weights)
+    differing += [f"a quantized cache ({cache})"] * (cache not in ("auto", "bfloat16", "float16", "float32"))
+    if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
+        differing.append(f"{mode} (start it with --logprobs-mode processed_logprobs)")
+    if differing:
+        logger.warning(
+            "The vLLM server has %s, so its log-probs differ from the trainer's. Monitor `sampling/*`, and set "
+            "vllm_importance_sampling_correction=True if the mismatch grows.",
+            ", ".join(differing),
+        )
+    return None
 
 
 def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str) -> None:

@@ -66,16 +66,9 @@ class TokenWeights:
     def begin(
         self, coefficients: torch.Tensor, own_values: torch.Tensor, counted: torch.Tensor, num_completions: int
     ) -> None:
-        """
-        Receive the values of the whole optimizer step, before its first backward pass.
-
-        Args:
-            coefficients (`torch.Tensor` of shape `(B,)`): Coefficients of all completions of the step.
-            own_values (`torch.Tensor` of shape `(num_values, B)`): Results of [`own_values`]; 0 for completions
-                without a forward pass.
-            counted (bool `torch.Tensor` of shape `(B,)`): Completions with at least one counted token.
-            num_completions (`int`): Number of scorable completions, the divisor of the loss.
-        """
+        """Receive the values of the whole optimizer step, before its first backward pass: its coefficients `(B,)`, the
+        results of [`own_values`] `(num_values, B)`, 0 for completions without a forward pass, which completions have a
+        counted token, bool `(B,)`, and the number of scorable completions, the divisor of the loss."""
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         """Return weights `(B, T)` without gradient; they are ignored outside the mask."""
