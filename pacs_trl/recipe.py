@@ -94,18 +94,9 @@ class Recipe(NamedTuple):
 
     @classmethod
     def from_settings(cls, settings: dict, num_processes: int | None = None) -> "Recipe":
-        """
-        Read the keys of a recipe.
-
-        Args:
-            settings (`dict`):
-                Keys and values as YAML or [`~settings.read_settings`] give them.
-            num_processes (`int`, *optional*):
-                Processes of a launch on other hardware. `None`: those of this run.
-
-        Raises:
-            `ValueError`: for an unknown or missing key, a value that its configuration rejects, or keys that conflict.
-        """
+        """Read keys and values as YAML or [`~settings.read_settings`] give them, for this run or for a launch of
+        `num_processes` on other hardware. Raises a `ValueError` that names unknown, missing, illegal, or conflicting
+        keys."""
         method = settings.get("method", "pacs")
         if method not in method_names():
             near = did_you_mean(str(method), method_names())
@@ -161,12 +152,7 @@ RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 
 
 def read_recipe(argv: Sequence[str]) -> Recipe:
-    """
-    Read `--config RECIPE.yaml [--key value ...]` for a run in this process; the command line wins over the file.
-
-    Raises:
-        `ValueError`: see [`Recipe.from_settings`]; or if no launcher has started this process of several.
-    """
+    """Read `--config RECIPE.yaml [--key value ...]` for a run in this process; the command line wins over the file."""
     settings, world_size = read_settings(argv), int(os.environ.get("WORLD_SIZE", 1))
     if world_size > 1 and not any(name in os.environ for name in RANKS):
         raise ValueError(

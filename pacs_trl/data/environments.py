@@ -65,16 +65,9 @@ def environment_tools(environment: Any) -> list[Callable]:
 
 
 def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """
-    Start one environment of each kind, check it with its first example, and return factories that return it first.
-
-    All completions of a group must see the same example, so `reset` must always return the same observation for equal
-    arguments. The returned datasets have a column `seed`, the index of the example, if every `reset` takes it.
-
-    Args:
-        factories (`Callable` or `dict` of them): `environment_factory` of TRL's trainer.
-        datasets (mapping): Datasets; other values are returned unchanged.
-    """
+    """Start one environment of each kind, check it with its first example, and return factories that return it first,
+    and the datasets. All completions of a group must see the same example, so `reset` must return the same observation
+    for equal arguments; datasets get a column `seed`, the index of the example, if every `reset` takes it."""
     from datasets import Dataset
 
     is_single = not isinstance(factories, dict)

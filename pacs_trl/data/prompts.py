@@ -4,8 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-_BATCH = 1000
-
 # Instruction of the PACS paper (arXiv 2509.02522, appendix C.1).
 PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
@@ -62,29 +60,11 @@ def prompt_lengths(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Any] | None = None,
 ) -> list[int]:
-    """Count the tokens of each prompt; either all prompts are messages, or all are text. Raises a `ValueError` for
-    messages if the tokenizer has no chat template."""
+    """Count the tokens of each prompt; either all prompts are messages, or all are text."""
     if len(prompts) == 0:
         return []
-    if not isinstance(prompts[0], str):
-        check_chat_template(tokenizer)
-    more = dict(chat_template_kwargs or {}) | ({"tools": list(tools)} if tools else {})
-    lengths: list[int] = []
-    for start in range(0, len(prompts), _BATCH):
-        batch = list(prompts[start : start + _BATCH])
-        if isinstance(batch[0], str):
-            ids = tokenizer(text=batch)["input_ids"]
-        else:
-            how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False} | more
-            ids = tokenizer.apply_chat_template(batch, **how)
-        lengths += map(len, ids)
-    return lengths
-
-
-def check_chat_template(tokenizer: Any) -> None:
-    """Raise a `ValueError` if a tokenizer has no chat template."""
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ValueError(
-            f"The prompts are messages, but the tokenizer of {tokenizer.name_or_path!r} has no chat template. Save "
-            "chat_template.jinja, or the tokenizer of an instruction-tuned model of the family, with the weights."
-        )
+    if isinstance(prompts[0], str):
+        return [len(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **(chat_template_kwargs or {})}
+    how |= {"tools": list(tools)} if tools else {}
+    return [len(ids) for ids in tokenizer.apply_chat_template(list(prompts), **how)]

@@ -109,12 +109,7 @@ def own_columns(
 
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
-    """
-    Load the rows of a set from the file `path`, of a task `miniature/<task>`, or from the Hub or a folder.
-
-    Raises:
-        `ValueError`: for an unreadable file, an unknown task or split, or if the Hub cannot be reached.
-    """
+    """Load the rows of a set from the file `path`, of a task `miniature/<task>`, or from the Hub or a folder."""
     rows = _stored_rows(name, entry, path)
     return rows if entry.convert_rows is None else entry.convert_rows(rows)
 
@@ -150,12 +145,7 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """
-    Read the rows of a `.jsonl`, `.json`, or `.parquet` file; columns may have values of several types.
-
-    Raises:
-        `ValueError`: if the file does not exist, has another extension, or is damaged.
-    """
+    """Read the rows of a `.jsonl`, `.json`, or `.parquet` file; columns may have values of several types."""
     if path.suffix not in FILE_FORMATS or not path.is_file():
         raise ValueError(
             f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}) or has an unknown extension. Name "
@@ -203,14 +193,9 @@ def report_unreadable_golds(
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:
-    """
-    Return the gold answer in a cell, a list if there are alternatives, `None` if there is none. A cell contains text,
-    a number, a list of alternatives (see [`~verification.gold_texts`]), tests of a program, or a conversation, whose
-    last assistant turn has the answer, in a box if there is one. For `answer_in` see [`ProblemSet`].
-
-    Raises:
-        `ValueError`: for tests of programs in another language than Python, and asserts that cannot be run.
-    """
+    """Return the gold answer in a cell, a list if there are alternatives, `None` if there is none. A cell contains
+    text, a number, a list of alternatives (see [`~verification.gold_texts`]), tests of a program, or a conversation,
+    whose last assistant turn has the answer, in a box if there is one. For `answer_in` see [`ProblemSet`]."""
     if answer_in == "tests" or isinstance(value, Mapping) or isinstance(value, str) and _ASSERTS.match(value):
         return json_of_tests(value)
     if value and is_conversation(value):

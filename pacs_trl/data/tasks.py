@@ -142,11 +142,8 @@ def _products() -> Iterator[WorkedProblem]:
 
 
 def looks_right(row: dict[str, str], completion: str) -> bool:
-    """
-    Return whether a completion ends in the answer, is one of the worked programs, or is the correct tool call.
-
-    Compares text, which is faster than a verifier; correct programs in another form are not recognized.
-    """
+    """Return whether a completion ends in the answer, is one of the worked programs, or is the correct tool call;
+    compares text, which is faster than a verifier."""
     if not row["answer"].startswith("{"):
         return completion.endswith(rf"\boxed{{{row['answer']}}}") or completion == CALL.format(row["problem"])
     b, total = (int(value.partition(":")[2]) for value in row["problem"].split(","))
@@ -198,18 +195,8 @@ def _sample(task: str, split: Split, num_problems: int | None, rng: random.Rando
 
 
 def problems(task: str, split: Split, num_problems: int | None = None, seed: int = 0) -> list[dict[str, str]]:
-    """
-    Sample problems of a task without replacement: rows with `"problem"` and `"answer"`, an integer or tests as text.
-
-    Args:
-        task (`str`): Key of `TASKS`.
-        split (`str`): `"train"` or `"test"`; no problem is in both, not even with commuted operands.
-        num_problems (`int`, *optional*): Number of problems; by default the whole split.
-        seed (`int`): Seed of choice and order.
-
-    Raises:
-        `ValueError`: if the task or the split is unknown, or the split has fewer problems.
-    """
+    """Sample problems of a task without replacement, by default the whole split: rows with `"problem"` and `"answer"`,
+    an integer or tests as text. No problem is in both splits, not even with commuted operands."""
     sampled = _sample(task, split, num_problems, random.Random(seed))
     return [{"problem": problem.text, "answer": str(problem.answer)} for problem in sampled]
 

@@ -76,11 +76,8 @@ def check_critic(
     prompt: CriticPrompt,
     prompts: Iterable[str | list[dict]],
 ) -> None:
-    """
-    Raises:
-        `ValueError`: if the critic's context is too short for the longest prompt and answer, or one engine would
-            serve two architectures.
-    """
+    """Raise a `ValueError` if the critic's context is too short for the longest prompt and answer, or one engine would
+    serve two architectures."""
     trust = {"trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **trust)
     room = config.get_text_config().max_position_embeddings

@@ -15,7 +15,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ..data import TRAINING_SETS, load_training_data
 from ..data.environments import environment_of_user
-from ..data.prompts import check_chat_template, prompt_lengths
+from ..data.prompts import prompt_lengths
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
 from ..recipe import Recipe, load_tokenizer, reward_function
@@ -170,8 +170,6 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     try:
         tokenizer = _local_tokenizer(recipe)
         if tokenizer is None or not is_local:
-            if tokenizer is not None and data.dataset_name in TRAINING_SETS:
-                check_chat_template(tokenizer)
             if is_local:
                 prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
             return prompts, []

@@ -120,12 +120,7 @@ def ignored_settings(given: Any, reasons: Mapping[str, str], instead: str = "`me
 
 
 def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
-    """
-    Read a YAML file that must be a mapping. `what` names it in errors: "recipe", "accelerate file".
-
-    Raises:
-        `ValueError`: if the file cannot be read or is not a mapping.
-    """
+    """Read a YAML file that must be a mapping. `what` names it in errors: "recipe", "accelerate file"."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -239,17 +234,8 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) -> dict[str, Any]:
-    """
-    Return the values of all fields of some dataclasses, converted by TRL's parser, without `env`.
-
-    Args:
-        settings (`Mapping`): Keys and values from YAML or [`read_settings`].
-        parts (`Sequence[type]`): Dataclasses without common fields.
-        what (`str`): Name of the configuration in errors.
-
-    Raises:
-        `ValueError`: if a key is unknown or missing, or a value has the wrong type.
-    """
+    """Return the values of all fields of some dataclasses without common fields, converted by TRL's parser, without
+    `env`. `what` names the configuration in errors."""
     parser = _field_parser(parts)
     actions = {action.dest: action for action in parser._actions}
     given = {}

@@ -47,15 +47,8 @@ def looks_like_path(name: str) -> bool:
 
 
 def check_model_path(name: str) -> None:
-    """
-    Check a local model, so that its path is not searched on the Hub.
-
-    Args:
-        name (`str`): Directory. Hub ids and `miniature/TASK` are not checked.
-
-    Raises:
-        `ValueError`: if the directory does not exist, or contains no model or an adapter without its base model.
-    """
+    """Raise a `ValueError` if a directory does not exist, or contains no model or an adapter without its base model;
+    Hub ids and `miniature/TASK` are not checked."""
     directory = Path(name)
     if not directory.exists() and (not looks_like_path(name) or name.startswith("miniature/")):
         return
@@ -88,12 +81,8 @@ def check_whole_model(name: str, user: str, otherwise: str) -> None:
 
 
 def object_of_user(name: str, key: str) -> Any:
-    """
-    Import an object by `package.module:attribute`, or with a dot for the colon, also from the working directory.
-
-    Raises:
-        `ValueError`: if this fails; `key` is the setting.
-    """
+    """Import an object by `package.module:attribute`, or with a dot for the colon, also from the working directory.
+    Raises a `ValueError` that names the setting `key`."""
     module_name, separator, attribute = name.rpartition(":" if ":" in name else ".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))

@@ -261,13 +261,9 @@ class Verifier(BaseVerifier):
             other._end()
 
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
-        """
-        Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most a
-        completion with the same text in its box is graded correct.
-
-        Parsing takes about 5 ms, so at most `_MAX_GOLDS` different ones that are not plain numbers are parsed, evenly
-        spaced.
-        """
+        """Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most
+        a completion with the same text in its box is graded correct. Of other than plain numbers, which take 5 ms
+        each, at most `_MAX_GOLDS` are parsed, evenly spaced."""
         rows_of_golds: dict[tuple[str, ...], list[int]] = {}
         found = []
         for index, golds in enumerate(map(gold_texts, solutions)):

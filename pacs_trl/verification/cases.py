@@ -148,13 +148,8 @@ def _case_of(statement: Any, name: str) -> tuple[str, Any] | None:
 
 
 def json_of_tests(value: Any) -> str | None:
-    """
-    Return tests as JSON, from a mapping or JSON in the form above, or from the `verification_info` of open-r1's and
-    PrimeIntellect's sets; `None` without a case, or if they cannot be read.
-
-    Raises:
-        UnusableTests: if the tests are for another language, or asserts that cannot be run.
-    """
+    """Return tests as JSON, from a mapping or JSON in the form above, or from the `verification_info` of open-r1's
+    sets; `None` without a case, or if they cannot be read. Raises [`UnusableTests`]."""
     try:
         value = _mapping_of(value)
         value = _from_verification_info(value["test_cases"] or []) if "test_cases" in value else value
@@ -167,20 +162,10 @@ def json_of_tests(value: Any) -> str | None:
 
 
 def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
-    """Convert cases with `type`, `input`, `output`, and for functions `fn_name`, whose output is a list of one."""
-    if not cases or len({(case.get("type"), case.get("fn_name")) for case in cases}) != 1:
+    """Convert cases with `input` and `output` as text; `None` unless all are of type `stdin_stdout`."""
+    if not cases or any(case.get("type") != "stdin_stdout" for case in cases):
         return None
-    if cases[0].get("type") != "function_call":
-        kept = [{"input": case["input"], "output": case["output"]} for case in cases]
-        return {"type": "stdin_stdout", "cases": kept}
-    read = []
-    for case in cases:
-        given, output = (
-            json.loads(cell) if isinstance(cell, str) else cell for cell in (case["input"], case["output"])
-        )
-        single = isinstance(output, list) and len(output) == 1
-        read.append({"input": given, "output": output[0] if single else output})
-    return {"type": "function", "name": cases[0]["fn_name"], "cases": read}
+    return {"type": "stdin_stdout", "cases": [{"input": case["input"], "output": case["output"]} for case in cases]}
 
 
 def last_program(text: str) -> str | None:

@@ -52,12 +52,8 @@ class PoolProcess:
         self.end = weakref.finalize(self, end_process, process, self.connection, self.owner)
 
     def grade(self, items: list) -> list[tuple[int, float, float]]:
-        """
-        Return outcome, seconds, and share of each item (completion, alternative gold answers), in order.
-
-        Raises:
-            OSError, EOFError: if the pool has ended, belongs to another process, or does not answer within its limits.
-        """
+        """Return outcome, seconds, and share of each item (completion, alternative gold answers), in order. Raises an
+        `OSError` or `EOFError` if the pool has ended or does not answer within its limits."""
         if os.getpid() != self.owner:  # a fork would mix its answers with those of the parent
             raise ConnectionError("the pool belongs to the parent process")
         self.connection.send(items)

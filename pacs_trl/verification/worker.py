@@ -123,12 +123,8 @@ _ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
 
 
 def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
-    """
-    Whether the parsed gold is an ordinary number and the parsed answer is provably too large to equal it.
-
-    Covers power towers and factorials by a lower bound of the logarithm. math-verify would compute their digits until
-    the time limit, with the same verdict.
-    """
+    """Whether the parsed gold is an ordinary number and the parsed answer, a power tower or factorial, is provably too
+    large to equal it. math-verify would compute its digits until the time limit, with the same verdict."""
     expected = [item for item in gold if not isinstance(item, str)]
     found = [item for item in answer if not isinstance(item, str)]
     return (

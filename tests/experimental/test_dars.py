@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import config
 
-from pacs_trl.experimental.dars import DARSConfig, additional_completions, within_budget
+from pacs_trl.experimental.dars import additional_completions, within_budget
 from pacs_trl.experimental.guidance import round_robin
 from pacs_trl.objective import proxy_coefficients
 
@@ -125,20 +124,3 @@ def test_the_table_of_the_docs():
     mixed = [sum(each["mixed"] for each in half) / 500 for half in (plain, equal)]
     assert (f"{ratio:.2f}", [f"{share:.2f}" for share in mixed]) == ("1.54", ["0.78", "0.86"])
     assert "54 % more" in text and "86 % instead of 78 %" in " ".join(text.split())
-
-
-ET, REFILL = {"adaptive_rollouts": "equal_treatment"}, {"refill_uniform_groups": True}
-REFUSED = {
-    "nothing to do": ({}, "adaptive_rollouts"),
-    "schedule without a bound": (ET, "max_generations"),
-    "bound of the first completions": (ET | {"max_generations": 4}, "max_generations=4"),
-    "bound without a schedule": (REFILL | {"max_generations": 32}, "max_generations"),
-    "budget without a schedule": (REFILL | {"adaptive_rollouts_budget": 8}, "adaptive_rollouts_budget"),
-    "rounds without refill": (ET | {"max_generations": 32, "max_refill_rounds": 5}, "max_refill_rounds"),
-}
-
-
-@pytest.mark.parametrize(("settings", "key"), REFUSED.values(), ids=REFUSED)
-def test_refused(settings, key):
-    with pytest.raises(ValueError, match=key):
-        config("out", DARSConfig, **settings)

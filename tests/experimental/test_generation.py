@@ -17,7 +17,6 @@ from replay import (
     DarsAndGuidanceTrainer,
     addition_dataset,
     build_trainer,
-    config,
     trainable_weights,
 )
 from seeds import shifted
@@ -26,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSTrainer, additional_completions
 from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
-from pacs_trl.experimental.guidance import WRONG, GuidanceConfig, GuidanceTrainer
+from pacs_trl.experimental.guidance import WRONG, GuidanceTrainer
 from pacs_trl.rewards import math_reward, run_python
 from pacs_trl.verification import Outcome
 
@@ -324,18 +323,6 @@ def test_refused_before_the_model_is_loaded(tmp_path, more, settings, key):
     with pytest.raises(ValueError, match=key):
         more = {"train_dataset": dataset(8)} | more
         build_trainer(tmp_path, model="no/model", trainer_class=watched(settings), more=more, **settings)
-
-
-REFUSED_SETTINGS = {
-    "no row": ({"max_guided_fraction": 0.1}, "max_guided_fraction"),
-    "without its half of the loss": ({"class_weighting": "only_negative"}, "class_weighting"),
-}
-
-
-@pytest.mark.parametrize(("settings", "key"), REFUSED_SETTINGS.values(), ids=REFUSED_SETTINGS)
-def test_refused_settings(settings, key):
-    with pytest.raises(ValueError, match=key):
-        config("out", GuidanceConfig, **settings)
 
 
 class Killed(WatchedBoth):

@@ -7,12 +7,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from replay import TOKENIZER, Replay, addition_dataset, build_trainer, config, digit_reward
+from replay import TOKENIZER, Replay, addition_dataset, build_trainer, digit_reward
 from seeds import shifted
 
 from pacs_trl.experimental.process_labels import (
     Prefixes,
-    ProcessLabelsConfig,
     ProcessLabelsTrainer,
     aligned_positions,
     checked_labels,
@@ -225,9 +224,3 @@ def test_labels_of_steps_by_two_functions_or_for_another_method(tmp_path):
         build_trainer(tmp_path, reward=[halves, halves], **settings).train()
     with pytest.raises(ValueError, match="'halves'"):
         build_trainer(tmp_path, reward=halves).train()
-
-
-@pytest.mark.parametrize("settings", [{"score_estimator": "dr_grpo"}, {"actor_term_coef": 0.5}])
-def test_settings_of_another_objective(settings):
-    with pytest.raises(ValueError, match=next(iter(settings))):
-        config("out", ProcessLabelsConfig, **settings)

@@ -14,12 +14,11 @@ from replay import (
     SteerAndVerlTrainer,
     assert_resumes,
     build_trainer,
-    config,
     train_and_compare,
 )
 from seeds import shifted
 
-from pacs_trl.experimental.steer import STEERConfig, STEERTrainer, SteerWeights, entropy_sensitivities, steer_weights
+from pacs_trl.experimental.steer import STEERTrainer, SteerWeights, entropy_sensitivities, steer_weights
 from pacs_trl.update.token_weights import TokenValues
 
 
@@ -177,17 +176,3 @@ def test_gradient_of_steer(tmp_path, settings):
     trainer, _ = train_and_compare(tmp_path, replay, **(TWO_UPDATES | STEER | settings))
     largest = 1.5 if trainer.args.token_weight_mapping == "linear" else 1
     assert all(0.5 < entry["steer/weight_mean"] < largest for entry in trainer.state.log_history[:4])
-
-
-LINEAR_ONLY = {"token_weight_mapping": "linear"}
-REFUSED = {
-    "no maximum": ({"token_weight_max": 1.5}, "token_weight_max"),
-    "exponential": ({"token_weight_min": 1.1}, "token_weight_min"),
-    "order": (LINEAR_ONLY | {"token_weight_min": 1.2}, "token_weight_min"),
-}
-
-
-@pytest.mark.parametrize(("settings", "key"), REFUSED.values(), ids=REFUSED)
-def test_refused(settings, key):
-    with pytest.raises(ValueError, match=key):
-        config("out", STEERConfig, **settings)

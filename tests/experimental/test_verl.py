@@ -11,7 +11,6 @@ from replay import (
     Recorder,
     Replay,
     build_trainer,
-    config,
     load_weights,
     logps_and_entropies,
     relative_error,
@@ -22,7 +21,6 @@ from seeds import shifted
 
 from pacs_trl.experimental import verl
 from pacs_trl.experimental.verl import (
-    VERLConfig,
     VERLTrainer,
     effective_rank,
     hidden_states,
@@ -179,8 +177,3 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
     assert trainer.verl_means is not None and len(kept) == 2
-
-
-def test_a_stride_of_a_whole_completion_is_refused():
-    with pytest.raises(ValueError, match="hidden_state_stride"):
-        config("out", VERLConfig, hidden_state_stride=8)

@@ -160,10 +160,8 @@ class TestReading:
         info = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
         assert json.loads(json_of_tests(info)) == json.loads(json_of_tests(json.dumps(info))) == STDIN
         calls = [{"type": "function_call", "fn_name": "f", "input": "[1, 2]", "output": "[3]"}]
-        read = json.loads(json_of_tests({"language": "python", "test_cases": calls}))
-        assert read == {"type": "function", "name": "f", "cases": [{"input": [1, 2], "output": 3}]}
         assert json.loads(json_of_tests(STDIN)) == STDIN
-        broken = [None, [], [{}], 5, [5], "[]", [{"type": ["function"]}], [calls[0] | {"output": "[" * 5000}]]
+        broken = [None, [], [{}], 5, [5], "[]", [{"type": ["function"]}], calls]
         for value in (
             None,
             "",
