@@ -246,13 +246,9 @@ def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Call
     return call
 
 
-def with_checked_result(function: Callable, name: str) -> Callable:
-    """Wrap a reward function to raise a `ValueError` with its name unless it returns an iterable of numbers and
-    `None`."""
-    return with_result(function, lambda rewards, given: _as_numbers(rewards, name))
-
-
-def _as_numbers(rewards: Any, name: str) -> list[float | None]:
+def as_numbers(rewards: Any, name: str) -> list[float | None]:
+    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
+    finite numbers and `None`."""
     try:
         entries = [rewards] if isinstance(rewards, str | bytes | dict) else list(rewards)
         if any(isinstance(entry, str | bytes | dict) for entry in entries):

@@ -28,7 +28,7 @@ from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, construction, publication
 from .adapter_sync import engine_with_lora
 from .callbacks import NoSignalCallback, StepStart, check_fixed, fixed_settings
-from .checks import check_adapters, check_columns, check_golds, with_checked_result
+from .checks import as_numbers, check_adapters, check_columns, check_golds, with_result
 from .console import shorten_console
 from .engine import ServerFailure, checked_rollouts, end_empty_completions, failed_run
 from .evaluation import BenchmarkEvaluation
@@ -241,7 +241,8 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         """Wrap a reward function: check its result, and bind the `reward_arguments` that it has parameters for.
         `index` is its position in `reward_funcs`."""
-        return with_checked_result(construction.with_arguments(function, name, self.reward_arguments()), name)
+        function = construction.with_arguments(function, name, self.reward_arguments())
+        return with_result(function, lambda rewards, given: as_numbers(rewards, name))
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter

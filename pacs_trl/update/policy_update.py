@@ -29,9 +29,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from .forward_pass import CompletionLogps, ForwardPass
 from .loss import Objective
-from .microbatching import MicroBatchConfig, Schedule
+from .microbatching import MicroBatchConfig, Schedule, schedule_micro_batches
 from .rollout import Rollout
-from .step import FILLER, MicroBatch, StepRollouts, collate, schedule_some, schedule_step
+from .step import FILLER, MicroBatch, StepRollouts, collate, rollout_lengths, schedule_step
 from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics, mismatch_metrics, mismatch_statistics
 
 
@@ -140,8 +140,15 @@ class PolicyUpdate:
         return step
 
     def schedule_some(self, step: StepRollouts, indices: list[int]) -> Schedule:
-        """Return micro-batches of some completions of a step."""
-        return schedule_some(step.rollouts, indices, self._limits)
+        """Return micro-batches of some completions of a step. Increases `max_tokens` to the longest single rollout,
+        which happens only for completions without a gradient."""
+        lengths, limits = rollout_lengths(step.rollouts, self.limits.pair_cost), self._limits
+        if limits.max_tokens is not None:
+            longest = max((lengths.prompts[i] + lengths.completions[i] for i in indices), default=0)
+            limits = limits._replace(max_tokens=max(limits.max_tokens, longest))
+        schedule = schedule_micro_batches(lengths, [[i] for i in indices], limits)
+        assert schedule is not None  # a single rollout always fits
+        return schedule
 
     @property
     def _limits(self) -> MicroBatchConfig:

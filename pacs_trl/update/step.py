@@ -89,18 +89,6 @@ def schedule_step(
     return StepRollouts(rollouts, groups, split, whole_groups=False)
 
 
-def schedule_some(rollouts: list[Rollout], indices: list[int], limits: MicroBatchConfig) -> Schedule:
-    """Return micro-batches of some completions of a step. Increases `max_tokens` to the longest single rollout,
-    which happens only for completions without a gradient."""
-    lengths = rollout_lengths(rollouts, limits.pair_cost)
-    if limits.max_tokens is not None:
-        longest = max((lengths.prompts[i] + lengths.completions[i] for i in indices), default=0)
-        limits = limits._replace(max_tokens=max(limits.max_tokens, longest))
-    schedule = schedule_micro_batches(lengths, [[i] for i in indices], limits)
-    assert schedule is not None  # a single rollout always fits
-    return schedule
-
-
 def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutLengths:
     """Return the lengths of prompts and completions; prompts with equal token ids share an id."""
     texts: dict[bytes, int] = {}
