@@ -11,13 +11,7 @@ from . import tables
 from .inputs import read_log_history
 
 
-def build_report(
-    paths: Sequence[Path],
-    output_dir: Path,
-    *,
-    baseline: str | None = None,
-    figures: bool = True,
-) -> list[Path]:
+def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | None = None) -> list[Path]:
     """
     Write `tables.md` and the pass@k figure of results files or their directories, and return the files written.
 
@@ -27,8 +21,7 @@ def build_report(
     results = [read_results(path) for path in paths]
     require_same_protocol(results, [str(path) for path in paths])
     names = tables.benchmarks(results)
-    by_method = tables.methods(results)
-    before = baseline or next(iter(by_method))
+    before = baseline or results[0]["method"]
     pass_at_k = {name: tables.benchmark_table(results, name, baseline) for name in names}
 
     markdown = []
@@ -38,21 +31,18 @@ def build_report(
             f"# Before and after\n\nBefore: {tables.one_line(before)}. Percent with 95 % intervals over problems."
             f"\n\n{changes}"
         )
-    if figures:
-        markdown.append("![pass@k](pass_at_k.png)\n")
+    markdown.append("![pass@k](pass_at_k.png)\n")
     for name, title in names.items():
         markdown.append(tables.details(tables.one_line(title), tables.to_markdown(*pass_at_k[name])))
     markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
     markdown.append(_protocol_text(results[0]["protocol"]))
 
-    output_dir.mkdir(parents=True, exist_ok=True)
-    files = [output_dir / "tables.md"]
-    files[0].write_text("\n".join(markdown), encoding="utf-8")
-    if figures:
-        from . import plots
+    from . import plots  # needs matplotlib
 
-        files += plots.pass_at_k_figure(results, names, output_dir / "pass_at_k")
-    return files
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file = output_dir / "tables.md"
+    file.write_text("\n".join(markdown), encoding="utf-8")
+    return [file, *plots.pass_at_k_figure(results, names, output_dir / "pass_at_k")]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

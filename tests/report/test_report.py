@@ -36,7 +36,7 @@ def test_begins_with_before_and_after(results_factory, tmp_path):
     are folded."""
     files = [results_factory("mine", 0.4), results_factory("trained", 0.6)]
     for baseline in (None, "mine", "trained"):
-        build_report(files, tmp_path / "out", baseline=baseline, figures=baseline is None)
+        build_report(files, tmp_path / "out", baseline=baseline)
         text = (tmp_path / "out" / "tables.md").read_text()
         assert text.startswith(f"# Before and after\n\nBefore: {baseline or 'mine'}.")
         table = [line.split(" | ") for line in text.split("\n\n")[2].splitlines()[2:]]
@@ -44,7 +44,7 @@ def test_begins_with_before_and_after(results_factory, tmp_path):
         assert [row[1] for row in table[:2]] == ["pass@1", "pass@64"]
         assert {row[2] for row in table} == ({"trained"} if baseline != "trained" else {"mine"})
         assert all(("+" in row[5]) == (baseline != "trained") for row in table[::2])
-        assert baseline or text.index("![pass@k]") < text.index("<details><summary>AIME 2024</summary>")
+        assert text.index("![pass@k]") < text.index("<details><summary>AIME 2024</summary>")
     build_report(files[:1], tmp_path / "one")
     assert (tmp_path / "one" / "tables.md").read_text().startswith("![pass@k](pass_at_k.png)")
 
@@ -96,7 +96,7 @@ def test_names_stay_in_their_cell(results_factory, tmp_path):
         document = json.loads((file / "results.json").read_text()) | changes
         document["benchmarks"]["math_500"]["title"] = "MATH\n| 500"
         (file / "results.json").write_text(json.dumps(document))
-    build_report(files, tmp_path / "out", baseline="GRPO", figures=False)
+    build_report(files, tmp_path / "out", baseline="GRPO")
     lines = (tmp_path / "out" / "tables.md").read_text().splitlines()
     table = [line for line in lines if line.startswith("|")]
     assert {
