@@ -164,15 +164,8 @@ def series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float
     return [(log["step"], log[key]) for log in run if log.get(key) is not None]
 
 
-def draw_runs(
-    panel: Axes,
-    runs: Sequence[Sequence[tuple[float, float]]],
-    label: str,
-    look: dict[str, Any],
-    *,
-    smooth: bool = True,
-) -> None:
-    """Draw each run as a thin line, and their mean as a thick one."""
+def draw_runs(panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], label: str, look: dict[str, Any]) -> None:
+    """Draw each run as a thin line, and their smoothed mean as a thick one."""
     points = [dict(run) for run in runs if run]
     if not points:
         return
@@ -180,8 +173,7 @@ def draw_runs(
         panel.plot(run.keys(), run.values(), color=look["color"], linewidth=0.4, alpha=0.4)
     steps = sorted(set.intersection(*(set(run) for run in points)))
     mean = np.mean([[run[step] for step in steps] for run in points], axis=0)
-    thick = look | {"marker": ""} if smooth else look
-    panel.plot(steps, smoothed(mean) if smooth else mean, label=label, **thick)
+    panel.plot(steps, smoothed(mean), label=label, **look | {"marker": ""})
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
