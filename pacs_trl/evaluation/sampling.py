@@ -15,40 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..update.generation import generate_sharing_prompts
-from .requests import Completion, Prompt, SamplingSettings, sample_seed, tokenize_prompt
-
-
-def sample_completions(
-    model,
-    tokenizer,
-    prompts: Sequence[Prompt],
-    *,
-    n: int,
-    settings: SamplingSettings | None = None,
-    seed: int = 0,
-    batch_size: int = 64,
-) -> list[list[Completion]]:
-    """
-    Sample `n` completions of each prompt from a causal language model.
-
-    Args:
-        model, tokenizer: Of transformers; the training mode of the model is restored.
-        prompts (sequence of conversations or strings): Strings are continued without a chat template.
-        n (`int`): Completions per prompt.
-        settings ([`SamplingSettings`], *optional*): Sampling settings.
-        seed (`int`): Completion `j` of prompt `i` depends on `(seed, i, j)`.
-        batch_size (`int`): Completions per call of `generate`.
-    """
-    rows = [(i, j) for i in range(len(prompts)) for j in range(n)]
-    completions: list[list[Completion]] = [[] for _ in prompts]
-    for start in range(0, len(rows), batch_size):
-        batch = rows[start : start + batch_size]
-        seeds = [sample_seed(seed, str(i), j) for i, j in batch]
-        of_batch = [prompts[i] for i, _ in batch]
-        found = generate_batch(model, tokenizer, of_batch, seeds, settings or SamplingSettings())
-        for (i, _), completion in zip(batch, found, strict=True):
-            completions[i].append(completion)
-    return completions
+from .requests import Completion, Prompt, SamplingSettings, tokenize_prompt
 
 
 def generate_batch(

@@ -4,26 +4,13 @@ They have the architecture of the paper's 4B and 8B models, so that trainer, LoR
 take the same code path. `warm_start` teaches them the tasks.
 """
 
-from typing import NamedTuple
-
 import torch
 from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 
-class ModelSize(NamedTuple):
-    """Layers and widths of a size; attention heads are 32 wide, and two share a key-value head."""
-
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-
-
+# Layers, hidden size, and inner size of the MLP; attention heads are 32 wide, and two share a key-value head.
+MODEL_SIZES = {"tiny": (2, 64, 128), "small": (4, 128, 512)}  # 0.1 and 1 million parameters
 HEAD_DIM = 32
-
-MODEL_SIZES: dict[str, ModelSize] = {
-    "tiny": ModelSize(num_layers=2, hidden_size=64, intermediate_size=128),  # 0.1M parameters
-    "small": ModelSize(num_layers=4, hidden_size=128, intermediate_size=512),  # 1M
-}
 
 
 def check_size(size: str) -> None:
@@ -32,20 +19,8 @@ def check_size(size: str) -> None:
 
 
 def build_model(tokenizer: PreTrainedTokenizerBase, size: str = "small", seed: int = 0) -> Qwen3ForCausalLM:
-    """
-    Build a randomly initialized miniature model.
-
-    Args:
-        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): Provides vocabulary size, padding token, and end token.
-        size (`str`): Key of `MODEL_SIZES`.
-        seed (`int`): Seed of the weights; the global random state is not changed.
-
-    Returns:
-        [`~transformers.Qwen3ForCausalLM`]: A float32 model on the CPU with tied embeddings.
-
-    Raises:
-        `ValueError`: if `size` is unknown.
-    """
+    """Return a miniature model of a size in `MODEL_SIZES`, float32 on the CPU with tied embeddings, whose weights
+    depend on `seed` alone; the global random state is not changed."""
     check_size(size)
     num_layers, hidden_size, intermediate_size = MODEL_SIZES[size]
     num_heads = hidden_size // HEAD_DIM

@@ -60,17 +60,10 @@ RESPONSE_TEMPLATE = {
 
 def build_tokenizer(tools: bool = False) -> PreTrainedTokenizerFast:
     r"""
-    Build the tokenizer of the miniature models.
+    Build the tokenizer of the miniature models; with `tools` it parses tool calls in responses.
 
     Ids 0 to 255 are the bytes in the order of the ByteLevel alphabet, followed by the special tokens, the role
-    headers, and `\boxed{`. Padding is on the left.
-
-    Args:
-        tools (`bool`): Whether tool calls in responses are parsed.
-
-    Returns:
-        [`~transformers.PreTrainedTokenizerFast`]: With a ChatML chat template, end token `<|im_end|>`, and padding
-        token `<|endoftext|>`.
+    headers, and `\boxed{`. Padding is on the left, the end token is `<|im_end|>`, the padding token `<|endoftext|>`.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: token_id for token_id, symbol in enumerate(alphabet)}

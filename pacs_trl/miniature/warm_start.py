@@ -10,6 +10,7 @@ import copy
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -25,8 +26,8 @@ from trl import SFTConfig, SFTTrainer
 
 from ..data import tasks
 from ..data.tasks import demonstrations, looks_right, problems
-from ..evaluation.requests import SamplingSettings
-from ..evaluation.sampling import sample_completions
+from ..evaluation.engines import TransformersEngine
+from ..evaluation.requests import Request, SamplingSettings, sample_seed
 from . import model as models
 from . import tokenizer
 from .model import build_model
@@ -51,39 +52,23 @@ SIZE_SETTINGS = {"tiny": {"learning_rate": 2e-3}}
 TASK_SETTINGS = {"arithmetic": {"target_accuracy": 0.2}}
 
 # Variables of `accelerate launch` and torchrun, which the process of the warm start must not inherit.
-_DISTRIBUTED_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_DISTRIBUTED_PREFIXES = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_")
+_DISTRIBUTED = re.compile("(LOCAL_)?(RANK|WORLD_SIZE)$|MASTER_|ACCELERATE_|FSDP_|TORCHELASTIC_")
 
 
 @dataclass(frozen=True)
 class WarmStartSettings:
-    """
-    Settings of a warm start.
+    """Settings of a warm start. With the target `None` training ends after `max_steps` without a measurement."""
 
-    Args:
-        task (`str`): Key of `tasks.TASKS`.
-        size (`str`): Key of `model.MODEL_SIZES`.
-        seed (`int`): Seed of the initial weights and of the demonstrations.
-        target_accuracy (`float` or `None`): Share of correct completions (temperature 1) on held-out problems of the
-            task. With `None` training ends after `max_steps` without a measurement, for a quick try.
-        max_steps (`int`): Optimizer steps within which the target must be reached.
-        probe_steps (`int`): Optimizer steps between two measurements of the accuracy.
-        num_probes (`int`): Training problems per measurement, one completion each.
-        num_calibration_samples (`int`): Completions per held-out problem when weights are interpolated.
-        batch_size (`int`): Demonstrations per optimizer step.
-        learning_rate (`float`): Learning rate of AdamW, constant after 20 steps of linear warm-up.
-    """
-
-    task: str
-    size: str = "small"
-    seed: int = 0
-    target_accuracy: float | None = 0.15
-    max_steps: int = 6000
-    probe_steps: int = 50
-    num_probes: int = 256
-    num_calibration_samples: int = 6
-    batch_size: int = 16
-    learning_rate: float = 7e-4
+    task: str  # key of `tasks.TASKS`
+    size: str = "small"  # key of `model.MODEL_SIZES`
+    seed: int = 0  # of the initial weights and of the demonstrations
+    target_accuracy: float | None = 0.15  # share of correct completions (temperature 1) on held-out problems
+    max_steps: int = 6000  # optimizer steps within which the target must be reached
+    probe_steps: int = 50  # optimizer steps between two measurements of the accuracy
+    num_probes: int = 256  # training problems per measurement, one completion each
+    num_calibration_samples: int = 6  # completions per held-out problem when weights are interpolated
+    batch_size: int = 16  # demonstrations per optimizer step
+    learning_rate: float = 7e-4  # of AdamW, constant after 20 steps of linear warm-up
 
     def digest(self) -> str:
         """Return a hash of the settings and of the code, so that a change of either trains a new warm start."""
@@ -98,17 +83,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     Return the directory of a warm-started miniature model, trained on first use in a separate CPU process: the caller
     may be one of several distributed processes, and keeps its random state. An interrupted run leaves no files.
 
-    Args:
-        task (`str`): Key of `tasks.TASKS`, or `TASK/SIZE`.
-        cache_dir (`str` or `Path`): Directory of warm starts, one subdirectory per combination of settings.
-        **settings: Other fields of [`WarmStartSettings`].
-
-    Returns:
-        `Path`: A checkpoint with tokenizer; its `warm_start.json` has settings, steps, and accuracies.
-
-    Raises:
-        `ValueError`: if the task or the size is unknown.
-        `subprocess.CalledProcessError`: if training fails.
+    `task` may be `TASK/SIZE`; `settings` are other fields of [`WarmStartSettings`]. The directory is a checkpoint with
+    tokenizer; its `warm_start.json` has settings, steps, and accuracies.
     """
     task, _, size = task.partition("/")
     settings |= {"size": size} if size else {}
@@ -120,11 +96,8 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     if directory.is_dir():
         return directory
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in _DISTRIBUTED_VARIABLES and not name.startswith(_DISTRIBUTED_PREFIXES)
-    } | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {name: value for name, value in os.environ.items() if not _DISTRIBUTED.match(name)}
+    environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     if not sys.stderr.isatty():  # no progress bars in a pipe or a file
         environment |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".partial-") as partial:
@@ -145,12 +118,9 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
     """
     Train a warm start in this process; save model, tokenizer, and `warm_start.json` to `output_dir`.
 
-    Returns:
-        `dict`: `"steps"` and `"calibration"`: pairs of an interpolation factor between two averages of the weights and
-        its accuracy; the last pair is that of the result, linearly interpolated.
-
-    Raises:
-        `RuntimeError`: if the target is not reached in `max_steps`.
+    Return `"steps"` and `"calibration"`: pairs of an interpolation factor between two averages of the weights and its
+    accuracy; the last pair is that of the result, linearly interpolated. Raise a `RuntimeError` if the target is not
+    reached in `max_steps`.
     """
     has_tools = settings.task in tasks.TOOL_TASKS
     model_tokenizer = build_tokenizer(has_tools)
@@ -270,20 +240,14 @@ def measure(
 ) -> float:
     """Return the share of correct answers in `num_samples` completions of each problem at temperature 1."""
     rows = sorted(rows, key=lambda row: len(row["problem"]))  # similar lengths within a batch
-    sampled = sample_completions(
-        model,
-        processing_class,
-        [[{"role": "user", "content": row["problem"]}] for row in rows],
-        n=num_samples,
-        settings=SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH),
-        seed=seed,
-        batch_size=512,
-    )
-    right = [
-        looks_right(row, completion.text)
-        for row, completions in zip(rows, sampled, strict=True)
-        for completion in completions
+    requests = [
+        Request(str(i), j, sample_seed(seed, str(i), j), [{"role": "user", "content": row["problem"]}])
+        for i, row in enumerate(rows)
+        for j in range(num_samples)
     ]
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
+    answers = TransformersEngine(model, processing_class, batch_size=512).generate(requests, settings)
+    right = [looks_right(rows[int(request.problem_id)], completion.text) for request, completion in answers]
     return sum(right) / len(right)
 
 

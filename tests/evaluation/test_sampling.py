@@ -5,16 +5,21 @@ import random
 import numpy as np
 import torch
 
-from pacs_trl.evaluation.sampling import (
-    SamplingSettings,
-    SeededSampler,
-    generate_batch,
-    sample_completions,
-    sample_seed,
-)
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.requests import Request, SamplingSettings, sample_seed
+from pacs_trl.evaluation.sampling import SeededSampler, generate_batch
 
 
 PROMPTS = [[{"role": "user", "content": "1+2"}], "1+", [{"role": "user", "content": "3+4 and a longer question"}]]
+
+
+def sample(model, tokenizer, prompts, n, settings, seed=0, batch_size=64):
+    """`n` completions of each prompt."""
+    keys = [(i, j) for i in range(len(prompts)) for j in range(n)]
+    requests = [Request("", j, sample_seed(seed, str(i), j), prompts[i]) for i, j in keys]
+    engine = TransformersEngine(model, tokenizer, batch_size=batch_size)
+    answers = [answer for _, answer in engine.generate(requests, settings)]
+    return [answers[start : start + n] for start in range(0, len(answers), n)]
 
 
 def chosen(sampler, logits, step=0):
@@ -52,21 +57,21 @@ def test_top_k_and_impossible_tokens():
 
 def test_a_completion_depends_on_its_seed_alone(boxing_model):
     settings = SamplingSettings(1.0, 1.0, 0, 12)
-    together = sample_completions(*boxing_model, PROMPTS, n=6, settings=settings, seed=1, batch_size=18)
-    assert together == sample_completions(*boxing_model, PROMPTS, n=6, settings=settings, seed=1, batch_size=5)
-    assert together == [row[:6] for row in sample_completions(*boxing_model, PROMPTS, n=9, settings=settings, seed=1)]
-    assert together != sample_completions(*boxing_model, PROMPTS, n=6, settings=settings, seed=2)
+    together = sample(*boxing_model, PROMPTS, 6, settings, seed=1, batch_size=18)
+    assert together == sample(*boxing_model, PROMPTS, 6, settings, seed=1, batch_size=5)
+    assert together == [row[:6] for row in sample(*boxing_model, PROMPTS, 9, settings, seed=1)]
+    assert together != sample(*boxing_model, PROMPTS, 6, settings, seed=2)
     assert len({c.text for c in together[0]}) > 1
 
 
 def test_the_model_answers_in_boxes(boxing_model):
-    (completions,) = sample_completions(*boxing_model, PROMPTS[:1], n=50, settings=SamplingSettings(1.0, 1.0, 0, 8))
+    (completions,) = sample(*boxing_model, PROMPTS[:1], 50, SamplingSettings(1.0, 1.0, 0, 8))
     boxed = [c for c in completions if c.text in {rf"\boxed{{{d}}}" for d in range(10)}]
     assert len(boxed) > 40  # in theory 999 of 1,000
     # The box is one token, then a digit, the closing brace and the end token, which counts.
     assert all(c.num_tokens == 4 and c.finish_reason == "stop" for c in boxed)
     settings = SamplingSettings(temperature=0, max_new_tokens=2)
-    (completions,) = sample_completions(*boxing_model, PROMPTS[:1], n=3, settings=settings)
+    (completions,) = sample(*boxing_model, PROMPTS[:1], 3, settings)
     assert completions == completions[:1] * 3  # greedy
     assert all(c.num_tokens == 2 and c.finish_reason == "length" for c in completions)
 
@@ -89,7 +94,7 @@ def test_random_states_and_mode_are_left_alone(boxing_model):
     model, tokenizer = boxing_model
     model.train()
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-    sample_completions(model, tokenizer, PROMPTS, n=2, settings=SamplingSettings(max_new_tokens=4))
+    sample(model, tokenizer, PROMPTS, 2, SamplingSettings(max_new_tokens=4))
     assert model.training
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states[:2]
     assert torch.equal(torch.get_rng_state(), states[2])
