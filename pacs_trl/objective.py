@@ -17,7 +17,7 @@ Every reduction runs in float32, or in float64 for float64 input, never in half 
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
 import torch
 import torch.nn.functional as F
@@ -66,16 +66,13 @@ def sequence_proxies(
             that the policy did not generate. If there is no 1, the proxy is 0.
         pacs_beta (`float`): Scale of the proxy.
         proxy (`str`): `"log_ratio"`, `"mean_log_ratio"` or `"mean_logp"`.
-
-    Raises:
-        `ValueError`: if `proxy` is unknown.
     """
     mask, terms = completion_mask.bool(), _at_least_float32(logps)
-    if proxy in ("log_ratio", "mean_log_ratio"):
+    if proxy == "log_ratio" or proxy == "mean_log_ratio":
         # Subtract before summing: the difference of two sums of thousands of nats loses precision in float32.
         terms = terms - _at_least_float32(ref_logps)
     elif proxy != "mean_logp":
-        raise ValueError(f"`proxy` must be 'log_ratio', 'mean_log_ratio' or 'mean_logp', got {proxy!r}.")
+        assert_never(proxy)
     total = pacs_beta * terms.masked_fill(~mask, 0.0).sum(dim=-1)
     return total if proxy == "log_ratio" else total / mask.sum(dim=-1).clamp(min=1)
 
@@ -141,7 +138,7 @@ def group_scores(
     With `n` scorable completions in the group and `mean`, `std` over them: `"rloo"` is `r_i - mean of the others` (eq.
     6), `"dr_grpo"` is `r_i - mean` (eq. 11), `"grpo"` is `(r_i - mean) / (std + 1e-6)` with the unbiased std (eq. 10;
     not divided in a group whose proxies are all equal), and `"none"` is `r_i`. `psi_rloo = n / (n - 1) * psi_dr_grpo`
-    holds exactly: the two differ by a rescaled `pacs_beta`. Raises a `ValueError` for an unknown `score_estimator`.
+    holds exactly: the two differ by a rescaled `pacs_beta`.
     """
     scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
     grouped = _at_least_float32(proxies).view(-1, num_generations)  # (P, G)
@@ -155,9 +152,7 @@ def group_scores(
     elif score_estimator == "none":
         scores = grouped.masked_fill(~scorable, 0.0)
     else:
-        raise ValueError(
-            f"`score_estimator` must be one of 'rloo', 'dr_grpo', 'grpo', 'none', got {score_estimator!r}."
-        )
+        assert_never(score_estimator)
     return scores.view(-1)
 
 
@@ -181,8 +176,6 @@ def class_weights(
     This equals `w * BCE(sigmoid(psi), y)` with the weight `w = p + q` and the target `y = p / w` (`R` where `w` is 0).
     For labels 0 and 1 the target is the label. For soft labels it is not: with one weight for both terms, as in `w *
     BCE(sigmoid(psi), R)`, the loss would push down the best completion of a group with a low mean label.
-
-    Raises a `ValueError` for an unknown `class_weighting`.
     """
     scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
     known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
@@ -199,10 +192,7 @@ def class_weights(
     elif class_weighting == "only_negative":
         positive = torch.zeros_like(positive)
     elif class_weighting != "none":
-        raise ValueError(
-            "`class_weighting` must be one of 'balanced', 'none', 'only_positive', 'only_negative', got "
-            f"{class_weighting!r}."
-        )
+        assert_never(class_weighting)
     weights = positive + negative
     targets = torch.where(weights != 0, positive / weights, known)
     # Always rounded to float32, as in the authors' code, so that float64 comparisons with their numbers are exact.
