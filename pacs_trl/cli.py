@@ -6,7 +6,7 @@ Help is printed before libraries are imported. Exit codes are in `errors.py`.
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from .errors import exit_code
@@ -59,19 +59,11 @@ def _without_command(argv: Sequence[str]) -> int:
         print("\n`pacs-trl COMMAND --help` lists options; `pacs-trl --version` lists installed versions.")
         return 0
     if name in ("-V", "--version"):
-        print(
-            f"pacs-trl {version('pacs_trl')} ({', '.join(map(_installed, ('trl', 'transformers', 'torch', 'vllm')))})"
-        )
+        libraries = ", ".join(f"{library} {version(library)}" for library in ("trl", "transformers", "torch"))
+        print(f"pacs-trl {version('pacs_trl')} ({libraries})")
         return 0
     near = did_you_mean(name, [*COMMANDS, "--help", "--version"])
     raise ValueError(f"There is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
-
-
-def _installed(package: str) -> str:
-    try:
-        return f"{package} {version(package)}"
-    except PackageNotFoundError:
-        return f"no {package}"
 
 
 if __name__ == "__main__":

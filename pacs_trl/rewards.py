@@ -287,21 +287,14 @@ def _log(
     """Log the shares of outcomes and other `metrics`, and the outcomes and other `columns`, where TRL takes them."""
     outcomes = [grade.outcome for grade in grades]
     if log_metric is not None and grades:
-        for name, value in (outcome_shares(outcomes) | dict(metrics or {})).items():
+        for outcome in [each for each in Outcome if each is not Outcome.ERROR]:
+            log_metric(f"verification/{outcome.name.lower()}", outcomes.count(outcome) / len(outcomes))
+        for name, value in (metrics or {}).items():
             log_metric(name, value)
     if log_extra is not None:
         names = [outcome.name.lower() for outcome in outcomes]
         for name, column in (dict(columns or {}) | {"verification": names}).items():
             log_extra(name, column)
-
-
-def outcome_shares(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    """Return the share of each outcome of an answer as `verification/<outcome>`; empty without outcomes."""
-    return {
-        f"verification/{outcome.name.lower()}": outcomes.count(outcome) / len(outcomes)
-        for outcome in Outcome
-        if outcomes and outcome is not Outcome.ERROR
-    }
 
 
 class VerificationFailure(FailedRun):

@@ -176,9 +176,8 @@ def _checked_model(recipe: Recipe):
         check_vllm(training, name, lora_rank)
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
-        peft_config.target_modules = {
-            targets
-        }  # TRL turns a list of one name into a string, which peft reads as a regular expression
+        # TRL turns a list of one name into a string, which peft reads as a regular expression
+        peft_config.target_modules = {targets}
     try:
         return peft_config, load_tokenizer(recipe)
     except OSError as error:  # no connection, no such model, or no access

@@ -125,13 +125,8 @@ def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[
         return [json.loads(line) for line in lines if line]
     if looks_like_path(name) and not Path(name).exists():
         raise ValueError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
-    from datasets import Dataset, load_dataset, load_from_disk
+    from datasets import load_dataset
 
-    if any((Path(entry.hub_id) / file).is_file() for file in ("state.json", "dataset_dict.json")):
-        saved = load_from_disk(entry.hub_id)
-        if not isinstance(saved, Dataset) and entry.split not in saved:
-            raise ValueError(f"dataset_split: {name!r} has no split {entry.split!r}. It has {', '.join(saved)}.")
-        return (saved if isinstance(saved, Dataset) else saved[entry.split]).to_list()
     try:
         if entry.files:
             files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]

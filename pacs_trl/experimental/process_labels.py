@@ -58,7 +58,6 @@ class Prefixes:
 
     def __init__(self, groups: Groups, labels: Sequence[Sequence[float]]):
         numbers = np.array([len(of_completion) for of_completion in labels])
-        self.groups = groups
         self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
         self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
         of_all = torch.tensor(

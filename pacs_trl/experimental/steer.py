@@ -114,7 +114,7 @@ class SteerWeights(TokenWeights):
         self._sums.append(torch.stack([weights[counted].double().sum(), counted.sum()]))
         return weights
 
-    def metrics(self, accelerator: Accelerator, *, on_policy: bool) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Return the mean weight of the tokens with a gradient on all processes, NaN without any."""
         total, number = accelerator.reduce(torch.stack(self._sums).sum(dim=0).float(), reduction="sum").tolist()
         return {"steer/weight_mean": total / (number or math.nan)}

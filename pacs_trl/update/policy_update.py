@@ -264,7 +264,7 @@ class PolicyUpdate:
             parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
             metrics |= mismatch_metrics(merge_statistics(parts))
         for weights in self.token_weights:
-            metrics |= weights.metrics(self.accelerator, on_policy=step.on_policy)
+            metrics |= weights.metrics(self.accelerator)
         if self.objective.kl_coef != 0:
             metrics["kl"] = found.kl / max(step.num_tokens, 1)
             loss += 0.0 if known else self.objective.kl_coef * metrics["kl"]

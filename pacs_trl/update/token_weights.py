@@ -74,7 +74,7 @@ class TokenWeights:
         """Return weights `(B, T)` without gradient; they are ignored outside the mask."""
         raise NotImplementedError
 
-    def metrics(self, accelerator: Accelerator, *, on_policy: bool) -> dict[str, float]:
+    def metrics(self, accelerator: Accelerator) -> dict[str, float]:
         """Return metrics of the step, the same on all processes."""
         return {}
 

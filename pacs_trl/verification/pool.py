@@ -155,9 +155,8 @@ class _Pool:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # schedulers send it to all processes; the pool ends after its parent
+    # schedulers send it to all processes; the pool ends after its parent
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are disabled
     connection = Connection(os.dup(0))
     os.dup2(2, 1)  # stray output must not reach the connection

@@ -242,9 +242,8 @@ def run_program(source: bytes) -> NoReturn:
 
 def main() -> None:
     settings = json.loads(sys.argv[1])
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # schedulers send it to all processes; the worker ends after its parent
+    # schedulers send it to all processes; the worker ends after its parent
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_NOFILE, (confinement.MAX_OPEN_FILES, confinement.MAX_OPEN_FILES))
     vars(builtins).update(exit=sys.exit, quit=sys.exit)  # normally defined by `site`
     for name in PRELOADED.split():

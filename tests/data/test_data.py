@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 
 from pacs_trl.data import (
     PROMPT_INSTRUCTION,
@@ -237,7 +237,7 @@ class TestFormsOfTRL:
         ("form", "kind"),
         [
             *((form, "jsonl") for form in FORMS),
-            *(("messages", kind) for kind in ("parquet", "saved folder", "folder")),
+            *(("messages", kind) for kind in ("parquet", "folder")),
             ("text prompt", "parquet"),
         ],
     )
@@ -249,8 +249,6 @@ class TestFormsOfTRL:
         elif kind == "parquet":
             path = tmp_path / "d.parquet"
             Dataset.from_list([row]).to_parquet(path)
-        elif kind == "saved folder":
-            DatasetDict(train=Dataset.from_list([row])).save_to_disk(path)
         else:
             path.mkdir()
             Dataset.from_list([row]).to_parquet(path / "train-00000-of-00001.parquet")
@@ -279,11 +277,6 @@ class TestFormsOfTRL:
     def test_settings_that_would_be_ignored(self, tmp_path, row, settings, message):
         with pytest.raises(ValueError, match=message):
             load(write_jsonl(tmp_path / "d.jsonl", [row]), **settings)
-
-    def test_a_folder_without_the_split(self, tmp_path):
-        DatasetDict(train=Dataset.from_list([{"problem": "1+1", "answer": "2"}])).save_to_disk(tmp_path / "data")
-        with pytest.raises(ValueError, match="dataset_split.*'test'.*train"):
-            load(str(tmp_path / "data"), dataset_split="test")
 
     def test_the_unused_column_is_named(self, tmp_path, caplog):
         load(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1+1=", "problem": "1+1", "solution": "2"}]))

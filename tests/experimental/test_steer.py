@@ -121,7 +121,7 @@ def test_metrics_on_paper():
         values = logps, old_logps, torch.zeros_like(logps), entropies + 0.5, entropies, coefficients[:1], part.bool()
         steer(TokenValues(*values))
     steer(TokenValues(*values[:5], coefficients[1:], part.bool()))
-    metrics = steer.metrics(Accelerator(cpu=True), on_policy=False)
+    metrics = steer.metrics(Accelerator(cpu=True))
     assert metrics == pytest.approx({"steer/weight_mean": (1 + 0.8 ** (LN2 / 0.75) + 0.8) / 3}, rel=1e-5)
 
 

@@ -133,13 +133,6 @@ class TestOutcomes:
         grade = verifier.grade_detailed([block("print(3)")], [SUM | {"language": "cpp"}])[0]
         assert "cpp" in grade.error
 
-    def test_share_of_tests(self):
-        with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as verifier:
-            grades = verifier.grade_detailed(
-                [block("print(11)"), block(READ + "print(a + b)")], [SUM, json.dumps(SUM)]
-            )
-        assert [(grade.outcome, grade.share) for grade in grades] == [(Outcome.WRONG, 0.5), (Outcome.CORRECT, 1.0)]
-
     def test_order_of_sets_is_the_same_in_every_process(self, verifier):
         program = "print(*{'a', 'b', 'c', 'd', 'e', 'f'})"
         assert len({execution.output for execution in verifier.run([program] * 6, [""] * 6)}) == 1
