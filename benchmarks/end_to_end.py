@@ -17,20 +17,19 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.shared_engine import share_engine
-from pacs_trl.recipe import METHODS
 from pacs_trl.rollouts import rollout_trainer
 from pacs_trl.rollouts.timing import PARTS
 from pacs_trl.train import main as train
 
 
-METHODS["trl_grpo"] = ("baselines.grpo_config.GRPOConfig", "rollouts.rollout_trainer.RolloutTrainer")
 RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
 
 
 def history(method: str, directory: Path, settings: list[str]) -> list[dict]:
     """Train with a method, and return the log of each optimizer step."""
-    own = ["--method", method, "--output_dir", str(directory / method)]
-    trainer = train(["--config", str(RECIPE), *own, *settings])
+    own = ["--method", method.removeprefix("trl_"), "--output_dir", str(directory / method)]
+    trainer_class = rollout_trainer.RolloutTrainer if method == "trl_grpo" else None
+    trainer = train(["--config", str(RECIPE), *own, *settings], trainer_class)
     return [log for log in trainer.state.log_history if "time/total" in log]
 
 

@@ -10,7 +10,8 @@ from importlib.metadata import version
 from typing import Any
 
 from .errors import exit_code
-from .settings import did_you_mean
+from .plan import read_plan_arguments
+from .settings import answer_train_help, did_you_mean
 
 
 COMMANDS = {
@@ -25,12 +26,6 @@ COMMANDS = {
     "push": ("pacs_trl.hub", "upload checkpoint, model card, recipe, and results to the Hub"),
 }
 
-# Functions that print help and reject wrong options before the slow import of a command.
-EARLY = {
-    "train": ("pacs_trl.settings", "answer_train_help"),
-    "plan": ("pacs_trl.plan", "read_plan_arguments"),
-}
-
 
 def main() -> int:
     """Run the command of `sys.argv` and return its exit code."""
@@ -42,9 +37,10 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Run a command and return its exit code."""
 
     def command(argv: Sequence[str]) -> Any:
-        if name in EARLY:
-            module, function = EARLY[name]
-            getattr(import_module(module), function)(argv)
+        if name == "train":  # help and wrong options, before the slow import of the command
+            answer_train_help(argv)
+        elif name == "plan":
+            read_plan_arguments(argv)
         return import_module(COMMANDS[name][0]).main(argv)
 
     return exit_code(f"pacs-trl {name}", command, argv)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers import AutoTokenizer
 from trl import ModelConfig
@@ -26,14 +26,12 @@ from .settings.names import function_of_user
 from .update.step_sizes import Step
 
 
-# Configuration and trainer; every other method is a module of `pacs_trl.experimental`, which defines one of each.
+# Modules of configuration and trainer; every other method is a module of `pacs_trl.experimental`.
 METHODS = {
-    "pacs": ("pacs_config.PACSConfig", "pacs_trainer.PACSTrainer"),
-    "grpo": ("baselines.grpo_config.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
-    "rloo": ("baselines.grpo_config.RLOOConfig", "baselines.grpo_trainer.RLOOTrainer"),
-    "maxrl": ("baselines.grpo_config.MaxRLConfig", "baselines.grpo_trainer.MaxRLTrainer"),
-    "real": ("baselines.grpo_config.REALConfig", "baselines.real_trainer.REALTrainer"),
-    "ppo": ("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
+    "pacs": ("pacs_config", "pacs_trainer"),
+    **dict.fromkeys(("grpo", "rloo", "maxrl"), ("baselines.grpo_config", "baselines.grpo_trainer")),
+    "real": ("baselines.grpo_config", "baselines.real_trainer"),
+    "ppo": ("baselines.ppo_config", "baselines.ppo_trainer"),
 }
 
 
@@ -128,7 +126,7 @@ class Recipe(NamedTuple):
             raise ValueError(" ".join(errors))
         run, data, model, verification, training = made
         step = Step.of(training, training.world_size)
-        if errors := [*_relation_errors(run, data, training), *_unused_settings(model, settings)]:
+        if errors := _conflicts(run, data, model, training, settings):
             raise ValueError(" ".join(errors))
         return cls(run, data, model, training, verification, given, step)
 
@@ -147,18 +145,14 @@ def _planned(config: type, num_processes: int | None) -> type:
     return type(config.__name__, (config,), own)
 
 
-# As accelerate reads them, of torchrun and of MPI.
-RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-
-
 def read_recipe(argv: Sequence[str]) -> Recipe:
     """Read `--config RECIPE.yaml [--key value ...]` for a run in this process; the command line wins over the file."""
-    settings, world_size = read_settings(argv), int(os.environ.get("WORLD_SIZE", 1))
-    if world_size > 1 and not any(name in os.environ for name in RANKS):
+    settings = read_settings(argv)
+    ranks = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # of torchrun and MPI
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not any(name in os.environ for name in ranks):
         raise ValueError(
-            f"WORLD_SIZE={world_size} in the environment announces {world_size} processes, but no launcher has given "
-            "this one a RANK: it would wait for the others forever. Start it with `accelerate launch` or torchrun, or "
-            "unset WORLD_SIZE."
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but no launcher has given this process a RANK: it would "
+            "wait for the others forever. Start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
         )
     set_environment(settings)
     return Recipe.from_settings(settings)
@@ -171,13 +165,21 @@ def method_names() -> list[str]:
 
 
 def config_class(method: str) -> type:
-    """Return the training configuration of a method: of an experimental one, the `...Config` of its module."""
-    return _named(METHODS[method][0]) if method in METHODS else _only_class(method, "Config")
+    """Return the training configuration of a method."""
+    return _class_of(method, "Config")
 
 
 def trainer_of_method(method: str) -> type:
-    """Return the trainer of a method: of an experimental one, the `...Trainer` of its module."""
-    return _named(METHODS[method][1]) if method in METHODS else _only_class(method, "Trainer")
+    """Return the trainer of a method."""
+    return _class_of(method, "Trainer")
+
+
+def _class_of(method: str, kind: Literal["Config", "Trainer"]) -> type:
+    """Return the class whose name is the method, without underscores and in any case, and `kind`."""
+    modules = METHODS.get(method, (f"experimental.{method}",) * 2)
+    module = import_module(f"{__package__}.{modules[kind == 'Trainer']}")
+    name = f"{method.replace('_', '')}{kind}".lower()
+    return next(each for key, each in vars(module).items() if key.lower() == name)
 
 
 def _foreign_keys(method: str, unknown: Set[str]) -> list[str]:
@@ -193,74 +195,47 @@ def _foreign_keys(method: str, unknown: Set[str]) -> list[str]:
     ]
 
 
-def _named(path: str) -> type:
-    module, _, name = path.rpartition(".")
-    return getattr(import_module(f"{__package__}.{module}"), name)
-
-
-def _only_class(method: str, ending: str) -> type:
-    """Return the class of an experimental module whose name ends with `ending`."""
-    module = import_module(f"{__package__}.experimental.{method}")
-    classes = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-    (found,) = [each for each in classes if each.__name__.endswith(ending)]
-    return found
-
-
-def _unused_settings(model: Any, given: dict) -> list[str]:
-    """Return settings of data beside an environment, and LoRA's settings without LoRA, which would train the whole
-    model; `use_peft: false` allows it."""
+def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any, given: dict) -> list[str]:
+    """Return what is wrong between settings, or would be ignored without a word by TRL and transformers."""
+    evaluates, calls_tools = training.eval_strategy != "no", bool(run.tools or run.environment)
+    clips = (training.vllm_importance_sampling_clip_min, training.vllm_importance_sampling_clip_max)
+    truncates = training.vllm_importance_sampling_mode.endswith("_truncate")
+    corrects = training.vllm_importance_sampling_correction
+    adamw = training.optim in ("adamw_torch", "adamw_torch_fused")
     of_data = {f.name for f in fields(DataArguments)} - {"eval_split_size", "max_train_samples", "dataset_seed"}
-    if given.get("environment") and (unused := sorted(of_data & given.keys())):
-        return [f"{', '.join(unused)} would be ignored: `environment` has the examples. Remove one of them."]
     lora = sorted(name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora"))
-    if model.use_peft or "use_peft" in given or not lora:
-        return []
-    return [
-        f"{', '.join(lora)} would be ignored, and the whole model trained. Set use_peft: true, or false if that is "
-        "meant."
+    if model.use_peft or "use_peft" in given:
+        lora = []
+    ignored = [
+        (training.optim_args and adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
+        (training.warmup_steps and training.lr_scheduler_type == "constant", "warmup_steps", "the rate is constant"),
+        (training.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no"),
+        (training.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
+        (training.fsdp_config and not training.fsdp, "fsdp_config", "fsdp is not set, or for accelerate launch"),
+        (corrects and truncates and not any(clips), "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
+        (
+            training.max_tool_calling_iterations is not None and not calls_tools,
+            "max_tool_calling_iterations",
+            "there are no tools (tools: [run_python]) and no environment",
+        ),
+        (lora, ", ".join(lora), "the whole model is trained without use_peft: true; use_peft: false allows it"),
     ]
-
-
-def _ignored_settings(training: Any) -> list[tuple[str, str]]:
-    """Return the settings that transformers or TRL would silently ignore, or reject after the model is loaded, each
-    with the reason."""
-    evaluates, given = training.eval_strategy != "no", training
-    constant = given.lr_scheduler_type == "constant"
-    clips = (given.vllm_importance_sampling_clip_min, given.vllm_importance_sampling_clip_max)
-    truncates = given.vllm_importance_sampling_correction and given.vllm_importance_sampling_mode.endswith("_truncate")
-    adamw = given.optim in ("adamw_torch", "adamw_torch_fused")
-    rules = [
-        (given.optim_args and adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
-        (given.warmup_steps and constant, "warmup_steps", "lr_scheduler_type is constant"),
-        (given.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no"),
-        (given.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
-        (given.fsdp_config and not given.fsdp, "fsdp_config", "fsdp is not set (or is set for accelerate launch)"),
-        (truncates and not any(clips), "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
-    ]
-    return [(key, why) for broken, key, why in rules if broken]
-
-
-def _relation_errors(run: RunArguments, data: DataArguments, training: Any) -> list[str]:
-    """Return what is wrong between settings of different dataclasses."""
-    errors = [f"`{key}` would be ignored: {why}. Remove it." for key, why in _ignored_settings(training)]
+    if run.environment:
+        unused = sorted(of_data & given.keys())
+        ignored.append((unused, ", ".join(unused), "`environment` has the examples"))
+    errors = [f"`{key}` would be ignored: {why}. Remove it." for broken, key, why in ignored if broken]
     try:
         check_generation_kwargs(training)
     except ValueError as error:
         errors.append(str(error))
-    calls_tools = bool(run.tools or run.environment)
     if calls_tools and (together := shared_turns_error(training, training.world_size)):
         errors.append(together)
-    if training.max_tool_calling_iterations is not None and not calls_tools:
-        errors.append(
-            f"max_tool_calling_iterations={training.max_tool_calling_iterations} would be ignored without tools. Set "
-            "them (tools: [run_python]) or an environment, or remove the key."
-        )
     if training.push_to_hub and training.hub_strategy != "end":
         errors.append(
             f"hub_strategy={training.hub_strategy.value!r} would upload the whole folder during training, with the "
             "token in training_args.bin, logs, and completions. Remove the key."
         )
-    if training.eval_strategy != "no" and not (data.eval_split_size or training.eval_benchmarks):
+    if evaluates and not (data.eval_split_size or training.eval_benchmarks):
         errors.append(
             f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
             "their number, or eval_benchmarks to names of benchmarks."

@@ -30,14 +30,7 @@ from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.sets import MINIATURE
 from .errors import during_run
-from .recipe import (
-    Recipe,
-    RunArguments,
-    load_tokenizer,
-    read_recipe,
-    reward_function,
-    trainer_of_method,
-)
+from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.adapter_sync import max_lora_rank
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
@@ -66,15 +59,15 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     """
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
-    method, resume = recipe.run.method, str(training.resume_from_checkpoint)
-    trainer_class = trainer_class or trainer_of_method(method)
-    checkpoint = _checkpoint_to_resume(training.output_dir, resume)
-    if _is_finished(training, resume, checkpoint):
+    trainer_class = trainer_class or trainer_of_method(recipe.run.method)
+    resume = str(training.resume_from_checkpoint)
+    if resume in _LAST and _is_finished(training):
         PartialState().print(
             f"The run in {training.output_dir} is finished and its model is saved. Raise max_steps or "
             "num_train_epochs to train longer."
         )
         return None
+    checkpoint = _checkpoint_to_resume(training.output_dir, resume)
     _check_output(training.output_dir, checkpoint)
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
@@ -94,7 +87,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         trainer = trainer_class(
             model=recipe.model.model_name_or_path,
             reward_funcs=reward_funcs,
-            args=_with_model_arguments(recipe),
+            args=training,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
@@ -106,7 +99,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             environment_factory=environment and environment.environment_factory,
         )
         trainer.recipe = _from_any_folder(recipe.settings)
-        trainer.accelerator.print(describe_step(recipe.step, len(train_dataset)))
+        trainer.accelerator.print(_batch_sizes(recipe.step, len(train_dataset)))
         with during_run():
             trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
@@ -122,6 +115,14 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     return trainer
 
 
+def _batch_sizes(step: Step, num_prompts: int) -> str:
+    return (
+        f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
+        f"completions. Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer "
+        f"steps per generation: {step.updates_per_generation}. Processes: {step.num_processes}."
+    )
+
+
 def _leave(trainer, signum: int) -> NoReturn:
     """Exit after a signal, with a line that says how to continue."""
     trainer.accelerator.wait_for_everyone()  # a launcher ends the other processes when the first one exits
@@ -133,19 +134,6 @@ def _leave(trainer, signum: int) -> NoReturn:
         f"{saved if state.global_step else '; nothing was saved.'} Exit code {code}."
     )
     raise SystemExit(code)
-
-
-def _with_model_arguments(recipe: Recipe):
-    """Return the training configuration with TRL's model arguments in `model_init_kwargs`, and the arguments that
-    prompts of benchmarks are made from."""
-    recipe.training.eval_data = recipe.data
-    recipe.training.model_init_kwargs = {
-        "revision": recipe.model.model_revision,
-        "attn_implementation": recipe.model.attn_implementation,
-        "dtype": recipe.model.dtype,
-        **(recipe.training.model_init_kwargs or {}),
-    }
-    return recipe.training
 
 
 def _from_any_folder(settings: dict) -> dict:
@@ -162,8 +150,12 @@ def _from_any_folder(settings: dict) -> dict:
 
 
 def _checked_model(recipe: Recipe):
-    """Check the model without loading its weights, and return its LoRA configuration (or `None`) and tokenizer."""
+    """Check the model without loading its weights, put its arguments into the training configuration, and return its
+    LoRA configuration (or `None`) and tokenizer."""
     model, training = recipe.model, recipe.training
+    own = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
+    training.model_init_kwargs = own | (training.model_init_kwargs or {})
+    training.eval_data = recipe.data  # from which prompts of benchmarks are made
     name = model.model_name_or_path
     for path in (name, vars(training).get("critic_model_name_or_path") or name):
         check_model_path(path)
@@ -221,20 +213,20 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
     return functions, tools, run.rollout_func and function_of_user(run.rollout_func, "rollout_func")
 
 
-_NO_RESUME, _LAST = ("none", "false"), ("last", "true")  # values of resume_from_checkpoint besides paths
+# Values of resume_from_checkpoint besides paths.
+_NONE, _LAST = ("None", "none", "False", "false"), ("last", "true", "True")
 
 
 def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
     """Return the checkpoint to continue from. Raises a `ValueError` if a new run would overwrite an unfinished one."""
-    if resume.lower() in _NO_RESUME:
-        last = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
-        if last is not None:
+    if resume in _NONE:
+        if Path(output_dir).is_dir() and (last := get_last_checkpoint(output_dir)) is not None:
             raise ValueError(
                 f"{output_dir} already contains {Path(last).name} of another run. Continue it with "
                 "`--resume_from_checkpoint last`, or choose another output_dir."
             )
         return None
-    if resume.lower() in _LAST:
+    if resume in _LAST:
         last = last_checkpoint(output_dir)
         if last is None:
             PartialState().print(f"{output_dir} contains no checkpoint, so training starts from the beginning.")
@@ -257,28 +249,12 @@ def _check_output(output_dir: str, checkpoint: str | None) -> None:
     tempfile.TemporaryFile(dir=output_dir).close()
 
 
-def _is_finished(training: GRPOConfig, resume: str, checkpoint: str | None) -> bool:
-    """Whether the run to resume has finished all steps and saved its model."""
-    if resume.lower() in _NO_RESUME:
+def _is_finished(training: GRPOConfig) -> bool:
+    """Whether the run in `output_dir` has finished all steps and saved its model, after which it writes its state."""
+    try:
+        state = TrainerState.load_from_json(str(Path(training.output_dir, "trainer_state.json")))
+    except (OSError, ValueError):  # absent or truncated
         return False
-    # The state in `output_dir` is written after the model. A path may name an earlier checkpoint.
-    for directory in [training.output_dir] if resume.lower() in _LAST else [training.output_dir, checkpoint]:
-        try:
-            state = TrainerState.load_from_json(str(Path(str(directory), "trainer_state.json")))
-        except (OSError, ValueError):  # absent or truncated
-            return False
-        steps_left = training.max_steps > state.global_step
-        epochs_left = training.max_steps <= 0 and training.num_train_epochs > (state.epoch or 0.0)
-        if steps_left or epochs_left:
-            return False
-    return True
-
-
-def describe_step(step: Step, num_prompts: int) -> str:
-    """Return one line with the sizes of a generation batch and of an optimizer step."""
-    return (
-        f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
-        "completions. "
-        f"Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer steps per "
-        f"generation: {step.updates_per_generation}. Processes: {step.num_processes}."
-    )
+    if training.max_steps > 0:
+        return state.global_step >= training.max_steps
+    return (state.epoch or 0.0) >= training.num_train_epochs

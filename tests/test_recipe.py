@@ -54,7 +54,6 @@ REFUSED = [
     ({"reward_weights": ["a"]}, "reward_weights"),
     ({"num_train_epochs": "two"}, "num_train_epochs"),
     # choices
-    ({"vllm_mode": "sideways"}, "vllm_mode"),
     ({"verification_protocol": "mine"}, "protocol"),
     ({"dtype": "half"}, "dtype"),
     # names

@@ -63,9 +63,6 @@ _RANGES_OF_TRL = {
     **dict.fromkeys(("epsilon", "epsilon_high"), Range(above=0)),
 }
 
-# Settings of TRL that would fail in the middle of a run.
-_CHOICES_OF_TRL = {"vllm_mode": ("colocate", "server")}
-
 
 def illegal_values(config: object) -> list[str]:
     """Return one message per field of a configuration that is out of its range or not among its choices."""
@@ -74,7 +71,7 @@ def illegal_values(config: object) -> list[str]:
         name, value = each.name, getattr(config, each.name)
         bounds = each.metadata.get("range") or _RANGES_OF_TRL.get(name)
         literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        choices = each.metadata.get("choices") or _CHOICES_OF_TRL.get(name) or literals
+        choices = each.metadata.get("choices") or literals
         is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
         is_missing = value is None and each.default is not None and is_required
         if bounds is not None and (is_missing or isinstance(value, int | float) and value not in bounds):
@@ -238,38 +235,35 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     `env`. `what` names the configuration in errors."""
     parser = _field_parser(parts)
     actions = {action.dest: action for action in parser._actions}
-    given = {}
-    for key, value in settings.items():
-        is_negated = key not in actions and key.removeprefix("no_") in actions and value is True
-        given |= {key.removeprefix("no_"): False} if is_negated else {key: value}
-    if unknown := sorted(given.keys() - actions.keys() - {"env"}):
-        suggestion = did_you_mean(unknown[0], actions.keys() | {"config"}) or " Remove the key."
-        raise ValueError(
-            f"`{unknown[0]}` is not a setting of {what}.{suggestion}"
-            if len(unknown) == 1
-            else f"Some keys are not settings of {what}: {', '.join(unknown)}. Correct or remove them."
-        )
     hints = {name: str(hint) for part in parts for name, hint in _type_hints(part).items()}
-    words, as_they_are = [], {}
-    for key in given.keys() & actions.keys():
-        value = given[key]
+    words, as_they_are, unknown = [], {}, []
+    for key, value in settings.items():
+        if key not in actions and key.removeprefix("no_") in actions and value is True:
+            key, value = key.removeprefix("no_"), False
+        if key not in actions:
+            unknown += [key] if key != "env" else []
+            continue
         if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
             value = parse_mapping(value, f"setting `{key}`")
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]
-        elif key == "fsdp" and value is True:  # transformers accepts it, although the field is a string
-            as_they_are[key] = value
-        elif isinstance(value, list | dict | None):  # not a single word
+        elif isinstance(value, list | dict | None) or key == "fsdp" and value is True:  # not a single word
             kind = "None" if value is None else type(value).__name__
-            if kind not in hints[key] and not (value is None and actions[key].default is None):
+            if kind not in hints[key] and value is not True and not (value is None and actions[key].default is None):
                 raise ValueError(
                     f"{key} must be {hints[key]}, got {kind}. Write a value of that type, or remove the key."
                 )
             as_they_are[key] = value
+            actions[key].required = False
         else:
             words.append(f"--{key}={value}")
-    for action in parser._actions:
-        action.required = action.required and action.dest not in as_they_are
+    if unknown:
+        suggestion = did_you_mean(unknown[0], actions.keys() | {"config"}) or " Remove the key."
+        raise ValueError(
+            f"`{unknown[0]}` is not a setting of {what}.{suggestion}"
+            if len(unknown) == 1
+            else f"Some keys are not settings of {what}: {', '.join(sorted(unknown))}. Correct or remove them."
+        )
     return vars(parser.parse_args(words)) | as_they_are
 
 
@@ -278,15 +272,8 @@ def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
 
     class FieldParser(HfArgumentParser):
         def error(self, message):
-            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"\1", message).removeprefix("argument ")
-            key, _, reason = message.partition(": ")
-            choices = re.match(r"invalid choice: (.*) \(choose from (.*)\)", reason)
-            message = f"{key} has an {reason}. Correct the value."
-            if key.endswith("required"):
-                message = f"Required settings are missing: {reason}. Add them."
-            elif choices:
-                message = f"{key} must be one of {choices[2].replace(chr(39), '')}; got {choices[1]}."
-            raise ValueError(message)
+            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
+            raise ValueError(f"{message}. Correct or add the value.")
 
     return FieldParser(parts, allow_abbrev=False, add_help=False)
 
@@ -320,29 +307,28 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 def answer_train_help(argv: Sequence[str]) -> None:
     """Print the help of `pacs-trl train` if requested, and exit; otherwise check that the recipe can be read."""
     words = words_by_key([word for word in argv if word not in ("-h", "--help")])
-    if not asks_for_help(argv):
-        if words.get("config"):
-            read_mapping(words["config"][0], "recipe")
-        return
-    method = (words.get("method") or ["pacs"])[0]
-    print_help(
-        "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
-        "Train from a recipe. Keys on the command line override the file. This help lists the settings of this "
-        f"package for method {method}; use `--method NAME --help` for another one. On several processes, run "
-        f"accelerate launch -m pacs_trl.train with the same arguments. {_OF_THE_LIBRARIES}",
-        ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
-    )
+    if asks_for_help(argv):
+        method = (words.get("method") or ["pacs"])[0]
+        print_help(
+            "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
+            "Train from a recipe. Keys on the command line override the file. This help lists the settings of this "
+            f"package for method {method}; use `--method NAME --help` for another one. On several processes, run "
+            f"accelerate launch -m pacs_trl.train with the same arguments. {_OF_THE_LIBRARIES}",
+            ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
+        )
+    if words.get("config"):
+        read_mapping(words["config"][0], "recipe")
 
 
 def print_help(usage: str, description: str, class_names: Sequence[str]) -> None:
     """Print the fields of dataclasses of this package and their bases from the source, and exit with code 0."""
-    print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n")
-    print("  --config FILE.yaml\n      Keys and values.")
+    print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n\n  --config FILE.yaml\n      Keys and values.")
     for name in class_names:
-        for node in filter(documented_fields, dataclass_sources(name)):
-            print(f"\n{node.name}:")
-            for key, default, text in documented_fields(node):
-                print(textwrap.fill(f"  --{key}{default}", 100, subsequent_indent="      "))
+        for node in dataclass_sources(name):
+            if documented := documented_fields(node):
+                print(f"\n{node.name}:")
+            for declaration, text in documented.values():
+                print(textwrap.fill(f"  --{declaration}", 100, subsequent_indent="      "))
                 print(textwrap.fill(text, 100, initial_indent="      ", subsequent_indent="      "))
     raise SystemExit(0)
 
@@ -365,16 +351,11 @@ def _sources() -> dict[str, str]:
     return {str(file): file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py"))}
 
 
-def documented_fields(node: ast.ClassDef) -> list[tuple[str, str, str]]:
-    """Return name, default (` = value`), and documentation of each field that a dataclass declares."""
+def documented_fields(node: ast.ClassDef) -> dict[str, tuple[str, str]]:
+    """Return the declaration (`name: type = default`) and documentation of each field of a dataclass."""
     texts = dict(_DOCUMENTED.findall(ast.get_docstring(node, clean=False) or ""))
-    found = []
-    for line in node.body:
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-            value = line.value
-            if isinstance(value, ast.Call):  # bounded(...), field(default=...), or field(default_factory=lambda: ...)
-                given = {keyword.arg: keyword.value for keyword in value.keywords}
-                value = [*value.args, given.get("default")][0] or given["default_factory"].body
-            default = "" if value is None else f" = {ast.unparse(value)}"
-            found.append((line.target.id, default, " ".join(texts[line.target.id].split())))
-    return found
+    return {
+        line.target.id: (ast.unparse(line), " ".join(texts[line.target.id].split()))
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
+    }

@@ -168,7 +168,7 @@ def module(tmp_path, monkeypatch):
             ["--environment", "MODULE:fine", "--model_name_or_path", "NONE"],
             "chat template of the model renders no calls",
         ),
-        (["--environment", "MODULE:fine", "--dataset_name", "gsm8k"], "dataset_name would be ignored"),
+        (["--environment", "MODULE:fine", "--dataset_name", "gsm8k"], "dataset_name.* would be ignored"),
         (["--rollout_func", "MODULE:nothing"], "rollout_func: .*nothing"),
         (["--rollout_func", "MODULE:fine"], "rollout_func: .*not callable"),
     ],
