@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from experiments.genac.supervised_start import Trace, model_path, write_traces
 from pacs_trl.data.tasks import looks_right, problems
 from pacs_trl.errors import exit_code
-from pacs_trl.evaluation.requests import SamplingSettings, render_prompt, sample_seed
-from pacs_trl.evaluation.sampling import generate_tokens, stop_token_ids
+from pacs_trl.evaluation.requests import SamplingSettings, sample_seed
+from pacs_trl.evaluation.sampling import stop_token_ids
+from pacs_trl.experimental._critic_answers import generate_answers, question_ids
 from pacs_trl.experimental._critic_prompt import CriticPrompt, State
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
 from pacs_trl.settings import Parser
@@ -39,24 +40,6 @@ def worked_reason(problem: str, response: str) -> str:
         used += [a, b] if not used else [b]
     terms, seen = Counter(re.findall(r"\d+", problem)), Counter(used)
     return f"{done}|{'+'.join((terms - seen).elements())}{'x' if seen - terms else ''}"
-
-
-def _drawn(model, tokenizer, prompts: list[list[int]], stream: str, seed: int, batch_size: int) -> list[list[int]]:
-    """Generate a completion of each prompt; return its tokens up to the stop token."""
-    stop_ids = stop_token_ids(model, tokenizer)
-    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
-    drawn: list = [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        places = order[start : start + batch_size]
-        seeds = [sample_seed(seed, stream, i) for i in places]
-        questions = [prompts[i] for i in places]
-        pad_token_id = tokenizer.pad_token_id
-        tokens, _ = generate_tokens(model, questions, seeds, settings, pad_token_id=pad_token_id, stop_ids=stop_ids)
-        for place, ids in zip(places, tokens, strict=True):
-            end = next((i for i, token in enumerate(ids) if token in stop_ids), len(ids))
-            drawn[place] = ids[:end]
-    return drawn
 
 
 def oracle_traces(
@@ -84,11 +67,14 @@ def oracle_traces(
             random.
         seed (`int`): Of everything that is drawn.
     """
-    texts = [render_prompt(tokenizer, [{"role": "user", "content": row["problem"]}]) for row in rows]
-    questions = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    questions = question_ids(tokenizer, [row["problem"] for row in rows])
+    settings = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=MAX_COMPLETION_LENGTH)
+    stop_ids = stop_token_ids(model, tokenizer)
 
     def draw(prompts: list[list[int]], stream: str) -> list[list[int]]:
-        return _drawn(model, tokenizer, prompts, stream, seed, batch_size)
+        seeds = [sample_seed(seed, stream, i) for i in range(len(prompts))]
+        answers = generate_answers(model, tokenizer, prompts, seeds, settings, batch_size=batch_size)
+        return [ids[:-1] if ids[-1] in stop_ids else ids for ids, _ in answers]
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)

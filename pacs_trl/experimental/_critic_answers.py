@@ -5,14 +5,16 @@ from collections.abc import Iterable, Sequence
 
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..evaluation.requests import SamplingSettings
+from ..evaluation.requests import SamplingSettings, tokenize_prompt
 from ..evaluation.sampling import generate_tokens, stop_token_ids
 from ._critic_prompt import Actor, CriticPrompt, State
 
 
-def answer_length(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], tag: str, stop_ids: set[int]) -> int:
+def answer_length(tokenizer, ids: Sequence[int], tag: str | None, stop_ids: set[int]) -> int:
     """Return the number of tokens up to the end token or `tag`."""
     end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
+    if tag is None:
+        return end
     return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: tag in tokenizer.decode(ids[:i])))
 
 
@@ -23,29 +25,22 @@ def generate_answers(
     seeds: Sequence[int],
     settings: SamplingSettings,
     *,
-    tag: str,
+    tag: str | None = None,
     batch_size: int,
     synced: bool = False,
 ) -> list[tuple[list[int], list[float]]]:
     """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. Returns token ids
     and their log-probs (NaN at temperature 0). `synced`: whether all processes make their forward passes together."""
     stop_ids = stop_token_ids(model, tokenizer)
+    end = {} if tag is None else {"stop_strings": [tag], "tokenizer": tokenizer}
+    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     answers: list = [None] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(order), batch_size):
         chosen = order[start : start + batch_size]
-        rows = [prompts[i] for i in chosen]
-        generated, logps = generate_tokens(
-            model,
-            rows,
-            [seeds[i] for i in chosen],
-            settings,
-            pad_token_id=tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
-            stop_ids=stop_ids,
-            stop_strings=[tag],
-            tokenizer=tokenizer,
-            synced_gpus=synced,
-        )
+        rows, own_seeds = [prompts[i] for i in chosen], [seeds[i] for i in chosen]
+        how = {"pad_token_id": pad_token_id, "stop_ids": stop_ids, "synced_gpus": synced, **end}
+        generated, logps = generate_tokens(model, rows, own_seeds, settings, **how)
         for row, i in enumerate(chosen):
             length = answer_length(tokenizer, generated[row], tag, stop_ids)
             known = [float("nan")] * length if logps is None else logps[row][:length]
@@ -55,10 +50,9 @@ def generate_answers(
 
 def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | None = None) -> list[list[int]]:
     """Return the token ids of prompts, as user turns if the tokenizer has a chat template."""
-    if tokenizer.chat_template is not None:
-        how = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
-        texts = [tokenizer.apply_chat_template([{"role": "user", "content": text}], **how) for text in texts]
-    return tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+    is_chat = tokenizer.chat_template is not None
+    prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
+    return [tokenize_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
 
 
 def problem_of(prompt: str | list[dict]) -> str:

@@ -9,7 +9,7 @@ groups that are still uniform; here they stay, with zero gradient. Refill is DAP
 
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
@@ -75,15 +75,8 @@ def within_budget(wanted: Sequence[int], hardness: Sequence[float], budget: int 
 
 @lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
+    """Return the order of the dataset rows in an epoch of refill."""
     return random.Random(f"{seed}/refill/{epoch}").sample(range(num_prompts), num_prompts)
-
-
-def prompts_from(position: int, seed: int, num_prompts: int) -> Iterator[int]:
-    """Yield indices of dataset rows, from the `position`-th on: an endless sequence of shuffled epochs."""
-    while True:
-        epoch, place = divmod(position, num_prompts)
-        yield _order(seed, epoch, num_prompts)[place]
-        position += 1
 
 
 @dataclass
@@ -190,16 +183,15 @@ class DARSTrainer(ExtendingTrainer):
 
     def _next_prompts(self, generation: Generation, number: int) -> list[dict]:
         """Return the next dataset rows that are not in the generation batch, or any after a whole epoch."""
-        found, size = [], len(self.train_dataset)
+        found, size, first = [], len(self.train_dataset), self.num_refilled
         used = [example["prompt"] for example in generation.inputs.values()]
-        for tried, index in enumerate(prompts_from(self.num_refilled, self.args.seed, size)):
-            example = self.train_dataset[index]
-            self.num_refilled += 1
-            if example["prompt"] not in used or tried >= size:
+        while len(found) < number:
+            epoch, place = divmod(self.num_refilled, size)
+            example = self.train_dataset[_order(self.args.seed, epoch, size)[place]]
+            if example["prompt"] not in used or self.num_refilled - first >= size:
                 used.append(example["prompt"])
                 found.append(example)
-            if len(found) == number:
-                break
+            self.num_refilled += 1
         return found
 
     def _reset_run(self) -> None:

@@ -7,8 +7,8 @@ trained as completions of the plain prompt; failed ones are dropped. They have n
 generated them from the plain prompt. See docs/adaptive_rollouts.md.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 import numpy as np
@@ -46,17 +46,6 @@ def with_hint(prompt: Any, hint: str) -> Any:
     if isinstance(prompt, str):
         return prompt + text
     return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
-
-
-def round_robin(limits: Sequence[int], total: int) -> list[int]:
-    """Distribute `total` one at a time in rounds, to none more than its limit."""
-    shares = [0] * len(limits)
-    for turn in range(max(limits, default=0)):
-        for i, limit in enumerate(limits):
-            if turn < limit and total > 0:
-                shares[i] += 1
-                total -= 1
-    return shares
 
 
 @dataclass
@@ -140,9 +129,15 @@ class GuidanceTrainer(ExtendingTrainer):
         for rollouts in split_into_steps(generation.rollouts, num_steps):
             groups = dict.fromkeys(rollout.group for rollout in rollouts)
             prompts = {group: self._prompts_of_group(generation, group, counts) for group in groups}
-            shares = round_robin(list(map(len, prompts.values())), int(self.args.max_guided_fraction * len(rollouts)))
-            for (group, own), number in zip(prompts.items(), shares, strict=True):
-                found += [(group, prompt) for prompt in own[:number]]
+            # one prompt of each group in turn, up to the limit
+            turns = [
+                (group, prompt)
+                for of_turn in zip_longest(*prompts.values())
+                for group, prompt in zip(groups, of_turn, strict=True)
+                if prompt is not None
+            ]
+            chosen = turns[: int(self.args.max_guided_fraction * len(rollouts))]
+            found += sorted(chosen, key=lambda pair: pair[0])  # stable
         return found, counts
 
     def _prompts_of_group(self, generation: Generation, group: int, counts: dict[str, int]) -> list[Any]:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 from ..objective import ClassWeighting, Proxy, class_weights
 from ..pacs_config import PACSConfig
@@ -156,19 +155,12 @@ def prefix_coefficients(
 
 
 def token_coefficients(
-    coefficients: torch.Tensor, positions: Sequence[int] | np.ndarray, num_tokens: int
+    coefficients: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, shape: torch.Size
 ) -> torch.Tensor:
-    """
-    Return the coefficient of each token of a completion, `(C,)`: the sum over the prefixes that contain it.
-
-    Args:
-        coefficients (`torch.Tensor` of shape `(K,)`): Of its prefixes.
-        positions (sequence of `K` `int`): Increasing, inclusive ends of the prefixes; -1 for the empty prefix.
-        num_tokens (`int`): `C`.
-    """
-    ends = torch.as_tensor(positions, dtype=torch.long, device=coefficients.device)
-    ends = coefficients.new_zeros(num_tokens + 1).index_add(0, ends + 1, coefficients)
-    return ends.flip(0).cumsum(0).flip(0)[1:]
+    """Return the coefficient of each token, of `shape` `(B, T)`: the sum of `coefficients` `(M,)` over the prefixes of
+    `rows` that contain it. `ends` are inclusive, -1 for the empty prefix."""
+    found = coefficients.new_zeros(shape[0], shape[1] + 1).index_put((rows, ends + 1), coefficients)
+    return found.flip(1).cumsum(1).flip(1)[:, 1:]
 
 
 def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list[int], list[float]]:
@@ -195,6 +187,13 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
 def ends_of(rollout: Rollout) -> np.ndarray:
     """Return the ends of the labeled prefixes."""
     return rollout.extra["positions"] if "positions" in rollout.extra else np.array([len(rollout.completion_ids) - 1])
+
+
+def rows_and_ends(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return completion and end of each labeled prefix of a micro-batch, `(M,)`."""
+    ends = [torch.from_numpy(ends_of(rollout)).long() for rollout in batch.rollouts]
+    rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends))))
+    return rows.to(batch.loss_mask.device), torch.cat(ends).to(batch.loss_mask.device)
 
 
 def labels_of(rollout: Rollout) -> list[float]:
@@ -232,9 +231,7 @@ class PrefixUpdate(PolicyUpdate):
         return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
-        ends = [torch.from_numpy(ends_of(rollout)) for rollout in batch.rollouts]
-        rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends)))).to(logps.device)
-        last = torch.cat(ends).to(logps.device)
+        rows, last = rows_and_ends(batch)
         if len(rows) > len(logps):
             beta, proxy = self.objective.pacs_beta, self.objective.proxy
             inputs = logps.detach(), batch.ref_logps, batch.loss_mask, rows, last
@@ -255,12 +252,7 @@ class PrefixUpdate(PolicyUpdate):
         return self.objective.slopes(num_tokens) * found * torch.tensor([rollout.weight for rollout, _ in ended])
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
-        of_completions = coefficients.split([len(ends_of(rollout)) for rollout in batch.rollouts])
-        found = [
-            token_coefficients(of_completion, ends_of(rollout), len(rollout.completion_ids))
-            for of_completion, rollout in zip(of_completions, batch.rollouts, strict=True)
-        ]
-        return pad_sequence(found, batch_first=True)
+        return token_coefficients(coefficients, *rows_and_ends(batch), batch.loss_mask.shape)
 
     def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
         if not isinstance(step, PrefixRollouts):

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from pacs_trl.experimental.dars import additional_completions, within_budget
-from pacs_trl.experimental.guidance import round_robin
 from pacs_trl.objective import proxy_coefficients
 
 
@@ -62,12 +61,6 @@ def test_budget_goes_to_the_hardest_first():
     assert within_budget(wanted, hardness, 60) == [1, 24, 0, 24, 11]
     assert within_budget(wanted, hardness, 1000) == wanted
     assert within_budget([], [], 5) == []
-
-
-def test_shares_round_robin():
-    assert round_robin([4, 4, 4], 5) == [2, 2, 1]
-    assert round_robin([1, 4, 2], 100) == [1, 4, 2]
-    assert round_robin([], 3) == [] and round_robin([2, 2], 0) == [0, 0]
 
 
 @lru_cache

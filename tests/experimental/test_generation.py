@@ -92,23 +92,12 @@ class Watching:
         return rows
 
 
-class WatchedDars(Watching, DARSTrainer):
-    pass
-
-
-class WatchedGuidance(Watching, GuidanceTrainer):
-    pass
-
-
-class WatchedBoth(Watching, DarsAndGuidanceTrainer):
-    pass
-
-
 def watched(settings) -> type:
     """The trainer that has these settings."""
-    if "guidance" not in settings:
-        return WatchedDars
-    return WatchedBoth if settings.keys() & {"adaptive_rollouts", "refill_uniform_groups"} else WatchedGuidance
+    base = (
+        DarsAndGuidanceTrainer if settings.keys() & {"adaptive_rollouts", "refill_uniform_groups"} else GuidanceTrainer
+    )
+    return type("Watched", (Watching, base if "guidance" in settings else DARSTrainer), {})
 
 
 def by_group(rows) -> dict:
@@ -123,14 +112,8 @@ def dataset(num_prompts=64):
 
 
 def built(output_dir, model_path, settings, more=None, **overrides):
-    defaults = {
-        "learning_rate": 3e-3,
-        "optim": "adamw_torch",
-        "steps_per_generation": 2,
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "save_steps": 1,
-    }
+    defaults = {"learning_rate": 3e-3, "optim": "adamw_torch", "steps_per_generation": 2, "max_steps": 4}
+    defaults |= {"save_strategy": "steps", "save_steps": 1}
     return build_trainer(
         output_dir,
         trainer_class=overrides.pop("trainer_class", watched(settings)),
@@ -205,15 +188,8 @@ def test_prompts_without_verdicts_get_no_more(tmp_path, model_path):
 
 @pytest.mark.parametrize("engine", ["colocate"], indirect=True)
 def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, engine):
-    trainer = built(
-        tmp_path,
-        model_path,
-        engine[0] | HINTS,
-        reward=half_are_hard,
-        max_steps=6,
-        save_strategy="no",
-        log_completions=True,
-    )
+    settings = engine[0] | HINTS | {"max_steps": 6, "save_strategy": "no", "log_completions": True}
+    trainer = built(tmp_path, model_path, settings, reward=half_are_hard)
     trainer.train()
     guided = 0
     for first, groups in trainer.generations:
@@ -264,10 +240,8 @@ def test_feedback_is_a_second_turn(tmp_path, model_path):
     for prompt, rows in zip(asked[1][::2], first.values()):
         attempt = TOKENIZER.decode(rows[0].completion_ids, skip_special_tokens=True)
         plain, tried, answer = prompt
-        assert (
-            TOKENIZER.apply_chat_template([plain], add_generation_prompt=True)["input_ids"]
-            == rows[0].prompt_ids.tolist()
-        )
+        ids = TOKENIZER.apply_chat_template([plain], add_generation_prompt=True)["input_ids"]
+        assert ids == rows[0].prompt_ids.tolist()
         assert (tried["content"], answer["content"]) in [(attempt, FEEDBACK_ON[Outcome.NO_ANSWER]), (attempt, WRONG)]
         assert (tried["role"], answer["role"]) == ("assistant", "user")
     assert sum(history(trainer, "guidance/solved")) == 0
@@ -293,9 +267,7 @@ def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
     assert history(trainer, "refill/epochs")[-1] == pytest.approx((16 + trainer.num_refilled) / 64)
     assert trainer.num_refilled >= sum(history(trainer, "refill/prompts"))
 
-
-def test_refill_of_a_small_data_set(tmp_path, model_path):
-    """Where a whole epoch has no other prompt, one of the generation is drawn again."""
+    # where a whole epoch has no other prompt, one of the generation is drawn again
     trainer = built(tmp_path, model_path, REFILL, {"train_dataset": dataset(4)}, max_steps=2, save_strategy="no")
     trainer.train()
     assert history(trainer, "refill/prompts")[0] > 0
@@ -325,7 +297,7 @@ def test_refused_before_the_model_is_loaded(tmp_path, more, settings, key):
         build_trainer(tmp_path, model="no/model", trainer_class=watched(settings), more=more, **settings)
 
 
-class Killed(WatchedBoth):
+class Killed(Watching, DarsAndGuidanceTrainer):
     """kill -9 in a later draw of its generation, at one of its forward passes."""
 
     generation, killed_pass = 0, 0
@@ -349,13 +321,11 @@ def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[in
     rng, codes = random.Random(shifted(seed)), []
     settings = WEIGHTED | HINTS | REFILL | {"max_steps": max_steps}
     for attempt in range(num_kills + 1):
-        where = rng.randrange(2), rng.randrange(24)
+        where = (rng.randrange(2), rng.randrange(24)) if attempt < num_kills else (0, -1)
         child = os.fork()
         if child == 0:
             try:
-                trainer = built(
-                    directory, model_path, settings, trainer_class=WatchedBoth if attempt == num_kills else Killed
-                )
+                trainer = built(directory, model_path, settings, trainer_class=Killed)
                 trainer.generation, trainer.killed_pass = where
                 last = any(directory.glob("checkpoint-*/trainer_state.json")) or None
                 trainer.train(resume_from_checkpoint=last)
@@ -370,9 +340,7 @@ def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[in
 def test_kills_in_later_draws(tmp_path, model_path):
     codes = run_with_kills(tmp_path / "killed", model_path, 3, seed=1, max_steps=6)
     assert codes[-1] == 0 and -signal.SIGKILL in codes
-    straight = built(
-        tmp_path / "straight", model_path, WEIGHTED | HINTS | REFILL | {"max_steps": 6}, save_strategy="no"
-    )
+    straight = built(tmp_path / "straight", model_path, WEIGHTED | HINTS | REFILL, max_steps=6, save_strategy="no")
     straight.train()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "killed", dtype=torch.float32)
     assert_same_weights(again, straight.model)

@@ -104,12 +104,10 @@ def test_equal_labels_and_proxies_have_no_gradient(size):
 
 
 def test_tokens_get_the_prefixes_that_contain_them():
-    # prefixes end at tokens 1 and 3 of 5: tokens 0, 1 are in both, 2, 3 in the second, 4 in none
-    assert token_coefficients(double([0.25, -1.0]), [1, 3], 5).tolist() == [-0.75, -0.75, -1.0, -1.0, 0.0]
-    assert token_coefficients(double([1.0]), [-1], 0).tolist() == []
-    logps = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    (expected,) = torch.autograd.grad(0.25 * logps[:2].sum() - logps[:4].sum(), logps)
-    torch.testing.assert_close(token_coefficients(double([0.25, -1.0]), [1, 3], 5), expected)
+    # prefixes end at tokens 1 and 3 of 5: tokens 0, 1 are in both, 2, 3 in the second, 4 in none; an empty prefix
+    rows, ends = torch.tensor([0, 0, 1]), torch.tensor([1, 3, -1])
+    found = token_coefficients(double([0.25, -1.0, 7.0]), rows, ends, torch.Size((2, 5)))
+    assert found.tolist() == [[-0.75, -0.75, -1.0, -1.0, 0.0], [0.0] * 5]
 
 
 def test_expected_gradient_of_an_enumerated_policy():
@@ -131,9 +129,8 @@ def test_expected_gradient_of_an_enumerated_policy():
         prefixes = prefixes_of([(step[c[0]], outcome[c]) for c in pair], [0, 0])
         c = prefix_coefficients(torch.zeros(4, dtype=torch.float64), prefixes, class_weighting="none")
         chance = torch.stack([logps(each).sum() for each in pair]).sum().exp().item()
-        surrogate = sum(
-            (token_coefficients(c[2 * i : 2 * i + 2], [0, 1], 2) * logps(each)).sum() for i, each in enumerate(pair)
-        )
+        of_tokens = token_coefficients(c, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.Size((2, 2)))
+        surrogate = (of_tokens * torch.stack([logps(each) for each in pair])).sum()
         total += chance * torch.autograd.grad(surrogate, logits)[0]
     torch.testing.assert_close(total, -expected, rtol=1e-10, atol=0)
 
