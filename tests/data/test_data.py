@@ -58,15 +58,13 @@ def test_prompts_by_hand():
 
 
 class TestNamedSets:
-    def test_gsm8k_rows(self):
+    def test_gsm8k_and_math_rows(self):
         train, evaluation = load("gsm8k", dataset_path=str(DATA / "gsm8k_test_200.jsonl"))
         assert evaluation is None and len(train) == 200
-        rows = {row["question"]: row for row in train}
-        row = next(row for question, row in rows.items() if question.startswith("Janet"))
+        row = next(row for row in train if row["question"].startswith("Janet"))
         assert row["solution"] == "18"
         assert row["prompt"] == [{"role": "user", "content": f"{row['question']} {PROMPT_INSTRUCTION}"}]
-
-    def test_math_rows_take_the_last_box(self):
+        # the last box
         train, _ = load("math", dataset_path=str(DATA / "math_500.jsonl"))
         assert len(train) == 500
         assert set(train.column_names) >= {"prompt", "solution", "problem", "subject", "unique_id"}
@@ -89,6 +87,8 @@ class TestNamedSets:
             return Dataset.from_list([{row.problem_column: "1+1", row.solution_column: cell}])
 
         row = TRAINING_SETS[name]
+        # the commits of the sets of programs and of RLPR's are not known
+        assert len(row.revision or "") == (0 if name in ("verifiable_coding", "rlpr") else 40)
         tests = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
         cell = tests if row.answer_in == "tests" else "so #### \\boxed{2}"
         monkeypatch.setattr("datasets.load_dataset", load_dataset)
@@ -111,12 +111,6 @@ class TestNamedSets:
         write_jsonl(tmp_path / "r.jsonl", [row | {"prompt": turns[1:]} for row in rows])
         assert [turn["role"] for turn in load("rlpr", **given)[0][0]["prompt"]] == ["user"]
 
-    def test_every_revision_is_a_commit(self):
-        """Where it is known: those of the sets of programs and of RLPR's are not."""
-        unknown = {"verifiable_coding", "rlpr"}
-        assert {name for name, training_set in TRAINING_SETS.items() if training_set.revision is None} == unknown
-        assert all(len(TRAINING_SETS[name].revision) == 40 for name in TRAINING_SETS.keys() - unknown)
-
     def test_programs_and_their_tests(self, caplog):
         path = str(DATA / "verifiable_coding.jsonl")
         train, _ = load("verifiable_coding", dataset_path=path)
@@ -129,24 +123,22 @@ class TestNamedSets:
         assert own[0]["prompt"][0]["content"].endswith(" Write Python.")
 
     def test_tests_of_ones_own_and_of_other_languages(self, tmp_path):
-        tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
-        file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "Add 1.", "tests": tests}] * 2)
-        train, _ = load(file, solution_column="tests")
-        assert read_tests(train["solution"][0]) == read_tests(tests)
-        tests = {"type": "asserts", "code": "assert f((1,)) == {2}", "entry_point": "f"}
-        for cell in (tests, json.dumps(tests)):
-            train, _ = load(write_jsonl(tmp_path / "own.jsonl", [{"problem": "?", "answer": cell}]))
-            assert read_tests(train["solution"][0]) == read_tests(tests)
-            bad = json.dumps(tests).replace("{2}", "{2")
-            write_jsonl(
-                tmp_path / "own.jsonl", [{"problem": "?", "answer": bad if cell != tests else json.loads(bad)}]
-            )
-            with pytest.raises(ValueError, match="Row 0 of .*Asserts do not parse"):
-                load(str(tmp_path / "own.jsonl"))
-        tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
-        file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "?", "tests": {**tests, "language": "cpp"}}])
-        with pytest.raises(ValueError, match="Row 0 of .*'cpp'"):
-            load(file, solution_column="tests")
+        def load_tests(cell):
+            file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "Add 1.", "tests": cell}] * 2)
+            return load(file, solution_column="tests")[0]["solution"][0]
+
+        function = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
+        asserts = {"type": "asserts", "code": "assert f((1,)) == {2}", "entry_point": "f"}
+        for tests, cell in ((function, function), (asserts, asserts), (asserts, json.dumps(asserts))):
+            assert read_tests(load_tests(cell)) == read_tests(tests)
+        bad = json.dumps(asserts).replace("{2}", "{2")
+        for cell, words in (
+            (bad, "not parse"),
+            (json.loads(bad), "not parse"),
+            (function | {"language": "cpp"}, "cpp"),
+        ):
+            with pytest.raises(ValueError, match=f"Row 0 of .*{words}"):
+                load_tests(cell)
 
 
 def test_miniature_tasks_are_training_sets():
@@ -163,44 +155,15 @@ def test_miniature_tasks_are_training_sets():
             load(name, dataset_split=split)
 
 
-class TestFiles:
-    def test_jsonl_with_named_columns_and_extra_columns(self, tmp_path):
-        path = write_jsonl(tmp_path / "d.jsonl", [{"q": "1+1", "a": 2, "tag": "x"}])
-        train, _ = load(path, problem_column="q", solution_column="a", system_prompt="S", prompt_instruction="")
-        assert train[0] == {
-            "q": "1+1",
-            "a": 2,
-            "tag": "x",
-            "prompt": build_prompt("1+1", instruction="", system_prompt="S"),
-            "solution": "2",
-        }
-
-    def test_alternatives_make_a_list_column(self, tmp_path):
-        path = write_jsonl(
-            tmp_path / "d.jsonl", [{"problem": "a", "answer": ["1", "2"]}, {"problem": "b", "answer": ["3"]}]
-        )
-        train, _ = load(path)
-        assert sorted(train["solution"][:]) == [["1", "2"], ["3"]]
-
-    @pytest.mark.parametrize(
-        ("rows", "settings", "key"),
-        [
-            ([{"task": "1+1", "gold": "2"}], {}, "problem_column"),
-            ([{"task": "1+1", "gold": "2"}], {"problem_column": "task"}, "solution_column"),
-            ([{"problem": "1+1", "answer": ""}], {}, "max_prompt_length"),
-            *(
-                (
-                    [{"problem": "1+1", "answer": "2"}, {"problem": problem, "answer": "2"}],
-                    {},
-                    "Row 1 .*problem_column",
-                )
-                for problem in ([{"content": "1+1"}], ["1+1"], 7, {"role": "user"})
-            ),
-        ],
-    )
-    def test_rows_that_cannot_be_used(self, tmp_path, rows, settings, key):
-        with pytest.raises(ValueError, match=key):
-            load(write_jsonl(tmp_path / "d.jsonl", rows), **settings)
+def test_named_columns_extra_columns_and_alternatives(tmp_path):
+    rows = [{"q": "1+1", "a": 2, "tag": "x"}]
+    path = write_jsonl(tmp_path / "d.jsonl", rows)
+    train, _ = load(path, problem_column="q", solution_column="a", system_prompt="S", prompt_instruction="")
+    prompt = build_prompt("1+1", instruction="", system_prompt="S")
+    assert train.to_list() == [rows[0] | {"prompt": prompt, "solution": "2"}]
+    rows = [{"problem": "a", "answer": ["1", "2"]}, {"problem": "b", "answer": ["3"]}]
+    train, _ = load(write_jsonl(tmp_path / "d.jsonl", rows))
+    assert sorted(train["solution"][:]) == [["1", "2"], ["3"]]
 
 
 def turn(role, content):
@@ -254,28 +217,30 @@ class TestFormsOfTRL:
             Dataset.from_list([row]).to_parquet(path / "train-00000-of-00001.parquet")
         train, _ = load(str(path), **settings, max_prompt_length=40)
         assert (train[0]["prompt"], train[0]["solution"]) == (prompt, solution)
+        if kind == "jsonl" and "system_prompt" not in settings:  # evaluation asks the same
+            benchmark = load_benchmark(str(path), columns=settings)
+            (problem,) = benchmark.problems
+            arguments = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path))
+            assert (arguments.prompt_of(problem.problem, benchmark), problem.solution) == (prompt, solution)
 
     @pytest.mark.parametrize(
-        "form", [form for form, (_, settings, _, _) in FORMS.items() if "system_prompt" not in settings]
-    )
-    def test_evaluation_asks_the_same(self, tmp_path, form):
-        row, settings, prompt, solution = FORMS[form]
-        benchmark = load_benchmark(write_jsonl(tmp_path / "d.jsonl", [row]), columns=settings)
-        (problem,) = benchmark.problems
-        arguments = EvaluationArguments(model="m", benchmarks="b", output_dir=str(tmp_path))
-        assert (arguments.prompt_of(problem.problem, benchmark), problem.solution) == (prompt, solution)
-
-    @pytest.mark.parametrize(
-        ("row", "settings", "message"),
+        ("row", "settings", "key"),
         [
             ({"prompt": "1+1", "solution": "2"}, {"prompt_instruction": "Say."}, "prompt_instruction.*'Say.'"),
             ({"messages": [USER, REPLY]}, {"prompt_instruction": "Say."}, "prompt_instruction.*'Say.'"),
             ({"prompt": "1+1", "solution": "2"}, {"system_prompt": "S"}, "system_prompt.*text"),
             ({"prompt": "1+1", "target": "2"}, {}, "solution_column"),
+            ({"task": "1+1", "gold": "2"}, {}, "problem_column"),
+            ({"task": "1+1", "gold": "2"}, {"problem_column": "task"}, "solution_column"),
+            ({"problem": "1+1", "answer": ""}, {}, "max_prompt_length"),
+            ({"problem": [{"content": "1+1"}], "answer": "2"}, {}, "Row 0 .*problem_column"),
+            ({"problem": ["1+1"], "answer": "2"}, {}, "Row 0 .*problem_column"),
+            ({"problem": 7, "answer": "2"}, {}, "Row 0 .*problem_column"),
+            ({"problem": {"role": "user"}, "answer": "2"}, {}, "Row 0 .*problem_column"),
         ],
     )
-    def test_settings_that_would_be_ignored(self, tmp_path, row, settings, message):
-        with pytest.raises(ValueError, match=message):
+    def test_rows_and_settings_that_cannot_be_used(self, tmp_path, row, settings, key):
+        with pytest.raises(ValueError, match=key):
             load(write_jsonl(tmp_path / "d.jsonl", [row]), **settings)
 
     def test_the_unused_column_is_named(self, tmp_path, caplog):
@@ -313,9 +278,6 @@ class TestLengthSplitAndShuffle:
         assert sorted([*train["solution"], *evaluation["solution"]], key=int) == [str(i) for i in range(20)]
         other, _ = load(path, eval_split_size=5, dataset_seed=7)
         assert train["solution"][:] != other["solution"][:]
-
-    def test_max_train_samples_keeps_the_held_out_rows(self, path):
-        _, evaluation = load(path, eval_split_size=5)
         few, same = load(path, eval_split_size=5, max_train_samples=3)
         assert len(few) == 3 and same["solution"][:] == evaluation["solution"][:]
 

@@ -23,11 +23,6 @@ def tokenizer():
     return build_tokenizer()
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_any_text_round_trips(tokenizer, text):
-    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
-
-
 def test_chat_template_renders_chatml(tokenizer):
     assert tokenizer.apply_chat_template(CONVERSATION, tokenize=False) == (
         "<|im_start|>user\n47+38<|im_end|>\n<|im_start|>assistant\n" + CONVERSATION[1]["content"] + "<|im_end|>\n"
@@ -52,12 +47,12 @@ def test_assistant_mask_covers_the_answer_and_its_end_token(tokenizer):
     assert tokenizer.decode(marked) == CONVERSATION[1]["content"] + END_TOKEN
 
 
-def test_save_and_load_round_trip(tokenizer, tmp_path):
+def test_any_text_round_trips_and_so_does_the_saved_tokenizer(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert (loaded.pad_token_id, loaded.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
     assert loaded.padding_side == "left"
     assert loaded.apply_chat_template(CONVERSATION) == tokenizer.apply_chat_template(CONVERSATION)
-    for text in TEXTS:
-        assert loaded.decode(loaded(text)["input_ids"]) == text
+    for each in (tokenizer, loaded):
+        assert [each.decode(each(text)["input_ids"]) for text in TEXTS] == TEXTS

@@ -32,15 +32,14 @@ def weights(directory: Path) -> dict[str, torch.Tensor]:
     return AutoModelForCausalLM.from_pretrained(directory).state_dict()
 
 
-class TestTraining:
-    def test_seed_decides_the_result(self, tmp_path):
-        for name, seed in (("first", 3), ("second", 3), ("other", 4)):
-            train_warm_start(WarmStartSettings("terms_3", seed=shifted(seed), **TINY), tmp_path / name)
-        first, second, other = (weights(tmp_path / name) for name in ("first", "second", "other"))
-        assert json.loads((tmp_path / "first" / "warm_start.json").read_text())["steps"] == 5
-        assert AutoTokenizer.from_pretrained(tmp_path / "first").get_vocab() == build_tokenizer().get_vocab()
-        assert all(torch.equal(first[key], second[key]) for key in first)
-        assert not torch.equal(first["model.norm.weight"], other["model.norm.weight"])
+def test_seed_decides_the_result(tmp_path):
+    for name, seed in (("first", 3), ("second", 3), ("other", 4)):
+        train_warm_start(WarmStartSettings("terms_3", seed=shifted(seed), **TINY), tmp_path / name)
+    first, second, other = (weights(tmp_path / name) for name in ("first", "second", "other"))
+    assert json.loads((tmp_path / "first" / "warm_start.json").read_text())["steps"] == 5
+    assert AutoTokenizer.from_pretrained(tmp_path / "first").get_vocab() == build_tokenizer().get_vocab()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["model.norm.weight"], other["model.norm.weight"])
 
 
 @pytest.mark.trains
@@ -72,26 +71,18 @@ class TestCalibration:
 
     @pytest.fixture
     def calibration(self, monkeypatch):
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.weight = torch.nn.Parameter(torch.zeros(()))
-
-        asked = []
+        asked, model = [], torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.zeros(()))
 
         def measured(model, processing_class, rows, *, num_samples=1, seed):
-            asked.append((round(model.weight.item(), 3), num_samples, seed))
-            return self.accuracy(model.weight.item())
+            asked.append((num_samples, seed))
+            return model.weight.item() ** 2
 
         monkeypatch.setattr(module, "measure", measured)
         settings = WarmStartSettings("addition", probe_steps=1, target_accuracy=0.2)
-        calibration = Calibration(settings, Model(), None)
+        calibration = Calibration(settings, model, None)
         calibration.asked = asked
         return calibration
-
-    @staticmethod
-    def accuracy(weight: float) -> float:
-        return weight**2
 
     @staticmethod
     def train_to(calibration, weight: float):
@@ -109,9 +100,8 @@ class TestCalibration:
         expected = [(0.0, 0.09), (1.0, 0.36), (0.11 / 0.27, (0.3 + 0.11 / 0.9) ** 2)]
         np.testing.assert_allclose(points[:3], expected, atol=1e-6)
         assert weights["weight"].item() == pytest.approx(0.2**0.5, abs=0.003)
-        seeds = [seed for _, _, seed in calibration.asked[2:]]  # after the two probes
-        assert len(set(seeds)) == len(seeds) and min(seeds) > CALIBRATION_SEED
-        assert [num_samples for _, num_samples, _ in calibration.asked[2:]] == [2, 2, 6, 6]
+        num_samples, seeds = zip(*calibration.asked[2:])  # after the two probes
+        assert len(set(seeds)) == len(seeds) and min(seeds) > CALIBRATION_SEED and num_samples == (2, 2, 6, 6)
 
     def test_goes_further_back_where_the_last_average_is_above_the_target_too(self, calibration):
         calibration.earlier += [{"weight": torch.tensor(0.5)}]  # its probe was below
@@ -138,9 +128,8 @@ def test_the_average_is_of_the_weights_and_not_of_the_prepared_model(tmp_path, m
         return 0.0
 
     monkeypatch.setattr(module, "measure", compute)
-    settings = WarmStartSettings(
-        "addition", seed=shifted(0), **{**TINY, "target_accuracy": 0.5, "probe_steps": 1, "max_steps": 2}
-    )
+    changed = TINY | {"target_accuracy": 0.5, "probe_steps": 1, "max_steps": 2}
+    settings = WarmStartSettings("addition", seed=shifted(0), **changed)
     seen: list[dict] = []
     update = module.AveragedModel.update_parameters
 
@@ -160,12 +149,7 @@ def test_the_average_is_of_the_weights_and_not_of_the_prepared_model(tmp_path, m
 
 def test_accuracy_is_the_share_of_boxed_right_answers(monkeypatch):
     rows = [{"problem": f"{i}+0", "answer": str(i)} for i in range(4)]
-    texts = [
-        r"some,steps,\boxed{0}",  # right
-        r"\boxed{11}",  # wrong: another number that ends alike
-        "2",  # wrong: not in a box
-        r"\boxed{3}",  # right
-    ]
+    texts = [r"some,steps,\boxed{0}", r"\boxed{11}", "2", r"\boxed{3}"]  # the second and the third are wrong
     drawn = [Completion(text, 9, "stop") for text in texts]
     engine = SimpleNamespace(generate=lambda requests, settings: zip(requests, drawn, strict=True))
     monkeypatch.setattr(module, "TransformersEngine", lambda *args, **kwargs: engine)
