@@ -77,59 +77,28 @@ MODELS = {  # version, Hub id, rollout steps
     "qwen3-4b": ("v2", "Qwen/Qwen3-4B", 120),
     "qwen3-8b": ("v2", "Qwen/Qwen3-8B", 320),
 }
-PACS = {
-    "method": "pacs",
-    "pacs_beta": 1.0,
-    "score_estimator": "rloo",
-    "class_weighting": "balanced",
-    "reference": "rollout",
-    "actor_term_coef": 0.0,
-    "proxy": "log_ratio",
-    "max_grad_norm": 0.0,
-}
+PACS = dict(method="pacs", pacs_beta=1.0, score_estimator="rloo", class_weighting="balanced", reference="rollout")
+PACS |= dict(actor_term_coef=0.0, proxy="log_ratio", max_grad_norm=0.0)
 # The authors clip at 1.0 a gradient that is summed over the 8 rows of a micro-batch; TRL and PPOTrainer take their
 # mean.
-CLIPPED = {"max_grad_norm": 1.0 / 8, "epsilon": 0.2, "epsilon_high": None, "delta": 3.0, "loss_type": "dr_grpo"}
-METHODS = {
-    "pacs": PACS,
-    "pacs_no_weight": PACS | {"class_weighting": "none"},
-    "pacs_beta_2": PACS | {"pacs_beta": 2.0},
-    "grpo": {"method": "grpo", "scale_rewards": "group", "importance_sampling_level": "token"} | CLIPPED,
-    "ppo": {
-        "method": "ppo",
-        "gamma": 1.0,
-        "gae_lambda": 1.0,
-        "whiten_advantages": True,
-        "critic_model_name_or_path": None,
-        "critic_learning_rate": 1e-5,
-        "critic_warmup_steps": 0,
-        "value_clip_range": 0.5,
-    }
-    | CLIPPED,
-}
-ABLATIONS = {
-    "score_dr_grpo": PACS | {"score_estimator": "dr_grpo"},
-    "score_grpo_rollout": PACS | {"score_estimator": "grpo", "first_update_score": "dr_grpo"},
-    "score_grpo_snapshot": PACS
-    | {
-        "score_estimator": "grpo",
-        "reference": "snapshot",
-        "reference_reset_steps": 80,
-        "reset_optimizer_on_reference_reset": True,
-        "max_grad_norm": 1.0,
-    },
-    **{f"beta_{beta}": PACS | {"pacs_beta": float(beta)} for beta in ("0.1", "0.5", "2", "10")},
-}
+CLIPPED = dict(max_grad_norm=1.0 / 8, epsilon=0.2, epsilon_high=None, delta=3.0, loss_type="dr_grpo")
+GRPO = CLIPPED | dict(method="grpo", scale_rewards="group", importance_sampling_level="token")
+PPO = CLIPPED | dict(method="ppo", gamma=1.0, gae_lambda=1.0, whiten_advantages=True, value_clip_range=0.5)
+PPO |= dict(critic_model_name_or_path=None, critic_learning_rate=1e-5, critic_warmup_steps=0)
+NO_WEIGHT = PACS | dict(class_weighting="none")
+SNAPSHOT = dict(reference="snapshot", reference_reset_steps=80, reset_optimizer_on_reference_reset=True)
 CELLS = {  # name of the run -> its settings
-    **{f"{model}/{method}": METHODS[method] for model in MODELS for method in ("pacs", "grpo", "ppo")},
-    **{f"{model}/pacs_no_weight": METHODS["pacs_no_weight"] for model in ("qwen2.5-7b", "qwen3-4b", "qwen3-8b")},
-    **{f"{model}/pacs_beta_2": METHODS["pacs_beta_2"] for model in ("qwen2.5-3b", "qwen2.5-7b")},
-    **{f"qwen3-4b/{name}": settings for name, settings in ABLATIONS.items()},
-    "qwen3-4b/pacs_snapshot": PACS
-    | {"reference": "snapshot", "reference_reset_steps": 80, "reset_optimizer_on_reference_reset": True},
+    **{f"{m}/{name}": settings for m in MODELS for name, settings in (("pacs", PACS), ("grpo", GRPO), ("ppo", PPO))},
+    **{f"{model}/pacs_no_weight": NO_WEIGHT for model in ("qwen2.5-7b", "qwen3-4b", "qwen3-8b")},
+    **{f"{model}/pacs_beta_2": PACS | {"pacs_beta": 2.0} for model in ("qwen2.5-3b", "qwen2.5-7b")},
+    **{f"qwen3-4b/beta_{beta}": PACS | {"pacs_beta": float(beta)} for beta in ("0.1", "0.5", "2", "10")},
+    "qwen3-4b/score_dr_grpo": PACS | dict(score_estimator="dr_grpo"),
+    "qwen3-4b/score_grpo_rollout": PACS | dict(score_estimator="grpo", first_update_score="dr_grpo"),
+    "qwen3-4b/score_grpo_snapshot": PACS | SNAPSHOT | dict(score_estimator="grpo", max_grad_norm=1.0),
+    "qwen3-4b/pacs_snapshot": PACS | SNAPSHOT,
     "qwen3-4b/pacs_one_node": PACS,
     "qwen3-4b/pacs_async": PACS | {"rollout_lag": 1},
-    "qwen3-4b/pacs_kept_reference": PACS | {"pacs_beta": 0.3, "reference": "snapshot", "reference_reset_steps": None},
+    "qwen3-4b/pacs_kept_reference": PACS | dict(pacs_beta=0.3, reference="snapshot", reference_reset_steps=None),
     "qwen3-8b/pacs_server": PACS,
     "qwen3-8b/pacs_async": PACS | {"rollout_lag": 1},
 }
@@ -187,15 +156,24 @@ def values_of(recipe) -> dict:
     return {name: getattr(value, "value", value) for name, value in values.items()}
 
 
+def read_without_conflicts(name: str, added=(), launch=None):
+    """The recipe for its launch, which has neither conflicts nor notes, with words added to its launch line."""
+    path = RECIPES / f"{name}.yaml"
+    launch = launch or launch_of(path)
+    recipe, conflicts = check_recipe(str(path), list(added), launch.num_processes)
+    assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
+    return recipe, launch, path.read_text()
+
+
+def assert_settings(recipe, expected: dict) -> None:
+    actual = values_of(recipe)
+    assert {key: actual[key] for key in expected} == expected
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_recipe_is_read_and_free_of_conflicts(name):
-    path = RECIPES / f"{name}.yaml"
-    launch = launch_of(path)
-    recipe, conflicts = check_recipe(str(path), [], launch.num_processes)
-    assert conflicts == []
+    recipe, launch, text = read_without_conflicts(name)
     step = recipe.step
-    conflicts, notes = find_conflicts(recipe, launch)
-    assert conflicts == [] and notes == []
     assert recipe.run.expected_processes == launch.num_processes
     several = {DARS: 2, "qwen3-4b/pacs_reuse": 2 * 4} | dict.fromkeys(GENAC, 1)
     assert step.updates_per_generation == several.get(name, 4)
@@ -206,45 +184,35 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     assert recipe.training.vllm_mode == "server" or recipe.training.vllm_max_model_length == longest
     # the arithmetic that the comments do is the arithmetic of the run
     line = r"# +(?:generation|update): +(\d+) completions x (\d+) processes x (\d+) += (\d+)"
-    rows = re.findall(line, path.read_text())
+    rows = re.findall(line, text)
     assert [int(total) for *_, total in rows] == [step.completions_per_generation, step.completions_per_update]
     assert all(int(a) * int(b) * int(c) == int(total) for a, b, c, total in rows)
 
 
 @pytest.mark.parametrize("name", MINIATURE)
 def test_miniature_recipe_is_read_and_free_of_conflicts(name):
-    path = RECIPES / f"{name}.yaml"
-    launch, _ = read_launch(None, 1)
     is_smollm2 = name.startswith("smollm2-135m/")  # `make model` may not have been run
     other_model = ["--model_name_or_path", "miniature/addition"] if is_smollm2 else []
-    recipe, conflicts = check_recipe(str(path), other_model, launch.num_processes)
-    assert conflicts == []
-    step = recipe.step
-    assert find_conflicts(recipe, launch) == ([], [])
+    recipe, _, text = read_without_conflicts(name, other_model, read_launch(None, 1)[0])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
         f"miniature/{method}": 1 for method in ("agent", "environment", "code", "pacs", "grpo", *OBJECTIVES)
     }
     others |= {name: 1} if is_smollm2 else {}
-    assert step.updates_per_generation == others.get(name, 4)
+    assert recipe.step.updates_per_generation == others.get(name, 4)
     assert recipe.training.output_dir == f"outputs/{name}"
-    assert f"--config recipes/{name}.yaml" in path.read_text()
+    assert f"--config recipes/{name}.yaml" in text
 
 
 @pytest.mark.parametrize("name", CELLS)
 def test_cell_has_the_settings_of_the_paper(name):
     made_by, added = MADE_BY[name]
-    path = RECIPES / f"{made_by}.yaml"
     version, hub_id, rollout_steps = MODELS[name.split("/")[0]]
-    launch = launch_of(path)
-    recipe, conflicts = check_recipe(str(path), added, launch.num_processes)
-    assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
-    expected = PAPER | VERSIONS[version] | CELLS[name] | {"model_name_or_path": hub_id}
-    actual = values_of(recipe)
-    assert {key: actual[key] for key in expected} == expected
+    recipe, _, text = read_without_conflicts(made_by, added)
+    assert_settings(recipe, PAPER | VERSIONS[version] | CELLS[name] | {"model_name_or_path": hub_id})
     assert recipe.step.completions_per_generation == 1024 * 8
     assert recipe.step.completions_per_update == 256 * 8
     assert recipe.training.max_steps == rollout_steps * 4
-    assert ("--model_name_or_path" in added) or hub_id in path.read_text().splitlines()[0]
+    assert ("--model_name_or_path" in added) or hub_id in text.splitlines()[0]
 
 
 def test_there_is_a_recipe_for_each_cell_and_no_other():
@@ -255,52 +223,33 @@ def test_there_is_a_recipe_for_each_cell_and_no_other():
 
 
 # experiments/DARS-{1.5B,7B}-{HW,ET}-Breadth.sh, but for the loss
-OF_DARS = PACS | {
-    "method": "dars",
-    "class_weighting": "none",  # balanced class weights would undo what the schedule does
-    "adaptive_rollouts": "hardness_weighted",
-    "max_generations": 64,
-    "adaptive_rollouts_budget": None,
-    "num_generations": 8,
-    "num_iterations": 2,
-    "max_prompt_length": 1024,
-    "max_completion_length": 3072,
-    "max_tokens_per_micro_batch": 24576,
-    "temperature": 1.0,
-    "learning_rate": 5e-6,
-    "beta": 0.0,
-    "max_steps": 86 * 2,
-    "save_steps": 14 * 2,
-}
+OF_DARS = PACS | dict(method="dars", class_weighting="none")  # balanced weights would undo what the schedule does
+OF_DARS |= dict(adaptive_rollouts="hardness_weighted", max_generations=64, adaptive_rollouts_budget=None)
+OF_DARS |= dict(num_generations=8, num_iterations=2, max_prompt_length=1024, max_completion_length=3072)
+OF_DARS |= dict(max_tokens_per_micro_batch=24576, temperature=1.0, learning_rate=5e-6, beta=0.0)
+OF_DARS |= dict(max_steps=86 * 2, save_steps=14 * 2)
 EQUAL_TREATMENT = {"adaptive_rollouts": "equal_treatment", "max_generations": 32}
-OF_GENAC = {"learning_rate": 1e-6, "epsilon": 0.2, "beta": 0.0, "num_generations": 8, "critic_max_new_tokens": 1024}
-OF_GENAC |= {"segment_probability": 0.2, "max_segments": 16, "critic_pretraining_steps": 100, "gamma": 1.0}
-OF_GENAC |= {"gae_lambda": 1.0, "critic_prompt": "genac"}
-SMALLER = ["--model_name_or_path", "Qwen/Qwen2.5-Math-1.5B"]
+OF_GENAC = dict(learning_rate=1e-6, epsilon=0.2, beta=0.0, num_generations=8, critic_max_new_tokens=1024)
+OF_GENAC |= dict(segment_probability=0.2, max_segments=16, critic_pretraining_steps=100, gamma=1.0)
+OF_GENAC |= dict(gae_lambda=1.0, critic_prompt="genac")
 RELATED = [  # recipe, what is added to its launch line, settings
-    *((DARS, model, OF_DARS) for model in ([], SMALLER)),
-    (
-        DARS,
-        [word for key, value in EQUAL_TREATMENT.items() for word in (f"--{key}", str(value))],
-        OF_DARS | EQUAL_TREATMENT,
-    ),
+    (DARS, [], OF_DARS),
+    (DARS, ["--model_name_or_path", "Qwen/Qwen2.5-Math-1.5B"], OF_DARS),
+    (DARS, [f"--{key}={value}" for key, value in EQUAL_TREATMENT.items()], OF_DARS | EQUAL_TREATMENT),
     *((name, [], OF_GENAC | {"critic_learning_rate": rate}) for name, rate in GENAC.items()),
     *(
-        (name, [], PACS | {"method": method, "learning_rate": rate, "use_peft": name.endswith("lora")})
+        (name, [], PACS | dict(learning_rate=rate, use_peft=name.endswith("lora")))
         for name, rate in PRACTICAL.items()
-        for method in ["rlpr" if name.endswith("rlpr") else "pacs"]
+        if name != "qwen2.5-7b/rlpr"
     ),
+    ("qwen2.5-7b/rlpr", [], PACS | dict(method="rlpr", learning_rate=PRACTICAL["qwen2.5-7b/rlpr"], use_peft=False)),
 ]
 
 
 @pytest.mark.parametrize(("name", "added", "expected"), RELATED)
 def test_recipe_has_the_settings_of_its_authors_or_of_pacs(name, added, expected):
-    path = RECIPES / f"{name}.yaml"
-    launch = launch_of(path)
-    recipe, conflicts = check_recipe(str(path), added, launch.num_processes)
-    assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
-    actual = values_of(recipe)
-    assert {key: actual[key] for key in expected} == expected
+    recipe, _, _ = read_without_conflicts(name, added)
+    assert_settings(recipe, expected)
     if name == DARS:
         assert recipe.step.prompts_per_generation == recipe.step.prompts_per_update == 3072
 

@@ -64,3 +64,4 @@ def test_the_names_are_those_that_are_loaded():
     found = {name: f"pacs_trl.{module}" for module, names in seen for name in names.split(", ")}
     assert found == pacs_trl._PUBLIC_NAMES
     assert sorted(pacs_trl.__all__) == sorted(["__version__", *pacs_trl._PUBLIC_NAMES]) == dir(pacs_trl)
+    assert [getattr(pacs_trl, name).__name__ for name in found] == list(found)
