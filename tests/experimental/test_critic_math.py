@@ -27,32 +27,25 @@ def test_rewards_by_hand():
     torch.testing.assert_close(found, torch.tensor([1.0, 0.0, 0.9375, 0.0]))  # 1 - 0, 1 - 1, 1 - 1/16, unread
 
 
-class TestWeights:
-    def test_by_hand(self):
-        # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its
-        # reward
-        rewards, outcomes = torch.tensor([0.9, 0.5, 0.7, 0.1]), torch.tensor([1.0, 0.8, 0.5, 1.0])
-        found = reinforce_weights(rewards, outcomes)
-        torch.testing.assert_close(found, torch.tensor([0.6, 0.0, 0.7, -0.6]))
+def test_weights_by_hand():
+    # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its reward
+    rewards, outcomes = torch.tensor([0.9, 0.5, 0.7, 0.1]), torch.tensor([1.0, 0.8, 0.5, 1.0])
+    torch.testing.assert_close(reinforce_weights(rewards, outcomes), torch.tensor([0.6, 0.0, 0.7, -0.6]))
 
-    def test_equal_a_loop_and_sum_to_zero_on_each_side(self):
-        rewards, outcomes = torch.rand(40), torch.rand(40).round()
-        found = reinforce_weights(rewards, outcomes)
-        for i in range(40):
-            others = [rewards[j].item() for j in range(40) if j != i and outcomes[j] == outcomes[i]]
-            assert found[i].item() == pytest.approx(rewards[i].item() - sum(others) / len(others), abs=1e-6)
-        assert found[outcomes == 1].sum().item() == pytest.approx(0.0, abs=1e-5)
 
-    def test_over_processes(self):
-        rewards, outcomes = torch.rand(12), torch.tensor([1.0, 0.0] * 6)
-        whole = reinforce_weights(rewards, outcomes)
-        parts = [slice(0, 5), slice(5, 12)]
-        totals: list[torch.Tensor] = []
-        for part in parts:
-            reinforce_weights(rewards[part], outcomes[part], lambda own: totals.append(own) or own)
-        for part in parts:
-            found = reinforce_weights(rewards[part], outcomes[part], lambda own: sum(totals))
-            torch.testing.assert_close(found, whole[part])
+def test_weights_equal_a_loop_sum_to_zero_on_each_side_and_do_not_depend_on_processes():
+    rewards, outcomes, totals = torch.rand(40), torch.rand(40).round(), []
+    whole = reinforce_weights(rewards, outcomes)
+    for i in range(40):
+        others = [rewards[j].item() for j in range(40) if j != i and outcomes[j] == outcomes[i]]
+        assert whole[i].item() == pytest.approx(rewards[i].item() - sum(others) / len(others), abs=1e-6)
+    assert whole[outcomes == 1].sum().item() == pytest.approx(0.0, abs=1e-5)
+    parts = [slice(0, 15), slice(15, 40)]
+    for part in parts:
+        reinforce_weights(rewards[part], outcomes[part], lambda own: totals.append(own) or own)
+    for part in parts:
+        found = reinforce_weights(rewards[part], outcomes[part], lambda own: sum(totals))
+        torch.testing.assert_close(found, whole[part])
 
 
 def test_losses_by_hand_and_their_gradient():
@@ -140,14 +133,3 @@ def test_advantages_equal_the_definition(gamma, lam):
             segment = [max(k for k, start in enumerate(starts) if start <= t) for t in range(length)]
             plain = torch.tensor([reward - values[k] for k in segment])
             assert (advantages[0] - plain).abs().max() <= rounding_atol(4 * length, 1.0)
-
-
-def test_segments_of_one_token_are_generalized_advantages():
-    values, mask = torch.rand(1, 6), torch.ones(1, 6, dtype=torch.bool)
-    starts = segment_starts([0.0] * 6, threshold=0.2, length=None, most=16)
-    torch.testing.assert_close(values_of_tokens(values[0].tolist(), starts, 6)[None], values)
-    expected = generalized_advantages(torch.ones(1), values, mask, gamma=0.9, gae_lambda=0.5)[0]
-    found = generalized_advantages(
-        torch.ones(1), values, mask, gamma=0.9, gae_lambda=border_lambdas(starts, 6, 0.5)[None]
-    )[0]
-    assert math.isclose((found - expected).abs().max().item(), 0.0, abs_tol=rounding_atol(24, 1.0))

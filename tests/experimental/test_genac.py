@@ -18,12 +18,8 @@ from pacs_trl.experimental._critic_prompt import CriticPrompt
 from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
 
 
-SETTINGS = actor_critics.SETTINGS | {
-    "critic_prompt": "miniature",
-    "critic_max_new_tokens": 6,
-    "critic_pretraining_steps": 0,
-    "max_segments": 3,
-}
+SETTINGS = actor_critics.SETTINGS | {"critic_prompt": "miniature", "critic_max_new_tokens": 6, "max_segments": 3}
+SETTINGS |= {"critic_pretraining_steps": 0}
 
 
 def build(output_dir, model_path, *, read=True, **settings):
@@ -46,19 +42,16 @@ class Notes(CriticRecorder):
     """Also keeps each generation as it goes to the learning, before it is shuffled."""
 
     def watch(self, trainer):
+        def note(method, kept):
+            def call(*args):
+                kept.append(copy.deepcopy(found := method(*args)))
+                return found
+
+            return call
+
         self.trainer, self.batches, self.asked = trainer, [], []
-        generate, states = trainer._generate_and_score_completions, trainer._questions
-
-        def note(inputs):
-            batch = generate(inputs)
-            self.batches.append(copy.deepcopy(batch))
-            return batch
-
-        def note_states(*args):
-            self.asked.append(states(*args))
-            return self.asked[-1]
-
-        trainer._generate_and_score_completions, trainer._questions = note, note_states
+        trainer._generate_and_score_completions = note(trainer._generate_and_score_completions, self.batches)
+        trainer._questions = note(trainer._questions, self.asked)
         return trainer
 
 
@@ -68,10 +61,8 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
     """Gradients of the critic by autograd in float64, one answer at a time; advantages from the values that were
     read."""
     notes, replay = Notes(), Replay(unverifiable=0.2)
-    trainer = build(
-        tmp_path, model_path, replay=replay, callbacks=[notes], num_iterations=2, whiten_advantages=False, **settings
-    )
-    notes.watch(trainer)
+    settings |= {"num_iterations": 2, "whiten_advantages": False}
+    trainer = notes.watch(build(tmp_path, model_path, replay=replay, callbacks=[notes], **settings))
     critic = tiny_model().double()  # a copy of the trainer's would call the original
     trainer.train()
     (batch,), (asked,) = notes.batches, notes.asked
@@ -94,9 +85,8 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
             ratios = (logps.detach() - torch.tensor(answer["logps"])).exp().clamp(max=2.0)
             loss = loss - (ratios * logps).sum() * answer["weight"] / tokens
         loss.backward()
-        moved = {
-            n: (w - notes.critics[update + 1][n]) / args.critic_learning_rate for n, w in notes.critics[update].items()
-        }
+        before, after = notes.critics[update : update + 2]
+        moved = {n: (w - after[n]) / args.critic_learning_rate for n, w in before.items()}
         assert_close_gradients(moved, {n: p.grad.float() for n, p in critic.named_parameters()})
         assert logs[update]["genac/critic_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
     for i, row in enumerate(rows):  # values are those of segments, advantages what they leave of the reward
@@ -124,18 +114,16 @@ def test_what_the_critic_is_asked(tmp_path, model_path):
         assert lengths[0] == 0 and lengths == sorted(set(lengths)) and lengths[-1] == len(row.completion_ids) - 1
         assert [each.segment for each in own[:-1]] == list(range(len(own) - 1)) and len(own) <= 4
         assert [each.outcome for each in own] == [means[i], *[row.label] * (len(own) - 1)] or len(own) == 1
-        for each in own:
-            assert each.state.response == TOKENIZER.decode(
-                row.completion_ids[: each.state.tokens_used], skip_special_tokens=True
-            )
+        for state in (each.state for each in own):
+            prefix = row.completion_ids[: state.tokens_used]
+            assert state.response == TOKENIZER.decode(prefix, skip_special_tokens=True)
     question = TOKENIZER.decode(notes.batches[0]["answers"][0][0]["prompt"])
     assert problem and f"unknown 0/16 {asked[0].state.problem}" in question  # nobody has been right yet
     later = TOKENIZER.decode(notes.batches[1]["answers"][0][0]["prompt"])
     assert f"{sum(row.label for row in rows) / 16:.0%} 0/16" in later
     log = trainer.state.log_history[0]
-    assert log["genac/unparsed"] == 1.0 and log["genac/brier"] == pytest.approx(
-        sum(a.outcome**2 for a in asked) / len(asked)
-    )
+    brier = sum(a.outcome**2 for a in asked) / len(asked)
+    assert log["genac/unparsed"] == 1.0 and log["genac/brier"] == pytest.approx(brier)
     assert log["genac/critic_reward"] == 0.0 and log["genac/segments"] <= 3 and log["time/critic"] > 0
     assert log["time/total"] >= log["time/critic"] + log["time/generation"]
 
@@ -235,17 +223,14 @@ class TestBadInput:
         monkeypatch.setattr("pacs_trl.baselines.actor_critic.create_model_from_path", None)
         monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)
 
-    @pytest.mark.parametrize(
-        "settings",
-        [
+    def test_settings(self):
+        for settings in (
             {"critic_prompt": "no/template"},
             {"max_completion_length": None},
             {"scale_rewards": "batch"},
-        ],
-    )
-    def test_settings(self, settings):
-        with pytest.raises(ValueError, match=next(iter(settings))):
-            GenACConfig("unused", **(SETTINGS | settings))
+        ):
+            with pytest.raises(ValueError, match=next(iter(settings))):
+                GenACConfig("unused", **(SETTINGS | settings))
 
     def test_context(self, tmp_path, model_path):
         with pytest.raises(ValueError, match="critic_max_new_tokens=490"):

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from replay import TOKENIZER, Replay, addition_dataset, build_trainer, digit_reward
+from replay import addition_dataset, build_trainer, digit_reward
 from seeds import shifted
 
 from pacs_trl.experimental.process_labels import (
@@ -192,32 +192,23 @@ def test_labels_of_steps_beside_numbers(tmp_path):
     assert trainer.evaluate()["eval_process/label_mean"] == pytest.approx(0.6)
 
 
-WRONG_RESULTS = {
-    "mixed": (lambda n: [[(0, 1.0)], None, *[0.5] * (n - 2)], {}, "completion 2"),
-    "too few": (lambda n: [[(0, 1.0)]], {}, "returned 1 "),
-}
+def mixed(completions, **kwargs):
+    return [[(0, 1.0)], None, *[0.5] * (len(completions) - 2)]
 
 
-@pytest.mark.parametrize(("result", "settings", "words"), WRONG_RESULTS.values(), ids=WRONG_RESULTS)
-def test_process_labels_that_make_no_sense(tmp_path, result, settings, words):
-    def pairs(completions, **kwargs):
-        return result(len(completions))
+def too_few(completions, **kwargs):
+    return [[(0, 1.0)]]
 
-    def words_of_two(generation, rows):
-        for row in rows:
-            row.completion_ids = [7, 8, TOKENIZER.eos_token_id]
-        return rows
 
-    trainer = build_trainer(
-        tmp_path, replay=Replay(edit=words_of_two), reward=pairs, trainer_class=ProcessLabelsTrainer, **settings
-    )
+@pytest.mark.parametrize(
+    ("reward", "settings", "words"),
+    [
+        (mixed, {"trainer_class": ProcessLabelsTrainer}, "completion 2"),
+        (too_few, {"trainer_class": ProcessLabelsTrainer}, "returned 1 "),
+        ([halves, halves], {"trainer_class": ProcessLabelsTrainer, "reward_weights": [0.5, 0.5]}, "'halves'"),
+        (halves, {}, "'halves'"),  # another method
+    ],
+)
+def test_process_labels_that_make_no_sense(tmp_path, reward, settings, words):
     with pytest.raises(ValueError, match=words):
-        trainer.train()
-
-
-def test_labels_of_steps_by_two_functions_or_for_another_method(tmp_path):
-    settings = {"reward_weights": [0.5, 0.5], "trainer_class": ProcessLabelsTrainer}
-    with pytest.raises(ValueError, match="'halves'"):
-        build_trainer(tmp_path, reward=[halves, halves], **settings).train()
-    with pytest.raises(ValueError, match="'halves'"):
-        build_trainer(tmp_path, reward=halves).train()
+        build_trainer(tmp_path, reward=reward, **settings).train()

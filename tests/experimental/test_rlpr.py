@@ -1,6 +1,7 @@
 """The probability of reference answers as a label, and the filter of groups whose labels lie close together."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,22 +83,16 @@ def test_reference_answers_as_text():
     assert [reference_text(a) for a in ("  a b ", ["x", "y"], [], None, 7)] == ["a b", "x", "", "", "7"]
 
 
-class Given:
-    """Probabilities as they are said."""
-
-    def after_reasoning(self, prompts, texts, answers):
-        return [0.8, 0.3, 0.0, 1.0]
-
-    def without_reasoning(self, prompts, answers):
-        return [0.2, 0.5, 0.1, 0.0]
-
-
 def test_the_label_on_paper():
+    given = SimpleNamespace(
+        after_reasoning=lambda prompts, texts, answers: [0.8, 0.3, 0.0, 1.0],
+        without_reasoning=lambda prompts, answers: [0.2, 0.5, 0.1, 0.0],
+    )
     # .9 (.8 - .2) + .1; .9 * 0 + .1, since reasoning has not helped; malformed: 0; .9 * 1 + 0, an answer that is not
     # closed
     completions, logged = ["<answer>a</answer>", "<answer>b</answer>", "c", "<answer>d"], {}
     labels = probability_reward(
-        completions, ["q"] * 4, ["a"] * 4, reference_probability=Given(), log_metric=logged.__setitem__
+        completions, ["q"] * 4, ["a"] * 4, reference_probability=given, log_metric=logged.__setitem__
     )
     assert labels == pytest.approx([0.64, 0.1, 0.0, 0.9])
     assert logged == pytest.approx(
@@ -106,13 +101,13 @@ def test_the_label_on_paper():
 
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-SETTINGS = {
-    "max_completion_length": 12,
-    "steps_per_generation": 1,
-    "max_steps": 3,
-    "learning_rate": 0.5,
-    "report_to": "none",
-}
+SETTINGS = {"max_completion_length": 12, "steps_per_generation": 1, "max_steps": 3, "learning_rate": 0.5}
+PROMPT = [{"role": "user", "content": "1+1"}]
+
+
+def build(output_dir, **changed):
+    given = {"trainer_class": RLPRTrainer, "reward": probability_reward, "more": {"rollout_func": boxed}}
+    return build_trainer(output_dir, **given | SETTINGS | changed)
 
 
 def seen_by(trainer, kept):
@@ -143,9 +138,7 @@ def by_hand(model, prompt, text, start, end):
 def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
     """Also after the policy has moved: s is of today, s0 of the start, each by a forward pass of its own."""
     kept: list = []
-    trainer = build_trainer(
-        tmp_path, trainer_class=RLPRTrainer, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS
-    )
+    trainer = build(tmp_path)
     seen_by(trainer, kept)
     trainer.train()
     assert [name for name, *_ in kept] == ["after_reasoning", "without_reasoning"] * 3
@@ -169,19 +162,20 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
 @pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])
 def test_a_run_and_its_continuation(tmp_path, more):
     """Alone, and beside a reward that looks at the completion."""
-    rewards = [probability_reward, digit_reward] if more else [probability_reward]
-    settings = (
-        SETTINGS
-        | {"reward_weights": [0.5, 0.5] if more else None}
-        | {"spread_filter": 0.5, "save_strategy": "steps", "save_steps": 1}
-    )
+    settings = {
+        "spread_filter": 0.5,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "more": {"rollout_func": boxed} | more,
+    }
+    if more:
+        settings |= {"reward": [probability_reward, digit_reward], "reward_weights": [0.5, 0.5]}
 
-    def build(output_dir):
+    def seeded(output_dir):
         torch.manual_seed(shifted(0))
-        given = {"more": {"rollout_func": boxed} | more, "reward": list(rewards), "trainer_class": RLPRTrainer}
-        return build_trainer(output_dir, **given, **settings)
+        return build(output_dir, **settings)
 
-    straight, again = assert_resumes(build, tmp_path, 1)
+    straight, again = assert_resumes(seeded, tmp_path, 1)
     assert again._spreads == straight._spreads != [0.0]
     assert again.without_reasoning == straight.without_reasoning
 
@@ -191,18 +185,11 @@ def test_a_second_run_begins_with_its_own_policy(tmp_path):
     """The same trainer, whose weights have moved, and whose output directory holds what the first run knew. What is
     asked of other prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run
     and not to its continuation."""
-    trainer = build_trainer(
-        tmp_path,
-        trainer_class=RLPRTrainer,
-        reward=probability_reward,
-        more={"rollout_func": boxed},
-        **SETTINGS | {"save_steps": 1},
-    )
-    prompt = [{"role": "user", "content": "1+1"}]
+    trainer = build(tmp_path, save_steps=1)
     of_other = []
     for _ in range(2):
         start = trainable_weights(trainer.model)
-        of_other += trainer.reference_probability.without_reasoning([prompt], ["22"])
+        of_other += trainer.reference_probability.without_reasoning([PROMPT], ["22"])
         trainer.train()
         model = tiny_model()
         model.load_state_dict(start, strict=False)
@@ -217,23 +204,18 @@ def test_refused_data(tmp_path):
     """Before the model is loaded, which does not exist here."""
     data = addition_dataset()
     empty = data.map(lambda row, i: {"solution": " " if i == 5 else row["solution"]}, with_indices=True)
-    kinds = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
+    kinds = {"model": "no/model", "reward": [digit_reward, probability_reward]}
     for dataset in (empty, data.remove_columns("solution"), data.to_iterable_dataset()):
         with pytest.raises(ValueError, match="solution"):
-            build_trainer(tmp_path, model="no/model", more={"train_dataset": dataset}, **kinds, **SETTINGS)
+            build(tmp_path, more={"train_dataset": dataset}, **kinds)
 
 
 def test_answers_that_are_too_long_count_as_malformed(tmp_path):
-    trainer = build_trainer(
-        tmp_path, trainer_class=RLPRTrainer, reward=probability_reward, more={"rollout_func": boxed}, **SETTINGS
-    )
-    prompt = [{"role": "user", "content": "1+1"}]
-    found = trainer.reference_probability.after_reasoning(
-        [prompt] * 3, [r"\boxed{2}", None, r"\boxed{2}"], ["2", "2", "2" * 12]
-    )
+    reference, texts = build(tmp_path).reference_probability, [r"\boxed{2}", None, r"\boxed{2}"]
+    found = reference.after_reasoning([PROMPT] * 3, texts, ["2", "2", "2" * 12])
     assert found[0] > 0 and found[1:] == [0.0, 0.0]
-    assert trainer.reference_probability._mean([], [], None) == []
-    assert trainer.reference_probability._mean([prompt], [Edited("ab", 1, 1)], None) == [0.0]  # no token lies there
+    assert reference._mean([], [], None) == []
+    assert reference._mean([PROMPT], [Edited("ab", 1, 1)], None) == [0.0]  # no token lies there
 
 
 def test_spread_filter_by_hand():

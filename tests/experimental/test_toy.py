@@ -24,20 +24,12 @@ def toy(tmp_path, monkeypatch):
 
 
 def test_a_recipe_finds_it(toy, tmp_path):
-    argv = [
-        "--method",
-        "prefix",
-        "--num_tokens",
-        "3",
-        "--model_name_or_path",
-        "m",
-        "--dataset_name",
-        "miniature/addition",
-    ]
-    recipe = read_recipe([*argv, "--use_cpu", "--output_dir", str(tmp_path)])
+    argv = ["--num_tokens", "3", "--model_name_or_path", "m", "--dataset_name", "miniature/addition", "--use_cpu"]
+    argv += ["--output_dir", str(tmp_path)]
+    recipe = read_recipe(["--method", "prefix", *argv])
     assert isinstance(recipe.training, toy[0]) and recipe.training.num_tokens == 3
     with pytest.raises(ValueError, match="num_tokens"):
-        read_recipe([*argv[2:], "--use_cpu", "--output_dir", str(tmp_path)])  # not a setting of PACS
+        read_recipe(argv)  # not a setting of PACS
 
 
 def test_it_trains(toy, tmp_path):

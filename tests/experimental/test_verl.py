@@ -153,9 +153,8 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
 
     monkeypatch.setattr(verl, "verl_coefficients", keep)
     settings = {"steps_per_generation": 2, "group_layout": group_layout, "bonus_tokens": tokens, **STRIDE}
-    trainer = build_trainer(
-        tmp_path, trainer_class=VERLTrainer, replay=replay, more={"callbacks": [recorder]}, **settings
-    )
+    settings |= {"trainer_class": VERLTrainer, "replay": replay, "more": {"callbacks": [recorder]}}
+    trainer = build_trainer(tmp_path, **settings)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     model = tiny_model().double()
@@ -166,10 +165,8 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
         model.zero_grad()
         _, rows = rows_of_update(replay, trainer.args, update)
         for row, coefficient, of_last, rank in zip(rows, coefficients, of_verl, ranks, strict=True):
-            ids, own = (
-                torch.tensor([row.prompt_ids + row.completion_ids]),
-                torch.tensor(row.env_mask).bool() | (not last),
-            )
+            ids = torch.tensor([row.prompt_ids + row.completion_ids])
+            own = torch.tensor(row.env_mask).bool() | (not last)
             states = model.model(ids).last_hidden_state[0, len(row.prompt_ids) :].detach()
             assert not coefficient or rank.item() == pytest.approx(effective_rank(states[own]), rel=1e-4)
             logps = logps_and_entropies(model, row)[0][own]
