@@ -29,22 +29,13 @@ def run_of(seed: int) -> dict:
         problems = [{"id": str(i), "n": 8, "c": right, "ungraded": 0} for i in range(100)]
         shares = {str(k): {"value": right / 8} for k in quickstart.KS}
         entry = {"title": "addition", "problems": problems, "pass_at_k": shares}
-        results[method] = {
-            "method": method,
-            "k": list(quickstart.KS),
-            "benchmarks": {quickstart.MINIATURE.benchmark: entry},
-        }
+        benchmarks = {quickstart.MINIATURE.benchmark: entry}
+        results[method] = {"method": method, "k": list(quickstart.KS), "benchmarks": benchmarks}
     log = [{"step": i, "reward": 0.2, "entropy": 0.3, "loss": 0.69} for i in (1, 2)] + [{"step": 2, "train_loss": 0.7}]
     logs = dict.fromkeys(quickstart.METHODS, log)
     examples = {"1+2": ["`x` incorrect", "`y` correct", "`z` incorrect"]}
-    return {
-        "seed": seed,
-        "seconds": 61.4,
-        "processor_seconds": 99.6,
-        "results": results,
-        "logs": logs,
-        "examples": examples,
-    }
+    run = {"seed": seed, "seconds": 61.4, "processor_seconds": 99.6}
+    return run | {"results": results, "logs": logs, "examples": examples}
 
 
 def test_summary_has_each_seed_and_method_and_shows_completions():
@@ -65,11 +56,11 @@ def test_real_model_without_grpo(tmp_path, monkeypatch, capsys):
     tiny_model().save_pretrained(model)
     TOKENIZER.save_pretrained(model)
     monkeypatch.setattr(quickstart, "prepare_model", lambda: model)
-    monkeypatch.setattr(quickstart, "SMOLLM2", quickstart.SMOLLM2._replace(benchmark="miniature/addition"))
-    overrides = tmp_path / "sums.yaml"
+    recipe = tmp_path / "sums.yaml"
     text = quickstart.SMOLLM2.recipes["PACS"].read_text()
-    overrides.write_text(text.replace("miniature/questions", "miniature/addition"))
-    monkeypatch.setattr(quickstart, "SMOLLM2", quickstart.SMOLLM2._replace(recipes={"PACS": overrides}))
+    recipe.write_text(text.replace("miniature/questions", "miniature/addition"))
+    changed = quickstart.SMOLLM2._replace(benchmark="miniature/addition", recipes={"PACS": recipe})
+    monkeypatch.setattr(quickstart, "SMOLLM2", changed)
     monkeypatch.setattr(quickstart, "RECIPES", tmp_path / "recipes")
 
     out = tmp_path / "out"
