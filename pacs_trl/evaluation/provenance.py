@@ -96,13 +96,9 @@ def training_facts(num_processes: int) -> dict[str, Any]:
 def source_commit() -> str | None:
     """Return the commit of the source tree, with "+changes" if tracked files differ; `None` for an installed wheel."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return None
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        commit, changes = (
-            subprocess.run(["git", *words], cwd=root, check=True, capture_output=True, text=True).stdout.strip()
-            for words in (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-        )
-    except (OSError, subprocess.CalledProcessError):
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
+    except OSError:
         return None
-    return commit + ("+changes" if changes else "")
+    return found if found and (root / ".git").exists() else None

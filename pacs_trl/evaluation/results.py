@@ -125,7 +125,7 @@ def read_results(path: str | Path) -> Document:
         `ValueError`: if it is damaged, has another schema version, or a benchmark has no graded problem.
     """
     path = Path(path)
-    results = read_json(path / "results.json" if path.is_dir() else path, ["schema_version"])
+    results = read_json(path / "results.json" if path.is_dir() else path)
     if results["schema_version"] != RESULTS_SCHEMA:
         raise ValueError(
             f"{path}: its schema is {results['schema_version']}, not {RESULTS_SCHEMA}. Evaluate again, which uses the "
@@ -143,17 +143,16 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
     """Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
     files share, version and problems; a `ValueError` names the two files and every difference. The number of samples
     and the engine may differ, since pass@k is unbiased in n."""
-    first_with: dict[str, int] = {}
-    for i, result in enumerate(results):
-        others = {name: first_with.setdefault(name, i) for name in result["benchmarks"]}
-        pairs = [(0, "protocol", results[0]["protocol"], result["protocol"])]
-        for name, j in others.items():
-            sources = (results[at]["benchmarks"][name]["source"] for at in (j, i))
-            pairs.append((j, name, *({fact: source[fact] for fact in _COMPARED} for source in sources)))
-        for j, key, theirs, ours in pairs:
+    first: dict[str, tuple[str, Any]] = {}  # by what is compared: file and facts
+    for name, result in zip(names, results, strict=True):
+        facts = {"protocol": result["protocol"]}
+        for benchmark, entry in result["benchmarks"].items():
+            facts[benchmark] = {fact: entry["source"][fact] for fact in _COMPARED}
+        for key, ours in facts.items():
+            other, theirs = first.setdefault(key, (name, ours))
             if lines := differences(theirs, ours, key=key):
                 raise ValueError(
-                    f"{names[j]} and {names[i]} were measured with different protocols:\n  "
+                    f"{other} and {name} were measured with different protocols:\n  "
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."
                 )

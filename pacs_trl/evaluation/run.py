@@ -23,7 +23,7 @@ from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
-from ..settings.names import check_model_path, require_vllm
+from ..settings.names import require_vllm
 from ..verification import Grade, Outcome, Verifier
 from ..verification.code import CodeVerifier
 from ..verification.gym import GymVerifier
@@ -98,11 +98,9 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    if args.engine != "server":
-        check_model_path(args.model)
+    model = identify_model(args)
     benchmarks = load_benchmarks(args)
     code_verifier = code_verifier or CodeVerifier()
-    model = identify_model(args)
     check_grading(benchmarks, verifier, code_verifier)
     tools = None
     if args.calls_tools:
@@ -119,7 +117,7 @@ def evaluate(
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
-            if is_gym(benchmark):
+            if benchmark.is_gym:
                 grader = stack.enter_context(GymVerifier.like(verifier))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
             generator = ConversationEngine(engine, *tools, args, benchmark) if engine and tools else engine
@@ -162,9 +160,9 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
 
 def check_grading(benchmarks: Sequence[LoadedBenchmark], verifier: Verifier, code_verifier: CodeVerifier) -> None:
     """Start the sandbox if a benchmark needs it, which fails where it is unavailable, and report unreadable golds."""
-    if any(benchmark.is_code or is_gym(benchmark) for benchmark in benchmarks):
+    if any(benchmark.is_code or benchmark.is_gym for benchmark in benchmarks):
         code_verifier.start()
-    for benchmark in (b for b in benchmarks if not (b.is_code or b.environment or is_gym(b))):
+    for benchmark in (b for b in benchmarks if not (b.is_code or b.environment or b.is_gym)):
         ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
         report_unreadable_golds(benchmark.title, golds, verifier, ids)
 
@@ -213,8 +211,7 @@ def _records(
     with bar:
         for request, completion in engine.generate(missing, args.sampling) if missing else ():
             if (request.problem_id, request.sample) not in store.keys:
-                seed, (text, num_tokens, reason, _, more) = request.seed, completion
-                yield store.append(request.problem_id, request.sample, seed, text, num_tokens, reason, **more)
+                yield store.append(request, completion)
             bar.update()
 
 
@@ -261,11 +258,6 @@ def grade_in_background(
 
 def _reward_grade(reward: float | None) -> Grade:
     return Grade(Outcome.GOLD_UNPARSEABLE if reward is None else Outcome.CORRECT if reward >= 1 else Outcome.WRONG)
-
-
-def is_gym(benchmark: LoadedBenchmark) -> bool:
-    """Whether reasoning-gym generates and grades the problems."""
-    return benchmark.source.get("generator") == gym.NAME
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Counter[str], max_share: float) -> None:

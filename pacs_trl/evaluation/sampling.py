@@ -15,24 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from ..update.generation import generate_sharing_prompts
-from .requests import Completion, Prompt, SamplingSettings, tokenize_prompt
-
-
-def generate_batch(
-    model, tokenizer, prompts: Sequence[Prompt], seeds: Sequence[int], settings: SamplingSettings
-) -> list[Completion]:
-    """Sample one completion per prompt and seed, in one call of `generate`."""
-    rows = [tokenize_prompt(tokenizer, prompt) for prompt in prompts]
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    stop_ids = stop_token_ids(model, tokenizer)
-    end = {"pad_token_id": pad_token_id, "stop_ids": stop_ids}
-    generated, _ = generate_tokens(model, rows, seeds, settings, **end, share_prompts=True)
-    completions = []
-    for tokens in generated:
-        length = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), None)
-        text = tokenizer.decode(tokens[:length], skip_special_tokens=True)
-        completions.append(Completion(text, length or len(tokens), "stop" if length else "length", tokens[:length]))
-    return completions
+from .requests import SamplingSettings
 
 
 def generate_tokens(

@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from .requests import Completion, Request
+
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +27,8 @@ class SampleStore(AbstractContextManager):
     """
     Completions of one benchmark, keyed by (problem id, sample number).
 
-    A record has `problem`, `sample`, `seed`, `settings` (digest of the header), `num_tokens`, `finish_reason`, and
-    `completion`. Opening removes a last line that was truncated by a crash, with a warning.
+    A record has `problem`, `sample`, `seed`, `settings` (digest of the header), `num_tokens`, `finish_reason`,
+    `completion`, and more for conversations. Opening removes a last line that a crash truncated, with a warning.
 
     Args:
         path (`Path`): File, created if it does not exist.
@@ -53,22 +55,22 @@ class SampleStore(AbstractContextManager):
             self._file.close()
             raise ValueError(f"{self.path} {problem}, or use another output directory.")
 
-    def append(
-        self, problem: str, sample: int, seed: int, text: str, num_tokens: int, finish_reason: str, **more: Any
-    ) -> dict[str, Any]:
-        """Write one completion and flush it to the operating system, so that a kill does not lose it."""
+    def append(self, request: Request, completion: Completion) -> dict[str, Any]:
+        """Write one completion, flush it to the operating system, so that a kill does not lose it, and return its
+        record."""
         record = {
-            "problem": problem,
-            "sample": sample,
-            "seed": seed,
+            "problem": request.problem_id,
+            "sample": request.sample,
+            "seed": request.seed,
             "settings": self.settings_digest,
-            "num_tokens": num_tokens,
-            "finish_reason": finish_reason,
-            "completion": text,
-        } | more
+            "num_tokens": completion.num_tokens,
+            "finish_reason": completion.finish_reason,
+            "completion": completion.text,
+            **completion.more,
+        }
         self._file.write(json.dumps(record, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
         self._file.flush()
-        self.keys.add((problem, sample))
+        self.keys.add((request.problem_id, request.sample))
         return record
 
     def __exit__(self, *exc_info) -> None:
@@ -87,10 +89,8 @@ class SampleStore(AbstractContextManager):
             self._file.flush()
             return None
         try:
-            stored, asked = json.loads(found), json.loads(expected)
-            lines = differences(stored["settings"], asked["settings"])
-            lines += differences(stored["format"], STORE_FORMAT, key="format")
-        except (ValueError, KeyError, TypeError):
+            lines = differences(json.loads(found), json.loads(expected))
+        except ValueError:
             lines = ["it is not a sample store"]
         text = "\n  ".join(lines)
         return text and f"has samples of other settings (stored != requested):\n  {text}\nUse the stored settings"
@@ -99,10 +99,15 @@ class SampleStore(AbstractContextManager):
         """Read the keys of all records, and remove a truncated last line; return what is wrong."""
         end = self._file.tell()
         for number, line in enumerate(iter(self._file.readline, b""), start=2):
-            key = _key(line)
-            if key is None and self._file.readline():
+            try:
+                record = json.loads(line)
+                key = record["problem"], record["sample"]
+                is_whole = line.endswith(b"\n")
+            except (ValueError, KeyError, TypeError):
+                is_whole = False
+            if not is_whole and self._file.readline():
                 return f"is damaged in line {number}, which is not its last. Remove the line by hand"
-            if key is None:
+            if not is_whole:
                 logger.warning(f"{self.path}: removed an incomplete last line; that sample is generated again.")
                 self._file.truncate(end)
                 return None
@@ -110,15 +115,6 @@ class SampleStore(AbstractContextManager):
                 return f"contains sample {key[1]} of problem {key[0]} twice. Remove line {number} by hand"
             self.keys.add(key)
             end += len(line)
-        return None
-
-
-def _key(line: bytes) -> tuple[str, int] | None:
-    """Return the key of a record; `None` if the line is not a complete record."""
-    try:
-        record = json.loads(line)
-        return (record["problem"], record["sample"]) if line.endswith(b"\n") else None
-    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -19,7 +19,7 @@ from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.benchmarks import LoadedBenchmark
 from ..evaluation.pass_at_k import pass_at_k, pass_interval
 from ..evaluation.results import summarize
-from ..evaluation.run import check_grading, grade_in_background, is_gym, load_benchmarks, missing_requests
+from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, missing_requests
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..verification import completion_text
 from . import checkpoint, construction
@@ -112,7 +112,7 @@ class BenchmarkEvaluation:
                     record = {"problem": request.problem_id, "sample": request.sample, "seed": request.seed}
                     record |= {"completion": completion_text(completion) or "", "num_tokens": len(ids)}
                     records.append(record | {"finish_reason": "length" if is_cut else "stop"})
-        verifier = shared_gym_verifier() if is_gym(benchmark) else shared_verifier()
+        verifier = shared_gym_verifier() if benchmark.is_gym else shared_verifier()
         verifier = shared_code_verifier() if benchmark.is_code else verifier
         return grade_in_background(verifier, benchmark.problems, iter(records[: len(own)]))
 

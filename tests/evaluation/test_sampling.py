@@ -7,7 +7,7 @@ import torch
 
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import Request, SamplingSettings, sample_seed
-from pacs_trl.evaluation.sampling import SeededSampler, generate_batch
+from pacs_trl.evaluation.sampling import SeededSampler
 
 
 PROMPTS = [[{"role": "user", "content": "1+2"}], "1+", [{"role": "user", "content": "3+4 and a longer question"}]]
@@ -79,13 +79,13 @@ def test_the_model_answers_in_boxes(boxing_model):
 def test_generation_config_of_the_checkpoint_does_not_leak(boxing_model):
     model, tokenizer = boxing_model
     settings = SamplingSettings(1.0, 1.0, 0, 8)
-    before = generate_batch(model, tokenizer, ["1+2"] * 20, range(20), settings)
+    before = sample(model, tokenizer, ["1+2"], 20, settings)
     saved = model.generation_config.to_dict()
     model.generation_config.update(
         repetition_penalty=50.0, no_repeat_ngram_size=1, top_k=1, min_new_tokens=8, do_sample=True
     )
     try:
-        assert generate_batch(model, tokenizer, ["1+2"] * 20, range(20), settings) == before
+        assert sample(model, tokenizer, ["1+2"], 20, settings) == before
     finally:
         model.generation_config.update(**saved)
 

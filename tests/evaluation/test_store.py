@@ -6,16 +6,21 @@ import pandas as pd
 import pytest
 
 from experiments.graded import read_graded
+from pacs_trl.evaluation.requests import Completion, Request
 from pacs_trl.evaluation.store import SampleStore, evaluation_file, read_samples
 
 
 SETTINGS = {"model": {"name": "m"}, "sampling": {"temperature": 0.6, "top_p": 0.95}}
 
 
+def append(store, problem, sample, seed, text, num_tokens):
+    store.append(Request(problem, sample, seed, ""), Completion(text, num_tokens, "stop"))
+
+
 def fill(path, count=3):
     with SampleStore(path, SETTINGS) as store:
         for i in range(count):
-            store.append(f"p{i}", i, 1000 + i, f"text {i} \u00e9 \u2028 line\nbreak", 5 + i, "stop")
+            append(store, f"p{i}", i, 1000 + i, f"text {i} \u00e9 \u2028 line\nbreak", 5 + i)
     return path
 
 
@@ -42,7 +47,7 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     other = {"model": {"name": "m", "digest": "x"}, "sampling": {"temperature": 1.0, "top_p": 0.95}}
     with pytest.raises(ValueError) as error:
         SampleStore(path, other)
-    assert "model.digest: None != 'x'\n  sampling.temperature: 0.6 != 1.0" in str(error.value)
+    assert "model.digest: None != 'x'\n  settings.sampling.temperature: 0.6 != 1.0" in str(error.value)
     assert "top_p" not in str(error.value)
 
 
@@ -54,7 +59,7 @@ def test_every_cut_of_the_last_line_is_repaired(tmp_path, caplog):
         path.write_bytes(whole[:cut])
         with SampleStore(path, SETTINGS) as store:
             assert store.keys == {("p0", 0), ("p1", 1)}
-            store.append("p2", 2, 1002, "text 2 \u00e9 \u2028 line\nbreak", 7, "stop")
+            append(store, "p2", 2, 1002, "text 2 \u00e9 \u2028 line\nbreak", 7)
         assert path.read_bytes() == whole
     assert len(caplog.messages) == len(whole) - last - 1 and "incomplete last line" in caplog.messages[0]
 
@@ -88,10 +93,10 @@ def test_damage_is_refused(tmp_path, change, message):
 def test_one_writer_at_a_time(tmp_path):
     path = tmp_path / "new" / "s.jsonl"
     with SampleStore(path, SETTINGS) as first:
-        first.append("p0", 0, 1000, "text", 5, "stop")
+        append(first, "p0", 0, 1000, "text", 5)
         with pytest.raises(ValueError, match="another process"):
             SampleStore(path, SETTINGS)
-        first.append("p1", 1, 1001, "text", 5, "stop")
+        append(first, "p1", 1, 1001, "text", 5)
     with SampleStore(path, SETTINGS):
         pass
     assert [record["problem"] for record in read_samples(path)] == ["p0", "p1"]
@@ -110,7 +115,7 @@ def write_one(path, sample):
     while True:
         try:
             with SampleStore(path, SETTINGS) as store:
-                store.append("p", sample, sample, "text", 5, "stop")
+                append(store, "p", sample, sample, "text", 5)
             return
         except ValueError as error:
             assert "another process" in str(error)
@@ -135,7 +140,7 @@ def test_every_cut_of_the_first_line_is_repaired(tmp_path):
 def test_grades_and_the_samples_they_are_of(tmp_path):
     with SampleStore(evaluation_file(tmp_path, "samples", "miniature/terms"), SETTINGS) as store:
         for sample in range(3):
-            store.append("p", sample, 7, f"text {sample}", 3, "stop")
+            append(store, "p", sample, 7, f"text {sample}", 3)
     grades = evaluation_file(tmp_path, "grades", "miniature/terms")
     assert grades == tmp_path / "grades" / "miniature_terms.json"
     with pytest.raises(ValueError, match="miniature_terms.json"):

@@ -18,6 +18,7 @@ from experiments.paper.command import main
 from experiments.paper.published import TABLE_1_BENCHMARKS
 from experiments.paper.records import Records
 from pacs_trl.evaluation.arguments import read_evaluation
+from pacs_trl.evaluation.requests import Completion, Request
 from pacs_trl.evaluation.store import SampleStore
 from pacs_trl.plan.check import check_recipe
 
@@ -92,7 +93,8 @@ def run_stand_in(line: str) -> None:
         with SampleStore(output / "samples" / f"{name}.jsonl", {}) as store:
             for problem in "01":
                 for sample in (0, 1):
-                    store.append(problem, sample, 0, f"{name} {problem} {sample}", 5, "stop")
+                    completion = Completion(f"{name} {problem} {sample}", 5, "stop")
+                    store.append(Request(problem, sample, 0, ""), completion)
     ks = (1,) if "--k" in words else (1, 2)
     facts = ("created", "model", "prompt_digest", "engine", "hardware", "versions", "commit")
     results = results_of(dict.fromkeys(names, [2, 1]), n=2, ks=ks) | dict.fromkeys(facts, {})
