@@ -32,9 +32,8 @@ from .data.sets import MINIATURE
 from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
-from .rollouts.adapter_sync import max_lora_rank
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
-from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
+from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, max_lora_rank
 from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.publication import upload
 from .rollouts.tracking import tracked_run

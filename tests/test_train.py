@@ -102,7 +102,6 @@ def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
     logs = [entry for entry in straight.state.log_history if "loss" in entry]
     calls = [entry["tools/call_frequency"] for entry in logs]
     assert calls == [entry["reward"] for entry in logs] and 0 < sum(calls) < 2
-    assert [entry["tools/turns"] for entry in logs] == [1 + frequency for frequency in calls]
     assert [entry["tools/failure_frequency"] for entry in logs] == [0, 0]
     assert "tools:\n- run_python" in (tmp_path / "straight" / "recipe.yaml").read_text()
     assert "trained to call `run_python` before it answers" in (tmp_path / "straight" / "README.md").read_text()

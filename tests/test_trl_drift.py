@@ -29,10 +29,19 @@ from pacs_trl.experimental.rlpr import RLPRTrainer
 from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
 from pacs_trl.rollouts.evaluation import BenchmarkEvaluation
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
+from pacs_trl.rollouts.publication import Publication
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 
-TRAINERS = (BenchmarkEvaluation, RolloutTrainer, ExactUpdateTrainer, PACSTrainer, ExtendingTrainer, DARSTrainer)
+TRAINERS = (
+    BenchmarkEvaluation,
+    Publication,
+    RolloutTrainer,
+    ExactUpdateTrainer,
+    PACSTrainer,
+    ExtendingTrainer,
+    DARSTrainer,
+)
 TRAINERS += (RLPRTrainer, ActorCriticTrainer, PPOTrainer, GenACTrainer, BaselineGRPOTrainer)
 OVERRIDDEN = {
     f"{trainer.__name__}.{name}": (name, value)

@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
-from ..rollouts.construction import create_forward_pass
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
@@ -73,7 +72,7 @@ class ActorCriticTrainer(RolloutTrainer):
             raise ValueError(
                 f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
             )
-        self._critic_pass = create_forward_pass(self, self.critic, temperature=1.0)
+        self._critic_pass = self.create_forward_pass(self.critic, temperature=1.0)
         self._second_model = SecondModel(self, self.critic, learning_rate=self.args.critic_learning_rate)
         self.critic = self._second_model.model
 

@@ -8,54 +8,24 @@ import logging
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from peft import LoraConfig, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+from trl.generation import vllm_generation
 
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
 from ..update.startup_check import HALF_PRECISION_TOLERANCE, own_outputs, tolerance_of, undisturbed
+from .checks import max_lora_rank
 
 
 logger = logging.getLogger(__name__)
-
-_MAX_RANK = 512  # of vLLM
-# Fields of LoraConfig that vLLM reads, or that do not change what the adapter computes.
-_SUPPORTED = """task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r
-    target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out use_rslora init_lora_weights
-    layers_to_transform layers_pattern runtime_config""".split()
-
-
-def max_lora_rank(args: Any, model: Any, peft_config: Any) -> int | None:
-    """Return the `max_lora_rank` that `vllm_sync_adapter` needs, or `None` without it. Raises a `ValueError` if vLLM
-    cannot generate with what the run trains."""
-    if not getattr(args, "vllm_sync_adapter", False):
-        return None
-    config = peft_config or getattr(model, "active_peft_config", None)
-    rejected = ["vllm_enable_sleep_mode"] * args.vllm_enable_sleep_mode
-    if type(config) is not LoraConfig:
-        rejected.append("training all weights" if config is None else type(config).__name__)
-    else:
-        default, targets = LoraConfig(), config.target_modules or ()
-        names = [field.name for field in fields(config) if field.name not in _SUPPORTED]
-        rejected += [name for name in names if getattr(config, name) != getattr(default, name)]
-        rejected += [f"target_modules: {name}" for name in ("embed_tokens", "lm_head") if name in targets]
-        if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-            rejected.append(f"init_lora_weights: {config.init_lora_weights}")  # changes the base weights
-        rejected += [f"r: {config.r} (at most {_MAX_RANK})"] * (config.r > _MAX_RANK)
-    if rejected:
-        raise ValueError(
-            f"vllm_sync_adapter: true does not work with {', '.join(rejected)}, which vLLM cannot serve as an adapter "
-            "of an unchanged base model. Use plain LoRA, or remove the key to send all weights."
-        )
-    return max(8, 1 << (config.r - 1).bit_length())  # the values of vLLM's setting
 
 
 @contextmanager
@@ -65,8 +35,6 @@ def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
     if (rank := max_lora_rank(args, model, peft_config)) is None:
         yield
         return
-    from trl.generation import vllm_generation  # imports the training stack, which `plan` does without
-
     owner, name, value = vllm_generation.VLLMClient, "init_communicator", lambda client, device: None
     if args.vllm_mode == "colocate":
         owner, name = vllm_generation, "LLM"

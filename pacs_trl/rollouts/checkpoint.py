@@ -14,20 +14,19 @@ import re
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import save_fsdp_model, set_seed
+from accelerate.utils import set_seed
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
-from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
-from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import RepeatSampler
 
-from ..errors import NO_ROOM, FailedRun
 from ..update.rollout import Rollout, from_state, to_state
 
 
@@ -174,6 +173,29 @@ def check_same_settings(
         raise ValueError(f"{holder} has other settings: {'; '.join(differing)}. Restore these settings, or {remedy}.")
 
 
+# A trainer, its engine, and its update copy settings when they are constructed: a later `trainer.args.KEY = VALUE`
+# would be ignored, while checkpoints record the new value. Trainer reads only these on use.
+_LIVE = re.compile(
+    "(dataloader|eval|hub|logging|lr_scheduler|save|trackio|warmup)_.*|output_dir|run_name|project|push_to_hub"
+    "|resume_from_checkpoint|ignore_data_skip|num_train_epochs|max_steps|max_grad_norm|torch_empty_cache_steps"
+    "|include_num_input_tokens_seen|per_device_eval_batch_size|prediction_loss_only|load_best_model_at_end"
+    "|metric_for_best_model|greater_is_better|do_train|do_eval|do_predict|restore_callback_states_from_checkpoint"
+)
+_LOADED = {"eval_benchmarks", "eval_max_problems"}  # fixed, unlike the rest of its group
+
+
+def fixed_settings(args: Any) -> dict[str, Any]:
+    """Return the settings that are fixed when a trainer is constructed, in the form of [`plain_settings`]."""
+    names = [field.name for field in fields(args)]
+    return plain_settings(args, [name for name in names if name in _LOADED or not _LIVE.fullmatch(name)])
+
+
+def check_fixed(trainer: Any) -> None:
+    """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed."""
+    now, remedy = fixed_settings(trainer.args), "construct a new trainer with these settings"
+    check_same_settings("The trainer", trainer._fixed_settings, now, kind="trainer", remedy=remedy)
+
+
 # LoRA settings that must be equal in a checkpoint and in the run that resumes from it.
 _ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 
@@ -196,13 +218,6 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
         del given["target_modules"]
     plain = [{k: sorted(v) if isinstance(v, list | set) else v for k, v in each.items()} for each in (saved, given)]
     check_same_settings(checkpoint, *plain)
-    bases = [saved["base_model_name_or_path"], adapter.base_model_name_or_path]
-    if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
-        logger.warning(
-            "%s holds an adapter of %s, and this run trains one of %s. Resume with the model that the run was started "
-            "with, unless it has only moved.",
-            *(checkpoint, *bases),
-        )
 
 
 # State --------------------------------------------------------------------------------------------------------------
@@ -252,48 +267,11 @@ def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
-    settings = plain_settings(trainer.args, (*SHARED_SETTINGS, *trainer._own_shared_settings))
-    lag = vars(trainer.args).get("rollout_lag", 0)  # TRL's configuration has no such key
-    return settings | {"reward functions": trainer.reward_func_names, "rollout_lag": lag}
+    settings = plain_settings(trainer.args, (*SHARED_SETTINGS, "rollout_lag", *trainer._own_shared_settings))
+    return settings | {"reward functions": trainer.reward_func_names}
 
 
 # Files --------------------------------------------------------------------------------------------------------------
-
-
-def save_beside_shards(trainer: Any, output_dir: str, with_shards: bool) -> None:
-    """Save the config and tokenizer, which Trainer omits if FSDP saves sharded weights, and optionally the shards."""
-    if trainer.args.should_save:
-        trainer._save(output_dir, state_dict={})
-        for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # these files would be empty
-            Path(output_dir, name).unlink(missing_ok=True)
-    if with_shards:
-        plugin = trainer.accelerator.state.fsdp_plugin
-        save_fsdp_model(plugin, trainer.accelerator, trainer.model, output_dir, **get_fsdp_ckpt_kwargs())
-
-
-@contextmanager
-def reporting_full_disk(output_dir: str) -> Iterator[None]:
-    """Convert errors of a full or broken disk to a [`FailedRun`] that names the checkpoint to resume from."""
-    try:
-        yield
-    except Exception as error:
-        if not _cannot_write(error):
-            raise
-        last = last_checkpoint(output_dir)
-        where = f"from {last}" if last else "from the beginning: no checkpoint is complete"
-        raise FailedRun(
-            f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some "
-            f"space, and continue with `--resume_from_checkpoint last`, {where}."
-        ) from error
-
-
-def _cannot_write(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in NO_ROOM
-    # safetensors and torch raise generic errors; only the message tells
-    texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
-    of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
-    return of_library and any(text in str(error) for text in texts)
 
 
 def defect(checkpoint: str | Path) -> str | None:

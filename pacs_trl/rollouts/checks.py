@@ -1,30 +1,112 @@
 """Input checks: datasets, reward functions, tools, and evaluation settings, if possible before the model is loaded.
 
-Without them, TRL raises most of these errors only after loading the model and generating completions.
+They cover what would hang, be ignored, or damage data or weights, and what TRL reports only after it has loaded the
+model and generated completions, without saying what to change.
 """
 
 import inspect
 import math
 import os
 from collections.abc import Callable, Collection, Iterable
-from functools import wraps
 from typing import Any
 
+from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from peft import LoraConfig
 from torch import nn
-from transformers import GenerationConfig
-from trl import GRPOConfig
-from trl.trainer.utils import get_callable_name, is_async_callable
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    ProcessorMixin,
+)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from trl.chat_template_utils import supports_tool_calling
+from trl.trainer.utils import get_callable_name, get_config_model_id
 
 from .. import rewards
+from ..data.environments import examples_of, prepare_environments
 from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
 from ..rewards import shared_verifier
+from ..update.context_length import context_lengths
+from ..update.step_sizes import Step
+from .rollout_config import RolloutConfig
+from .vllm_checks import check_vllm
 
 
 # Keyword arguments that TRL and this package pass to every reward function in addition to dataset columns.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
 OWN_PARAMETERS = ("compute_logps",)
+
+
+def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
+    """Raise a `ValueError` if arguments of a trainer are invalid. `arguments` are all but the model and the
+    configuration; those of an environment are filled in."""
+    has_environment = arguments["environment_factory"] is not None
+    if has_environment:
+        if arguments["train_dataset"] is None:
+            step = Step.of(args, args.world_size)
+            num_examples = int(step.rollouts(args.max_steps) * step.prompts_per_generation)
+            arguments["train_dataset"] = examples_of(None, num_examples)
+        given = {name: arguments.pop(name) for name in ("train_dataset", "eval_dataset")}
+        arguments["environment_factory"], given = prepare_environments(arguments["environment_factory"], given)
+        arguments |= given
+    functions = arguments["reward_funcs"]
+    for function in functions if isinstance(functions, list) else [functions]:
+        if callable(function) and not isinstance(function, nn.Module):
+            check_reward_function(function, get_callable_name(function))
+        elif not isinstance(function, str | nn.Module | None) or function in vars(rewards):
+            raise ValueError(
+                f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
+                "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
+            )
+    given_by_data = functions if arguments["rollout_func"] is None else ()  # a rollout function may add columns
+    passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
+    for name in ("train_dataset", "eval_dataset"):
+        check_dataset(name, arguments[name], given_by_data, passed)
+        if not has_environment:  # an environment may modify the prompt
+            check_prompts(name, arguments[name])
+    check_unsafe_settings(args)
+    check_generation_kwargs(args)
+    check_lag(args, arguments)
+    lora_rank = max_lora_rank(args, model, arguments["peft_config"])
+    if args.use_vllm:
+        check_vllm(args, name_of(model), lora_rank)
+
+
+def max_lora_rank(args: RolloutConfig, model: Any, peft_config: Any) -> int | None:
+    """Return the `max_lora_rank` of vLLM that `vllm_sync_adapter` needs, or `None` without it. Raises a `ValueError`
+    if there is no plain LoRA adapter to send. Adapters that vLLM cannot serve fail at the first weight transfer."""
+    if not args.vllm_sync_adapter:
+        return None
+    config = peft_config or getattr(model, "active_peft_config", None)
+    if type(config) is not LoraConfig or args.vllm_enable_sleep_mode:
+        what = "all weights" if config is None else type(config).__name__
+        raise ValueError(
+            f"vllm_sync_adapter: true needs an engine that keeps the base model, and plain LoRA; this run has "
+            f"vllm_enable_sleep_mode: {str(args.vllm_enable_sleep_mode).lower()} and trains {what}. Use LoRA without "
+            "sleep mode, or remove the key to send all weights."
+        )
+    return max(8, 1 << (config.r - 1).bit_length())  # the values of vLLM's setting
+
+
+def check_unsafe_settings(args: RolloutConfig) -> None:
+    """Raise a `ValueError` for settings of transformers that would publish secrets or change the run."""
+    unsafe = {
+        "hub_strategy": args.push_to_hub
+        and args.hub_strategy not in ("end", "every_save")
+        and "would upload the token and the optimizer, which checkpoints contain",
+        "enable_jit_checkpoint": "may save in the middle of an optimizer step, at another one on each process. "
+        "`pacs-trl train` and pacs_trl.rollouts.preemption.stop_on_signal() save between two steps",
+        "bf16_full_eval": "would round the trained weights themselves in an evaluation outside of training",
+        "fp16_full_eval": "would round the trained weights themselves in an evaluation outside of training",
+    }
+    for name, reason in unsafe.items():
+        if getattr(args, name) and reason:
+            raise ValueError(f"{name}={getattr(args, name)!s} {reason}. Remove the setting.")
 
 
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
@@ -79,7 +161,7 @@ def check_golds(dataset: Any) -> None:
 
 def check_prompt_lengths(
     datasets: dict[str, Any],
-    args: GRPOConfig,
+    args: RolloutConfig,
     load_tokenizer: Callable[[], Any],
     tools: list[Callable] | None,
     contexts: dict[str, int | None],
@@ -111,7 +193,7 @@ def check_prompt_lengths(
             )
 
 
-def check_number_of_prompts(num_prompts: int, args: GRPOConfig) -> None:
+def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
     """Raise a `ValueError` if a generation batch needs more distinct prompts than the training set has."""
     needed = args.generation_batch_size // args.num_generations
     if num_prompts < needed:
@@ -133,7 +215,7 @@ def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, 
         )
 
 
-def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = False) -> str | None:
+def shared_turns_error(args: RolloutConfig, num_processes: int, is_sharded: bool = False) -> str | None:
     """Return an error message if several processes generate together: with tools they would deadlock, because a
     process requests another turn only while its own completions call tools."""
     alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
@@ -146,8 +228,9 @@ def shared_turns_error(args: GRPOConfig, num_processes: int, is_sharded: bool = 
     )
 
 
-def check_adapters(model: Any) -> None:
-    """Raise a `ValueError` if a LoRA target matches no module. peft only raises if no target matches at all."""
+def check_loaded(model: Any, dataset: Any, args: RolloutConfig, is_sharded: bool) -> None:
+    """Raise a `ValueError` if a LoRA target matches no module (peft only raises if none matches at all), if faster
+    generation cannot have whole weights, or if the training set differs between processes or is too small."""
     for config in getattr(model, "peft_config", {}).values():
         targets = vars(config).get("target_modules")  # prompt tuning has none
         targets = targets if isinstance(targets, set | list) else ()
@@ -157,6 +240,83 @@ def check_adapters(model: Any) -> None:
                 f"LoRA's target_modules (in a recipe: lora_target_modules) has {', '.join(sorted(missing))}, and the "
                 "model has no such module. Correct the name, or use all-linear."
             )
+    needs_weights = args.fast_generation or args.generation_dtype or args.vllm_sync_adapter
+    if needs_weights and (is_sharded or args.use_transformers_continuous_batching):
+        raise ValueError(
+            "`fast_generation`, `generation_dtype`, and `vllm_sync_adapter` need whole weights on every process and "
+            "no continuous batching. Remove them with FSDP, ZeRO 3, and use_transformers_continuous_batching."
+        )
+    if hasattr(dataset, "__len__"):
+        sizes = gather_object([len(dataset)])
+        if len(set(sizes)) > 1:
+            raise ValueError(
+                f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
+                "the same data with the same seed, or groups would be incomplete."
+            )
+        check_number_of_prompts(len(dataset), args)
+
+
+def config_of(model: str | PreTrainedModel, args: RolloutConfig) -> PreTrainedConfig:
+    """Return the config of a model, which may be the name of one that is not loaded yet."""
+    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    return AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
+
+
+def name_of(model: str | PreTrainedModel) -> str:
+    return model if isinstance(model, str) else get_config_model_id(model.config)
+
+
+def check_model_type(config: PreTrainedConfig, processing_class: Any) -> None:
+    """Raise a `ValueError` for an encoder-decoder, and for a model whose prompts may contain images or sound."""
+    is_multimodal = config.model_type in PROCESSOR_MAPPING_NAMES or hasattr(config, "vision_config")
+    if isinstance(processing_class, ProcessorMixin) or (processing_class is None and is_multimodal):
+        raise ValueError(
+            f"Models that read images or sound ({config.model_type!r}) are not supported. Use a text model, or pass "
+            "the model's tokenizer as `processing_class` to train it on text alone."
+        )
+    if config.is_encoder_decoder:
+        raise ValueError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
+
+
+def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
+    """Check that prompts leave room for completions; this may download the model's config and tokenizer."""
+    tokenizer, environment = arguments["processing_class"], arguments["environment_factory"]
+
+    def load_tokenizer():
+        revision = (args.model_init_kwargs or {}).get("revision", "main")
+        kwargs = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        return tokenizer or AutoTokenizer.from_pretrained(name_of(model), **kwargs)
+
+    if (arguments["tools"] or environment) and not supports_tool_calling(load_tokenizer()):
+        raise ValueError(
+            "The chat template of the model renders no calls of tools. Choose a model that was trained to "
+            "call tools, or give the tokenizer such a template."
+        )
+    if environment is not None or arguments["rollout_func"] is not None:
+        return
+    evaluation = arguments["eval_dataset"]
+    datasets = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
+    datasets = {"train_dataset": arguments["train_dataset"], **datasets}
+    check_prompt_lengths(datasets, args, load_tokenizer, arguments["tools"], context_lengths(config_of(model, args)))
+
+
+def checked_rollouts(rollout_func: Callable, end_empty: Callable) -> Callable:
+    """Wrap a rollout function to check its number of completions, and to call `end_empty` with completions, log-probs,
+    and masks."""
+
+    def call(prompts, trainer):
+        output = rollout_func(prompts, trainer)
+        if "completion_ids" in output:  # TRL raises an error for missing keys
+            completion_ids = output["completion_ids"]
+            if len(completion_ids) != len(prompts):
+                raise ValueError(
+                    f"rollout_func returned {len(completion_ids)} completions for {len(prompts)} prompts. The batch "
+                    "contains each prompt once per generation already; return exactly one completion for each."
+                )
+            end_empty(completion_ids, output.get("logprobs"), output.get("env_mask"))
+        return output
+
+    return call
 
 
 # Keys of `generation_kwargs` that have a setting of their own, which log-probs or batch sizes depend on.
@@ -165,7 +325,7 @@ _HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), 
 _HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
 
 
-def check_generation_kwargs(args: GRPOConfig) -> None:
+def check_generation_kwargs(args: RolloutConfig) -> None:
     """Raise a `ValueError` if a key of `generation_kwargs` overrides a setting that log-probs depend on, would be
     ignored, or is a seed with vLLM."""
     given = args.generation_kwargs or {}
@@ -187,7 +347,7 @@ def check_generation_kwargs(args: GRPOConfig) -> None:
         )
 
 
-def check_lag(args: GRPOConfig, arguments: dict[str, Any]) -> None:
+def check_lag(args: RolloutConfig, arguments: dict[str, Any]) -> None:
     """Raise a `ValueError` if a trainer with these arguments cannot generate ahead of training (`rollout_lag`)."""
     if not vars(args).get("rollout_lag"):  # TRL's configuration has no such key
         return
@@ -205,20 +365,6 @@ def check_lag(args: GRPOConfig, arguments: dict[str, Any]) -> None:
         )
 
 
-def check_reward_functions(functions: Any) -> None:
-    """Raise a `ValueError` if a reward function is not callable, or does not accept the arguments that TRL passes."""
-    for function in functions if isinstance(functions, list) else [functions]:
-        if function is None or isinstance(function, nn.Module):
-            continue
-        if callable(function):
-            check_reward_function(function, get_callable_name(function))
-        elif not isinstance(function, str) or function in vars(rewards):
-            raise ValueError(
-                f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
-                "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
-            )
-
-
 def check_reward_function(function: Callable, name: str) -> None:
     """Raise a `ValueError` if a reward function does not accept the arguments that TRL passes."""
     try:
@@ -228,40 +374,3 @@ def check_reward_function(function: Callable, name: str) -> None:
             f"The reward function {name!r} cannot be called with prompts, completions, and further columns ({error}). "
             f"Write it as `def {name}(completions, **kwargs)`."
         ) from error
-
-
-def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
-    """Wrap a reward function, sync or async, to return `convert(result, keyword arguments)`."""
-    if is_async_callable(function):
-
-        @wraps(function)
-        async def call(*args, **kwargs):
-            return convert(await function(*args, **kwargs), kwargs)
-    else:
-
-        @wraps(function)
-        def call(*args, **kwargs):
-            return convert(function(*args, **kwargs), kwargs)
-
-    return call
-
-
-def as_numbers(rewards: Any, name: str) -> list[float | None]:
-    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
-    finite numbers and `None`."""
-    try:
-        entries = [rewards] if isinstance(rewards, str | bytes | dict) else list(rewards)
-        if any(isinstance(entry, str | bytes | dict) for entry in entries):
-            raise TypeError("text")
-        numbers = [None if entry is None else float(entry) for entry in entries]
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
-        raise ValueError(
-            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
-            "completion: a number in [0, 1], or None for no verdict."
-        ) from error
-    if wrong := [i for i, number in enumerate(numbers) if number is not None and not math.isfinite(number)]:
-        raise ValueError(
-            f"The reward function {name!r} returned NaN or infinity for {len(wrong)} of {len(numbers)} completions, "
-            f"the first is completion {wrong[0]}. Fix the computation, or return None for no verdict."
-        )
-    return numbers

@@ -33,11 +33,11 @@ class ConsoleCallback(ProgressCallback):
         self.current_step = state.global_step
         if state.is_world_process_zero:
             self.training_bar = tqdm(
-                total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=not _is_terminal()
+                total=state.max_steps, initial=state.global_step, dynamic_ncols=True, disable=not sys.stderr.isatty()
             )
 
     def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
-        if _is_terminal():
+        if sys.stderr.isatty():
             super().on_prediction_step(args, state, control, eval_dataloader, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -82,7 +82,3 @@ def change_of_reward(log_history: Sequence[Mapping[str, Any]]) -> str | None:
     before, after = (sum(part) / count for part in (rewards[:count], rewards[-count:]))
     over = "logged step" if count == 1 else f"{count} logged steps"
     return f"Reward {before:.3f} before, {after:.3f} after (first and last {over} of {len(rewards)})."
-
-
-def _is_terminal() -> bool:
-    return sys.stderr.isatty()

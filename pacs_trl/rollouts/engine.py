@@ -1,4 +1,4 @@
-"""TRL's vLLM engine with per-request seeds, coordinated failures, and timing, and checks of generated completions.
+"""TRL's vLLM engine with per-request seeds, coordinated failures, and timing.
 
 - Every request has a seed. TRL seeds a colocated engine once, and its random state is not part of a checkpoint.
 - If a server stops answering, all processes raise the same exception. TRL raises it on the main process only, while
@@ -9,6 +9,7 @@
 
 import itertools
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +22,8 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
-from .adapter_sync import AdapterSync, max_lora_rank
+from .adapter_sync import AdapterSync
+from .checks import max_lora_rank
 from .timing import StepTimer
 from .vllm_checks import serve_command, server_url
 
@@ -213,52 +215,27 @@ class Engine(VLLMGeneration):
         return found[0]
 
 
-def end_empty_completions(eos_token_id: int, completion_ids, logprobs, env_mask=None) -> float:
-    """Append the end-of-sequence token to empty completions, in place, and return their fraction. Engines that strip
-    this token return empty completions."""
-    empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
-    for i in empty:
-        completion_ids[i] = [eos_token_id]
-        if logprobs is not None:
-            logprobs[i] = [None]
-        if env_mask is not None:
-            env_mask[i] = [1]
-    return len(empty) / max(len(completion_ids), 1)
-
-
-def checked_rollouts(rollout_func: Callable, eos_token_id: int, log_empty: Callable[[float], None]) -> Callable:
-    """Wrap a rollout function to check its number of completions, and to end empty completions with an end-of-sequence
-    token."""
-
-    def call(prompts, trainer):
-        output = rollout_func(prompts, trainer)
-        completion_ids = output.get("completion_ids", [])  # TRL raises an error for missing keys
-        if "completion_ids" in output and len(completion_ids) != len(prompts):
-            raise ValueError(
-                f"rollout_func returned {len(completion_ids)} completions for {len(prompts)} prompts. The batch "
-                "contains each prompt once per generation already; return exactly one completion for each."
-            )
-        empty = end_empty_completions(eos_token_id, completion_ids, output.get("logprobs"), output.get("env_mask"))
-        log_empty(empty)
-        return output
-
-    return call
+def create_engine(trainer: Any) -> Engine:
+    """Create the engine that replaces TRL's. With `vllm_sync_adapter` it sends adapters."""
+    engine = Engine(trainer.vllm_generation, next_seeds=trainer._next_seeds, timer=trainer.timer)
+    if trainer.args.vllm_sync_adapter:
+        text = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
+        ids = trainer._tokenizer(text)["input_ids"][:32]
+        parent = trainer.args.output_dir if engine.mode == "server" else None  # by default not shared
+        os.makedirs(parent or ".", exist_ok=True)
+        engine.adapter_sync = AdapterSync(engine, trainer.create_forward_pass(trainer.model, 1.0), ids, parent)
+    return engine
 
 
 def failed_run(failure: ServerFailure, trainer: Any) -> FailedRun:
     """Return the [`FailedRun`] for a failed vLLM server, or for the engine process of a run without vLLM."""
-    command = serve_command(trainer.model.name_or_path, max_lora_rank(trainer.args, trainer.model, None))
-    step = trainer.state.global_step
-    saved = "No optimizer step had been taken yet"
-    if step > 0:
-        saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
-    if not trainer.use_vllm:
-        return FailedRun(
-            f"The engine process {failure.state} after optimizer step {step} ({failure.cause}). {saved}; fix the "
-            "problem (an error above, or memory), and continue with `--resume_from_checkpoint last`."
-        )
+    step, engine, remedy = trainer.state.global_step, "engine process", " (an error above, or memory)"
+    saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
+    if trainer.use_vllm:
+        command = serve_command(trainer.model.name_or_path, max_lora_rank(trainer.args, trainer.model, None))
+        engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
     return FailedRun(
-        f"The vLLM server at {server_url(trainer.args)} {failure.state} after optimizer step {step} ({failure.cause})."
-        f" {saved}. Fix the problem, start the server again if it is down: {command} and continue with "
+        f"The {engine} {failure.state} after optimizer step {step} ({failure.cause}). "
+        f"{saved if step > 0 else 'No optimizer step had been taken yet'}; fix the problem{remedy} and continue with "
         "`--resume_from_checkpoint last`."
     )

@@ -22,9 +22,8 @@ from ..evaluation.results import summarize
 from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, missing_requests
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..verification import completion_text
-from . import checkpoint, construction
-from .callbacks import check_fixed
-from .checks import check_evaluation_batch
+from . import checkpoint
+from .checks import check_evaluation_batch, check_lengths
 
 
 class BenchmarkEvaluation:
@@ -36,7 +35,7 @@ class BenchmarkEvaluation:
         self._benchmarks: list[LoadedBenchmark] = []
         self._benchmark_prefix: str | None = None  # of metrics, while benchmarks are due
         self._has_examples = arguments["eval_dataset"] is not None
-        if not vars(args).get("eval_benchmarks"):  # TRL's configuration has no such key
+        if not args.eval_benchmarks:
             return
         if arguments["rollout_func"] or arguments["environment_factory"]:
             raise ValueError(
@@ -50,7 +49,7 @@ class BenchmarkEvaluation:
         for benchmark in self._benchmarks:
             prompts = Dataset.from_dict({"prompt": [r.prompt for r in missing_requests(given, benchmark, set())]})
             datasets = {"train_dataset": None, "eval_dataset": {benchmark.title: prompts}}
-            construction.check_lengths(model, args, arguments | datasets)
+            check_lengths(model, args, arguments | datasets)
         if not self._has_examples:
             arguments["eval_dataset"] = Dataset.from_dict({"prompt": []})
 
@@ -67,7 +66,7 @@ class BenchmarkEvaluation:
 
     def evaluation_loop(self, *args, **kwargs):
         """Evaluate without affecting the training run: random states are restored afterwards."""
-        check_fixed(self._fixed_settings, self.args)
+        checkpoint.check_fixed(self)
         with checkpoint.own_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
             output = super().evaluation_loop(*args, **kwargs)
             prefix, self._benchmark_prefix = self._benchmark_prefix, None  # once, also with several datasets

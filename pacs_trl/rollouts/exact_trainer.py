@@ -266,30 +266,22 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         """Skip and count optimizer steps with a non-finite gradient; raise a [`FailedRun`] after too many in a row."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         in_a_row, total = self._non_finite
-        if math.isfinite(float(grad_norm)):  # the same on all processes
-            self._non_finite = 0, total
-        else:
-            self._non_finite = in_a_row + 1, total + 1
-            self._skip_step(model, float(grad_norm))
-        self._metrics["train"]["pacs/non_finite_steps"].append(self._non_finite[1])
-        return grad_norm
-
-    def _skip_step(self, model, grad_norm: float) -> None:
-        step, (in_a_row, _), limit = self.state.global_step + 1, self._non_finite, self.args.max_non_finite_steps
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
-            raise FailedRun(
-                f"The gradient norm of step {step} is {grad_norm}, and DeepSpeed has already applied the gradient. "
-                "Start a new run from the weights of the last checkpoint (model_name_or_path) with a lower learning "
-                "rate."
-            )
-        if in_a_row >= limit:
-            raise FailedRun(
-                f"The gradient norm was not finite in {in_a_row} optimizer steps in a row (now {grad_norm} at step "
-                f"{step}; max_non_finite_steps={limit}). The weights are those before the first of them. Look at "
-                "`pacs/proxy_abs_mean`: lower the learning rate, or set max_grad_norm."
-            )
+        is_finite = math.isfinite(float(grad_norm))  # the same on all processes
+        in_a_row, total = self._non_finite = (0, total) if is_finite else (in_a_row + 1, total + 1)
+        self._metrics["train"]["pacs/non_finite_steps"].append(total)
+        if is_finite:
+            return grad_norm
+        step, is_applied = self.state.global_step + 1, self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_applied or in_a_row >= self.args.max_non_finite_steps:
+            now = f"The gradient norm was not finite in {in_a_row} optimizer steps in a row, up to step {step}"
+            weights = "DeepSpeed has already applied the gradient to the weights. Start from the last checkpoint"
+            if not is_applied:
+                now += f" (max_non_finite_steps={self.args.max_non_finite_steps})"
+                weights = "The weights are those before these steps. Look at `pacs/proxy_abs_mean`"
+            raise FailedRun(f"{now}. {weights}, and lower the learning rate, or set max_grad_norm.")
         if self.accelerator.scaler is None:  # in fp16 the scaler skips such steps itself
             model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
+        return grad_norm
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from .checkpoint import EpochSampler, request_seed, save_last_step
 from .early_rewards import EarlyRewards, slice_of
-from .engine import ServerFailure, end_empty_completions
+from .engine import ServerFailure
 from .engine_process import EngineProcess
 from .preemption import StopOnSignal
 
@@ -301,7 +301,7 @@ class LateGeneration:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         number = self._step // (self.args.steps_per_generation * self.num_iterations)
         completion_ids, logprobs = self._late.take(number, prompt_ids)
-        self._log_empty(end_empty_completions(self._tokenizer.eos_token_id, completion_ids, logprobs))
+        self._end_empty(completion_ids, logprobs)
         return completion_ids, logprobs
 
 

@@ -1,7 +1,8 @@
-"""Graceful stop on Ctrl-C and SIGTERM, which schedulers send before they preempt a job.
+"""Stops between two optimizer steps, so that `--resume_from_checkpoint last` loses no work.
 
-The trainer finishes the current optimizer step, saves a checkpoint, and exits with a distinct exit code, so that
-`--resume_from_checkpoint last` loses no work.
+On Ctrl-C and SIGTERM, which schedulers send before they preempt a job, the trainer finishes the current optimizer
+step, saves a checkpoint, and exits with a distinct exit code. If an engine fails, it goes back to the end of the last
+optimizer step and saves that.
 """
 
 import contextlib
@@ -13,11 +14,39 @@ from contextlib import contextmanager
 
 import torch
 from accelerate.utils import reduce
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 
 # In order of precedence for the exit code, which is 128 + the signal number, as in shells.
 NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
+
+
+class StepStart(TrainerCallback):
+    """Store the trainer's state at the start of each optimizer step, which only Trainer knows."""
+
+    def __init__(self, trainer):
+        self.trainer = trainer
+        self._state: dict | None = None
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._state = None
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self._state = {name: getattr(self.trainer, name) for name in self.trainer._counters}
+        self._metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
+        self._tokens = state.num_input_tokens_seen
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self._state = None
+
+    def rewind(self) -> None:
+        """Restore the state at the start of the current optimizer step, whose completions must be generated again."""
+        for name, value in (self._state or {}).items():
+            setattr(self.trainer, name, value)
+        if self._state is not None:
+            self.trainer.state.num_input_tokens_seen = self._tokens
+            self.trainer._metrics["train"].clear()
+            self.trainer._metrics["train"].update(self._metrics)
 
 
 class StopOnSignal(TrainerCallback):
@@ -82,13 +111,3 @@ def stop_on_signal() -> Iterator[StopOnSignal]:
         yield callback
     finally:
         callback.restore()
-
-
-def check_no_jit_checkpoint(args: TrainingArguments) -> None:
-    """Raise a `ValueError` for transformers' `enable_jit_checkpoint`, with which each process decides when to save."""
-    if args.enable_jit_checkpoint:
-        raise ValueError(
-            "enable_jit_checkpoint=True may save in the middle of an optimizer step, at another one on each process. "
-            "Remove it: `pacs-trl train` saves and stops at the end of a step on SIGTERM and Ctrl-C, and in Python "
-            "pacs_trl.rollouts.preemption.stop_on_signal() does."
-        )

@@ -1,64 +1,107 @@
-"""Model card, recipe, and provenance of saved models, and their upload to the Hub."""
+"""Saved models with model card, recipe, and provenance, and their upload to the Hub."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.utils import save_fsdp_model
 from huggingface_hub import HfApi
+from transformers.integrations.fsdp import get_fsdp_ckpt_kwargs
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_NAME
 from trl.trainer.utils import get_config_model_id
 
 from ..evaluation.provenance import training_facts
-from ..hub import README_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, kept_readme, push, write_card
+from ..hub import LOG_FILE, README_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, kept_readme, push, write_card
 from ..redaction import without_secrets
 
 
-def describe_model(trainer: Any, directory: Path) -> None:
-    """Write provenance, recipe, and model card into the directory of a saved model."""
-    given = trainer._card_facts
-    tags = sorted({*(trainer.model.model_tags or ()), *given.get("tags", ())})
-    facts = training_facts(trainer.accelerator.num_processes) | {"paper": trainer._paper} | given | {"tags": tags}
-    if trainer.recipe is None:
-        facts["settings"] = without_secrets(_settings_from_python(trainer))
-    else:
-        recipe = yaml.safe_dump(without_secrets(trainer.recipe), allow_unicode=True)
-        (directory / RECIPE_FILE).write_text(recipe, encoding="utf-8")
-    content = json.dumps(facts, indent=1, default=str) + "\n"
-    (directory / TRAINING_FACTS_FILE).write_text(content, encoding="utf-8")
-    name = trainer.hub_model_id or trainer.args.hub_model_id or given.get("model_name")
-    write_card(directory, name or Path(trainer.args.output_dir).resolve().name, trainer.recipe, json.loads(content))
+class Publication:
+    """The part of [`RolloutTrainer`] that saves and uploads models; a base class of it before
+    [`~trl.GRPOTrainer`]. `recipe` holds the settings of a run that was started from a recipe."""
 
+    recipe: dict[str, Any] | None = None
 
-def _settings_from_python(trainer: Any) -> dict[str, Any]:
-    """Return the settings of a run that was started from Python, under the key names of a recipe."""
-    model = get_config_model_id(trainer.model.config)
-    settings = {
-        "method": trainer._name.lower(),
-        "model_name_or_path": str(Path(model).resolve()) if model and Path(model).is_dir() else model or None,
-        "reward_funcs": trainer.reward_func_names,
-        "tools": [tool.__name__ for tool in trainer.tools or []],
-    }
-    defaults = {field.name: field.default for field in fields(trainer.args) if field.init}
-    given = trainer.args.to_dict().items()
-    return settings | {
-        name: value for name, value in given if name in defaults and value not in (None, "", [], defaults[name])
-    }
+    def save_weights(self, output_dir: str, is_checkpoint: bool) -> None:
+        """Save the model and tokenizer without a model card. In checkpoints, Trainer itself saves FSDP shards."""
+        plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None
+        if plugin is not None and "SHARDED" in str(plugin.state_dict_type):
+            if self.args.should_save:  # config and tokenizer, which Trainer omits
+                self._save(output_dir, state_dict={})
+                for name in (SAFE_WEIGHTS_NAME, ADAPTER_SAFE_WEIGHTS_NAME):  # these files would be empty
+                    Path(output_dir, name).unlink(missing_ok=True)
+            if not is_checkpoint:
+                save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs())
+        super().save_model(output_dir, _internal_call=True)
 
+    def save_model(self, output_dir=None, _internal_call=False):
+        directory = Path(output_dir or self.args.output_dir)
+        is_final = directory == Path(self.args.output_dir)
+        readme = kept_readme(directory)  # one that a user has edited
+        self.save_weights(str(directory), is_checkpoint=_internal_call and not is_final)
+        self._is_saved |= is_final
+        if self.args.should_save:
+            (directory / README_FILE).unlink(missing_ok=True)  # PEFT's draft
+            if readme is not None:
+                (directory / README_FILE).write_bytes(readme)
+            if is_final or not _internal_call:  # in checkpoints Trainer writes it last
+                self.state.save_to_json(str(directory / LOG_FILE))
+            self._describe_model(directory)
+        if self.args.push_to_hub and not _internal_call:
+            upload(self, directory, "Model save")
 
-@contextmanager
-def keeping_readme(directory: Path, is_main_process: bool) -> Iterator[None]:
-    """Preserve a README that a user has edited, and delete the draft that PEFT writes when it saves a model."""
-    readme = kept_readme(directory)
-    yield
-    if is_main_process:
-        if readme is not None:
-            (directory / README_FILE).write_bytes(readme)
+    def _describe_model(self, directory: Path) -> None:
+        """Write provenance, recipe, and model card into the directory of a saved model."""
+        given = self._card_facts
+        tags = sorted({*(self.model.model_tags or ()), *given.get("tags", ())})
+        facts = training_facts(self.accelerator.num_processes) | {"paper": self._paper} | given | {"tags": tags}
+        if self.recipe is None:
+            facts["settings"] = without_secrets(self._settings_from_python())
         else:
-            (directory / README_FILE).unlink(missing_ok=True)
+            recipe = yaml.safe_dump(without_secrets(self.recipe), allow_unicode=True)
+            (directory / RECIPE_FILE).write_text(recipe, encoding="utf-8")
+        content = json.dumps(facts, indent=1, default=str) + "\n"
+        (directory / TRAINING_FACTS_FILE).write_text(content, encoding="utf-8")
+        name = self.hub_model_id or self.args.hub_model_id or given.get("model_name")
+        write_card(directory, name or Path(self.args.output_dir).resolve().name, self.recipe, json.loads(content))
+
+    def _settings_from_python(self) -> dict[str, Any]:
+        """Return the settings of a run that was started from Python, under the key names of a recipe."""
+        model = get_config_model_id(self.model.config)
+        settings = {
+            "method": self._name.lower(),
+            "model_name_or_path": str(Path(model).resolve()) if model and Path(model).is_dir() else model or None,
+            "reward_funcs": self.reward_func_names,
+            "tools": [tool.__name__ for tool in self.tools or []],
+        }
+        defaults = {field.name: field.default for field in fields(self.args) if field.init}
+        given = self.args.to_dict().items()
+        return settings | {
+            name: value for name, value in given if name in defaults and value not in (None, "", [], defaults[name])
+        }
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        """Do nothing: models are pushed only at the end of training."""
+
+    def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
+        """Rewrite the model card in `output_dir` with these facts, or store them until a model is saved there."""
+        tags = [tags] if isinstance(tags, str) else tags
+        given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+        self._card_facts |= {name: value for name, value in given.items() if value is not None}
+        if self._is_saved and self.args.should_save:  # TRL calls this before every checkpoint, too
+            self._describe_model(Path(self.args.output_dir))
+
+    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
+        """Save the model to `output_dir`, and upload the model files, card, log, and recipe to `hub_model_id`.
+        Arguments are those of [`~transformers.Trainer.push_to_hub`] and [`create_model_card`]."""
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        self.save_model(_internal_call=True)
+        self.args.hub_private_repo = kwargs.pop("private", self.args.hub_private_repo)
+        if kwargs:
+            self.create_model_card(**kwargs)
+        return upload(self, self.args.output_dir, commit_message, blocking, token, revision)
 
 
 def upload(

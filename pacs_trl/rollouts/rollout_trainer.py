@@ -8,30 +8,36 @@
 """
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
+from trl.trainer.utils import is_async_callable
 
 from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
-from ..hub import LOG_FILE
 from ..rewards import math_reward
-from ..update.forward_pass import logps_in_batches
+from ..update.forward_pass import ForwardPass, logps_in_batches
+from ..update.generation import faster_generation
 from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from . import checkpoint, construction, publication
+from . import checkpoint, checks
 from .adapter_sync import engine_with_lora
-from .callbacks import NoSignalCallback, StepStart, check_fixed, fixed_settings
-from .checks import as_numbers, check_adapters, check_columns, check_golds, with_result
 from .console import shorten_console
-from .engine import ServerFailure, checked_rollouts, end_empty_completions, failed_run
+from .engine import ServerFailure, create_engine, failed_run
 from .evaluation import BenchmarkEvaluation
+from .preemption import StepStart
+from .publication import Publication
+from .rollout_config import RolloutConfig
 from .timing import StepTimer
 
 
@@ -39,16 +45,15 @@ _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
-class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
+class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
-    timing, and model cards. `recipe` holds the settings of a run that was started from a recipe."""
+    timing, and model cards."""
 
-    recipe: dict[str, Any] | None = None
-    _config_class: type[GRPOConfig] = GRPOConfig
+    _config_class: type[RolloutConfig] = RolloutConfig
     # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
-    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "signal")
+    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded")
     # Attributes that change inside an optimizer step, in addition to metrics and the token count.
     _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
@@ -62,20 +67,20 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
-            args = self._config_class(f"{construction.name_of(model).split('/')[-1]}-{self._name}")
+            args = self._config_class(f"{checks.name_of(model).split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
-        self._check_config(construction.config_of(model, args), args, arguments["processing_class"])
-        construction.check_lengths(model, args, arguments)
+        self._check_config(checks.config_of(model, args), args, arguments["processing_class"])
+        checks.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         with engine_with_lora(args, model, arguments["peft_config"]):
             super().__init__(model, args=args, **arguments)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
         self._reset_run()
-        self._fixed_settings = fixed_settings(self.args)
+        self._fixed_settings = checkpoint.fixed_settings(self.args)
         self._step_start = StepStart(self)
         self.add_callback(self._step_start)
         if args.disable_dropout:
@@ -83,38 +88,36 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self._prepare_generation()
         self._prepare_learning()
 
-    def _prepare_loading(self, model, args: GRPOConfig, arguments: dict[str, Any]) -> None:
+    def _prepare_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
-        construction.check_arguments(model, args, arguments)
+        checks.check_arguments(model, args, arguments)
 
     def _check_config(self, config, args, processing_class) -> None:
-        construction.check_model_type(config, processing_class)
+        checks.check_model_type(config, processing_class)
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
-        check_adapters(self.model)
-        construction.check_prompts_of_generation(self.train_dataset, self.args)
+        is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
+        checks.check_loaded(self.model, self.train_dataset, self.args, is_sharded)
+        if self.tools and (error := checks.shared_turns_error(self.args, self.accelerator.num_processes, is_sharded)):
+            raise ValueError(error)
         shorten_console(self.callback_handler.callbacks)
-        record = lambda name, seconds: self._metrics["train"][name].append(seconds)  # noqa: E731
-        self.timer = StepTimer(record)
+        self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)
-        self.add_callback(NoSignalCallback(self))
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
-            check_golds(self.train_dataset)
+            checks.check_golds(self.train_dataset)
         self._num_groups = 0  # groups generated so far
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         if self.use_vllm:
-            self.vllm_generation = construction.create_engine(self)
+            self.vllm_generation = create_engine(self)
         if self.rollout_func is not None:
-            self.rollout_func = checked_rollouts(self.rollout_func, self._tokenizer.eos_token_id, self._log_empty)
-        if self.tools:
-            construction.check_shared_turns(self)
+            self.rollout_func = checks.checked_rollouts(self.rollout_func, self._end_empty)
         check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
-        self.forward_pass = construction.create_forward_pass(self, self.model)
+        self.forward_pass = self.create_forward_pass(self.model, self.temperature)
         if self.ref_model is not None:  # of the KL term
-            self.ref_pass = construction.create_forward_pass(self, self.accelerator.unwrap_model(self.ref_model))
+            self.ref_pass = self.create_forward_pass(self.accelerator.unwrap_model(self.ref_model), self.temperature)
         self.reward_funcs = [
             function if isinstance(function, nn.Module) else self._wrap_reward(i, function, name)
             for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
@@ -123,16 +126,35 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     def _prepare_learning(self) -> None:
         """Set up the method-specific parts of the trainer. Called last in construction."""
 
+    def create_forward_pass(self, model: Any, temperature: float) -> ForwardPass:
+        """Return the [`ForwardPass`] of a model, with its work counted by the timer."""
+        forward_pass = ForwardPass(
+            model,
+            self.accelerator.device,
+            pad_token_id=self._tokenizer.pad_token_id,
+            padding_free=vars(self.args).get("padding_free", "auto"),
+            temperature=temperature,
+            autocast=self.accelerator.autocast,
+        )
+        forward_pass.on_pass = self.timer.counter_of(model, self.accelerator, is_policy=model is self.model)
+        return forward_pass
+
     def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator. FSDP2 accumulates and reduces gradients in float32 and does not round outputs:
+        accelerate 1.15 rounds both to bfloat16, where a log-prob of -0.5 becomes a multiple of 2^-9, more than one
+        update changes it. Gradient accumulation needs 2 more bytes per trained weight on each GPU."""
         super().create_accelerator_and_postprocess()
-        construction.exchange_float32(self.accelerator)
+        plugin = self.accelerator.state.fsdp_plugin if self.accelerator.is_fsdp2 else None
+        if plugin is not None and plugin.mixed_precision_policy is not None:
+            changes: dict[str, Any] = {"reduce_dtype": torch.float32, "output_dtype": None}
+            plugin.mixed_precision_policy = replace(plugin.mixed_precision_policy, **changes)
 
     def _choose_forward_passes(self) -> None:
         """Run [`choose_forward_pass`] once, before the first generation, on all processes."""
         if self._forward_passes_are_chosen:
             return
         self._forward_passes_are_chosen = True
-        if getattr(self.args, "startup_check", True):  # GRPO has no such key
+        if self.args.startup_check:
             choose_forward_pass(self.forward_pass, self.model_wrapped, training=self.args.disable_dropout)
             if self.ref_model is not None:
                 self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused
@@ -150,8 +172,8 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
-        construction.check_equal_on_all_processes("rows of a generation batch", len(inputs))
-        check_columns("The data set", inputs[0])
+        if "prompt" not in inputs[0]:  # of a stream, or of a dataset given to `evaluate`
+            checks.check_columns("The data set", inputs[0])
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
         rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
@@ -190,19 +212,34 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             with self.timer.part("generation"):
                 generated = super()._generate(prompts)
             self.timer.work["generated"] += sum(map(len, generated[1]))
-        except ServerFailure as failure:
-            self._stop_without_server(failure)
-        if self.tools:
-            turns = [float(sum(turn["role"] == "assistant" for turn in completion)) for completion in generated[3]]
-            numbers = self.accelerator.gather(torch.tensor(turns, device=self.accelerator.device))
-            self._metrics["train" if self.model.training else "eval"]["tools/turns"].append(numbers.mean().item())
+        except ServerFailure as failure:  # on all processes, which save the state after the last optimizer step
+            self._step_start.rewind()
+            checkpoint.save_last_step(self)
+            raise failed_run(failure, self) from failure
         return generated
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        with construction.generation_settings(self):
+        with self._faster_generation():
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self._log_empty(end_empty_completions(self._tokenizer.eos_token_id, completion_ids, logprobs))
+        self._end_empty(completion_ids, logprobs)
         return completion_ids, logprobs
+
+    def _faster_generation(self) -> AbstractContextManager:
+        fast, dtype = self.args.fast_generation, self.args.generation_dtype
+        if not fast and dtype is None:
+            return nullcontext()
+        model = self.accelerator.unwrap_model(self.model_wrapped)
+        return faster_generation(model, fast=fast, dtype=None if dtype is None else getattr(torch, dtype))
+
+    def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
+        """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
+        this token return empty completions."""
+        empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
+        for values, end in ((completion_ids, self._tokenizer.eos_token_id), (logprobs, None), (env_mask, 1)):
+            for i in empty if values is not None else ():
+                values[i] = [end]
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""
@@ -210,9 +247,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         for _ in range(min(len(advantages), len(logged))):
             logged.pop()
         logged.extend(advantages)
-
-    def _log_empty(self, ratio: float) -> None:
-        self._metrics["train" if self.model.training else "eval"]["completions/empty_ratio"].append(ratio)
 
     # Rewards --------------------------------------------------------------------------------------------------------
 
@@ -226,7 +260,11 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         if self.model.training and self._unrewarded is not None:
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
             if self._unrewarded == _MOST_UNREWARDED:
-                self._stop_without_rewards()
+                raise FailedRun(
+                    f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion "
+                    f"of the first {_MOST_UNREWARDED} generation batches, so nothing has been learned. Return numbers "
+                    "in [0, 1], and check the columns that the functions read."
+                )
         return rewards_per_func
 
     def are_truncated(self, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
@@ -241,7 +279,14 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         """Wrap a reward function: check its result, and bind the `reward_arguments` that it has parameters for.
         `index` is its position in `reward_funcs`."""
-        function = construction.with_arguments(function, name, self.reward_arguments())
+        parameters = inspect.signature(function).parameters
+        own = {key: value for key, value in self.reward_arguments().items() if key in parameters}
+        if own and is_async_callable(function):
+            raise ValueError(
+                f"The reward function {name!r} is asynchronous and asks for `{next(iter(own))}`, whose forward passes "
+                "all processes make together, in one order. Write it as a plain function."
+            )
+        function = wraps(function)(partial(function, **own)) if own else function
         return with_result(function, lambda rewards, given: as_numbers(rewards, name))
 
     def reward_arguments(self) -> dict[str, Any]:
@@ -272,14 +317,10 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
     # Runs -----------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        check_fixed(self._fixed_settings, self.args)
+        checkpoint.check_fixed(self)
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
-        with checkpoint.reporting_full_disk(self.args.output_dir):
-            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-        if self._unrewarded and self.state.global_step >= self.state.max_steps:
-            self._stop_without_rewards()
-        return output
+        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
@@ -296,7 +337,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         self._num_requests = 0  # vLLM requests of this process in training
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
         self._evaluation_requests = (0, 0)  # optimizer step of the last evaluation, and its number of requests
-        self.signal: dict[str, float] = {"none_in": 0}  # see `NoSignalCallback`
         self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
         self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
 
@@ -313,19 +353,6 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
         if resume is None or not checkpoint.is_finished(self, resume, max_steps):
             return place
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
-
-    def _stop_without_rewards(self) -> NoReturn:
-        raise FailedRun(
-            f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion of the "
-            f"first {self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and "
-            "check the columns that the functions read."
-        )
-
-    def _stop_without_server(self, failure: ServerFailure) -> NoReturn:
-        """Save the state after the last complete optimizer step, on all processes, and raise a [`FailedRun`]."""
-        self._step_start.rewind()
-        checkpoint.save_last_step(self)
-        raise failed_run(failure, self) from failure
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -366,45 +393,36 @@ class RolloutTrainer(BenchmarkEvaluation, GRPOTrainer):
             # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
-    # Models ---------------------------------------------------------------------------------------------------------
 
-    def save_weights(self, output_dir: str, is_checkpoint: bool) -> None:
-        """Save the model and tokenizer without a model card. In checkpoints, Trainer itself saves FSDP shards."""
-        if self.is_fsdp_enabled and "SHARDED" in str(self.accelerator.state.fsdp_plugin.state_dict_type):
-            checkpoint.save_beside_shards(self, output_dir, with_shards=not is_checkpoint)
-        with checkpoint.reporting_full_disk(self.args.output_dir):
-            super().save_model(output_dir, _internal_call=True)
+def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
+    """Wrap a reward function, sync or async, to return `convert(result, keyword arguments)`."""
+    if is_async_callable(function):
 
-    def save_model(self, output_dir=None, _internal_call=False):
-        directory = Path(output_dir or self.args.output_dir)
-        is_final = directory == Path(self.args.output_dir)
-        with publication.keeping_readme(directory, self.args.should_save):
-            self.save_weights(str(directory), is_checkpoint=_internal_call and not is_final)
-        self._is_saved |= is_final
-        if self.args.should_save:
-            if is_final or not _internal_call:  # in checkpoints Trainer writes it last
-                self.state.save_to_json(str(directory / LOG_FILE))
-            publication.describe_model(self, directory)
-        if self.args.push_to_hub and not _internal_call:
-            publication.upload(self, directory, "Model save")
+        @wraps(function)
+        async def call(*args, **kwargs):
+            return convert(await function(*args, **kwargs), kwargs)
+    else:
 
-    def _push_from_checkpoint(self, checkpoint_folder):
-        """Do nothing: models are pushed only at the end of training."""
+        @wraps(function)
+        def call(*args, **kwargs):
+            return convert(function(*args, **kwargs), kwargs)
 
-    def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
-        """Rewrite the model card in `output_dir` with these facts, or store them until a model is saved there."""
-        tags = [tags] if isinstance(tags, str) else tags
-        given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-        self._card_facts |= {name: value for name, value in given.items() if value is not None}
-        if self._is_saved and self.args.should_save:  # TRL calls this before every checkpoint, too
-            publication.describe_model(self, Path(self.args.output_dir))
+    return call
 
-    def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
-        """Save the model to `output_dir`, and upload the model files, card, log, and recipe to `hub_model_id`.
-        Arguments are those of [`~transformers.Trainer.push_to_hub`] and [`create_model_card`]."""
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        self.save_model(_internal_call=True)
-        self.args.hub_private_repo = kwargs.pop("private", self.args.hub_private_repo)
-        if kwargs:
-            self.create_model_card(**kwargs)
-        return publication.upload(self, Path(self.args.output_dir), commit_message, blocking, token, revision)
+
+def as_numbers(rewards: Any, name: str) -> list[float | None]:
+    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
+    finite numbers and `None`: TRL would take NaN for a missing reward."""
+    try:
+        entries = [rewards] if isinstance(rewards, str | bytes | dict) else list(rewards)
+        if any(isinstance(entry, str | bytes | dict) for entry in entries):
+            raise TypeError("text")
+        numbers = [None if entry is None else float(entry) for entry in entries]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError("NaN or infinity")
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
+        raise ValueError(
+            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
+            "completion: a finite number, or None for no verdict."
+        ) from error
+    return numbers

@@ -1,6 +1,6 @@
 """vLLM checks before weights are loaded: version, ports, and the server in server mode.
 
-These cases would otherwise fail late, in a subprocess, or as a hang. Errors that vLLM reports clearly are not checked.
+These cases would otherwise hang, or fail late or in a subprocess. What TRL and vLLM reject readably is not checked.
 """
 
 import logging
@@ -18,7 +18,6 @@ from ..settings.names import require_vllm
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_TRIES = 2.0
-_ADDRESS = "vllm_server_base_url, or vllm_server_host and vllm_server_port"  # in errors
 
 
 def server_url(args: GRPOConfig) -> str:
@@ -32,19 +31,6 @@ def serve_command(model: str, lora_rank: int | None = None) -> str:
     if lora_rank is not None:
         loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"
     return f"VLLM_SERVER_DEV_MODE=1 {loading} --logprobs-mode processed_logprobs --max-logprobs -1"
-
-
-def check_port(port: int, setting: str, remedy: str) -> None:
-    """Raise a `ValueError` if another process listens on `port` of this machine."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise ValueError(
-                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
-                f"another run, holds the port. {remedy}"
-            ) from error
 
 
 def check_vllm(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
@@ -63,77 +49,62 @@ def check_vllm(args: GRPOConfig, model: str, lora_rank: int | None = None) -> No
         check_port(int(port), "MASTER_PORT", remedy)
 
 
-def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
-    """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, or if it serves
-    another model, has too short a context, or does not support weight transfer."""
-    url, command = server_url(args), serve_command(model, lora_rank)
-    with httpx.Client(base_url=url, timeout=10.0) as client:
-        _wait_for_server(client, url, args.vllm_server_timeout, command)
-        answer = client.get("/v1/models")
+def check_port(port: int, setting: str, remedy: str) -> None:
+    """Raise a `ValueError` if another process listens on `port` of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            (served, *_) = answer.json()["data"]
-        except (ValueError, KeyError) as error:
+            probe.bind(("", port))
+        except OSError as error:
             raise ValueError(
-                f"Something answers at {url}, but it is no vLLM server (GET /v1/models: status {answer.status_code}). "
-                f"Set {_ADDRESS} to the address of: {command}"
+                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
+                f"another run, holds the port. {remedy}"
             ) from error
-        if wrong := _defect_of_server(client, served, args, model, lora_rank):
-            raise ValueError(f"The vLLM server at {url} {wrong}. Start it with: {command}")
 
 
-def _defect_of_server(
-    client: httpx.Client, served: dict, args: GRPOConfig, model: str, lora_rank: int | None
-) -> str | None:
-    """Return why a run cannot use the server, and warn of what makes its log-probs differ from the trainer's."""
-    if model not in (served["id"], served.get("root")):
-        return (
-            f"serves {served['id']!r}, but this run trains {model!r} (for the same weights under another name, add "
-            f"--served-model-name {model})"
-        )
-    length, longest = served.get("max_model_len"), args.max_completion_length
-    if length is not None and longest is not None and length <= longest:
-        return f"has max_model_len={length}, which cannot hold a prompt and max_completion_length={longest} tokens"
-    info = client.get("/server_info", params={"config_format": "json"})
-    if info.status_code != 200:
-        return f"does not open its development endpoints (GET /server_info: status {info.status_code})"
-    config = info.json()["vllm_config"]
-    if lora_rank is not None:
-        served_rank = (config["lora_config"] or {"max_lora_rank": 0})["max_lora_rank"]
-        if served_rank < lora_rank or client.get("/v1/load_lora_adapter").status_code == 404:
-            return f"does not load LoRA adapters of rank {lora_rank}"
-    elif config["weight_transfer_config"] is None:
-        return "has no weight-transfer engine"
-    weights, cache = config["model_config"]["quantization"], config["cache_config"]["cache_dtype"]
+def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
+    """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, where TRL may
+    wait forever, or if it serves another model. Warns of what makes its log-probs differ from the trainer's."""
+    url, command = server_url(args), serve_command(model, lora_rank)
+    deadline = time.monotonic() + args.vllm_server_timeout
+    with httpx.Client(base_url=url, timeout=10.0) as client:
+        while isinstance(served := _served_model(client), str):
+            if time.monotonic() >= deadline:
+                raise ValueError(
+                    f"No vLLM server answers at {url} after {args.vllm_server_timeout:g} s (vllm_server_timeout; "
+                    f"{served}). Start it with: {command} or correct vllm_server_base_url, or vllm_server_host and "
+                    "vllm_server_port."
+                )
+            logger.warning("Waiting for the vLLM server at %s (%s).", url, served)
+            time.sleep(_SECONDS_BETWEEN_TRIES)
+        if model not in (served["id"], served.get("root")):
+            raise ValueError(
+                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r} (for the same "
+                f"weights under another name, add --served-model-name {model}). Start it with: {command}"
+            )
+        info = client.get("/server_info", params={"config_format": "json"})
+    config = info.json()["vllm_config"] if info.status_code == 200 else {}  # else TRL says what is missing
+    weights, mode = (config.get("model_config", {}).get(key) for key in ("quantization", "logprobs_mode"))
+    cache = config.get("cache_config", {}).get("cache_dtype", "auto")
     differing = [f"quantized weights ({weights})"] * bool(weights)
     differing += [f"a quantized cache ({cache})"] * (cache not in ("auto", "bfloat16", "float16", "float32"))
-    if (mode := config["model_config"]["logprobs_mode"]) != "processed_logprobs":
-        differing.append(f"{mode} (start it with --logprobs-mode processed_logprobs)")
+    differing += [f"{mode} (start it with --logprobs-mode processed_logprobs)"] * (
+        mode not in (None, "processed_logprobs")
+    )
     if differing:
         logger.warning(
             "The vLLM server has %s, so its log-probs differ from the trainer's. Monitor `sampling/*`, and set "
             "vllm_importance_sampling_correction=True if the mismatch grows.",
             ", ".join(differing),
         )
-    return None
 
 
-def _wait_for_server(client: httpx.Client, url: str, timeout: float, command: str) -> None:
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            status = client.get("/health").status_code
-            if status == 200:
-                return
-            reason = f"GET /health has status {status}"
-            if 400 <= status < 500:
-                break  # not a vLLM server: waiting will not help
-        except httpx.TransportError as error:
-            reason = f"{type(error).__name__}: {error}"
-        if time.monotonic() >= deadline:
-            break
-        logger.warning("Waiting for the vLLM server at %s (%s).", url, reason)
-        time.sleep(_SECONDS_BETWEEN_TRIES)
-    raise ValueError(
-        f"No vLLM server answers at {url} after {timeout:g} s (vllm_server_timeout; {reason}). Start it with: "
-        f"{command} and wait until `curl --fail {url}/health` succeeds, or correct {_ADDRESS}."
-    )
+def _served_model(client: httpx.Client) -> dict | str:
+    """Return the model that the server has, or why it does not answer."""
+    try:
+        for path in ("/health", "/v1/models"):
+            if (answer := client.get(path)).status_code != 200:
+                return f"GET {path} has status {answer.status_code}"
+        return answer.json()["data"][0]
+    except (httpx.TransportError, ValueError, LookupError) as error:
+        return f"{type(error).__name__}: {error}"

@@ -123,8 +123,8 @@ def test_what_a_tool_says_has_no_gradient(tmp_path, monkeypatch):
     for ids, logps in scored:
         assert torch.equal(logps.grad != 0, masks[tuple(ids)])
     (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
-    # 2 + 2 + 1 + 3 turns; four calls, of which one failed, one has a wrong argument and one an unknown name
-    assert (log["tools/turns"], log["tools/call_frequency"], log["tools/failure_frequency"]) == (2.0, 1.0, 0.75)
+    # four calls, of which one failed, one has a wrong argument and one an unknown name
+    assert (log["tools/call_frequency"], log["tools/failure_frequency"]) == (1.0, 0.75)
 
 
 def test_a_result_that_leaves_no_room_ends_the_completion(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """Checks before a run with vLLM, and the end of a run whose server dies, with a local stand-in for vLLM."""
 
-import json
 import socket
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +11,7 @@ from replay import Recorder, addition_dataset, assert_same_models, build_trainer
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOTrainer, train
-from pacs_trl.rollouts.vllm_checks import check_port, check_vllm, serve_command
+from pacs_trl.rollouts.vllm_checks import check_port, check_vllm
 from pacs_trl.settings import names
 
 
@@ -80,50 +79,36 @@ def test_no_server(tmp_path, installed):
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
     args = config(tmp_path, use_vllm=True, vllm_server_base_url=url, vllm_server_timeout=0.2, vllm_mode="server")
-    with pytest.raises(
-        ValueError, match=rf"No vLLM server answers at {url} after 0.2 s.*vllm serve Qwen/X.*curl --fail"
-    ):
+    with pytest.raises(ValueError, match=rf"No vLLM server answers at {url} after 0.2 s.*vllm serve Qwen/X"):
         check_vllm(args, "Qwen/X")
 
 
 REFUSED = {
-    "something else answers": ({"answers": {"/v1/models": 404}}, "Something answers at .* but it is no vLLM server"),
+    "something else answers": ({"answers": {"/v1/models": 404}}, "No vLLM server answers .*/v1/models has status 404"),
     "not healthy": ({"dead": True}, "No vLLM server answers .*GET /health has status 503"),
-    "no development endpoints": ({"answers": {"/server_info": 404}}, "development endpoints.*VLLM_SERVER_DEV_MODE=1"),
-    "no weight transfer": (
-        {"info": {"vllm_config": {"weight_transfer_config": None}}},
-        "no weight-transfer engine. Start it with: .*--weight-transfer-config",
-    ),
     "another model": (
         {"models": {"data": [{"id": "Qwen/Other"}]}},
         "serves 'Qwen/Other', but this run trains .*--served-model-name",
-    ),
-    "too short a context": (
-        {"models": {"data": [{"id": "other", "root": "MODEL", "max_model_len": 16}]}},
-        "max_model_len=16.*max_completion_length=16",
     ),
 }
 
 
 @pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
 def test_server_that_will_not_do(tmp_path, installed, server, model, state, message):
-    vars(server).update(json.loads(json.dumps(state).replace("MODEL", model)))
+    vars(server).update(state)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check_vllm(config(tmp_path, **server_settings(server.url)), model)
 
 
 def test_server_that_will_do(tmp_path, installed, server, model, caplog):
-    check_vllm(config(tmp_path, **server_settings(server.url)), model)
-    assert server.calls == ["/health", "/v1/models", "/server_info"]
     server.models["data"][0]["id"] = "another name"  # its root is the model
     check_vllm(config(tmp_path, **server_settings(server.url)), model)
-    assert not caplog.records
+    assert server.calls == ["/health", "/v1/models", "/server_info"] and not caplog.records
     server.info["vllm_config"]["model_config"] = {"logprobs_mode": "raw_logprobs", "quantization": "fp8"}
     server.info["vllm_config"]["cache_config"]["cache_dtype"] = "fp8_e5m2"
     check_vllm(config(tmp_path, **server_settings(server.url)), model)
     (message,) = caplog.messages
     assert "quantized weights (fp8), a quantized cache (fp8_e5m2), raw_logprobs" in message
-    assert serve_command("M").startswith('VLLM_SERVER_DEV_MODE=1 vllm serve M --weight-transfer-config \'{"backend"')
 
 
 def trainer_with(server, model, output_dir, num_prompts=64, eval_dataset=None, **more):
