@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -137,33 +137,22 @@ def correct_responses(results_dir: Path, benchmark: str, *, limit: int | None = 
     }
 
 
-class Projection(NamedTuple):
-    """Centred principal components: `points` (N, 2) and the share of the variance along each, in [0, 1]."""
-
-    points: np.ndarray
-    explained: np.ndarray
-
-
-def principal_components(embeddings: np.ndarray) -> Projection:
+def principal_components(embeddings: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
-    Project centred embeddings on their first two principal components.
+    Project centered embeddings on their first two principal components. Returns points `(N, 2)` and the share of the
+    variance along each component, in [0, 1].
 
     The sign of a component is arbitrary; the entry of largest magnitude is made positive, so that figures are
-    repeatable.
-
-    Raises:
-        `ValueError`: if there are fewer than three embeddings.
+    repeatable. Raises a `ValueError` if there are fewer than three embeddings.
     """
     embeddings = np.asarray(embeddings, dtype=np.float64)
     if len(embeddings) < 3:
         raise ValueError(f"A plane needs at least three points, got {len(embeddings)}.")
-    _, singular, directions = np.linalg.svd(embeddings - embeddings.mean(axis=0), full_matrices=False)
-    directions = directions[:2]
-    largest = np.abs(directions).argmax(axis=1)
-    directions = directions * np.sign(directions[np.arange(len(directions)), largest])[:, None]
+    centered = embeddings - embeddings.mean(axis=0)
+    _, singular, (first, second, *_) = np.linalg.svd(centered, full_matrices=False)
+    directions = np.stack([each * np.sign(each[np.abs(each).argmax()]) for each in (first, second)])
     variance = singular**2
-    centred = embeddings - embeddings.mean(axis=0)
-    return Projection(centred @ directions.T, variance[:2] / max(variance.sum(), np.finfo(np.float64).tiny))
+    return centered @ directions.T, variance[:2] / max(variance.sum(), np.finfo(np.float64).tiny)
 
 
 def compare(
@@ -248,13 +237,13 @@ def _diversity_file(args: argparse.Namespace) -> dict:
         )
     shown = [args.problem] if args.problem is not None else list(diversities[0])
     texts = [[text for problem in shown for text in model.get(problem, [])] for model in responses]
-    projection = principal_components(embed([text for model in texts for text in model]))
-    parts = np.split(projection.points, np.cumsum([len(model) for model in texts])[:-1])
+    points_of_all, explained = principal_components(embed([text for model in texts for text in model]))
+    parts = np.split(points_of_all, np.cumsum([len(model) for model in texts])[:-1])
     return {
         "benchmark": args.benchmark,
         "embedder": args.embedder,
         "num_problems": len(diversities[0]),
-        "explained": projection.explained.tolist(),
+        "explained": explained.tolist(),
         "models": [
             {"method": result["method"], **interval._asdict(), "problems": by_problem, "points": points.tolist()}
             for result, interval, by_problem, points in zip(results, intervals, diversities, parts, strict=True)

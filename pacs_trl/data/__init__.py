@@ -43,13 +43,12 @@ ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer betw
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert rows of verl, whose problem is the last turn of `prompt` and whose answer is `ground_truth` in
     `reward_model`."""
-    read = []
-    for row in rows:
-        if isinstance(row.get("prompt"), list):
-            answer = (row.get("reward_model") or row).get("ground_truth")
-            row = {"problem": row["prompt"][-1]["content"], "answer": answer} | row
-        read.append(row)
-    return read
+    return [
+        {"problem": row["prompt"][-1]["content"], "answer": (row.get("reward_model") or row).get("ground_truth")} | row
+        if isinstance(row.get("prompt"), list)
+        else row
+        for row in rows
+    ]
 
 
 TRAINING_SETS = {
@@ -132,20 +131,19 @@ class DataArguments:
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        gym.check_settings(self)
-        is_named = self.dataset_name in TRAINING_SETS
-        is_generated = self.dataset_name == gym.NAME or self.dataset_name.startswith(MINIATURE)
+        is_gym, is_named = self.dataset_name == gym.NAME, self.dataset_name in TRAINING_SETS
         is_file = self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS
-        of_hub = ("dataset_config", "dataset_revision", *(("dataset_split",) if is_file else ()))
-        ignored = [name for name in of_hub if (is_file or is_generated) and getattr(self, name) is not None]
-        if self.dataset_path is not None and not is_named:
-            ignored.append("dataset_path")
-        if ignored:
+        reads_hub = not (is_file or is_gym or self.dataset_name.startswith(MINIATURE))
+        used = {"dataset_config": reads_hub, "dataset_revision": reads_hub, "dataset_split": not is_file}
+        used |= {"dataset_path": is_named, gym.NAME: is_gym, "dataset_size": is_gym}
+        if ignored := [name for name in used if getattr(self, name) is not None and not used[name]]:
             raise ValueError(
                 f"`{ignored[0]}` would be ignored with dataset_name={self.dataset_name!r} and dataset_path="
                 f"{self.dataset_path!r}. Remove it: dataset_path is for the named sets {', '.join(TRAINING_SETS)}, "
-                "and the others are for the Hub."
+                f"{gym.NAME} and dataset_size for dataset_name: {gym.NAME}, and the others for the Hub."
             )
+        if is_gym:
+            gym.check_settings(self)
 
 
 def instruction_for(entry: Any, given: str) -> str:

@@ -17,21 +17,18 @@ BENCHMARK_SEED, BENCHMARK_SIZE, MAX_BENCHMARK_SIZE = 1_000_000, 100, 1000
 
 
 def check_settings(args: Any) -> None:
-    """Raise a `ValueError` if settings of reasoning-gym would be ignored or share entries with benchmarks."""
-    error, given = None, [name for name in (NAME, "dataset_size") if getattr(args, name) is not None]
+    """Raise a `ValueError` if no tasks are named, or training would share entries with benchmarks."""
     last = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
     last_benchmark = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
-    if args.dataset_name != NAME:
-        error = given and f"`{given[0]}` would be ignored. Set dataset_name: {NAME}, or remove it."
-    elif not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
-        error = "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
-    elif args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
-        error = (
+    if not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
+        raise ValueError(
+            "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
+        )
+    if args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
+        raise ValueError(
             f"`dataset_seed`: training would use the seeds {args.dataset_seed} to {last} of reasoning-gym, of which "
             f"benchmarks use {BENCHMARK_SEED} to {last_benchmark}. Lower dataset_seed or dataset_size."
         )
-    if error:
-        raise ValueError(error)
 
 
 def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:

@@ -128,14 +128,6 @@ class DARSTrainer(ExtendingTrainer):
     _counters = (*ExtendingTrainer._counters, "num_refilled")
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
-        if args.refill_uniform_groups and not hasattr(arguments.get("train_dataset"), "__len__"):
-            raise ValueError(
-                "refill_uniform_groups=True needs a training set with a length. Load it into memory "
-                "(streaming=False), or remove the key."
-            )
-
     def extend(self, generation: Generation, num_steps: int) -> None:
         super().extend(generation, num_steps)
         if self.args.adaptive_rollouts is not None:

@@ -8,7 +8,7 @@ both models in turn. See docs/genac.md.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -40,6 +40,7 @@ from ._critic_prompt import Actor, CriticPrompt, State
 
 
 _SUCCESS_RATE_DECAY = 0.9
+_FILLER = {"prompt": [0], "ids": [0], "logps": [0.0], "weight": 0.0}  # an answer without a gradient
 _RATIO_CAP = 2.0  # of the weight between the current critic and the one that generated an answer
 
 
@@ -290,13 +291,15 @@ class GenACTrainer(ActorCriticTrainer):
         batch["answer_tokens"] = self._sum(torch.tensor(sum(len(ids) for _, ids, _ in answers), device=device))
 
     def _train_critic(self, inputs: dict) -> None:
-        answers = [answer for row in inputs["answers"] for answer in row]
+        answers, size = [answer for row in inputs["answers"] for answer in row], self._batch_size
         denominator = self._share_of_generation(inputs["answer_tokens"])
         total = torch.zeros((), device=self.accelerator.device)
+        # Processes need equally many batches.
+        number = max(1, *gather_object([-(-len(answers) // size)]))
         with self._critic_pass.attention():
-            for batch, is_last in self._batches(answers):
-                with self._second_model.accumulating(is_last):
-                    losses = self._answer_losses(batch)
+            for i in range(number):
+                with self._second_model.accumulating(i == number - 1):
+                    losses = self._answer_losses(answers[i * size : (i + 1) * size] or [_FILLER])
                     self.accelerator.backward(losses.sum() / denominator)
                 total += losses.detach().sum() / denominator
         self._critic_loss = self._critic_loss + total
@@ -304,14 +307,6 @@ class GenACTrainer(ActorCriticTrainer):
             loss = self._sum(self._critic_loss).item() / self.accelerator.num_processes
             self._critic_loss = torch.zeros_like(total)
             self._log_values(critic_loss=loss, critic_grad_norm=self._second_model.step())
-
-    def _batches(self, answers: list[dict]) -> Iterator[tuple[list[dict], bool]]:
-        """Yield batches of answers, equally many on all processes, and whether each is the last one."""
-        size = self._batch_size
-        number = max(1, *gather_object([-(-len(answers) // size)]))
-        padding = {"prompt": [0], "ids": [0], "logps": [0.0], "weight": 0.0}
-        for i in range(number):
-            yield answers[i * size : (i + 1) * size] or [padding], i == number - 1
 
     def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
         """Return the losses of the tokens of some answers, concatenated."""

@@ -40,14 +40,6 @@ FEEDBACK = {
 }
 
 
-def with_hint(prompt: Any, hint: str) -> Any:
-    """Append a hint to a prompt, a string or messages."""
-    text = HINT.format(hint=hint)
-    if isinstance(prompt, str):
-        return prompt + text
-    return [*prompt[:-1], {**prompt[-1], "content": prompt[-1]["content"] + text}]
-
-
 @dataclass
 class GuidanceConfig(PACSConfig):
     """
@@ -152,8 +144,13 @@ class GuidanceTrainer(ExtendingTrainer):
             texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
             attempts = zip(texts, self.are_truncated(ids), strict=True)
             found = [self._with_feedback(example, *attempt) for attempt in attempts]
+        elif hint := example.get("hint"):
+            prompt, text = example["prompt"], HINT.format(hint=hint)
+            if not isinstance(prompt, str):
+                prompt, text = prompt[:-1], [prompt[-1] | {"content": prompt[-1]["content"] + text}]
+            found = [prompt + text] * half
         else:
-            found = [with_hint(example["prompt"], hint)] * half if (hint := example.get("hint")) else []
+            return []
         room = self.model.config.to_dict().get("max_position_embeddings")
         if self.use_vllm and self.args.vllm_max_model_length is not None:
             room = self.args.vllm_max_model_length

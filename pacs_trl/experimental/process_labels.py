@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ..objective import ClassWeighting, Proxy, class_weights
+from ..objective import ClassWeighting, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
 from ..rollouts.rollout_trainer import with_result
@@ -104,25 +104,6 @@ class Prefixes:
         left[left.abs() < 1e-9] = 0  # seven times 1/7 is not 1
         found = residuals * left.to(residuals)
         return found.index_add_(0, self.compared.clamp(min=0).flatten(), differences.flatten())
-
-
-def prefix_proxies(
-    logps: torch.Tensor,
-    ref_logps: torch.Tensor,
-    mask: torch.Tensor,
-    rows: torch.Tensor,
-    ends: torch.Tensor,
-    *,
-    pacs_beta: float = 1.0,
-    proxy: Proxy = "log_ratio",
-) -> torch.Tensor:
-    """Return [`objective.sequence_proxies`] of the prefixes of `rows` that end with tokens `ends`, both `(M,)`, from
-    one float64 cumulative sum per completion."""
-    terms = (logps if proxy == "mean_logp" else logps.float() - ref_logps.float()).masked_fill(~mask, 0.0)
-    found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, ends + 1]
-    if proxy != "log_ratio":
-        found = found / F.pad(mask.cumsum(dim=1), (1, 0))[rows, ends + 1].clamp(min=1)
-    return (pacs_beta * found).float()
 
 
 def prefix_loss(
@@ -231,13 +212,19 @@ class PrefixUpdate(PolicyUpdate):
         return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
 
     def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+        """Return [`objective.sequence_proxies`] of the prefixes, `(M,)`, from one float64 cumulative sum per
+        completion."""
         rows, last = rows_and_ends(batch)
-        if len(rows) > len(logps):
-            beta, proxy = self.objective.pacs_beta, self.objective.proxy
-            inputs = logps.detach(), batch.ref_logps, batch.loss_mask, rows, last
-            return prefix_proxies(*inputs, pacs_beta=beta, proxy=proxy)
-        mask = batch.loss_mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
-        return super().proxies(logps, replace(batch, loss_mask=mask))
+        mask, proxy = batch.loss_mask, self.objective.proxy
+        if len(rows) == len(logps):
+            mask = mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
+            return super().proxies(logps, replace(batch, loss_mask=mask))
+        logps = logps.detach()
+        terms = (logps if proxy == "mean_logp" else logps.float() - batch.ref_logps.float()).masked_fill(~mask, 0.0)
+        found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, last + 1]
+        if proxy != "log_ratio":
+            found = found / F.pad(mask.cumsum(dim=1), (1, 0))[rows, last + 1].clamp(min=1)
+        return (self.objective.pacs_beta * found).float()
 
     def coefficients(self, step: StepRollouts, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
         if not isinstance(step, PrefixRollouts):
@@ -310,11 +297,9 @@ class ProcessLabelsTrainer(PACSTrainer):
             None if reward is None else checked_labels(name, i, reward, len(ids))
             for i, (reward, ids) in enumerate(zip(rewards, given["completion_ids"], strict=False))
         ]
-        weight = self.reward_weights[index].item()
-        self._extra_of_completions = [{} if each is None else _extra_of(*each, weight) for each in pairs]
+        self._extra_of_completions = [{} for _ in pairs]
+        for extra, each in zip(self._extra_of_completions, pairs, strict=True):
+            if each is not None:
+                weighted = np.array(each[1][:-1], dtype=np.float32) * self.reward_weights[index].item()
+                extra["positions"], extra["process_labels"] = np.array(each[0], np.int32), np.clip(weighted, 0, 1)
         return [None if each is None else each[1][-1] for each in pairs]
-
-
-def _extra_of(positions: list[int], labels: list[float], weight: float) -> dict[str, np.ndarray]:
-    weighted = np.array(labels[:-1], dtype=np.float32) * weight
-    return {"positions": np.array(positions, dtype=np.int32), "process_labels": np.clip(weighted, 0, 1)}

@@ -107,17 +107,11 @@ class ReferenceProbability:
         it equally often."""
         keys, known = [_key(*pair) for pair in zip(prompts, answers, strict=True)], self.trainer.without_reasoning
         missing = {key: (prompts[i], answers[i]) for i, key in enumerate(keys) if key not in known}
-        found = known | self._compute_without(missing)
+        found = known | self.compute_without(missing)
         return [found[key] for key in keys]
 
-    def of_training_set(self) -> dict[str, float]:
-        """Return `without_reasoning` of the training set by key, computed by all processes together."""
-        accelerator, dataset = self.trainer.accelerator, self.trainer.train_dataset
-        pairs = {_key(*pair): pair for pair in zip(dataset["prompt"], dataset["solution"], strict=True)}
-        own = dict(list(pairs.items())[accelerator.process_index :: accelerator.num_processes])
-        return dict(gather_object(list(self._compute_without(own).items())))
-
-    def _compute_without(self, pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+    def compute_without(self, pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+        """Return the same under the current policy, of pairs of prompt and answer by key."""
         answers = [reference_text(answer) for _, answer in pairs.values()]
         edited = [Edited(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
         return dict(zip(pairs, self._mean([prompt for prompt, _ in pairs.values()], edited, None), strict=True))
@@ -283,7 +277,11 @@ class RLPRTrainer(PACSTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._needs_reference and resume_from_checkpoint is None:
-            self.without_reasoning = self.reference_probability.of_training_set()
+            accelerator, dataset = self.accelerator, self.train_dataset
+            pairs = {_key(*pair): pair for pair in zip(dataset["prompt"], dataset["solution"], strict=True)}
+            own = dict(list(pairs.items())[accelerator.process_index :: accelerator.num_processes])
+            found = self.reference_probability.compute_without(own)
+            self.without_reasoning = dict(gather_object(list(found.items())))
         return prepared
 
     def _reset_run(self) -> None:

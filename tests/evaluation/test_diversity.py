@@ -67,12 +67,12 @@ def test_two_models_are_compared_on_common_problems():
 def test_principal_components_against_the_covariance():
     rng = np.random.default_rng(shifted(1))
     points = rng.normal(size=(60, 4)) * [3.0, 1.0, 0.3, 0.1] + 7
-    projection = principal_components(points)
+    projected, explained = principal_components(points)
     variances = np.sort(np.linalg.eigvalsh(np.cov(points.T)))[::-1]
-    np.testing.assert_allclose(projection.points.var(axis=0, ddof=1), variances[:2], rtol=1e-10)
-    np.testing.assert_allclose(projection.explained, variances[:2] / variances.sum(), rtol=1e-10)
-    np.testing.assert_allclose(projection.points.mean(axis=0), 0, atol=1e-12)
-    np.testing.assert_allclose(principal_components(points + 100).points, projection.points, atol=1e-9)
+    np.testing.assert_allclose(projected.var(axis=0, ddof=1), variances[:2], rtol=1e-10)
+    np.testing.assert_allclose(explained, variances[:2] / variances.sum(), rtol=1e-10)
+    np.testing.assert_allclose(projected.mean(axis=0), 0, atol=1e-12)
+    np.testing.assert_allclose(principal_components(points + 100)[0], projected, atol=1e-9)
 
 
 def test_minilm_embeds_each_text_as_if_it_were_alone(tmp_path, monkeypatch):

@@ -282,11 +282,6 @@ REFUSED = {
         FEEDBACK,
         "guidance='feedback'",
     ),
-    "refill of a stream": (
-        {"train_dataset": addition_dataset(8).to_iterable_dataset()},
-        REFILL,
-        "refill_uniform_groups",
-    ),
 }
 
 

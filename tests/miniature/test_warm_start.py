@@ -171,53 +171,46 @@ class TestCache:
         assert warm_start("addition", cache_dir=tmp_path / "cache", **TINY) == made
 
     def test_what_a_size_and_a_task_want_gives_way_to_what_is_given(self, tmp_path, monkeypatch):
-        commands = []
+        found = []
 
         def run(command, **kwargs):
-            commands.append(json.loads(command[-2]))
+            settings = json.loads(command[-2])
+            found.append((settings["learning_rate"], settings["target_accuracy"]))
             Path(command[-1]).mkdir()
 
         monkeypatch.setattr(subprocess, "run", run)
         warm_start("addition", cache_dir=tmp_path)
         warm_start("arithmetic/tiny", cache_dir=tmp_path)
         warm_start("arithmetic/tiny", cache_dir=tmp_path, learning_rate=1e-3, target_accuracy=0.5)
-        found = [(command["learning_rate"], command["target_accuracy"]) for command in commands]
         assert found == [(7e-4, 0.15), (2e-3, 0.2), (1e-3, 0.5)]
 
-    def test_an_interrupted_run_leaves_nothing_under_the_final_name(self, tmp_path, monkeypatch):
+    def test_interrupted_runs_and_two_that_finish_together_leave_one_directory(self, tmp_path, monkeypatch):
+        winner = tmp_path / f"addition-small-0-{WarmStartSettings('addition').digest()}"
+
         def interrupted(command, **kwargs):
             Path(command[-1]).mkdir()
             raise subprocess.CalledProcessError(-9, command)
-
-        monkeypatch.setattr(subprocess, "run", interrupted)
-        with pytest.raises(subprocess.CalledProcessError):
-            warm_start("addition", cache_dir=tmp_path)
-        assert list(tmp_path.iterdir()) == []
-        (tmp_path / ".partial-killed" / "model").mkdir(parents=True)  # as a kill leaves it
-        monkeypatch.setattr(subprocess, "run", lambda command, **kwargs: Path(command[-1]).mkdir())
-        assert warm_start("addition", cache_dir=tmp_path).name.startswith("addition-small-0-")
-
-    def test_two_processes_that_finish_together_agree(self, tmp_path, monkeypatch):
-        winner = tmp_path / f"addition-small-0-{WarmStartSettings('addition').digest()}"
 
         def slower(command, **kwargs):
             for directory in (winner, Path(command[-1])):
                 directory.mkdir()
                 (directory / "config.json").write_text("{}")
 
+        monkeypatch.setattr(subprocess, "run", interrupted)
+        with pytest.raises(subprocess.CalledProcessError):
+            warm_start("addition", cache_dir=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        killed = tmp_path / ".partial-killed"
+        (killed / "model").mkdir(parents=True)  # as a kill leaves it
         monkeypatch.setattr(subprocess, "run", slower)
         assert warm_start("addition", cache_dir=tmp_path) == winner
-        assert [path.name for path in tmp_path.iterdir()] == [winner.name]
+        assert {*tmp_path.iterdir()} == {winner, killed}
 
     def test_every_setting_and_the_code_change_the_name(self, tmp_path, monkeypatch):
-        base = WarmStartSettings("addition")
-        changes = TINY | {"num_calibration_samples": 3, "seed": 1, "learning_rate": 1e-3}
-        changed = [WarmStartSettings("addition", **{key: value}) for key, value in changes.items()]
-        assert len({settings.digest() for settings in [base, WarmStartSettings("terms_3"), *changed]}) == 11
-        assert WarmStartSettings("addition").digest() == base.digest()
-
-        before = base.digest()
-        edited = tmp_path / "tasks.py"
-        edited.write_text("# edited")
-        monkeypatch.setattr(module.tasks, "__file__", str(edited))
-        assert base.digest() != before
+        changes = TINY | {"num_calibration_samples": 3, "seed": 1, "learning_rate": 1e-3, "task": "terms_3"}
+        changed = [{}, {}, *({key: value} for key, value in changes.items())]
+        digests = [WarmStartSettings(**{"task": "addition"} | each).digest() for each in changed]
+        assert len(set(digests)) == len(changes) + 1 and digests[0] == digests[1]
+        (tmp_path / "tasks.py").write_text("# edited")
+        monkeypatch.setattr(module.tasks, "__file__", str(tmp_path / "tasks.py"))
+        assert WarmStartSettings("addition").digest() not in digests
