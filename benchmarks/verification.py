@@ -158,7 +158,8 @@ def main() -> None:
         for number in range(args.rounds)
     ]
     start = time.perf_counter()
-    with Verifier(num_workers=args.num_workers, cache_size=0) as verifier:
+    with Verifier(num_workers=args.num_workers) as verifier:
+        verifier.cache_size = 0
         verifier.grade(["\\boxed{1}"], ["1"])
         print(f"start-up of {args.num_workers} workers, until the first label: {time.perf_counter() - start:.2f} s")
         warm_up = realistic_completions(400, args.mean_characters, args.seed - 1)  # the LaTeX grammar fills its tables

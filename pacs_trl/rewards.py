@@ -7,15 +7,14 @@ example a weighted sum of several functions whose `reward_weights` sum to 1.
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .errors import FailedRun
 from .settings import bounded, refuse_illegal_values
 from .settings.names import function_of_user
-from .verification import Grade, Outcome, Verifier, completion_text
+from .verification import BaseVerifier, Grade, Outcome, Verifier, completion_text
 from .verification.code import CodeVerifier
-from .verification.gym import GymVerifier
 
 
 logger = logging.getLogger(__name__)
@@ -81,54 +80,50 @@ class VerificationArguments:
 
 
 _lock = threading.RLock()
-_arguments: VerificationArguments | None = None
-_verifier: Verifier | None = None
-_code_verifier: CodeVerifier | None = None
-_gym_verifier: GymVerifier | None = None
+_arguments = VerificationArguments()
+_verifiers: dict[str, Any] = {}
 
 
-def configure_verification(arguments: VerificationArguments) -> Verifier:
-    """Replace the shared verifiers of this process, and start that of answers in the background."""
-    global _arguments, _verifier, _code_verifier, _gym_verifier
-    verifier = arguments.build()
+def configure_verification(arguments: VerificationArguments) -> None:
+    """Set the settings of the shared verifiers of this process, and start that of answers in the background. Running
+    ones are closed, unless the settings are the same."""
+    global _arguments
     with _lock:
-        if _verifier is not None:
-            verifier.take_pool(_verifier)
-        if _code_verifier is not None:
-            _code_verifier.close()
-        _arguments, _verifier, _code_verifier, _gym_verifier = arguments, verifier, None, None
-    verifier.start()
-    return verifier
-
-
-def shared_verifier() -> Verifier:
-    """Return the shared verifier of answers."""
-    with _lock:
-        return _verifier or configure_verification(shared_arguments())
-
-
-def shared_code_verifier() -> CodeVerifier:
-    """Return the shared verifier of programs, which starts at its first use."""
-    global _code_verifier
-    with _lock:
-        _code_verifier = _code_verifier or shared_arguments().build_code()
-        return _code_verifier
-
-
-def shared_gym_verifier() -> GymVerifier:
-    """Return this process's verifier of reasoning-gym. Raises `ValueError` if scorers cannot be confined as
-    `code_isolation` asks."""
-    global _gym_verifier
-    with _lock:
-        if _gym_verifier is None:
-            shared_code_verifier().start()
-            _gym_verifier = GymVerifier.like(shared_verifier())
-        return _gym_verifier
+        if arguments != _arguments:
+            for verifier in _verifiers.values():
+                verifier.close()
+            _verifiers.clear()
+        _arguments = arguments
+        shared_verifier().start()
 
 
 def shared_arguments() -> VerificationArguments:
     """Return the settings of the shared verifiers."""
-    return _arguments or VerificationArguments()
+    return _arguments
+
+
+def _shared(kind: str, build: Callable[[], Any]) -> Any:
+    with _lock:
+        if kind not in _verifiers:
+            _verifiers[kind] = build()
+        return _verifiers[kind]
+
+
+def shared_verifier() -> Verifier:
+    """Return the shared verifier of answers."""
+    return _shared("answers", _arguments.build)
+
+
+def shared_code_verifier() -> CodeVerifier:
+    """Return the shared verifier of programs, which starts at its first use."""
+    return _shared("programs", _arguments.build_code)
+
+
+def shared_gym_verifier() -> Verifier:
+    """Return the shared verifier of reasoning-gym. Raises `ValueError` if scorers cannot be confined as
+    `code_isolation` asks."""
+    shared_code_verifier().start()
+    return _shared("entries", lambda: replace(shared_verifier(), protocol="reasoning_gym"))
 
 
 # Maximum number of characters of a tool reply.
@@ -190,10 +185,8 @@ def math_reward(
     Raises:
         VerificationFailure: if too many of the recent completions could not be verified.
     """
-    texts = [completion_text(completion) for completion in completions]
-    grades = shared_verifier().grade_detailed(texts, solution, truncated)
+    grades = _grade("answers", shared_verifier(), completions, solution, truncated)
     _log(grades, log_metric, log_extra, columns={"solution": [str(gold) for gold in solution]})
-    _recent.add([grade.outcome for grade in grades], texts, solution)
     return [grade.outcome.label for grade in grades]
 
 
@@ -223,19 +216,13 @@ def code_reward(
         ValueError: if the confinement is weaker than `code_isolation`.
         VerificationFailure: if the tests of too many of the recent completions cannot be read.
     """
-    texts = [completion_text(completion) for completion in completions]
-    grades = shared_code_verifier().grade_detailed(texts, solution)
-    outcomes = [grade.outcome for grade in grades]
+    grades = _grade("programs", shared_code_verifier(), completions, solution)
     metrics = {
-        "verification/error": _mean([outcome is Outcome.ERROR for outcome in outcomes]),
+        "verification/error": _mean([grade.outcome is Outcome.ERROR for grade in grades]),
         "verification/tests_passed": _mean([grade.share for grade in grades]),
     }
     _log(grades, log_metric, log_extra, metrics, {"error": [grade.error for grade in grades]})
-    # Only unreadable tests are failures; a program causes its other outcomes.
-    _recent_programs.add(
-        [Outcome.WRONG if o is not Outcome.GOLD_UNPARSEABLE else o for o in outcomes], texts, solution
-    )
-    return _labels(grades, shared_arguments().code_label)
+    return _labels(grades, _arguments.code_label)
 
 
 def reasoning_gym_reward(
@@ -258,15 +245,13 @@ def reasoning_gym_reward(
         completions, truncated, log_metric, **kwargs: As in [`math_reward`]; also logged is the mean score of each task
             as `reasoning_gym/<task>`.
     """
-    texts = [completion_text(completion) for completion in completions]
-    grades = shared_gym_verifier().grade_detailed(texts, solution, truncated)
+    grades = _grade("entries", shared_gym_verifier(), completions, solution, truncated)
     means = {
         f"reasoning_gym/{name}": _mean([g.share for g, each in zip(grades, task, strict=True) if each == name])
         for name in sorted(set(task))
     }
     _log(grades, log_metric, None, means)
-    _recent_entries.add([grade.outcome for grade in grades], texts, solution)
-    return _labels(grades, shared_arguments().reasoning_gym_label)
+    return _labels(grades, _arguments.reasoning_gym_label)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -285,14 +270,14 @@ def _log(
     columns: Mapping[str, list] | None = None,
 ) -> None:
     """Log the shares of outcomes and other `metrics`, and the outcomes and other `columns`, where TRL takes them."""
-    outcomes = [grade.outcome for grade in grades]
+    names = [grade.outcome.name.lower() for grade in grades]
     if log_metric is not None and grades:
         for outcome in [each for each in Outcome if each is not Outcome.ERROR]:
-            log_metric(f"verification/{outcome.name.lower()}", outcomes.count(outcome) / len(outcomes))
+            name = outcome.name.lower()
+            log_metric(f"verification/{name}", names.count(name) / len(names))
         for name, value in (metrics or {}).items():
             log_metric(name, value)
     if log_extra is not None:
-        names = [outcome.name.lower() for outcome in outcomes]
         for name, column in (dict(columns or {}) | {"verification": names}).items():
             log_extra(name, column)
 
@@ -301,43 +286,39 @@ class VerificationFailure(FailedRun):
     """Too many completions could not be verified."""
 
 
-class _RecentFailures:
-    """
-    Share of recent completions that could not be verified.
+# Completions that decide whether a run stops, at least and, except in larger batches, at most. They span batches,
+# because a rank may have the completions of one prompt only: a dataset of unreadable golds must stop the run, but a
+# single one must not.
+_MIN_WINDOW, _MAX_WINDOW = 64, 256
+_windows: dict[str, list[tuple[Outcome, str | None, Any]]] = {}
+_warned: set[str] = set()
 
-    The window spans batches, because a rank may have the completions of one prompt only: a dataset of unreadable golds
-    must stop the run, but a single one must not.
-    """
 
-    WINDOW = 256  # completions; larger batches are counted completely
-    FEWEST = 64  # completions needed for a decision
-
-    def __init__(self):
-        self.window: list[tuple[Outcome, str | None, Any]] = []
-        self.has_warned = False
-
-    def add(self, outcomes: Sequence[Outcome], texts: Sequence[str | None], golds: Sequence[Any]) -> None:
-        if Outcome.GOLD_UNPARSEABLE in outcomes and not self.has_warned:
-            self.has_warned = True
-            logger.warning(
-                f"The gold answer {golds[list(outcomes).index(Outcome.GOLD_UNPARSEABLE)]!r:.200} is missing or cannot "
-                "be parsed, so its completions are masked out. verification/gold_unparseable counts further ones."
-            )
-        max_share = shared_arguments().verification_max_failure_share
-        new = list(zip(outcomes, texts, golds, strict=True))
-        self.window = (self.window + new)[-max(self.WINDOW, len(new)) :]
-        failures = [entry for entry in self.window if entry[0].is_failure]
-        if len(self.window) < self.FEWEST or len(failures) <= max_share * len(self.window):
-            return
+def _grade(
+    kind: str, verifier: BaseVerifier, completions: list, solutions: list, truncated: list[bool] | None = None
+) -> list[Grade]:
+    """Grade completions of a kind, and stop the run if too many of the recent ones could not be verified."""
+    texts = [completion_text(completion) for completion in completions]
+    grades = verifier.grade_detailed(texts, solutions, truncated)
+    new = list(zip((grade.outcome for grade in grades), texts, solutions, strict=True))
+    unreadable = [gold for outcome, _, gold in new if outcome is Outcome.GOLD_UNPARSEABLE]
+    if unreadable and kind not in _warned:
+        _warned.add(kind)
+        logger.warning(
+            f"The gold answer {unreadable[0]!r:.200} is missing or cannot be parsed, so its completions are masked "
+            "out. verification/gold_unparseable counts further ones."
+        )
+    _windows[kind] = window = (_windows.get(kind, []) + new)[-max(_MAX_WINDOW, len(new)) :]
+    failures = [entry for entry in window if entry[0] in verifier.FAILURES]
+    max_share = _arguments.verification_max_failure_share
+    if len(window) >= _MIN_WINDOW and len(failures) > max_share * len(window):
         examples = "\n".join(
             f"  {outcome.name.lower()}: gold {str(gold)[:200]!r}, completion ends in {(text or '')[-200:]!r}"
             for outcome, text, gold in failures[-3:]
         )
         raise VerificationFailure(
-            f"{len(failures)} of the last {len(self.window)} completions could not be verified (timeout, killed, too "
+            f"{len(failures)} of the last {len(window)} completions could not be verified (timeout, killed, too "
             f"long, or gold unparseable), above verification_max_failure_share={max_share}. Examples:\n{examples}\n"
             "Check the `solution` column and the limits, or raise the share."
         )
-
-
-_recent, _recent_programs, _recent_entries = _RecentFailures(), _RecentFailures(), _RecentFailures()
+    return grades

@@ -29,8 +29,8 @@ def small_shared_verifier():
 
 @pytest.fixture(autouse=True)
 def fresh_window(monkeypatch):
-    monkeypatch.setattr(rewards, "_recent", rewards._RecentFailures())
-    monkeypatch.setattr(rewards, "_recent_programs", rewards._RecentFailures())
+    monkeypatch.setattr(rewards, "_windows", {})
+    monkeypatch.setattr(rewards, "_warned", set())
 
 
 def conversational(text):
@@ -131,8 +131,7 @@ class TestUntrustworthyBatch:
     def test_window_moves_on(self):
         math_reward([r"\boxed{1}"] * 60, solution=[None] * 60)
         math_reward([r"\boxed{1}"] * 256, solution=["1"] * 256)
-        assert not [entry for entry in rewards._recent.window if entry[0].is_failure]
-        assert len(rewards._recent.window) == 256
+        assert [entry[0].name for entry in rewards._windows["answers"]] == ["CORRECT"] * 256
 
     def test_share_can_be_set(self):
         configure_verification(VerificationArguments(verification_num_workers=1, verification_max_failure_share=1.0))

@@ -26,7 +26,6 @@ from ..rewards import configure_verification
 from ..settings.names import require_vllm
 from ..verification import Grade, Outcome, Verifier
 from ..verification.code import CodeVerifier
-from ..verification.gym import GymVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, Problem, load_benchmark
@@ -118,7 +117,7 @@ def evaluate(
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
             if benchmark.is_gym:
-                grader = stack.enter_context(GymVerifier.like(verifier))
+                grader = stack.enter_context(replace(verifier, protocol="reasoning_gym"))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
             generator = ConversationEngine(engine, *tools, args, benchmark) if engine and tools else engine
             records = _records(args, store, missing, generator, bar)
@@ -261,7 +260,7 @@ def _reward_grade(reward: float | None) -> Grade:
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Counter[str], max_share: float) -> None:
-    kinds = CodeVerifier.FAILURES if benchmark.is_code else [outcome for outcome in Outcome if outcome.is_failure]
+    kinds = (CodeVerifier if benchmark.is_code else Verifier).FAILURES
     failures = {o.name.lower(): outcomes[o.name.lower()] for o in kinds if outcomes[o.name.lower()]}
     if sum(failures.values()) > max_share * outcomes.total():
         raise ValueError(

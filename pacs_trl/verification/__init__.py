@@ -43,11 +43,6 @@ class Outcome(IntEnum):
             return None
         return 1.0 if self is Outcome.CORRECT else 0.0
 
-    @property
-    def is_failure(self) -> bool:
-        """Whether the verifier or the data may be the cause instead of the model."""
-        return self in (Outcome.GOLD_UNPARSEABLE, Outcome.TIMEOUT, Outcome.KILLED, Outcome.TOO_LONG)
-
 
 class Grade(NamedTuple):
     """Outcome of one completion and its wall-clock seconds (0.0 from the cache). For programs also the share of passed
@@ -95,8 +90,12 @@ def _plain(text: str) -> str:
     return str.__str__(text)
 
 
+PROTOCOLS = ("authors", "trl", "number", "reasoning_gym")
 # Longer completions are never parsed.
 MAX_CHARACTERS = 200_000
+# Completions per message to the pool, which bounds the memory of messages.
+_MAX_MESSAGE_ITEMS = 2048
+_MAX_GOLDS = 4096  # about 20 CPU seconds
 
 _BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
 
@@ -117,6 +116,13 @@ def last_boxed(text: str) -> str | None:
     return None if last is None else text[last].strip()
 
 
+def final_answer(text: str) -> str | None:
+    """Return the content of the last `<answer>...</answer>`, else of the last closed box."""
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
+    return text[start + len("<answer>") : end] if start >= 0 else last_boxed(text)
+
+
 def default_num_workers() -> int:
     """Return the number of usable processors, divided by the ranks of this node, between 1 and 16."""
     processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -131,11 +137,16 @@ class BaseVerifier:
     are thread-safe; batches of different threads queue. A forked process gets its own workers.
     """
 
+    # Outcomes of which the verifier or the data may be the cause instead of the model.
+    FAILURES: ClassVar[frozenset[Outcome]] = frozenset(
+        {Outcome.GOLD_UNPARSEABLE, Outcome.TIMEOUT, Outcome.KILLED, Outcome.TOO_LONG}
+    )
+    cache_size = 65_536  # grades
+
     num_workers: int | None = None
     timeout_seconds: float = 5.0
     cpu_seconds: float = 0.4
     memory_limit_mb: int = 1024
-    cache_size: int = 65_536
 
     def __post_init__(self):
         if self.num_workers is None:
@@ -224,9 +235,9 @@ class Verifier(BaseVerifier):
         cpu_seconds (`float`): CPU time per completion, after which the kernel ends the worker. Normally this limit
             acts first, so that labels do not depend on the load of the machine.
         memory_limit_mb (`int`): Address space of one worker, in MiB; sympy needs about 100.
-        cache_size (`int`): Number of cached grades.
-        protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), or `"number"` (the
-            last number of the completion, for which expressions are no answers).
+        protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), `"number"` (the
+            last number of the completion, for which expressions are no answers), or `"reasoning_gym"` (the scorer of
+            the entry that a solution names, see `gym.py`).
         grade_truncated (`bool`): Grade truncated completions like others. By default only their last closed box is
             graded.
 
@@ -239,26 +250,14 @@ class Verifier(BaseVerifier):
     """
 
     max_characters = MAX_CHARACTERS
-    # Completions per message to the pool, which bounds the memory of messages.
-    _MAX_MESSAGE_ITEMS = 2048
-    _MAX_GOLDS = 4096  # about 20 CPU seconds
-    _PROTOCOLS: ClassVar[tuple[str, ...]] = ("authors", "trl", "number")
-    _POOL_SETTINGS = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
 
     protocol: str = "authors"
     grade_truncated: bool = False
 
     def __post_init__(self):
         super().__post_init__()
-        if self.protocol not in self._PROTOCOLS:
-            raise ValueError(f"`protocol` is {self.protocol!r}. Set it to {' or '.join(map(repr, self._PROTOCOLS))}.")
-
-    def take_pool(self, other: "Verifier") -> None:
-        """Close another verifier, and take over its worker processes if their settings are equal."""
-        with other._lock:
-            if all(getattr(self, name) == getattr(other, name) for name in self._POOL_SETTINGS):
-                self._pool, other._pool = other._pool, None
-            other._end()
+        if self.protocol not in PROTOCOLS:
+            raise ValueError(f"`protocol` is {self.protocol!r}. Set it to {' or '.join(map(repr, PROTOCOLS))}.")
 
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
         """Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most
@@ -273,7 +272,7 @@ class Verifier(BaseVerifier):
                 rows_of_golds.setdefault(golds, []).append(index)
         with self._lock:
             items = [("", golds) for golds in rows_of_golds]
-            items = items[:: -(-len(items) // self._MAX_GOLDS) or 1]
+            items = items[:: -(-len(items) // _MAX_GOLDS) or 1]
             for (_, golds), grade in zip(items, self._run_jobs(items), strict=True):
                 found += rows_of_golds[golds] if grade.outcome is not Outcome.NO_ANSWER else []
         return sorted(found)
@@ -282,45 +281,45 @@ class Verifier(BaseVerifier):
         self, completion: Any, solution: Any, is_truncated: bool
     ) -> Grade | tuple[bytes, tuple[str, tuple[str, ...]]]:
         text, golds = _plain(completion) if isinstance(completion, str) else "", gold_texts(solution)
-        if is_truncated and not self.grade_truncated:
-            content = last_boxed(text)
-            text = "" if content is None else f"\\boxed{{{content}}}"
         if not golds:
             return Grade(Outcome.GOLD_UNPARSEABLE)
-        if not text.strip():
-            return Grade(Outcome.NO_ANSWER)
         if len(text) > self.max_characters:
             return Grade(Outcome.TOO_LONG)
-        return self._key(text, *golds), (text, golds)
+        answer = self._answer(text, is_truncated and not self.grade_truncated)
+        return (self._key(answer, *golds), (answer, golds)) if answer.strip() else Grade(Outcome.NO_ANSWER)
+
+    def _answer(self, text: str, is_cut: bool) -> str:
+        """Return the part of a completion that is graded."""
+        if self.protocol == "reasoning_gym":
+            answer = final_answer(text)
+            return (text if answer is None and not is_cut else answer or "").strip()
+        content = last_boxed(text) if is_cut else None
+        return text if not is_cut else "" if content is None else f"\\boxed{{{content}}}"
 
     def _run_jobs(self, jobs: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
-        grades = []
-        for start in range(0, len(jobs), self._MAX_MESSAGE_ITEMS):
-            results = self._request(jobs[start : start + self._MAX_MESSAGE_ITEMS])
-            grades += [Grade(Outcome(outcome), seconds, share) for outcome, seconds, share in results]
-        return grades
+        batches = (jobs[start : start + _MAX_MESSAGE_ITEMS] for start in range(0, len(jobs), _MAX_MESSAGE_ITEMS))
+        return [grade for batch in batches for grade in self._request(batch)]
 
-    def _request(
-        self, items: list[tuple[str, tuple[str, ...]]], is_last_attempt: bool = False
-    ) -> list[tuple[int, float, float]]:
+    def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
         """Send items to the pool and return its answer. If the pool fails, try once more with a new one."""
-        try:
-            return self._start().grade(items)
-        except (OSError, EOFError) as error:
-            self._end()
-            if is_last_attempt:
-                raise RuntimeError(
-                    f"The verification processes failed twice on a batch of {len(items)} completions ({error!r}). See "
-                    "their messages on stderr."
-                ) from error
-        except BaseException:  # e.g. an interrupt: an answer may be half read, so this pool cannot be reused
-            self._end()
-            raise
-        return self._request(items, is_last_attempt=True)
+        for _ in range(2):
+            try:
+                return self._start().grade(items)
+            except (OSError, EOFError) as error:
+                failure = error
+                self._end()
+            except BaseException:  # e.g. an interrupt: an answer may be half read, so this pool cannot be reused
+                self._end()
+                raise
+        raise RuntimeError(
+            f"The verification processes failed twice on a batch of {len(items)} completions ({failure!r}). See their "
+            "messages on stderr."
+        ) from failure
 
     def _start(self) -> PoolProcess:
         if self._pool is None:
-            self._pool = PoolProcess(**{name: getattr(self, name) for name in self._POOL_SETTINGS})
+            names = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
+            self._pool = PoolProcess(**{name: getattr(self, name) for name in names})
         return self._pool
 
     def _end(self) -> None:

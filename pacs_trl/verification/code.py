@@ -6,26 +6,120 @@ that tries to break out measures the confinement. Not supported: languages other
 standard library, and problems with several correct outputs.
 """
 
+import fcntl
 import json
 import logging
+import os
 import queue
+import socket
+import subprocess
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 from . import MAX_CHARACTERS, BaseVerifier, Grade, Outcome
 from .cases import PASSED, ProblemTests, UnusableTests, is_expected, last_program, read_tests, runnable
-from .confinement import LAYERS
-from .execution import Execution, Level, LocalWorker
+from .client import ChildProcess
+from .confinement import LAYERS, landlock_version, missing_layers
 
 
 logger = logging.getLogger(__name__)
 
-# Values of `isolation`, the strictest first.
-ISOLATION = ("landlock+seccomp", "seccomp", "landlock", "rlimits")
+
+class Execution(NamedTuple):
+    """Result of a program: outcome (`None` for success; else `ERROR`, `TIMEOUT`, or `KILLED`), output, end of standard
+    error, and wall-clock seconds."""
+
+    outcome: Outcome | None
+    output: str
+    messages: str
+    seconds: float
+
+    @property
+    def error(self) -> str:
+        """Class of the exception, or outcome in lower case; empty for success."""
+        if self.outcome is None:
+            return ""
+        last = (self.messages.strip().splitlines() or [""])[-1].partition(":")[0]
+        is_class = self.outcome is Outcome.ERROR and last.replace(".", "").isidentifier()
+        return last[:80] if is_class else self.outcome.name.lower()
+
+
+class Level(NamedTuple):
+    """Confinement of programs: the layers that hold, and a description."""
+
+    layers: tuple[str, ...]
+    text: str
+
+
+# Tries to break out of each layer, and prints the layers that hold.
+_PROBE = """
+import json, os, socket, sys
+def can(action, *arguments):
+    try:
+        action(*arguments)
+        return True
+    except (OSError, MemoryError):
+        return False
+def fork():
+    if os.fork() == 0:
+        os._exit(0)
+def write():
+    with open("probe", "w") as file:
+        file.write("x")
+limit = int(sys.stdin.read())
+print(json.dumps({
+    "landlock": not can(os.listdir, "..") and not can(open, "/proc/self/environ") and not can(write),
+    "seccomp": not can(socket.socket) and not can(fork) and not can(os.kill, os.getppid(), 0),
+    "rlimits": not can(bytearray, limit),
+}))
+"""
+
+
+class ProgramProcess(ChildProcess):
+    """A running `pacs_trl.verification.sandbox`. `settings` are `layers` and limits."""
+
+    def __init__(self, settings: dict[str, Any]):
+        self.settings = settings
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.settimeout(settings["timeout_seconds"] + 60.0)  # if it stalls, the trainer must not
+        settings = settings | {"connection": theirs.fileno(), "folder": tempfile.gettempdir()}
+        flags = ["-s", "-S", "-X", "utf8"]  # as `python -I -S`, except for the variable that fixes the order of sets
+        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
+        with theirs:
+            super().__init__("sandbox", ours, settings, flags, env={}, **how)
+
+    def run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
+        """Run a program on an input, or on asserts. Raises an `OSError` if the worker has ended or does not answer."""
+        self.check_owner()
+        contents = [content.encode("utf-8", "surrogatepass") for content in (program, text)] + [b"", b""]
+        with ExitStack() as stack:
+            files = []
+            for content in contents:
+                file = stack.enter_context(open(os.memfd_create("program"), "wb")).fileno()
+                files.append(file)
+                with open(file, "wb", closefd=False) as stream:
+                    stream.write(content)
+                os.lseek(file, 0, os.SEEK_SET)
+            for file in files[2:]:
+                fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
+            socket.send_fds(self.connection, [b"asserts" if has_asserts else b"run"], files)
+            if not (answer := self.connection.recv(1 << 16)):
+                raise ConnectionResetError("the worker has ended")
+            output = os.pread(files[2], self.settings["output_limit_mb"] << 20, 0)
+            messages = os.pread(files[3], 4000, max(0, os.fstat(files[3]).st_size - 4000))
+        report = json.loads(answer)
+        if report["refusal"]:
+            raise RuntimeError(f"A program was not run, because it could not be confined: {report['refusal']}.")
+        outcome = None if report["code"] == 0 else Outcome.KILLED if report["code"] < 0 else Outcome.ERROR
+        if report["timed_out"]:
+            outcome = Outcome.TIMEOUT
+        words = messages.decode("utf-8", "replace") or "timeout" * report["timed_out"]
+        return Execution(outcome, output.decode("utf-8", "replace"), words, report["seconds"])
 
 
 @dataclass(eq=False)
@@ -38,7 +132,6 @@ class CodeVerifier(BaseVerifier):
         timeout_seconds (`float`): Wall-clock limit per case.
         cpu_seconds (`float`): CPU time per case; normally this limit acts first.
         memory_limit_mb (`int`): Address space of a program, in MiB; Python needs 60.
-        cache_size (`int`): Number of cached grades.
         output_limit_mb (`int`): Largest output, and largest file, in MiB.
         isolation (`str`): Weakest accepted confinement: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or
             `"rlimits"`. All layers of the kernel are used in any case.
@@ -55,8 +148,8 @@ class CodeVerifier(BaseVerifier):
     """
 
     # A program causes its timeouts and kills, unlike an answer in mathematics.
-    FAILURES = frozenset({Outcome.GOLD_UNPARSEABLE})
-    _layers = LAYERS
+    FAILURES: ClassVar[frozenset[Outcome]] = frozenset({Outcome.GOLD_UNPARSEABLE})
+    _layers: ClassVar[tuple[str, ...]] = LAYERS  # fewer in tests
 
     cpu_seconds: float = 2.0
     timeout_seconds: float = 6.0
@@ -142,7 +235,6 @@ class CodeVerifier(BaseVerifier):
         raise RuntimeError(f"Two workers failed on the same program ({failure}). See stderr.") from failure
 
     def _in_parallel(self, function: Callable, jobs: list[tuple]) -> list[Any]:
-        self._stopping = False
         with ThreadPoolExecutor(self.num_workers) as pool:
             try:
                 return list(pool.map(lambda job: function(*job), jobs))
@@ -150,15 +242,18 @@ class CodeVerifier(BaseVerifier):
                 self._stopping = True
                 pool.shutdown(cancel_futures=True)
                 raise
+            finally:
+                self._stopping = False
 
     def _end(self) -> None:
         while self._pool is not None and not self._pool.empty():
             self._pool.get().end()
         self._pool = None
 
-    def _new_worker(self) -> LocalWorker:
-        limits = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
-        return LocalWorker(self._layers, {name: getattr(self, name) for name in limits})
+    def _new_worker(self) -> ProgramProcess:
+        names = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
+        layers = [layer for layer in self._layers if layer not in missing_layers()]
+        return ProgramProcess({"layers": layers} | {name: getattr(self, name) for name in names})
 
     def _start(self) -> Level:
         """Start the workers and measure their confinement. Raises a `ValueError` if it is weaker than `isolation`, or
@@ -171,21 +266,27 @@ class CodeVerifier(BaseVerifier):
             try:
                 for _ in range(self.num_workers or 1):
                     self._pool.put(self._new_worker())
-                worker = self._pool.get()
-                self._pool.put(worker)
-                level = worker.measure()
-            except OSError as error:
+                probe = self._run(_PROBE, str(self.memory_limit_mb << 20))
+            except (OSError, RuntimeError) as error:
                 raise ValueError(
                     f"The workers for programs cannot be started ({error}). Check TMPDIR and the process limits."
                 ) from error
-            wanted = set() if self.isolation == "rlimits" else set(self.isolation.split("+"))
-            if missing := wanted - set(level.layers):
-                held = [name for name in ISOLATION if name == "rlimits" or set(name.split("+")) <= set(level.layers)]
+            holds = json.loads(probe.output) if probe.outcome is None else {"rlimits": False}
+            if not holds["rlimits"]:
                 raise ValueError(
-                    f"code_isolation={self.isolation} needs {' and '.join(sorted(missing))}, but programs would run "
-                    f"with {level.text} ({level.reasons}) and could read and write your files. Use kernel 5.13 or "
-                    "later with Landlock and a container profile that allows both, or, on a disposable machine, set "
-                    f"code_isolation to {held[0]} (see docs/code.md)."
+                    "The sandbox cannot run programs on this machine, or limit their memory ("
+                    f"{probe.error or 'no limit'}: {probe.messages or 'no message'}). Use another machine."
+                )
+            layers = tuple(layer for layer in LAYERS if holds[layer])
+            names = [f"landlock {landlock_version()}" if layer == "landlock" else layer for layer in layers]
+            level = Level(layers, " + ".join([*names, "rlimits"]) if layers else "rlimits only")
+            if lacking := sorted({*self.isolation.split("+")} - {*layers, "rlimits"}):
+                reasons = "; ".join(missing_layers().values()) or "switched off, or a program broke out"
+                raise ValueError(
+                    f"code_isolation={self.isolation} needs {' and '.join(lacking)}, but programs would run with "
+                    f"{level.text} ({reasons}) and could read and write your files. Use kernel 5.13 or later with "
+                    "Landlock and a container profile that allows both, or, on a disposable machine, set "
+                    f"code_isolation to {'+'.join(layers) or 'rlimits'} (see docs/code.md)."
                 )
             on_failure.pop_all()
         if self.level != level:

@@ -6,6 +6,7 @@ open files, and capabilities. No layer needs root or a package, and none can be 
 """
 
 import ctypes
+import errno
 import os
 import resource
 import struct
@@ -204,6 +205,23 @@ def confine(ruleset: int | None, *, filter_calls: bool) -> None:
         machine = os.uname().machine
         rules = rules_for(machine, os.getpid(), may_open_for_writing=ruleset is not None)
         install_filter(assemble(rules, machine))
+
+
+def missing_layers() -> dict[str, str]:
+    """Return the layers that this machine does not have, with the reason."""
+    missing = {}
+    try:
+        landlock_version()
+    except OSError as error:
+        missing["landlock"] = str(error)
+    try:
+        prctl(22, 2)  # without a filter: a bad address where filters can be installed
+    except OSError as error:
+        if error.errno != errno.EFAULT:
+            missing["seccomp"] = str(error)
+    if (machine := os.uname().machine) not in AUDIT_NAMES:
+        missing["seccomp"] = f"there is no table of system calls for {machine}, only for {', '.join(AUDIT_NAMES)}"
+    return missing
 
 
 def close_files_but(*kept: int) -> None:

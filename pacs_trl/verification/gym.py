@@ -1,55 +1,19 @@
 """Problems of reasoning-gym: entries named by (task, config, seed, index), rebuilt and scored in worker processes.
 
 Some of its scorers evaluate the answer of the model as Python, so each answer is scored in a process of its own, which
-is confined as programs are.
+is confined as programs are, and must be a literal, because code could write a score of its own.
 """
 
+import ast
+import builtins
 import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
-from . import Grade, Outcome, Verifier, confinement, last_boxed
-
-
-PROTOCOL = "reasoning_gym"
-
-
-@dataclass(eq=False)
-class GymVerifier(Verifier):
-    """Score answers to entries of reasoning-gym in parallel, within limits; arguments as in [`Verifier`]. The answer
-    is the last `<answer>...</answer>` of a completion, else its last closed box, else the whole completion. Each
-    grade's `share` is the score, and a score of 1 is correct."""
-
-    _PROTOCOLS: ClassVar[tuple[str, ...]] = (PROTOCOL,)
-    protocol: str = PROTOCOL
-
-    @classmethod
-    def like(cls, other: Verifier) -> "GymVerifier":
-        """Return a verifier with the limits of another."""
-        names = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "grade_truncated")
-        return cls(protocol=PROTOCOL, **{name: getattr(other, name) for name in names})
-
-    def _prepare(self, completion: Any, solution: Any, is_truncated: bool) -> Any:
-        text = str.__str__(completion) if isinstance(completion, str) else ""
-        if len(text) > self.max_characters:
-            return Grade(Outcome.TOO_LONG)
-        answer = final_answer(text)
-        if answer is None and (not is_truncated or self.grade_truncated):
-            answer = text
-        if not (answer := (answer or "").strip()):
-            return Grade(Outcome.NO_ANSWER)
-        return self._key(answer, str(solution)), (answer, (str(solution),))
-
-
-def final_answer(text: str) -> str | None:
-    """Return the content of the last `<answer>...</answer>`, else of the last closed box."""
-    end = text.rfind("</answer>")
-    start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end] if start >= 0 else last_boxed(text)
+from . import Outcome, confinement
 
 
 @lru_cache(maxsize=64)
@@ -95,6 +59,14 @@ def grade_entry(answer: str, solution: str, cpu_seconds: float) -> tuple[Outcome
 
 
 def _score(answer: str, entries: Any, entry: dict[str, Any]) -> float:
+    evaluate = builtins.eval
+
+    def evaluate_answer(source: Any, *names: Any) -> Any:
+        if names and not any(mark in answer for mark in ("'", '"', "__")):  # of sympy: names are symbols
+            return evaluate(source, *names)
+        return evaluate(source) if source in str(entry) else ast.literal_eval(source)
+
+    builtins.eval = evaluate_answer
     try:
         return float(entries.score_answer(answer, entry))
     except MemoryError:
@@ -110,9 +82,7 @@ def _confine(writer: int) -> None:
     for stream in range(3):
         os.dup2(null, stream)
     confinement.close_files_but(writer)
-    packages = [path for path in sys.path if path.endswith("-packages")]
-    try:
-        ruleset = confinement.landlock_ruleset([*confinement.readable_places(), *packages])
-    except OSError:
-        ruleset = None
-    confinement.confine(ruleset, filter_calls=os.uname().machine in confinement.AUDIT_NAMES)
+    missing, packages = confinement.missing_layers(), [path for path in sys.path if path.endswith("-packages")]
+    readable = [*confinement.readable_places(), *packages]
+    ruleset = None if "landlock" in missing else confinement.landlock_ruleset(readable)
+    confinement.confine(ruleset, filter_calls="seccomp" not in missing)

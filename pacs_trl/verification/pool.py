@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from . import Outcome
+from . import Grade, Outcome
 from .client import connection_of
 from .worker import grade_one, serve
 
@@ -86,13 +86,12 @@ class _Pool:
         theirs.close()
         return _Worker(pid, connection_of(ours, self.timeout_seconds))
 
-    def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[tuple[int, float, float]]:
-        """Return outcome, seconds, and share of each item, in order."""
+    def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
         for slot, worker in enumerate(self.workers):  # killed between two batches, not by an item
             if os.waitpid(worker.pid, os.WNOHANG)[0]:
                 worker.connection.close()
                 self.workers[slot] = self._fork()
-        results: list[tuple[int, float, float]] = [(-1, 0.0, 0.0)] * len(items)
+        results = [Grade(Outcome.KILLED)] * len(items)
         todo = deque(range(len(items)))
         while todo or any(worker.assigned for worker in self.workers):
             for slot, worker in enumerate(self.workers):
@@ -131,7 +130,7 @@ class _Pool:
         except (EOFError, ConnectionResetError):
             return False
         now = time.monotonic()
-        results[worker.assigned.popleft()] = (outcome, now - worker.started, share)
+        results[worker.assigned.popleft()] = Grade(outcome, now - worker.started, share)
         worker.started = now
         return True
 
@@ -142,7 +141,7 @@ class _Pool:
         status = os.waitpid(worker.pid, 0)[1]
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:  # over its CPU time
             outcome = Outcome.TIMEOUT
-        results[worker.assigned.popleft()] = (int(outcome), time.monotonic() - worker.started, 0.0)
+        results[worker.assigned.popleft()] = Grade(outcome, time.monotonic() - worker.started)
         todo.extendleft(reversed(worker.assigned))
         worker.connection.close()
         self.workers[slot] = self._fork()

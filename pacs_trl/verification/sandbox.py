@@ -1,6 +1,6 @@
 """Worker process that runs one program of a model at a time, in a confined child process.
 
-`execution.py` starts this file as a fresh interpreter with the standard library only. It forks a child per program,
+`code.py` starts this file as a fresh interpreter with the standard library only. It forks a child per program,
 which it receives as open files (program, input, output, messages) and never reads, so that no child inherits the
 program or output of another. Asserts run in a second child, connected to the program by a socket. A child gives up its
 rights before it reads its source (`confinement.py`); the worker enforces the time limits, and kills the children and
@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -38,26 +39,17 @@ unicodedata
 
 
 class Worker:
-    """Runs programs from a connection one at a time. `settings` are `parent_pid`, `folder` (with a folder per
-    program), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and `output_limit_mb`."""
+    """Runs programs from a connection one at a time. `settings` are `parent_pid`, `folder` (in which each program gets
+    one), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and `output_limit_mb`."""
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]):
         self.connection, self.settings = connection, settings
-        self.ruleset: int | None = None
-        report: dict[str, Any] = {"landlock": "switched off", "seccomp": "switched off"}
-        if "landlock" in settings["layers"]:
-            try:
-                report["landlock"] = confinement.landlock_version()
-                self.ruleset = confinement.landlock_ruleset(confinement.readable_places())
-            except OSError as error:
-                report["landlock"] = str(error)
-        if "seccomp" in settings["layers"]:
-            report["seccomp"] = self._try_filter()
-        self.has_seccomp = report["seccomp"] == "available"
+        has_landlock = "landlock" in settings["layers"]
+        self.ruleset = confinement.landlock_ruleset(confinement.readable_places()) if has_landlock else None
+        self.has_seccomp = "seccomp" in settings["layers"]
         # Orphans of a program become children of this process, which kills them.
         confinement.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
         confinement.prctl(4, 0)  # PR_SET_DUMPABLE: no process may read its memory and descriptors
-        connection.sendall(json.dumps(report).encode())
 
     def serve(self) -> None:
         """Run programs until the connection closes or the parent exits."""
@@ -75,8 +67,7 @@ class Worker:
             self.connection.sendall(json.dumps(report).encode())
 
     def _run(self, files: list[int], has_asserts: bool) -> dict[str, Any]:
-        folder = os.path.join(self.settings["folder"], "work")
-        os.mkdir(folder, 0o700)
+        folder = tempfile.mkdtemp(prefix="pacs_trl_code_", dir=self.settings["folder"])
         confined, confine = os.pipe()
         (program, asserts, output, messages), children, pids = files, [files], []
         ours, theirs = socket.socketpair()
@@ -127,21 +118,6 @@ class Worker:
                     sys.exit(0)
         finally:
             os.close(ended)
-
-    def _try_filter(self) -> str:
-        """Return "available" if the filter can be installed, or the reason why not."""
-        if (machine := os.uname().machine) not in confinement.AUDIT_NAMES:
-            known = " and ".join(confinement.AUDIT_NAMES)
-            return f"there is no table of system calls for {machine}, only for {known}"
-        pid = os.fork()
-        if pid == 0:
-            try:
-                confinement.confine(None, filter_calls=True)
-                os._exit(0)
-            except BaseException as error:  # the child must not continue as a worker
-                os._exit(getattr(error, "errno", None) or 255)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        return "available" if code == 0 else f"the kernel refuses the filter ({os.strerror(abs(code))})"
 
     def _become_program(self, files: list[int], folder: str, confine: int, is_readable: bool) -> NoReturn:
         try:
@@ -255,8 +231,6 @@ def main() -> None:
         Worker(connection, settings).serve()
     except ConnectionError:
         pass  # the parent has exited
-    finally:
-        shutil.rmtree(settings["folder"], ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -164,10 +164,9 @@ def serve(connection: Connection, *, protocol: str, cpu_seconds: float, memory_l
     while True:
         for text, golds in connection.recv():
             if protocol == "reasoning_gym":
-                outcome, share = grade_entry(text, golds[0], cpu_seconds)
-                connection.send((int(outcome), share))
+                connection.send(grade_entry(text, golds[0], cpu_seconds))
                 continue
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
             outcome = grade_one(text, golds, protocol)
             signal.setitimer(signal.ITIMER_PROF, 0.0)
-            connection.send((int(outcome), 0.0))
+            connection.send((outcome, 0.0))

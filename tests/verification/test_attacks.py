@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import subprocess
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -181,8 +182,8 @@ def test_attacks(layers, tmp_path, monkeypatch):
         workers = [verifier._pool.get() for _ in range(2)]
         assert not any(children(worker.pid) for worker in workers)
         for worker in workers:
-            assert os.listdir(worker.folder) == []
             verifier._pool.put(worker)
+        assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("pacs_trl_code_")]
         functions = {"type": "function", "name": "answer", "cases": [{"input": [], "output": EXPECTED}]}
         asserts = [{"type": "asserts", "code": code, "entry_point": "answer"} for code in ASSERTS]
         right = block(f"def answer():\n    return {EXPECTED!r}")

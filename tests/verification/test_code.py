@@ -10,8 +10,9 @@ import threading
 import pytest
 from watching import block, children, is_running, wait_for
 
+from pacs_trl import rewards
 from pacs_trl.rewards import MAX_REPLY, run_python
-from pacs_trl.verification import Grade, Outcome, execution
+from pacs_trl.verification import Grade, Outcome, code
 from pacs_trl.verification.code import CodeVerifier
 
 
@@ -169,7 +170,7 @@ class TestLevels:
 
     def test_a_layer_that_does_not_hold_is_not_believed(self, monkeypatch):
         """The probe decides, not what the worker says that it has installed."""
-        monkeypatch.setattr(execution, "_PROBE", execution._PROBE.replace("not can(socket.socket)", "False"))
+        monkeypatch.setattr(code, "_PROBE", code._PROBE.replace("not can(socket.socket)", "False"))
         with pytest.raises(ValueError, match="needs (seccomp|landlock and seccomp)"):
             CodeVerifier(num_workers=1).start()
 
@@ -181,14 +182,13 @@ class TestProcesses:
         for number in range(200):
             verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
         for worker in workers_of(verifier):
-            assert not children(worker.pid)
-            assert len(os.listdir(f"/proc/{worker.pid}/fd")) < 10 and not os.listdir(worker.folder)
+            assert not children(worker.pid) and len(os.listdir(f"/proc/{worker.pid}/fd")) < 10
         assert descriptors() == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
 
     def test_closing_ends_everything(self):
         with CodeVerifier(num_workers=2, isolation="rlimits") as verifier:
             workers = workers_of(verifier)
-        assert not any(is_running(worker.pid) or os.path.exists(worker.folder) for worker in workers)
+        assert not any(is_running(worker.pid) for worker in workers)
         assert verifier.grade([block(READ + "print(a + b)")], [SUM]) == [1.0]  # starts anew
         verifier.close()
 
@@ -202,7 +202,7 @@ class TestProcesses:
             patch.setattr(sys, "executable", "/bin/false")
             CodeVerifier(num_workers=2).start()
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-        with pytest.raises(ValueError, match="nowhere.* TMPDIR"):
+        with pytest.raises(ValueError, match="TMPDIR"):
             CodeVerifier(num_workers=2).start()
 
     def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self, verifier):
@@ -231,7 +231,7 @@ class TestProcesses:
         signal.signal(signal.SIGINT, before)
         assert verifier.grade([block(READ + "print(a + b) # after an interrupt")], [SUM]) == [1.0]
 
-    def test_workers_and_programs_end_with_their_parent(self):
+    def test_workers_and_programs_end_with_their_parent(self, tmp_path):
         start = """
 import time
 from pacs_trl.verification.code import CodeVerifier
@@ -240,23 +240,23 @@ verifier.start()
 workers = [verifier._pool.get() for _ in range(2)]
 for worker in workers:
     verifier._pool.put(worker)
-print(*(worker.pid for worker in workers), *(worker.folder for worker in workers), flush=True)
+print(*(worker.pid for worker in workers), flush=True)
 verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
 """
-        with subprocess.Popen([sys.executable, "-c", start], stdout=subprocess.PIPE, text=True) as process:
-            *pids, first, second = process.stdout.readline().split()
-            pids = [int(pid) for pid in pids]
-            assert wait_for(lambda: all(map(children, pids)), 20)
+        how = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | {"TMPDIR": str(tmp_path)}}
+        with subprocess.Popen([sys.executable, "-c", start], **how) as process:
+            pids = [int(pid) for pid in process.stdout.readline().split()]
+            assert wait_for(lambda: all(map(children, pids)) and len(os.listdir(tmp_path)) == 2, 20)
             everybody = [*pids, *(child for pid in pids for child in children(pid))]
             process.kill()
         assert wait_for(lambda: not any(map(is_running, everybody)), 20)
-        assert wait_for(lambda: not os.path.exists(first) and not os.path.exists(second), 20)
+        assert wait_for(lambda: not os.listdir(tmp_path), 20)
 
 
 class TestTool:
     @pytest.fixture(autouse=True)
     def shared(self, verifier, monkeypatch):
-        monkeypatch.setattr("pacs_trl.rewards._code_verifier", verifier)
+        monkeypatch.setitem(rewards._verifiers, "programs", verifier)
 
     def test_what_the_model_is_told(self):
         assert run_python("print(sum(map(int, input().split())))", "1 2") == "3\n"

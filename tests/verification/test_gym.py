@@ -1,7 +1,6 @@
 """Answers to problems of reasoning-gym, hostile ones included: some of its scorers evaluate them as Python."""
 
 import json
-import time
 
 import pytest
 from optional_packages import reasoning_gym  # noqa: F401 (skips without it)
@@ -9,8 +8,7 @@ from seeds import shifted
 
 from pacs_trl.data.gym import gym_rows
 from pacs_trl.rewards import VerificationArguments, configure_verification, reasoning_gym_reward
-from pacs_trl.verification import Outcome
-from pacs_trl.verification.gym import GymVerifier, final_answer
+from pacs_trl.verification import Outcome, Verifier, final_answer
 
 
 EVALUATING = ["binary_matrix", "spiral_matrix", "string_insertion", "simple_integration"]
@@ -18,7 +16,7 @@ EVALUATING = ["binary_matrix", "spiral_matrix", "string_insertion", "simple_inte
 
 @pytest.fixture(scope="module")
 def verifier():
-    with GymVerifier(num_workers=2, cpu_seconds=1.0) as verifier:
+    with Verifier(num_workers=2, cpu_seconds=1.0, protocol="reasoning_gym") as verifier:
         yield verifier
 
 
@@ -66,23 +64,27 @@ def test_attacks_change_nothing_but_their_own_grade(verifier, tmp_path):
         "[open('/etc/passwd').read()]": "WRONG",
         "__import__('reasoning_gym').algorithmic.binary_matrix.BinaryMatrixDataset.__setattr__": "WRONG",
         "setattr(__import__('sys').modules[type(self).__module__].BinaryMatrixDataset, 'score_answer', 1)": "WRONG",
-        "__import__('os')._exit(0)": "KILLED",
-        "'x' * 10**11": "KILLED",
-        "[0 for _ in iter(int, 1)]": "TIMEOUT",
+        # the score of an answer that is written instead of it, to the descriptor that the process reports to
+        **{f"[__import__('os').write({fd}, b'1.0'), __import__('os')._exit(0)]": "WRONG" for fd in range(3, 16)},
+        "__import__('os')._exit(0)": "WRONG",
+        "'x' * 10**11": "WRONG",
+        "[0 for _ in iter(int, 1)]": "WRONG",
     }
     for task in EVALUATING[:3]:
         (row,) = gym_rows({task: None}, 1, shifted(7))
         right = reasoning_gym.create_dataset(task, seed=shifted(7), size=1)[0]["answer"]
         grades = verifier.grade_detailed([*attacks, right], [row["solution"]] * (len(attacks) + 1))
         found = dict(zip(attacks, (grade.outcome.name for grade in grades)))
-        # a process over its memory may also fail inside the scorer, which is a wrong answer
-        assert {**found, "'x' * 10**11": "KILLED"} == attacks, task
+        assert found == attacks, task
         assert grades[-1].outcome is Outcome.CORRECT
     assert not (tmp_path / "mark").exists()
-    sleeping = time.monotonic()
-    with GymVerifier(num_workers=1, timeout_seconds=1.0) as impatient:
-        (grade,) = impatient.grade_detailed(["__import__('time').sleep(100)"], [row["solution"]])
-    assert grade.outcome is Outcome.TIMEOUT and time.monotonic() - sleeping < 60
+    # sympy evaluates expressions, and no code
+    (row,) = gym_rows({"simple_integration": None}, 1, shifted(7))
+    code = "__import__('os').write(6, b'1.0')"
+    expressions = ["9**(9**9) - 9**(9**9 - 1)", f'lambdify((), "{code}")()', "().__class__", code]
+    grades = verifier.grade_detailed(expressions, [row["solution"]] * len(expressions))
+    assert grades[0].outcome in (Outcome.TIMEOUT, Outcome.KILLED)
+    assert [grade.outcome for grade in grades[1:]] == [Outcome.WRONG] * 3
 
 
 def test_reward_has_labels_and_metrics_of_each_task():

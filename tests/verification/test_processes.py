@@ -61,7 +61,8 @@ class TestHostile:
     def test_every_attack_is_answered_in_time_and_the_pool_lives_on(self):
         texts, golds = [text_of(row) for row in HOSTILE], [row["gold"] for row in HOSTILE]
         assert len({row["description"] for row in HOSTILE}) == len(HOSTILE) >= 60
-        with Verifier(num_workers=2, cpu_seconds=0.15, timeout_seconds=3.0, cache_size=0) as verifier:
+        with Verifier(num_workers=2, cpu_seconds=0.15, timeout_seconds=3.0) as verifier:
+            verifier.cache_size = 0
             verifier.grade([box(i) for i in range(100)], range(100))
             memory = resident_mb()
             grades = verifier.grade_detailed(texts, golds)
