@@ -6,7 +6,7 @@ example a weighted sum of several functions whose `reward_weights` sum to 1.
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -185,8 +185,9 @@ def math_reward(
     Raises:
         VerificationFailure: if too many of the recent completions could not be verified.
     """
-    grades = _grade("answers", shared_verifier(), completions, solution, truncated)
-    _log(grades, log_metric, log_extra, columns={"solution": [str(gold) for gold in solution]})
+    if log_extra is not None:
+        log_extra("solution", [str(gold) for gold in solution])
+    grades = _grade("answers", shared_verifier(), completions, solution, truncated, log_metric, log_extra)
     return [grade.outcome.label for grade in grades]
 
 
@@ -216,12 +217,12 @@ def code_reward(
         ValueError: if the confinement is weaker than `code_isolation`.
         VerificationFailure: if the tests of too many of the recent completions cannot be read.
     """
-    grades = _grade("programs", shared_code_verifier(), completions, solution)
-    metrics = {
-        "verification/error": _mean([grade.outcome is Outcome.ERROR for grade in grades]),
-        "verification/tests_passed": _mean([grade.share for grade in grades]),
-    }
-    _log(grades, log_metric, log_extra, metrics, {"error": [grade.error for grade in grades]})
+    grades = _grade("programs", shared_code_verifier(), completions, solution, None, log_metric, log_extra)
+    if log_metric is not None:
+        log_metric("verification/error", _mean([grade.outcome is Outcome.ERROR for grade in grades]))
+        log_metric("verification/tests_passed", _mean([grade.share for grade in grades]))
+    if log_extra is not None:
+        log_extra("error", [grade.error for grade in grades])
     return _labels(grades, _arguments.code_label)
 
 
@@ -245,12 +246,11 @@ def reasoning_gym_reward(
         completions, truncated, log_metric, **kwargs: As in [`math_reward`]; also logged is the mean score of each task
             as `reasoning_gym/<task>`.
     """
-    grades = _grade("entries", shared_gym_verifier(), completions, solution, truncated)
-    means = {
-        f"reasoning_gym/{name}": _mean([g.share for g, each in zip(grades, task, strict=True) if each == name])
-        for name in sorted(set(task))
-    }
-    _log(grades, log_metric, None, means)
+    grades = _grade("entries", shared_gym_verifier(), completions, solution, truncated, log_metric)
+    if log_metric is not None:
+        for name in sorted(set(task)):
+            shares = [grade.share for grade, each in zip(grades, task, strict=True) if each == name]
+            log_metric(f"reasoning_gym/{name}", _mean(shares))
     return _labels(grades, _arguments.reasoning_gym_label)
 
 
@@ -260,26 +260,6 @@ def _mean(values: Sequence[float]) -> float:
 
 def _labels(grades: Sequence[Grade], kind: str) -> list[float | None]:
     return [g.share if kind == "share" and g.outcome.label is not None else g.outcome.label for g in grades]
-
-
-def _log(
-    grades: Sequence[Grade],
-    log_metric: Callable[[str, float], None] | None,
-    log_extra: Callable[[str, list], None] | None,
-    metrics: Mapping[str, float] | None = None,
-    columns: Mapping[str, list] | None = None,
-) -> None:
-    """Log the shares of outcomes and other `metrics`, and the outcomes and other `columns`, where TRL takes them."""
-    names = [grade.outcome.name.lower() for grade in grades]
-    if log_metric is not None and grades:
-        for outcome in [each for each in Outcome if each is not Outcome.ERROR]:
-            name = outcome.name.lower()
-            log_metric(f"verification/{name}", names.count(name) / len(names))
-        for name, value in (metrics or {}).items():
-            log_metric(name, value)
-    if log_extra is not None:
-        for name, column in (dict(columns or {}) | {"verification": names}).items():
-            log_extra(name, column)
 
 
 class VerificationFailure(FailedRun):
@@ -295,12 +275,25 @@ _warned: set[str] = set()
 
 
 def _grade(
-    kind: str, verifier: BaseVerifier, completions: list, solutions: list, truncated: list[bool] | None = None
+    kind: str,
+    verifier: BaseVerifier,
+    completions: list,
+    solutions: list,
+    truncated: list[bool] | None,
+    log_metric: Callable[[str, float], None] | None,
+    log_extra: Callable[[str, list], None] | None = None,
 ) -> list[Grade]:
-    """Grade completions of a kind, and stop the run if too many of the recent ones could not be verified."""
+    """Grade completions of a kind, log the outcomes where TRL takes them, and stop the run if too many of the recent
+    completions could not be verified."""
     texts = [completion_text(completion) for completion in completions]
     grades = verifier.grade_detailed(texts, solutions, truncated)
-    new = list(zip((grade.outcome for grade in grades), texts, solutions, strict=True))
+    outcomes = [grade.outcome for grade in grades]
+    if log_metric is not None and grades:
+        for outcome in [each for each in Outcome if each is not Outcome.ERROR]:
+            log_metric(f"verification/{outcome.name.lower()}", outcomes.count(outcome) / len(outcomes))
+    if log_extra is not None:
+        log_extra("verification", [outcome.name.lower() for outcome in outcomes])
+    new = list(zip(outcomes, texts, solutions, strict=True))
     unreadable = [gold for outcome, _, gold in new if outcome is Outcome.GOLD_UNPARSEABLE]
     if unreadable and kind not in _warned:
         _warned.add(kind)

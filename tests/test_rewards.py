@@ -38,27 +38,12 @@ def conversational(text):
 
 
 class TestMathReward:
-    @pytest.mark.parametrize("form", [str, conversational])
-    def test_forms_of_completions_and_golds(self, form):
-        cases = [
-            (r"so it is \boxed{\frac{1}{2}}", r"\frac12", 1.0),
-            ("The answer is 7", 7.0, 1.0),
-            ("The answer is 7", ["6", "7"], 1.0),
-            ("The answer is 8", "7", 0.0),
-            ("no idea", "7", 0.0),
-            ("The answer is 7", None, None),
-        ]
-        completions, golds, labels = map(list, zip(*cases))
-        assert math_reward([form(completion) for completion in completions], solution=golds) == labels
-
-    def test_completions_that_are_no_text(self):
-        assert (
-            math_reward([None, 3, [], [{"role": "assistant"}], [{"content": None}]], solution=["3"] * 5) == [0.0] * 5
-        )
-
-    def test_last_message_counts(self):
-        turns = [{"role": "assistant", "content": r"\boxed{1}"}, {"role": "assistant", "content": r"\boxed{2}"}]
-        assert math_reward([turns], solution=["2"]) == [1.0]
+    def test_forms_of_completions(self):
+        """Text, messages of which the last one counts, and what is no text."""
+        turns = conversational(r"\boxed{1}") + conversational(r"\boxed{3}")
+        others = [None, 3, [], [{"role": "assistant"}], [{"content": None}]]
+        completions = ["The answer is 3", conversational("The answer is 3"), turns, *others]
+        assert math_reward(completions, solution=["3"] * 8) == [1.0] * 3 + [0.0] * 5
 
     def test_metrics_are_shares_of_all_outcomes(self):
         metrics, columns = {}, {}
@@ -112,9 +97,8 @@ class TestUntrustworthyBatch:
 
     def test_stops_with_three_examples(self):
         golds = ["1"] * 40 + [None] * 60
-        with pytest.raises(
-            VerificationFailure, match="60 of the last 100 .* verification_max_failure_share=0.5"
-        ) as info:
+        failure = "60 of the last 100 .* verification_max_failure_share=0.5"
+        with pytest.raises(VerificationFailure, match=failure) as info:
             math_reward([r"text \boxed{1}"] * 100, solution=golds)
         assert str(info.value).count("gold_unparseable: gold 'None', completion ends in") == 3
 
@@ -133,12 +117,9 @@ class TestUntrustworthyBatch:
         math_reward([r"\boxed{1}"] * 256, solution=["1"] * 256)
         assert [entry[0].name for entry in rewards._windows["answers"]] == ["CORRECT"] * 256
 
-    def test_share_can_be_set(self):
-        configure_verification(VerificationArguments(verification_num_workers=1, verification_max_failure_share=1.0))
-        try:
-            assert math_reward([r"\boxed{1}"] * 70, solution=[None] * 70) == [None] * 70
-        finally:
-            configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+    def test_share_can_be_set(self, monkeypatch):
+        monkeypatch.setattr(rewards, "_arguments", VerificationArguments(verification_max_failure_share=1.0))
+        assert math_reward([r"\boxed{1}"] * 70, solution=[None] * 70) == [None] * 70
 
 
 SQUARE = {"type": "stdin_stdout", "cases": [{"input": "2", "output": "4"}, {"input": "3", "output": "9"}]}
@@ -157,13 +138,8 @@ class TestCodeReward:
 
     def test_labels_metrics_and_columns(self):
         metrics, columns = {}, {}
-        completions = [
-            program("print(int(input()) ** 2)"),
-            conversational(program("print(4)")),
-            program("print(x)"),
-            "none",
-            program("print(4)"),
-        ]
+        square = program("print(int(input()) ** 2)")
+        completions = [square, conversational(program("print(4)")), program("print(x)"), "none", square]
         labels = code_reward(
             completions,
             solution=[SQUARE, json.dumps(SQUARE), SQUARE, SQUARE, "{"],
@@ -178,14 +154,10 @@ class TestCodeReward:
         assert columns["error"][2] == "NameError"
 
     def test_share_of_tests(self):
-        configure_verification(
-            VerificationArguments(verification_num_workers=1, code_isolation="rlimits", code_label="share")
-        )
-        assert code_reward([program("print(9)"), "none", program("print(1)")], solution=[SQUARE, SQUARE, None]) == [
-            0.5,
-            0.0,
-            None,
-        ]
+        settings = {"verification_num_workers": 1, "code_isolation": "rlimits", "code_label": "share"}
+        configure_verification(VerificationArguments(**settings))
+        completions = [program("print(9)"), "none", program("print(1)")]
+        assert code_reward(completions, solution=[SQUARE, SQUARE, None]) == [0.5, 0.0, None]
 
     def test_unreadable_tests(self):
         assert code_reward([program("while True: pass")] * 100, solution=["{"] * 40 + [None] * 10 + [SQUARE] * 50)

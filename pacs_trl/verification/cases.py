@@ -152,20 +152,17 @@ def json_of_tests(value: Any) -> str | None:
     sets; `None` without a case, or if they cannot be read. Raises [`UnusableTests`]."""
     try:
         value = _mapping_of(value)
-        value = _from_verification_info(value["test_cases"] or []) if "test_cases" in value else value
+        if (cases := value.get("test_cases")) is not None:
+            if any(case["type"] != "stdin_stdout" for case in cases):
+                return None
+            cases = [{"input": case["input"], "output": case["output"]} for case in cases]
+            value = {"type": "stdin_stdout", "cases": cases}
         read_tests(value)
         return json.dumps(value, ensure_ascii=False)
     except UnusableTests:
         raise
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # of any other form
+    except (ValueError, KeyError, TypeError, RecursionError):  # of any other form
         return None
-
-
-def _from_verification_info(cases: list[dict]) -> dict[str, Any] | None:
-    """Convert cases with `input` and `output` as text; `None` unless all are of type `stdin_stdout`."""
-    if not cases or any(case.get("type") != "stdin_stdout" for case in cases):
-        return None
-    return {"type": "stdin_stdout", "cases": [{"input": case["input"], "output": case["output"]} for case in cases]}
 
 
 def last_program(text: str) -> str | None:

@@ -117,16 +117,8 @@ def test_literals_become_cases_and_the_rest_keeps_its_order():
     first, second, rest = read_tests(asserts(code)).cases
     assert first == ('[1, "a"]', {1: (2,)}) and second == ('[{"set": [1]}, -1.5]', set())
     assert rest[1] is PASSED and "x = [1]\\nassert f(x) == 2" in rest[0] and '"why"' not in rest[0]
-    for other in (
-        "f(1) != 2",
-        "g(1) == 2",
-        "f(x=1) == 2",
-        "f(y) == 2",
-        "f(1) == y",
-        "f(1) == 2 == 2",
-        "2",
-        "f(1) == ...",
-    ):
+    others = "f(1) != 2|g(1) == 2|f(x=1) == 2|f(y) == 2|f(1) == y|f(1) == 2 == 2|2|f(1) == ..."
+    for other in others.split("|"):
         ((_, expected),) = read_tests(asserts(f"assert {other}\nassert f(1)")).cases
         assert expected is PASSED
 
@@ -181,21 +173,14 @@ MBPP = {
 
 def test_mbpp(verifier, tmp_path):
     """The columns of both versions; the reference solution passes."""
-    sanitized = MBPP | {
-        "task_id": 2,
-        "prompt": "Find it.",
-        "test_imports": ["import math"],
-        "code": "def sum(x): return x",
+    sanitized = {
+        **{"task_id": 2, "prompt": "Find it.", "test_imports": ["import math"], "code": "def sum(x): return x"},
+        "test_list": ["assert math.isclose(sum(1.5), 1.5)", "assert set(sum([1])) == {1}"],
     }
-    del sanitized["text"], sanitized["test_setup_code"]
-    sanitized["test_list"] = ["assert math.isclose(sum(1.5), 1.5)", "assert set(sum([1])) == {1}"]
     (tmp_path / "mbpp.jsonl").write_text("\n".join(map(json.dumps, (MBPP, sanitized))))
     benchmark = load_benchmark(f"mbpp={tmp_path / 'mbpp.jsonl'}")
     assert benchmark.is_code and [problem.id for problem in benchmark.problems] == ["601", "2"]
-    assert (
-        "Find the longest chain." in benchmark.problems[0].problem
-        and "assert longest([]" in benchmark.problems[0].problem
-    )
+    assert all(words in benchmark.problems[0].problem for words in ("Find the longest chain.", "assert longest([]"))
     tests = [problem.solution for problem in benchmark.problems]
     assert [json.loads(test)["entry_point"] for test in tests] == ["longest", "sum"]
     assert verifier.grade([block(MBPP["code"]), block(sanitized["code"])], tests) == [1.0, 1.0]

@@ -78,14 +78,9 @@ class Surroundings:
         self.folder = folder
         self.servers = {kind: stack.enter_context(socket.socket(*kinds)) for kind, kinds in SERVERS.items()}
         self.unix, self.abstract = os.path.relpath(folder / "unix"), f"pacs-{os.getpid()}-{os.urandom(4).hex()}"
-        addresses = {
-            "tcp": ("127.0.0.1", 0),
-            "udp": ("127.0.0.1", 0),
-            "unix": self.unix,
-            "abstract": f"\0{self.abstract}",
-        }
+        addresses = {"unix": self.unix, "abstract": f"\0{self.abstract}"}
         for kind, server in self.servers.items():
-            server.bind(addresses[kind])
+            server.bind(addresses.get(kind, ("127.0.0.1", 0)))
             server.setblocking(False)
             if kind != "udp":
                 server.listen(100)
@@ -128,15 +123,12 @@ class Surroundings:
 
     def changed(self):
         """Folders in which something is not as it was."""
-        whole = {path.name for path in self.folder.iterdir() if path.is_dir()}
-        for name in sorted(whole):
-            secret = self.folder / name / "secret"
-            is_as_it_was = (
-                secret.is_file() and secret.read_text() == "x = 1\n" and secret.stat().st_mode & 0o777 == 0o644
-            )
-            if is_as_it_was and [path.name for path in (self.folder / name).iterdir()] == ["secret"]:
-                whole.remove(name)
-        return whole
+
+        def is_as_it_was(folder):
+            (secret,) = folder.iterdir()
+            return (secret.name, secret.read_text(), secret.stat().st_mode & 0o777) == ("secret", "x = 1\n", 0o644)
+
+        return [path for path in self.folder.iterdir() if path.is_dir() and not is_as_it_was(path)]
 
 
 SERVERS = {
@@ -174,10 +166,8 @@ def test_attacks(layers, tmp_path, monkeypatch):
         if set(verifier.level.layers) != set(layers):
             pytest.skip(f"this machine has {verifier.level.text}")
         # What an earlier program and its right output leave behind is there to be found.
-        assert (
-            verifier.grade([block(f"print({EXPECTED!r}) # earlier-{os.urandom(8).hex()}")] * 2, [tests] * 2)
-            == [1.0] * 2
-        )
+        earlier = block(f"print({EXPECTED!r}) # earlier-{os.urandom(8).hex()}")
+        assert verifier.grade([earlier] * 2, [tests] * 2) == [1.0] * 2
         grades = verifier.grade_detailed([block(program) for program in programs], [tests] * len(programs))
         workers = [verifier._pool.get() for _ in range(2)]
         assert not any(children(worker.pid) for worker in workers)
@@ -196,9 +186,7 @@ def test_attacks(layers, tmp_path, monkeypatch):
             for attack, program in zip(ATTACKS, programs)
             if "BREACH" in verifier.executions[program.partition("\n")[0]].output
         }
-        print(
-            f"\n{verifier.level.text}: {len(got_out)} of {len(ATTACKS)} attacks succeed:", *sorted(got_out), sep="\n  "
-        )
+        print(f"\n{verifier.level.text}: {len(got_out)} of {len(ATTACKS)} succeed:", *sorted(got_out), sep="\n  ")
         rewarded = [a.name for a, grade in zip(ATTACKS, grades) if grade.outcome.label != 0.0]
         assert not rewarded and labels == [[0.0] * len(FUNCTIONS)] * (1 + len(asserts))
         # Their limit is 1 second, theirs to stay are 20; how far apart the two lie depends on how busy the machine is.

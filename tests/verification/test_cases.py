@@ -161,15 +161,8 @@ class TestReading:
         assert json.loads(json_of_tests(info)) == json.loads(json_of_tests(json.dumps(info))) == STDIN
         calls = [{"type": "function_call", "fn_name": "f", "input": "[1, 2]", "output": "[3]"}]
         assert json.loads(json_of_tests(STDIN)) == STDIN
-        broken = [None, [], [{}], 5, [5], "[]", [{"type": ["function"]}], calls]
-        for value in (
-            None,
-            "",
-            "x",
-            3,
-            {},
-            *({"test_cases": cases} for cases in (*broken, calls + info["test_cases"])),
-        ):
+        broken = [None, [], [{}], 5, [5], "[]", [{"type": ["function"]}], calls, calls + info["test_cases"]]
+        for value in (None, "", "x", 3, {}, *({"test_cases": cases} for cases in broken)):
             assert json_of_tests(value) is None
         with pytest.raises(ValueError, match="for 'cpp'"):
             json_of_tests(info | {"language": "cpp"})

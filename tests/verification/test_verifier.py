@@ -159,16 +159,9 @@ class TestBadInput:
             ("no number here", "1", Outcome.NO_ANSWER),
             (r"\boxed{", "1", Outcome.NO_ANSWER),
             ("1", None, Outcome.GOLD_UNPARSEABLE),
-            ("1", "", Outcome.GOLD_UNPARSEABLE),
-            ("1", float("nan"), Outcome.GOLD_UNPARSEABLE),
-            ("1", [], Outcome.GOLD_UNPARSEABLE),
             (None, None, Outcome.GOLD_UNPARSEABLE),
-            ("27", 27, Outcome.CORRECT),
-            ("27", 27.0, Outcome.CORRECT),
-            (r"\boxed{0.5}", 0.5, Outcome.CORRECT),
             ("2", ["1", 2], Outcome.CORRECT),
             ("3", ["1", 2], Outcome.WRONG),
-            ("2", [None, "2"], Outcome.CORRECT),
             ("7", "$7$", Outcome.CORRECT),
             ("7", r"\boxed{7}", Outcome.CORRECT),
             ("x" * 200_001, "1", Outcome.TOO_LONG),
@@ -176,7 +169,6 @@ class TestBadInput:
     )
     def test_defined_outcome(self, verifier, completion, gold, outcome):
         assert verifier.grade_detailed([completion], [gold])[0].outcome is outcome
-        assert verifier.grade([completion], [gold]) == [outcome.label]
 
     def test_subclasses_of_text(self, verifier):
         """Their characters count: the pool, which has not imported this file, could not read an instance."""
