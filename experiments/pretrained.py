@@ -26,7 +26,7 @@ from pacs_trl.report.tables import pass_at_k_cells
 RECIPE, BASELINE = "smollm2-135m/sums", "smollm2-135m/sums_grpo"
 START, RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), 9
 HALF = {"gradient_accumulation_steps": 2}  # updates of 64 completions
-SIZES = {"evaluation": "smollm2-135m/evaluation"}
+SIZES = {"evaluation": "evaluation/smollm2_sums"}
 ARMS: dict[str, dict] = {
     START: {},
     "PACS": {"method": "pacs"},

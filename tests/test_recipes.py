@@ -38,7 +38,6 @@ MINIATURE = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
     for folder in ("miniature", "smollm2-135m")
     for path in (RECIPES / folder).rglob("*.yaml")
-    if path.stem != "evaluation"
 )
 
 # Table 4 of v2, the released scripts of v1, and what follows from them.
@@ -318,7 +317,8 @@ PROTOCOLS = {
     "v2": (FIVE, 128, [1, 4, 8, 16, 32, 64], 0.6, 0.95, 8192),
 }
 PROTOCOLS["table1"] = PROTOCOLS["v2"]
-OTHER_EVALUATIONS = {"miniature", "gpqa_diamond", "livecodebench"}
+MAX_PROBLEMS = {"miniature": 250, "miniature_tables": 40, "smollm2_sums": 64}
+OTHER_EVALUATIONS = {*MAX_PROBLEMS, "gpqa_diamond", "livecodebench"}
 EVALUATIONS = sorted(
     str(path.relative_to(RECIPES / "evaluation").with_suffix("")) for path in (RECIPES / "evaluation").rglob("*.yaml")
 )
@@ -328,7 +328,9 @@ def evaluation(name: str) -> EvaluationArguments:
     """The recipe as `pacs-trl evaluate` reads it, with a model and a directory where the command line has to name
     them."""
     settings = yaml.safe_load((RECIPES / "evaluation" / f"{name}.yaml").read_text())
-    VerificationArguments(**{key: settings.pop(key) for key in list(settings) if key.startswith("code_")})
+    VerificationArguments(
+        **{key: settings.pop(key) for key in list(settings) if key.startswith(("code_", "verification_"))}
+    )
     return EvaluationArguments(**{"model": "MODEL", "output_dir": "DIR"} | settings)
 
 
@@ -336,7 +338,7 @@ def evaluation(name: str) -> EvaluationArguments:
 def test_evaluation_has_the_protocol_of_the_paper(name):
     read = evaluation(name)
     assert f"--config recipes/evaluation/{name}.yaml" in (RECIPES / "evaluation" / f"{name}.yaml").read_text()
-    assert read.top_k == 0 and read.max_problems == (250 if name == "miniature" else None)
+    assert read.top_k == 0 and read.max_problems == MAX_PROBLEMS.get(name)
     if name not in OTHER_EVALUATIONS:
         values = (read.benchmarks, read.n, read.ks, read.temperature, read.top_p, read.max_new_tokens)
         assert values == PROTOCOLS[name.partition("/")[0]]

@@ -36,7 +36,7 @@ class Options(NamedTuple):
     results_dir: Path = Path("docs/results/miniature")  # records, tables and figures
     work_dir: Path = Path("outputs/tables")  # models, logs and samples: all that a run leaves
     benchmarks: str | None = None  # instead of the evaluation recipe's
-    evaluation: str = "miniature/evaluation"  # recipe of the evaluation
+    evaluation: str = "evaluation/miniature_tables"  # recipe of the evaluation
     curves: tuple[str, ...] = CURVES  # quantities of the training log that are recorded
 
 

@@ -20,7 +20,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from sympy import Add, Basic, Integer, Mul, Number, Pow, Rational, factorial
 
 from . import Outcome
-from .gym import grade_entry
+from .gym_grader import grade_entry
 
 
 # Completions repeat their answers; math-verify caches only 20 of them.

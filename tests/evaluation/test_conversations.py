@@ -18,7 +18,7 @@ from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
 
 
-PRODUCTS = "recipes.miniature.products:environment"
+PRODUCTS = "experiments.products:environment"
 TOKENIZER = build_tokenizer(tools=True)
 
 
@@ -91,7 +91,7 @@ def test_a_model_in_an_environment(settings, verifier):
     assert sorted(records(settings["output_dir"]), key=str) == sorted(first, key=str)
     assert {record["reward"] for record in first} <= {0.0, 1.0}
     seeds = range(gym.BENCHMARK_SEED, gym.BENCHMARK_SEED + 3)
-    from recipes.miniature.products import Products
+    from experiments.products import Products
 
     asked = {record["conversation"][0]["content"] for record in first}
     assert asked == {Products().reset(seed=seed) for seed in seeds}
@@ -100,8 +100,8 @@ def test_a_model_in_an_environment(settings, verifier):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"benchmarks": "recipes.miniature.products:nothing"}, "benchmarks: .*nothing"),
-        ({"benchmarks": "recipes.miniature.products:Products"}, "is no environment"),
+        ({"benchmarks": "experiments.products:nothing"}, "benchmarks: .*nothing"),
+        ({"benchmarks": "experiments.products:Products"}, "is no environment"),
         ({"benchmarks": PRODUCTS, "engine": "server"}, "need engine transformers or vllm"),
         ({"benchmarks": "miniature/products", "tools": ["run_pyton"]}, "run_pyton"),
         ({"benchmarks": "miniature/products", "max_tool_calling_iterations": 2}, "would be ignored"),

@@ -23,7 +23,7 @@ def test_arms_differ_only_in_their_objective(arm):
 
 def test_model_before_training_is_graded_as_in_training(monkeypatch, tmp_path):
     """By the command of the evaluation recipe, and as a cell that no training has prepared."""
-    words = ["--config", str(RECIPES / "smollm2-135m/evaluation.yaml"), "--model", "m", "--output_dir", "o"]
+    words = ["--config", str(RECIPES / "evaluation/smollm2_sums.yaml"), "--model", "m", "--output_dir", "o"]
     configured = [read_evaluation(words)[1]]
 
     def evaluate(arguments, verifier, progress):

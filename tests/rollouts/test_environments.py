@@ -66,8 +66,8 @@ def test_the_miniature_environment(tmp_path, models, monkeypatch, confined):
     assert calls == [entry["rewards/product_reward/mean"] for entry in logs] and 0 < sum(calls) < 2
     assert len({group[0] for group in groups}) == 6  # 4 of training, and the 2 held out in both evaluations
     assert sorted(trainer.train_dataset["seed"][:] + trainer.eval_dataset["seed"][:]) == list(range(6))
-    assert "environment: recipes.miniature.products:environment" in (tmp_path / "out" / "recipe.yaml").read_text()
-    assert "trained in `recipes.miniature.products:environment`" in (tmp_path / "out" / "README.md").read_text()
+    assert "environment: experiments.products:environment" in (tmp_path / "out" / "recipe.yaml").read_text()
+    assert "trained in `experiments.products:environment`" in (tmp_path / "out" / "README.md").read_text()
 
 
 MODULE = '''

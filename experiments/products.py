@@ -1,4 +1,4 @@
-"""An environment for `environment.yaml`: the product of two numbers, with a program as tool."""
+"""An environment for recipes/miniature/environment.yaml: the product of two numbers, with a program as tool."""
 
 import random
 
