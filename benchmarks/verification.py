@@ -26,25 +26,24 @@ from pacs_trl.verification import Grade, Verifier
 
 
 DATA = Path(__file__).parents[1] / "tests" / "data"
+NUM_WORKERS, MEAN_CHARACTERS, HOSTILE_SHARE = 2, 4000, 0.02
 
 
 def read_jsonl(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def realistic_completions(
-    num_completions: int, mean_characters: int, seed: int, num_generations: int = 8
-) -> tuple[list[str], list[str]]:
+def realistic_completions(num_completions: int, seed: int) -> tuple[list[str], list[str]]:
     """Return completions and gold answers, grouped by problem."""
     rng = random.Random(seed)
     problems = read_jsonl(DATA / "math_500.jsonl")
     reasoning = [re.sub(r"\\boxed", "", problem["solution"]) for problem in problems]
     completions, golds = [], []
     for index in range(num_completions):
-        problem = problems[index // num_generations % len(problems)]
-        if index % num_generations == 0:
+        problem = problems[index // 8 % len(problems)]
+        if index % 8 == 0:
             mistakes = [mistaken(problem["answer"], rng) for _ in range(3)]
-        length = int(0.88 * mean_characters * rng.lognormvariate(0.0, 0.5))  # exp(0.5**2 / 2) = 1 / 0.88
+        length = int(0.88 * MEAN_CHARACTERS * rng.lognormvariate(0.0, 0.5))  # exp(0.5**2 / 2) = 1 / 0.88
         text = ""
         while len(text) < length:
             text += rng.choice(reasoning) + "\n\n"
@@ -63,15 +62,15 @@ def mistaken(answer: str, rng: random.Random) -> str:
     return f"{answer[: number.start()]}{int(number.group()) + rng.randrange(1, 100)}{answer[number.end() :]}"
 
 
-def with_hostile(completions: list[str], share: float, seed: int) -> list[str]:
+def with_hostile(completions: list[str]) -> list[str]:
     """Replace the end of evenly spaced completions with answers on which a grader hangs."""
     hostile = [
         "".join(text * n for text, n in row["parts"]) for row in read_jsonl(DATA / "hostile.jsonl") if row["hangs"]
     ]
-    random.Random(seed).shuffle(hostile)
+    random.Random(0).shuffle(hostile)
     result = list(completions)
-    for number in range(round(share * len(result))):
-        place = int((number + 0.5) / share)
+    for number in range(round(HOSTILE_SHARE * len(result))):
+        place = int((number + 0.5) / HOSTILE_SHARE)
         result[place] = f"{result[place].rpartition('Therefore')[0]}{hostile[number % len(hostile)]}"
     return result
 
@@ -100,11 +99,8 @@ def compare(name: str, verifier: Verifier, batches: list[tuple[list[str], list[s
         print(f"{name}: {len(completions)} completions of {statistics.mean(map(len, completions)):.0f} characters")
         measured = {}
         for grader in ("TRL", "ours") if number % 2 == 0 else ("ours", "TRL"):
-            if grader == "TRL":
-                measured[grader] = time_trl(completions, golds)
-            else:
-                measured[grader] = time_ours(verifier, completions, golds)
-            seconds, slowest, results = measured[grader]
+            graded = time_trl(completions, golds) if grader == "TRL" else time_ours(verifier, completions, golds)
+            seconds, slowest, results = measured[grader] = graded
             assert len(results) == len(completions)
             rate = len(completions) / seconds
             print(f"  {grader:5}{seconds:9.2f} s{rate:9.1f} items/s   slowest item {slowest:6.2f} s", flush=True)
@@ -112,23 +108,21 @@ def compare(name: str, verifier: Verifier, batches: list[tuple[list[str], list[s
     print(f"{name}: {', '.join(f'{ratio:.2f}x' for ratio in ratios)}; median {statistics.median(ratios):.2f}x TRL\n")
 
 
-def print_protocols(num_workers: int) -> None:
+def print_protocols() -> None:
     """Print the labels (1 / 0 / None) of the two protocols on reference answers, all of which are correct."""
     math, aime = read_jsonl(DATA / "math_500.jsonl"), read_jsonl(DATA / "aime_2024.jsonl")
     gsm8k = [row["answer"] for row in read_jsonl(DATA / "gsm8k_test_200.jsonl")]
     golds, integers = [row["answer"] for row in math], [str(row["Answer"]) for row in aime]
     cases = {
         "MATH-500, boxed gold against gold": ([f"\\boxed{{{gold}}}" for gold in golds], golds),
-        "MATH-500, boxed gold against $gold$": ([f"\\boxed{{{gold}}}" for gold in golds], [f"${g}$" for g in golds]),
         "MATH-500, solution against gold": ([row["solution"] for row in math], golds),
-        "MATH-500, solution against $gold$": ([row["solution"] for row in math], [f"${gold}$" for gold in golds]),
         "MATH-500, `The answer is $gold$`": ([f"The answer is ${gold}$" for gold in golds], golds),
         "AIME 2024, solution against gold": ([row["Solution"] for row in aime], integers),
         "AIME 2024, `The answer is gold`": ([f"The answer is {gold}" for gold in integers], integers),
         "GSM8K, reference text against gold": (gsm8k, [text.rpartition("####")[2].strip() for text in gsm8k]),
     }
     print("| rows | n | authors: 1 / 0 / None | trl: 1 / 0 / None |\n| --- | ---: | ---: | ---: |")
-    with Verifier(num_workers) as authors, Verifier(num_workers, protocol="trl") as trl:
+    with Verifier(NUM_WORKERS) as authors, Verifier(NUM_WORKERS, protocol="trl") as trl:
         for name, (completions, solutions) in cases.items():
             cells = []
             for verifier in (authors, trl):
@@ -140,36 +134,28 @@ def print_protocols(num_workers: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-completions", type=int, default=4000)
-    parser.add_argument("--mean-characters", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5, help="rounds on clean text")
     parser.add_argument("--hostile", action="store_true", help="one round with hostile completions as well")
-    parser.add_argument("--hostile-share", type=float, default=0.02)
     parser.add_argument("--protocols", action="store_true", help="print a table of labels instead")
-    parser.add_argument("--num-workers", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     if args.protocols:
-        print_protocols(args.num_workers)
+        print_protocols()
         return
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # every timeout of TRL's reward prints its completion
-    batches = [
-        realistic_completions(args.num_completions, args.mean_characters, args.seed + number)
-        for number in range(args.rounds)
-    ]
+    batches = [realistic_completions(args.num_completions, seed) for seed in range(args.rounds)]
     start = time.perf_counter()
-    with Verifier(num_workers=args.num_workers) as verifier:
+    with Verifier(num_workers=NUM_WORKERS) as verifier:
         verifier.cache_size = 0
         verifier.grade(["\\boxed{1}"], ["1"])
-        print(f"start-up of {args.num_workers} workers, until the first label: {time.perf_counter() - start:.2f} s")
-        warm_up = realistic_completions(400, args.mean_characters, args.seed - 1)  # the LaTeX grammar fills its tables
+        print(f"start-up of {NUM_WORKERS} workers, until the first label: {time.perf_counter() - start:.2f} s")
+        warm_up = realistic_completions(400, seed=-1)  # the LaTeX grammar fills its tables
         time_trl(*warm_up)
         time_ours(verifier, *warm_up)
         compare("clean text", verifier, batches)
         if args.hostile:
             completions, golds = batches[0]
-            hostile = with_hostile(completions, args.hostile_share, args.seed)
-            compare(f"{args.hostile_share:.0%} hostile", verifier, [(hostile, golds)])
+            compare(f"{HOSTILE_SHARE:.0%} hostile", verifier, [(with_hostile(completions), golds)])
 
 
 if __name__ == "__main__":

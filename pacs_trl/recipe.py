@@ -267,11 +267,10 @@ def load_tokenizer(recipe: Recipe, **kwargs: Any):
 
 def reward_function(name: str) -> Callable:
     """Return a function of `pacs_trl.rewards` by name, or another by dotted path, also from the working directory."""
+    own = sorted(key for key in vars(rewards) if key.endswith("_reward"))
+    if name in own:
+        return getattr(rewards, name)
     if "." not in name:
-        function = getattr(rewards, name, None)
-        if callable(function) and name.endswith("_reward"):
-            return function
-        own = sorted(n for n in vars(rewards) if n.endswith("_reward") and not n.startswith("_"))
         raise ValueError(
             f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions "
             "of your own as package.module.function."

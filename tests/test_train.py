@@ -186,7 +186,6 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--dataset_name", "FOLDER"], "FOLDER"),
         (["--dataset_name", "data.csv"], "data.csv"),
         (["--dataset_name", "miniature/nothing"], "nothing"),
-        (["--dataset_name", str(DATA / "nothing.jsonl")], "nothing.jsonl"),
         (["--dataset_name", "EMPTY.jsonl"], "EMPTY.jsonl"),
         (["--dataset_name", "BROKEN.jsonl"], "BROKEN.jsonl', line 2"),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "problem_column"),
