@@ -41,35 +41,16 @@ MINIATURE = sorted(
 )
 
 # Table 4 of v2, the released scripts of v1, and what follows from them.
-PAPER = {
-    "num_generations": 8,
-    "learning_rate": 1e-6,
-    "weight_decay": 0.01,
-    "lr_scheduler_type": "constant",
-    "warmup_steps": 0,
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "num_iterations": 1,
-    "beta": 0.0,
-    "dtype": "float32",
-    "bf16": True,
-    "use_peft": False,
-    "dataset_name": "deepscaler",
-    "reward_funcs": ["math_reward"],
-    "prompt_instruction": "Please reason step by step, and put your final answer within \\boxed{}.",
-    "vllm_importance_sampling_correction": False,
-    "mask_truncated_completions": False,
-}
-VERSIONS = {
-    "v1": {"max_prompt_length": 512, "max_completion_length": 4096, "system_prompt": None},
-    "v2": {
-        "max_prompt_length": 1024,
-        "max_completion_length": 8192,
-        "system_prompt": "You are a helpful assistant.",
-        "chat_template_kwargs": {"enable_thinking": True},
-    },
-}
+PAPER = dict(num_generations=8, learning_rate=1e-6, weight_decay=0.01, lr_scheduler_type="constant", warmup_steps=0)
+PAPER |= dict(temperature=1.0, top_p=1.0, top_k=0, num_iterations=1, beta=0.0, dtype="float32", bf16=True)
+PAPER |= dict(use_peft=False, dataset_name="deepscaler", reward_funcs=["math_reward"])
+PAPER |= dict(vllm_importance_sampling_correction=False, mask_truncated_completions=False)
+PAPER["prompt_instruction"] = "Please reason step by step, and put your final answer within \\boxed{}."
+VERSIONS = {"v1": dict(max_prompt_length=512, max_completion_length=4096, system_prompt=None)}
+VERSIONS["v2"] = dict(
+    max_prompt_length=1024, max_completion_length=8192, chat_template_kwargs={"enable_thinking": True}
+)
+VERSIONS["v2"]["system_prompt"] = "You are a helpful assistant."
 MODELS = {  # version, Hub id, rollout steps
     "qwen2.5-3b": ("v1", "Qwen/Qwen2.5-3B", 300),
     "qwen2.5-7b": ("v1", "Qwen/Qwen2.5-7B", 300),

@@ -97,8 +97,8 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    model = identify_model(args)
     benchmarks = load_benchmarks(args)
+    model = identify_model(args)
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tools = None

@@ -202,8 +202,9 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
 
 
-def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Split `--key value ...` and `--key=value` into keys and their words."""
+def read_settings(argv: Sequence[str]) -> dict[str, Any]:
+    """Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true. Raises a
+    `ValueError` if the file cannot be read or is not a mapping, or a word has no key."""
     words: dict[str, list[str]] = {}
     key = None
     for word in with_underscores(argv):
@@ -214,13 +215,6 @@ def words_by_key(argv: Sequence[str]) -> dict[str, list[str]]:
             raise ValueError(f"{word!r} has no key. Write settings as --key value and a recipe as --config FILE.")
         else:
             words[key].append(word)
-    return words
-
-
-def read_settings(argv: Sequence[str]) -> dict[str, Any]:
-    """Read `--config FILE.yaml [--key value ...]`; the command line wins. A key without a value is true. Raises a
-    `ValueError` if the file cannot be read or is not a mapping, or a word has no key."""
-    words = words_by_key(argv)
     path = words.pop("config", None)
     if path == []:
         raise ValueError("--config needs a file. Write --config RECIPE.yaml.")
@@ -306,9 +300,9 @@ def asks_for_help(argv: Sequence[str]) -> bool:
 
 def answer_train_help(argv: Sequence[str]) -> None:
     """Print the help of `pacs-trl train` if requested, and exit; otherwise check that the recipe can be read."""
-    words = words_by_key([word for word in argv if word not in ("-h", "--help")])
+    settings = read_settings([word for word in argv if word not in ("-h", "--help")])
     if asks_for_help(argv):
-        method = (words.get("method") or ["pacs"])[0]
+        method = str(settings.get("method", "pacs"))
         print_help(
             "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
             "Train from a recipe. Keys on the command line override the file. This help lists the settings of this "
@@ -316,8 +310,6 @@ def answer_train_help(argv: Sequence[str]) -> None:
             f"accelerate launch -m pacs_trl.train with the same arguments. {_OF_THE_LIBRARIES}",
             ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
         )
-    if words.get("config"):
-        read_mapping(words["config"][0], "recipe")
 
 
 def print_help(usage: str, description: str, class_names: Sequence[str]) -> None:
