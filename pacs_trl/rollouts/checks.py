@@ -24,13 +24,14 @@ from transformers import (
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from trl.chat_template_utils import supports_tool_calling
-from trl.trainer.utils import get_callable_name, get_config_model_id
+from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from .. import rewards
 from ..data.environments import examples_of, prepare_environments
 from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
 from ..rewards import shared_verifier
+from ..settings.names import require_vllm
 from ..update.context_length import context_lengths
 from ..update.step_sizes import Step
 from .rollout_config import RolloutConfig
@@ -71,7 +72,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
             check_prompts(name, arguments[name])
     check_unsafe_settings(args)
     check_generation_kwargs(args)
-    check_lag(args, arguments)
+    check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
         check_vllm(args, name_of(model), lora_rank)
@@ -347,14 +348,24 @@ def check_generation_kwargs(args: RolloutConfig) -> None:
         )
 
 
-def check_lag(args: RolloutConfig, arguments: dict[str, Any]) -> None:
+def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> None:
     """Raise a `ValueError` if a trainer with these arguments cannot generate ahead of training (`rollout_lag`)."""
-    if not vars(args).get("rollout_lag"):  # TRL's configuration has no such key
+    function = arguments["rollout_func"]
+    is_async = function is not None and is_async_callable(function)
+    if not args.rollout_lag:
+        if is_async:
+            raise ValueError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")
         return
-    named = ("tools", "environment_factory", "rollout_func")
-    unsupported = [name for name in named if arguments[name]]
+    if args.rollout_engine == "vllm":
+        require_vllm("remove rollout_engine")
+    unsupported = [name for name in ("tools", "environment_factory") if arguments[name]]
+    if function is not None and not is_async:  # it gets the trainer, whose weights change while it runs
+        unsupported.append("a rollout_func other than `async def rollout_func(prompts, generate)`")
+    unsupported += ["rollout_func with eval_dataset"] * bool(is_async and arguments["eval_dataset"])
     unsupported += ["a streaming dataset"] * (not isinstance(arguments["train_dataset"], Dataset))
     unsupported += ["use_transformers_continuous_batching"] * args.use_transformers_continuous_batching
+    has_adapter = bool(arguments["peft_config"] or getattr(model, "active_peft_config", None))
+    unsupported += ["adapters with rollout_engine: vllm"] * (args.rollout_engine == "vllm" and has_adapter)
     plugins = [os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED")]
     unsupported += ["FSDP or DeepSpeed without vLLM"] * (not args.use_vllm and any([*plugins, args.deepspeed]))
     unsupported += ["generation with transformers on a GPU"] * (not args.use_vllm and args.device.type != "cpu")

@@ -2,34 +2,51 @@
 
 With `rollout_lag: k`, batch `n + k` is generated with the weights from before the updates on batch `n`; batches 0 to
 `k` have the initial weights. The number of a batch, not timing, decides its weights, prompts, and seed, so that two
-runs are equal. Checkpoints wait for the batches in flight and contain them. Rewards are computed when a batch arrives
-([`EarlyRewards`]).
+runs are equal. Each process requests its own completions. Checkpoints wait for the batches in flight and contain them.
+
+Rewards are computed when a batch arrives, in the order of batches and never beside an evaluation, and replayed when
+TRL asks for them. A function that names `trainer_state` or an argument of the trainer (`compute_logps`) as a parameter
+reads the current policy, so it is called when its batch is taken, like reward models.
 
 The log-probs of the engine are those of the policy that generated: the reference `rollout` and the denominator of
 probability ratios ([`set_generating_logps`]). PACS's proxies are therefore not 0 on the first update.
 """
 
+import asyncio
+import copy
+import inspect
+import itertools
+import json
+import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import gather_object
+from torch import nn
 from transformers.trainer_utils import TrainOutput
+from trl.data_utils import is_conversational
+from trl.generation.vllm_client import VLLMClient
 
 from ..errors import FailedRun
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from .checkpoint import EpochSampler, request_seed, save_last_step
-from .early_rewards import EarlyRewards, slice_of
-from .engine import ServerFailure
+from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
 from .preemption import StopOnSignal
+from .vllm_checks import server_url
 
 
-PATIENCE = 3.0  # seconds that a run that is stopped by a signal waits for batches in flight
+logger = logging.getLogger(__name__)
+
+PATIENCE = 3.0  # seconds that a run that is to stop waits for all batches in flight
+_OF_ENGINE = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 _SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
 
 
@@ -38,50 +55,36 @@ class _Stopped(Exception):
 
 
 class ServerRequests:
-    """The vLLM server of a run as engine of [`LateBatches`]; it has one copy of the weights. The main process sends
-    the prompts of all processes."""
+    """The vLLM server of a run as engine of [`LateBatches`]; it has one copy of the weights."""
 
     def __init__(self, trainer: Any):
-        self.trainer, self.engine = trainer, trainer.vllm_generation
-        self.is_main = trainer.accelerator.is_main_process
+        self.trainer, self.engine, self.step = trainer, trainer.vllm_generation, -1
+        if trainer.accelerator.is_main_process:
+            self.client = self.engine.vllm_client
+        else:
+            self.client = CountingClient(VLLMClient(server_url(trainer.args)))
 
     def write_weights(self, slot: int, weights: None) -> None:
-        if self.trainer.state.global_step != self.trainer._last_loaded_step:
+        """Send the current weights. All processes must call this, and none may have a request in flight."""
+        if self.step != self.trainer.state.global_step:
             self.engine.sync_weights()
-            self.trainer._last_loaded_step = self.trainer.state.global_step
+            self.step = self.trainer.state.global_step
 
-    def generate(self, request: dict[str, Any]) -> dict | None:
-        if not self.is_main:
-            return None
-        engine, num_generations = self.engine, self.trainer.num_generations
-        output = engine.vllm_client.generate(
-            prompts=request["prompt_ids"][::num_generations],
-            features=None,
-            n=num_generations,
-            min_p=engine.min_p or 0.0,
-            max_tokens=engine.max_completion_length,
-            generation_kwargs={**engine.generation_kwargs, "seed": request["seed"]},
-            **{name: getattr(engine, name) for name in _SAMPLING},
+    def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
+        output = self.client.generate(
+            prompts=prompt_ids,
+            min_p=self.engine.min_p or 0.0,
+            max_tokens=self.engine.max_completion_length,
+            generation_kwargs={**self.engine.generation_kwargs, "seed": seed},
+            **{name: getattr(self.engine, name) for name in _SAMPLING},
         )
-        if len(output["completion_ids"]) < len(request["prompt_ids"]):
+        if len(output["completion_ids"]) < len(prompt_ids):
             raise RuntimeError("it returned too few completions")
         logprobs = [[of_token[0] for of_token in tokens] for tokens in output["logprobs"]]
         return {"completion_ids": output["completion_ids"], "logprobs": logprobs}
 
-    def weights_of(self, request: dict[str, Any]) -> None:
+    def weights_of(self, slot: int) -> None:
         """Return nothing: a run that resumes requests the batch again, with newer weights."""
-
-    def own_part(self, request: dict[str, Any], output: dict | None) -> dict | None:
-        """Return the completions of this process, log-probs, and rewards. All processes must call this."""
-        shared = [output]
-        broadcast_object_list(shared, from_process=0)
-        if (found := shared[0]) is None:
-            return None
-        accelerator = self.trainer.accelerator
-        num_own = len(request["prompt_ids"]) // accelerator.num_processes
-        own = slice(accelerator.process_index * num_own, (accelerator.process_index + 1) * num_own)
-        parts = {name: found[name][own] for name in ("completion_ids", "logprobs")}
-        return parts | {"rewards": slice_of(found["rewards"], own)}
 
     def close(self) -> None:
         """Leave the server running; a request in flight ends with this process."""
@@ -92,9 +95,10 @@ class LateBatches:
     The generation batches of a run that are in flight, or have arrived and were not taken yet.
 
     Attributes:
-        arrived (`dict`): Batches of this process by number: `prompt_ids`, `completion_ids`, and `logprobs` as lists,
-            `rewards` ([`EarlyRewards.grade`]), `step` (the optimizer step of the weights), and `seconds` and `idle`
-            (of the engine). One that was stopped has the `weights` to generate it with instead.
+        arrived (`dict`): Batches of this process by number: `step` (the optimizer step of the weights), `prompts` as
+            training expects them, `output` (`completion_ids`, `logprobs`, and what else a `rollout_func` returned),
+            `rewards` of each function by its index, and `seconds` and `idle` (of the engine). One that was stopped has
+            `step` and the `weights` to generate it with instead.
         taken (`dict`): The batch that was taken last.
     """
 
@@ -103,29 +107,22 @@ class LateBatches:
         self.engine: Any = None  # started with the first batch
         self.arrived: dict[int, dict[str, Any]] = {}
         self.taken: dict[str, Any] = {"rewards": {}}
-        self._in_flight: dict[int, tuple[dict, Future]] = {}
+        self._in_flight: dict[int, tuple[int, Future]] = {}  # the optimizer step of the weights, and the batch
         self._last: Future | None = None
-        self._reward_errors: dict[int, BaseException] = {}
+        self._deadline: float | None = None  # until which a run that is to stop waits
         self._epoch, self._order = -1, torch.empty(0, 1)
 
-    def take(self, number: int, prompt_ids: list) -> tuple[list, list]:
-        """Return the completions of batch `number` and their log-probs, and start to generate batch `number + lag`.
-        `prompt_ids` are the prompts that training expects. Raises a [`ServerFailure`] on all processes if the engine
-        has failed on one of them, and [`_Stopped`] if a signal stops the run first."""
-        trainer, error = self.trainer, None
+    def take(self, number: int, prompts: list) -> dict[str, Any]:
+        """Return the `output` of batch `number`, and start to generate batch `number + lag`. `prompts` are those that
+        training expects. Raises a [`ServerFailure`] on all processes if the engine has failed on one of them, and
+        [`_Stopped`] if a signal stops the run first."""
+        trainer = self.trainer
         if self.engine is None:
-            self.engine = ServerRequests(trainer) if trainer.use_vllm else EngineProcess(trainer, self.lag)
-            self.early, self._last_end = EarlyRewards(trainer), time.perf_counter()
-            self.signals = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnSignal)]
+            self._start()
         for n in range(number, number + self.lag):
             self._submit(n)
         started = time.perf_counter()
-        if number in self._in_flight:
-            future = self._in_flight[number][1]
-            if not self._has_arrived(future, patience=0.0):
-                error = ""
-            elif (failure := future.exception()) is not None:
-                error = f"{type(failure).__name__}: {failure}".removesuffix(": ")
+        error = self._receive(number)
         waited = time.perf_counter() - started
         errors = gather_object([error])
         if any(errors):
@@ -136,12 +133,8 @@ class LateBatches:
             trainer._step_start.rewind()
             save_last_step(trainer)
             raise _Stopped
-        if number in self._in_flight:
-            self._receive(number)
-        if number in self._reward_errors:
-            raise self._reward_errors[number]
         batch = self.taken = self.arrived[number]
-        if batch["prompt_ids"] != [list(ids) for ids in prompt_ids]:
+        if batch["prompts"] != prompts:
             raise FailedRun(
                 f"The prompts of generation batch {number} are not those that the engine was given: the dataset or "
                 "the number of processes differs from the checkpoint's. Resume with both as they were."
@@ -152,102 +145,165 @@ class LateBatches:
             "lag_updates": float(trainer.state.global_step - batch["step"]),
             "learner_wait": waited,
             "engine_wait": batch["idle"],
-            "overlapped_share": max(0.0, 1 - waited / batch["seconds"]) if batch["seconds"] else 0.0,
+            "overlapped_share": max(0.0, 1 - waited / batch["seconds"]),
         }.items():
             trainer._metrics["train"][f"async/{name}"].append(value)
-        return batch["completion_ids"], batch["logprobs"]
+        return batch["output"]
 
     def finish(self) -> dict[int, dict[str, Any]]:
-        """Wait for the batches in flight, and return all that have arrived and were not taken. One that a signal or
-        the end of the engine process stopped has its weights instead. All processes must call this."""
+        """Wait for the batches in flight, and return all that were not taken, for a checkpoint. One that a signal or
+        the end of the engine process stopped has its weights instead, or is left out with a server."""
         for number in list(self._in_flight):
             self._receive(number)
-        return self.arrived
+        batches = {}
+        for number, batch in self.arrived.items():
+            rewards = {i: found for i, found in batch.get("rewards", {}).items() if not isinstance(found, Exception)}
+            batches[number] = batch | {"rewards": rewards}  # a function that raised is called when the batch is taken
+        for number, (step, _) in self._in_flight.items():
+            if (weights := self.engine.weights_of(number % self.lag)) is not None:
+                batches[number] = {"step": step, "weights": weights}
+        return batches
 
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
 
-    def _has_arrived(self, future: Future, patience: float) -> bool:
-        """Wait for a batch. Returns `False` if it has not arrived `patience` seconds after a signal or another reason
-        to stop the run."""
-        deadline = None
+    def _start(self) -> None:
+        trainer = self.trainer
+        self.engine = ServerRequests(trainer) if trainer.use_vllm else EngineProcess(trainer, self.lag)
+        self.signals = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnSignal)]
+        self._last_end = time.perf_counter()
+        self._tokenizer = copy.deepcopy(trainer.processing_class)  # threads must not share one
+        late = {"trainer_state", *trainer.reward_arguments()}
+        parses = any(getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
+        self._early = {
+            i: function
+            for i, function in enumerate(trainer.reward_funcs)
+            if not (parses or isinstance(function, nn.Module))
+            and late.isdisjoint(inspect.signature(function).parameters)
+        }
+
+    def _receive(self, number: int) -> str | None:
+        """Wait for a batch. Returns why it did not arrive; this is empty after a signal or another reason to stop."""
+        if number not in self._in_flight:
+            return None
+        future = self._in_flight[number][1]
         while not wait([future], timeout=0.2).done:
             if self.trainer.control.should_training_stop or any(each.received for each in self.signals):
-                deadline = deadline or time.monotonic() + patience
-                if time.monotonic() >= deadline:
-                    return False
-        return True
-
-    def _receive(self, number: int) -> None:
-        job, future = self._in_flight[number]
-        times = {"seconds": 0.0, "idle": 0.0}
-        if not self._has_arrived(future, PATIENCE) or future.exception() is not None:
-            output = self.engine.weights_of(job["request"])
-        else:
-            output, times = future.result()
-        if (own := self.engine.own_part(job["request"], output)) is not None:
-            del self._in_flight[number]
-            self.arrived[number] = own | {"prompt_ids": job["prompt_ids"], "step": job["step"]} | times
+                self._deadline = self._deadline or time.monotonic() + PATIENCE
+                if time.monotonic() >= self._deadline:
+                    return ""
+        if (failure := future.exception()) is not None:
+            return f"{type(failure).__name__}: {failure}".removesuffix(": ")
+        self.arrived[number] = future.result()
+        del self._in_flight[number]
+        return None
 
     def _submit(self, number: int) -> None:
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        num_batches = Step.of(trainer.args, accelerator.num_processes).rollouts(trainer.state.max_steps)
-        stopped = self.arrived.pop(number) if "weights" in self.arrived.get(number, ()) else {}
-        if number in self.arrived or number in self._in_flight or number >= num_batches:
+        trainer = self.trainer
+        num_batches = Step.of(trainer.args, trainer.accelerator.num_processes).rollouts(trainer.state.max_steps)
+        if number in self._in_flight or "output" in self.arrived.get(number, ()) or number >= num_batches:
             return
+        stopped = self.arrived.pop(number, {})
         with trainer.timer.part("weight_sync"):  # batch `number - lag` had this slot, and has been taken
             self.engine.write_weights(number % self.lag, stopped.get("weights"))
         rows = self._rows(number)
-        prompt_ids = [list(ids) for ids in trainer._tokenize_prompts([row["prompt"] for row in rows])[0]]
-        num_own = len(rows) // accelerator.num_processes
-        own = slice(accelerator.process_index * num_own, (accelerator.process_index + 1) * num_own)
-        stream, of_request = ("server", slice(None)) if trainer.use_vllm else (accelerator.process_index, own)
-        request = {"slot": number % self.lag, "prompt_ids": prompt_ids[of_request]}
-        request["seed"] = request_seed(f"{trainer.args.seed}/{stream}/late", number)
-        job = {"request": request, "rows": rows[of_request], "prompt_ids": prompt_ids[own]}
-        job["step"] = stopped.get("step", trainer.state.global_step)
-        future: Future = Future()
-        previous, self._last = self._last, future
-        self._in_flight[number] = job, future
+        prompts = [row["prompt"] for row in rows]
+        if trainer.late_rollout is None:
+            prompts = [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
+        step = stopped.get("step", trainer.state.global_step)
+        self._last = _in_background(self._compute, number, step, rows, prompts, self._last)
+        self._in_flight[number] = step, self._last
 
-        def run():
-            started = time.perf_counter()
-            try:
-                output = self.engine.generate(request)
-                started, before, self._last_end = max(started, self._last_end), self._last_end, time.perf_counter()
-                times = {"seconds": self._last_end - started, "idle": started - before}
-                if previous is not None:
-                    previous.result()  # rewards are computed in the order of batches
-            except BaseException as error:  # raised on all processes when the batch is taken
-                future.set_exception(error)
-                return
-            started = time.perf_counter()
-            try:
-                if output is not None:
-                    output["rewards"] = self.early.grade(job["rows"], output["completion_ids"], job["step"])
-            except BaseException as error:  # raised when the batch is taken
-                self._reward_errors[number], output["rewards"] = error, {}
-            times["seconds"] += time.perf_counter() - started
-            future.set_result((output, times))
+    def _compute(self, number: int, step: int, rows: list[dict], prompts: list, previous: Future | None) -> dict:
+        """Generate and grade a batch; an exception is raised on all processes when the batch is taken."""
+        started = time.perf_counter()
+        output = self._generate(number, prompts)
+        began, before, self._last_end = max(started, self._last_end), self._last_end, time.perf_counter()
+        if previous is not None:
+            previous.result()
+        rewards = self._grade(rows, output, step)
+        times = {"seconds": time.perf_counter() - began, "idle": began - before}
+        return {"step": step, "prompts": prompts, "output": output, "rewards": rewards} | times
 
-        threading.Thread(target=run, daemon=True).start()
+    def _generate(self, number: int, prompts: list) -> dict[str, list]:
+        trainer, slot = self.trainer, number % self.lag
+        stream = f"{trainer.args.seed}/{trainer.accelerator.process_index}/late"
+        if trainer.late_rollout is None:
+            return self.engine.generate(slot, prompts, request_seed(stream, number))
+        calls = itertools.count()
+
+        async def generate(prompt_ids: list[list[int]]) -> dict[str, list[list]]:
+            seed = request_seed(f"{stream}/{number}", next(calls))
+            return await asyncio.wrap_future(_in_background(self.engine.generate, slot, prompt_ids, seed))
+
+        try:
+            output = asyncio.run(trainer.late_rollout(copy.deepcopy(prompts), generate))
+            return json.loads(json.dumps(output))  # what checkpoints can hold
+        except Exception:
+            logger.exception("rollout_func failed to generate batch %d.", number)
+            raise
+
+    def _grade(self, rows: list[dict], output: dict[str, list], step: int) -> dict[int, Any]:
+        """Call the early reward functions, given the dataset row of each completion and the optimizer step of the
+        weights. Returns the `rewards` and what was `logged` of each, or the exception it raised."""
+        if not self._early:
+            return {}
+        more = {name: values for name, values in output.items() if name not in _OF_ENGINE}
+        rows = [row | {name: values[i] for name, values in more.items()} for i, row in enumerate(rows)]
+        completion_ids = [ids or [self.trainer._tokenizer.eos_token_id] for ids in output["completion_ids"]]
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        in_turns = [[{"role": "assistant", "content": text}] for text in texts]
+        others = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
+        given = {name: [row[name] for row in rows] for name in others}
+        given |= {"prompts": [row["prompt"] for row in rows], "completion_ids": completion_ids}
+        given["completions"] = in_turns if is_conversational(rows[0]) else texts
+        given["truncated"] = self.trainer.are_truncated(completion_ids)
+        given["trainer_state"] = copy.copy(self.trainer.state)
+        given["trainer_state"].global_step = step
+        results: dict[int, Any] = {}
+        for i, function in self._early.items():
+            try:
+                results[i] = self._call(function, given)
+            except Exception as error:
+                results[i] = error
+        return results
+
+    def _call(self, function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+        logged: list[tuple[str, str, Any]] = []
+        rewards = function(
+            log_metric=lambda name, value: logged.append(("log_metric", name, float(value))),
+            log_extra=lambda name, values: logged.append(("log_extra", name, [_plain(value) for value in values])),
+            **given,
+        )
+        if inspect.isawaitable(rewards):
+            rewards = asyncio.run_coroutine_threadsafe(rewards, self.trainer.async_loop).result()
+        return {"rewards": rewards, "logged": logged}
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
-        """Return the dataset rows of a generation batch, one per completion of all processes."""
-        trainer = self.trainer
+        """Return the dataset rows of a generation batch, one per completion of this process."""
+        trainer, accelerator = self.trainer, self.trainer.accelerator
         sampler = trainer._get_train_sampler().sampler
         size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
         if epoch != self._epoch:
             sampler.repeat_count = sampler.mini_repeat_count = 1
             self._epoch, self._order = epoch, torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-        order = self._order[number % len(self._order)].tolist()
-        return [row for i in order for row in [trainer.train_dataset[i]] * trainer.num_generations]
+        of_all = self._order[number % len(self._order)].repeat_interleave(trainer.num_generations)
+        own = of_all.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
+        row_of = {i: trainer.train_dataset[i] for i in set(own)}
+        return [row_of[i] for i in own]
 
 
 class LateGeneration:
     """The part of [`ExactUpdateTrainer`] that generates ahead of training; a base class of it before
     [`RolloutTrainer`]."""
+
+    late_rollout: Callable | None = None  # an asynchronous `rollout_func`
+
+    def _prepare_generation(self) -> None:
+        if self.args.rollout_lag and self.rollout_func is not None:
+            self.late_rollout, self.rollout_func = self.rollout_func, lambda prompts, _: self._take(prompts)
+        super()._prepare_generation()
 
     def _reset_run(self) -> None:
         super()._reset_run()
@@ -272,14 +328,10 @@ class LateGeneration:
         if self._late is not None:
             self._late.arrived = dict(batches)
 
-    def generate_more(self, *args, **kwargs):
-        if self._late is not None:
-            raise ValueError("generate_more would need the current weights in the engine. Set rollout_lag: 0.")
-        return super().generate_more(*args, **kwargs)
-
     def evaluation_loop(self, *args, **kwargs):
         if self._late is not None:  # a server has one copy of the weights, and reward functions are called in order
             self._late.finish()
+            self.accelerator.wait_for_everyone()
         return super().evaluation_loop(*args, **kwargs)
 
     def _save_rng_state(self, output_dir):
@@ -290,19 +342,29 @@ class LateGeneration:
     def _calculate_rewards(self, *args):
         functions = self.reward_funcs
         if self._late is not None and self.model.training:
-            self.reward_funcs = self._late.early.replaying(self._late.taken["rewards"])
+            found = self._late.taken["rewards"]
+            self.reward_funcs = [partial(_replay, found[i]) if i in found else f for i, f in enumerate(functions)]
         try:
             return super()._calculate_rewards(*args)
         finally:
             self.reward_funcs = functions
 
+    def _generate(self, prompts):
+        if self.late_rollout is not None:  # else TRL would send weights while a batch is in flight
+            self._last_loaded_step = self.state.global_step
+        return super()._generate(prompts)
+
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         if self._late is None or not self.model.training:
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        number = self._step // (self.args.steps_per_generation * self.num_iterations)
-        completion_ids, logprobs = self._late.take(number, prompt_ids)
-        self._end_empty(completion_ids, logprobs)
-        return completion_ids, logprobs
+        output = self._take([list(ids) for ids in prompt_ids])
+        self._end_empty(**output)
+        return output["completion_ids"], output["logprobs"]
+
+    def _take(self, prompts: list) -> dict[str, list]:
+        if not self.model.training:
+            raise ValueError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
+        return self._late.take(self._step // (self.args.steps_per_generation * self.num_iterations), prompts)
 
 
 def set_generating_logps(rollouts: list[Rollout], names: list[str]) -> None:
@@ -313,3 +375,29 @@ def set_generating_logps(rollouts: list[Rollout], names: list[str]) -> None:
         rollout.loss_mask = rollout.loss_mask & known
         for name in names:
             setattr(rollout, name, np.where(known, rollout.sampling_logps, 0.0).astype(np.float32))
+
+
+def _in_background(function: Callable, *arguments: Any) -> Future:
+    """Call a function in a thread that does not keep the interpreter from ending."""
+    future: Future = Future()
+
+    def run():
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def _plain(value: Any) -> Any:
+    return value if type(value) in (str, int, float, bool, type(None)) else str(value)  # what checkpoints can hold
+
+
+def _replay(found: Any, **given: Any) -> list[float | None]:
+    if isinstance(found, Exception):
+        raise found
+    for function, name, value in found["logged"]:
+        given[function](name, value)
+    return found["rewards"]

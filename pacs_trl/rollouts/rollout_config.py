@@ -33,6 +33,9 @@ class RolloutConfig(GRPOConfig):
             Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch `n + lag`
             with the weights from before the updates on batch `n`, while these run. Without vLLM the engine is a
             process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not depend on timing.
+        rollout_engine (`str`, *optional*, defaults to `"transformers"`):
+            What generates in that process: `"transformers"`, or `"vllm"`, a vLLM for CPUs, in float32, whose context
+            and memory are `vllm_max_model_length` and `vllm_gpu_memory_utilization`.
         startup_check (`bool`, *optional*, defaults to `True`):
             Whether to compare the log-probs of three short sequences, computed as in training, with each model's own
             logits before training. If they differ, training uses a slower forward pass that agrees and logs a warning,
@@ -50,6 +53,7 @@ class RolloutConfig(GRPOConfig):
     generation_dtype: Literal["bfloat16"] | None = None
     vllm_sync_adapter: bool = False
     rollout_lag: Literal[0, 1, 2] = 0
+    rollout_engine: Literal["transformers", "vllm"] = "transformers"
     startup_check: bool = True
     eval_benchmarks: list[str] | None = None
     eval_max_problems: int | None = bounded(None, least=1)
@@ -85,6 +89,13 @@ class RolloutConfig(GRPOConfig):
             errors.append(
                 f"{' and '.join(ignored)} would be ignored with use_vllm: {str(self.use_vllm).lower()}. Remove the "
                 f"key, or set use_vllm: {str(not self.use_vllm).lower()}."
+            )
+        if self.rollout_engine == "vllm" and (
+            self.use_vllm or not self.rollout_lag or self.fast_generation or self.generation_dtype
+        ):
+            errors.append(
+                "rollout_engine: vllm is for rollout_lag with use_vllm: false, and without fast_generation and "
+                "generation_dtype, which it would ignore. Set rollout_lag: 1, and remove the others."
             )
         if self.rollout_lag and (error := self._lag_error()):
             errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")

@@ -6,11 +6,10 @@ import threading
 import pytest
 import torch
 from forked_engine import forked_engine
+from late_runs import assert_equal, trainer_of
 from replay import digit_reward, trainable_weights
-from test_late_batches import trainer_of
 
 from pacs_trl import GRPOTrainer
-from pacs_trl.rollouts.early_rewards import slice_of
 
 
 called: list[tuple] = []  # name, texts, optimizer step of the state, whether in the main thread
@@ -81,16 +80,7 @@ def test_functions_are_called_early_unless_they_read_the_policy(tmp_path):
     logged = resumed._logs["extra"]["answer"]
     assert list(logged) == [f"tensor({len(ids)})" for ids in texts[-1]]
     assert [each[0] for each in again if each[3]] == ["of_state", "of_policy"] * 2
-    expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
-def test_slices():
-    """What a process gets of the results that the main process has of a server's completions."""
-    found = {1: {"rewards": [0.0, 1.0, None, 0.5], "metrics": [("a", 2.0)], "columns": {"b": [*"wxyz"]}}}
-    assert slice_of(found, slice(2, 4)) == {
-        1: {"rewards": [None, 0.5], "metrics": [("a", 2.0)], "columns": {"b": ["y", "z"]}}
-    }
+    assert_equal(straight.model, trainable_weights(resumed.model))
 
 
 class Wrong(Exception):

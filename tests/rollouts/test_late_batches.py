@@ -1,5 +1,6 @@
 """Generation with a fixed lag: the number of a batch decides what it is generated with, whoever dies in between."""
 
+import asyncio
 import os
 import random
 import signal
@@ -10,14 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 from forked_engine import forked_engine
+from late_runs import assert_equal, check_logps, trainer_of
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from peft import LoraConfig
 from processes import on_two, start
-from replay import Recorder, addition_dataset, build_trainer, config, trainable_weights
+from replay import TOKENIZER, Recorder, addition_dataset, build_trainer, config, digit_reward, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer
+from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig
 from pacs_trl.baselines.ppo_config import PPOConfig
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSConfig
@@ -25,36 +26,6 @@ from pacs_trl.rollouts import late_batches
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
 from pacs_trl.rollouts.preemption import stop_on_signal
-
-
-SETTINGS = {
-    "steps_per_generation": 2,
-    "optim": "adamw_torch",
-    "learning_rate": 3e-3,
-    "save_strategy": "steps",
-    "save_steps": 1,
-    "max_steps": 6,
-    "temperature": 1.3,
-    "rollout_lag": 1,
-}
-
-
-class Keeping:
-    """A trainer that keeps the completions of each generation batch."""
-
-    def _generate_rollouts(self, generation_batch):
-        rollouts = super()._generate_rollouts(generation_batch)
-        self.kept = [*vars(self).get("kept", []), rollouts]
-        return rollouts
-
-
-def trainer_of(directory, trainer_class=None, lora=False, callbacks=(), model=None, **settings):
-    kept = type("Kept", (Keeping, trainer_class or PACSTrainer), {})
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
-    data = {"train_dataset": addition_dataset(12), "eval_dataset": addition_dataset(4)}
-    more = data | {"callbacks": list(callbacks), "peft_config": adapter}
-    torch.manual_seed(shifted(5))  # of the adapter
-    return build_trainer(directory, trainer_class=kept, more=more, model=model, **(SETTINGS | settings))
 
 
 @pytest.mark.parametrize(
@@ -67,20 +38,7 @@ def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lo
     with forked_engine():
         trainer = trainer_of(tmp_path, trainer_class, lora, [recorder], **given)
         trainer.train()
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    with torch.no_grad():
-        for number, rollouts in enumerate(trainer.kept):
-            weights = recorder.weights[2 * max(0, number - lag)]
-            for name, parameter in policy.named_parameters():
-                parameter.data.copy_(weights.get(name, parameter))
-            for rollout in rollouts:
-                ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
-                logits = policy(input_ids=ids.long()).logits[0, len(rollout.prompt_ids) - 1 : -1] / 1.3
-                found = logits.log_softmax(-1).gather(1, ids[0, len(rollout.prompt_ids) :, None].long())[:, 0]
-                reported = torch.from_numpy(rollout.sampling_logps)
-                assert torch.allclose(found, reported, atol=1e-4), f"batch {number}"
-                of_generating = rollout.ref_logps if trainer_class is None else rollout.old_logps
-                assert (of_generating == rollout.sampling_logps).all()
+    check_logps(trainer, recorder, lag)
     logs = [log for log in trainer.state.log_history if "async/lag_updates" in log]
     assert [log["async/lag_updates"] for log in logs] == [2.0 * min(n, lag) for n in range(4)]
     gaps = [log["sampling/sampling_logp_difference/mean"] for log in logs]
@@ -88,25 +46,50 @@ def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lo
     assert all(set(r.group for r in kept).isdisjoint(r.group for r in trainer.kept[0]) for kept in trainer.kept[1:])
 
 
+async def two_turns(prompts, generate):
+    """A rollout function whose completions are two turns with tokens of an environment in between."""
+    prompt_ids = TOKENIZER.apply_chat_template(prompts, add_generation_prompt=True, return_dict=False)
+    halves = await asyncio.gather(generate(prompt_ids[::2]), generate(prompt_ids[1::2]))
+    first = {name: [half[name][i] for i in range(len(prompts) // 2) for half in halves] for name in halves[0]}
+    context = [[*ids, *turn, 7, 8] for ids, turn in zip(prompt_ids, first["completion_ids"], strict=True)]
+    second = await generate(context)
+    both = list(zip(first["completion_ids"], second["completion_ids"], strict=True))
+    return {
+        "prompt_ids": prompt_ids,
+        "completion_ids": [[*a, 7, 8, *b] for a, b in both],
+        "logprobs": [[*a, 0.0, 0.0, *b] for a, b in zip(first["logprobs"], second["logprobs"], strict=True)],
+        "env_mask": [[1] * len(a) + [0, 0] + [1] * len(b) for a, b in both],
+        "turns": [2] * len(prompts),
+    }
+
+
+def reward_of_turns(completions, turns, **kwargs):
+    return [turn / 2 * reward for turn, reward in zip(turns, digit_reward(completions), strict=True)]
+
+
+def test_an_asynchronous_rollout_function(tmp_path):
+    recorder, given = Recorder(), {"rollout_func": two_turns, "reward": reward_of_turns, "rollout_lag": 2}
+    given |= {"max_steps": 8}
+    with forked_engine():
+        straight = trainer_of(tmp_path / "a", callbacks=[recorder], **given)
+        resumed = trainer_of(tmp_path / "b", **given)
+        straight.train()
+        resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert_equal(straight.model, trainable_weights(resumed.model))
+    check_logps(straight, recorder, 2)
+    for again, rollout in zip(resumed.kept[-1], straight.kept[-1], strict=True):
+        assert (again.completion_ids == rollout.completion_ids).all()
+
+
 class Kill(TrainerCallback):
-    """kill -9 in the optimizer step `at`, while the engine may be generating."""
+    """kill -9 some seconds after the optimizer step `at` began: while engine or trainer waits, works, or saves."""
 
-    def __init__(self, at: int):
-        self.at = at
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if state.global_step == self.at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-class KillSoon(Kill):
-    """The same at any moment: while the engine or the trainer waits, works, or saves."""
+    def __init__(self, at: int, seconds: float):
+        self.at, self.seconds = at, seconds
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == self.at:
-            threading.Timer(random.random() / 10, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    on_pre_optimizer_step = TrainerCallback.on_pre_optimizer_step
+            threading.Timer(self.seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def train_and_kill(directory, callbacks, resume, settings):
@@ -116,40 +99,50 @@ def train_and_kill(directory, callbacks, resume, settings):
         trainer.save_model()
 
 
-@pytest.mark.parametrize("lag", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_killed_at_any_moment(tmp_path, lag):
-    settings = {"rollout_lag": lag, "max_steps": 9}
+ONCE_MORE = [pytest.param(1, 9, 4, marks=pytest.mark.slow), pytest.param(2, 50, 20, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("lag", "steps", "times"), [(2, 9, 4), *ONCE_MORE])
+def test_killed_at_any_moment(tmp_path, lag, steps, times):
+    settings = {"rollout_lag": lag, "max_steps": steps}
     with forked_engine():
         straight = trainer_of(tmp_path / "straight", **settings)
         straight.train()
-    kills = [[Kill(1)], [KillSoon(3)], [KillSoon(4)], [Kill(6)], []]
-    directory = tmp_path / "killed"
-    for kill in kills:
+    moments = random.Random(shifted(times))
+    kills = [[Kill(at, moments.random() / 10)] for at in sorted(moments.sample(range(1, steps - 1), times))]
+    directory, codes = tmp_path / "killed", []
+    for kill in [*kills, []]:
         process = start(
             train_and_kill, directory, kill, last_checkpoint(directory) is not None, settings, output=tmp_path / "out"
         )
         process.join(120)
-        assert process.exitcode in (-signal.SIGKILL, 0), (tmp_path / "out").read_text()[-3000:]
+        codes.append(process.exitcode)
+        assert codes[-1] in (-signal.SIGKILL, 0), (tmp_path / "out").read_text()[-3000:]
+    assert codes.count(-signal.SIGKILL) > times / 2
     found = trainable_weights(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    expected = trainable_weights(straight.model)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_equal(straight.model, found)
 
 
-def train_and_resume(directory):
+def train_and_resume(directory, settings):
+    if "vllm_mode" in settings:
+        play_installed(setattr)
     with forked_engine():
-        straight = trainer_of(directory / "straight", per_device_train_batch_size=4)
+        straight = trainer_of(directory / "straight", per_device_train_batch_size=4, **settings)
         straight.train()
-        resumed = trainer_of(directory / "resumed", per_device_train_batch_size=4)
+        resumed = trainer_of(directory / "resumed", per_device_train_batch_size=4, **settings)
         resumed.train(resume_from_checkpoint=str(directory / "straight" / "checkpoint-3"))
-    expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_equal(straight.model, trainable_weights(resumed.model))
     prompts = [tuple(r.prompt_ids) for rollouts in straight.kept for r in rollouts]
     assert len(set(prompts)) == 3 * 2, "each process has its own prompts"
 
 
 @pytest.mark.distributed
-def test_two_processes(tmp_path):
-    on_two(train_and_resume, tmp_path, outputs=tmp_path, seconds=300)
+@pytest.mark.parametrize("engine", ["process", "server"])
+def test_two_processes(tmp_path, model_path, engine):
+    with LoopbackVLLM(model_path) as server:
+        settings = {"model": model_path, **server_settings(server.url)} if engine == "server" else {}
+        on_two(train_and_resume, tmp_path, settings, outputs=tmp_path, seconds=300)
+        assert len(set(server.seeds)) == (3 * 2 if settings else 0), "each request of each process has its own seed"
 
 
 class EndEngine(TrainerCallback):
@@ -176,8 +169,7 @@ def test_an_engine_that_dies_stops_the_run_after_a_step(tmp_path):
             stopped.train()
         resumed = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, save_strategy="no")
         resumed.train(resume_from_checkpoint=True)
-        expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        assert_equal(straight.model, trainable_weights(resumed.model))
         other = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, seed=shifted(42))
         other.train_dataset = addition_dataset(24).select(range(12, 24))
         with pytest.raises(FailedRun, match="prompts of generation batch"):
@@ -217,9 +209,9 @@ def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, event, at, save
     """The first one, in training and while the third batch is waited for, which the engine never generates."""
     before, generate, numbers = signal.signal(signal.SIGINT, signal.default_int_handler), EngineProcess.generate, []
 
-    def generate_two(engine, request):
+    def generate_two(engine, *request):
         numbers.append(request)
-        return generate(engine, request) if len(numbers) < 3 else threading.Event().wait()
+        return generate(engine, *request) if len(numbers) < 3 else threading.Event().wait()
 
     with forked_engine(), stop_on_signal() as stopping:
         straight = trainer_of(tmp_path / "straight", save_strategy="no")
@@ -235,18 +227,16 @@ def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, event, at, save
         assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
         resumed = trainer_of(tmp_path / "stopped", save_strategy="no")
         resumed.train(resume_from_checkpoint=True)
-    expected, found = (trainable_weights(trainer.model) for trainer in (straight, resumed))
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    assert_equal(straight.model, trainable_weights(resumed.model))
 
 
-class NotePid(Kill):
+class NotePid(TrainerCallback):
     def __init__(self, trainer, file: Path):
-        super().__init__(2)
         self.trainer, self.file = trainer, file
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            self.file.write_text(str(self.trainer._late.engine.process.pid))
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.file.write_text(str(self.trainer._late.engine.process.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train_with_an_interpreter(directory, file):
@@ -313,7 +303,8 @@ def test_settings_that_do_not_fit(tmp_path, config_class, settings, named):
 @pytest.mark.parametrize(
     ("arguments", "settings", "named"),
     [
-        ({"rollout_func": print}, {}, "rollout_func"),
+        ({"rollout_func": print}, {}, "rollout_func other than"),
+        ({"rollout_func": two_turns, "eval_dataset": addition_dataset()}, {}, "rollout_func with eval_dataset"),
         ({"tools": [print]}, {}, "tools"),
         ({"train_dataset": addition_dataset().to_iterable_dataset()}, {"max_steps": 2}, "streaming dataset"),
         ({}, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
