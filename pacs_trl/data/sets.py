@@ -148,7 +148,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         )
     import pyarrow.parquet
 
-    number = 0
+    where = ""
     try:
         if path.suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
@@ -156,14 +156,13 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             rows = json.loads(path.read_bytes())
         else:
             rows = []
-            for line in path.read_bytes().split(b"\n"):  # other line ends may be inside a text
-                number += 1
+            for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # other line ends may be inside a text
+                where = f", line {number}"
                 rows += [json.loads(line)] if line.strip() else []
-            number = 0
+            where = ""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise ValueError("it has no rows" if rows == [] else "it must be a list of JSON objects")
     except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
-        where = f", line {number}" if number else ""
         hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
         raise ValueError(
             f"The data file {str(path)!r}{where} cannot be read: {error}. Write one JSON object with the columns per "

@@ -67,8 +67,8 @@ class GuidanceConfig(PACSConfig):
                 "class_weighting='only_negative' drops the loss of correct guided completions. Use "
                 "class_weighting='balanced'."
             )
-        rows = min(step.completions_per_update, step.completions_per_generation) if step is not None else None
-        if rows is not None and self.max_guided_fraction * rows < 1:
+        rows = min(step.completions_per_update, step.completions_per_generation)
+        if self.max_guided_fraction * rows < 1:
             errors.append(
                 f"max_guided_fraction={self.max_guided_fraction} of the {rows} completions of an optimizer step is "
                 f"less than one. Raise it to {1 / rows:.3g} or more."

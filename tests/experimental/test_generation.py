@@ -5,6 +5,7 @@ import hashlib
 import os
 import random
 import signal
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -52,10 +53,10 @@ def right_with_a_hint(prompts, **kwargs) -> list[float]:
     return [float("Hint" in str(prompt)) for prompt in prompts]
 
 
-def half_are_hard(prompts, solution, **kwargs) -> list[float]:
-    """Prompts with an even solution; the others are solved by every second completion."""
+def most_are_hard(prompts, solution, **kwargs) -> list[float]:
+    """Prompts whose solution is no multiple of three; the others are solved by every second completion."""
     hinted = right_with_a_hint(prompts)
-    return [own if int(answer) % 2 == 0 else float(i % 2) for i, (own, answer) in enumerate(zip(hinted, solution))]
+    return [own if int(answer) % 3 else float(i % 2) for i, (own, answer) in enumerate(zip(hinted, solution))]
 
 
 ADAPTIVE = {"adaptive_rollouts": "equal_treatment", "max_generations": 16}
@@ -189,11 +190,14 @@ def test_prompts_without_verdicts_get_no_more(tmp_path, model_path):
 @pytest.mark.parametrize("engine", ["colocate"], indirect=True)
 def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, engine):
     settings = engine[0] | HINTS | {"max_steps": 6, "save_strategy": "no", "log_completions": True}
-    trainer = built(tmp_path, model_path, settings, reward=half_are_hard)
+    trainer = built(tmp_path, model_path, settings, reward=most_are_hard)
     trainer.train()
-    guided = 0
+    guided, expected = 0, []
     for first, groups in trainer.generations:
-        attempts = 0
+        for step in zip(*[iter(first.values())] * 2):
+            # half of a group without a right answer, 2 of 4, if that is within a quarter of the 8 rows of the step
+            hard = [rows[0].prompt_ids for rows in step if max(row.label for row in rows) == 0]
+            expected += [TOKENIZER.decode(ids).split("<|im_end|>")[0] for ids in hard for _ in range(2 // len(hard))]
         for group, rows in groups.items():
             kept = [row for row in rows if "guided" not in row.extra]
             new = [row for row in rows if "guided" in row.extra]
@@ -201,14 +205,13 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
             assert all(row.label == 1.0 and np.isnan(row.sampling_logps).all() for row in new)
             assert len({tuple(row.prompt_ids) for row in rows}) == 1  # without the hint
             assert not new or max(row.label for row in first[group]) == 0
-            attempts += 2 * (max(row.label for row in first[group]) == 0)
             guided += len(new)
     assert guided == sum(history(trainer, "guidance/solved")) > 0
-    assert max(history(trainer, "guidance/attempted")) <= 0.25 * 16
-    # half of a group without a right answer: 2 of 4; at most a quarter of the 8 rows of an optimizer step
     requests = [TOKENIZER.decode(ids) for ids, _ in trainer.vllm_generation.llm.requests]
     asked = [text for text in requests if "Hint: Think of " in text]
     assert len(asked) == sum(history(trainer, "guidance/attempted"))
+    assert all(text.startswith(plain) for text, plain in zip(asked, expected, strict=True))
+    assert {1, 2} == set(Counter(asked).values())
     table = pd.concat([pd.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))])
     table = table[table["step"] % 2 == 1]  # the second step of a generation writes it again
     marked = table[table["source"] == "guidance"]
