@@ -38,7 +38,7 @@ from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.publication import upload
 from .rollouts.tracking import tracked_run
 from .rollouts.vllm_checks import check_vllm
-from .settings.names import check_model_path, check_whole_model, function_of_user, require_vllm
+from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step
 
 
@@ -156,9 +156,8 @@ def _checked_model(recipe: Recipe):
     training.model_init_kwargs = own | (training.model_init_kwargs or {})
     training.eval_data = recipe.data  # from which prompts of benchmarks are made
     name = model.model_name_or_path
-    for path in (name, vars(training).get("critic_model_name_or_path") or name):
-        check_model_path(path)
-    check_whole_model(name, "training", "name the base model")
+    check_model_path(name, "training")
+    check_model_path(vars(training).get("critic_model_name_or_path") or name)
     peft_config = get_peft_config(model)
     lora_rank = max_lora_rank(training, None, peft_config)
     if training.use_vllm and name.startswith(MINIATURE):

@@ -20,7 +20,7 @@ from typing import Any
 from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..redaction import without_secrets
-from ..settings.names import check_whole_model, require_vllm
+from ..settings.names import check_model_path, require_vllm
 from . import provenance
 from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, tokenize_prompt
@@ -208,7 +208,7 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
     if args.engine == "server":
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
     if args.engine == "vllm":
-        check_whole_model(args.model, "the vllm engine", "use engine 'transformers'")
+        check_model_path(args.model, "the engine vllm, unlike transformers,")
     return provenance.model_identity(args.model, args.revision)
 
 

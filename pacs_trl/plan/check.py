@@ -22,7 +22,7 @@ from ..recipe import Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..settings import read_settings
-from ..settings.names import check_model_path, check_whole_model, function_of_user
+from ..settings.names import check_model_path, function_of_user
 from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import GPUS, H200, Gpu
@@ -89,8 +89,7 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
         checks.append((environment_of_user, recipe.run.environment))
     if recipe.run.rollout_func:
         checks.append((lambda name: function_of_user(name, "rollout_func"), recipe.run.rollout_func))
-    checks += [(check_model_path, name), (check_model_path, critic or name)]
-    checks.append((lambda name: check_whole_model(name, "training", "name the base model"), name))
+    checks += [(lambda name: check_model_path(name, "training"), name), (check_model_path, critic or name)]
     if name.startswith(MINIATURE):
         checks.append((check_task, name.removeprefix(MINIATURE).partition("/")[0]))
     for check, value in checks:

@@ -46,9 +46,9 @@ def looks_like_path(name: str) -> bool:
     return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
 
 
-def check_model_path(name: str) -> None:
-    """Raise a `ValueError` if a directory does not exist, or contains no model or an adapter without its base model;
-    Hub ids and `miniature/TASK` are not checked."""
+def check_model_path(name: str, whole_for: str | None = None) -> None:
+    """Raise a `ValueError` if a directory does not exist, contains no model, an adapter without its base model, or,
+    if `whole_for` names what cannot load it, an adapter. Hub ids and `miniature/TASK` are not checked."""
     directory = Path(name)
     if not directory.exists() and (not looks_like_path(name) or name.startswith("miniature/")):
         return
@@ -68,15 +68,10 @@ def check_model_path(name: str) -> None:
             f"The base model {base!r} of the adapter {name!r} does not exist in {Path.cwd()}. Copy it there, or "
             "correct base_model_name_or_path in adapter_config.json."
         )
-
-
-def check_whole_model(name: str, user: str, otherwise: str) -> None:
-    """Raise a `ValueError` if a directory contains only an adapter. `user` loads it; `otherwise` is the
-    alternative."""
-    if Path(name, "adapter_config.json").is_file() and not Path(name, "config.json").is_file():
+    if whole_for is not None:
         raise ValueError(
-            f"{name} contains an adapter, but {user} needs a whole model. Merge the adapter into its base model "
-            f"(peft: merge_and_unload) and save it with the tokenizer, or {otherwise}."
+            f"{name} contains an adapter, but {whole_for} needs a whole model. Merge the adapter into its base model "
+            "(peft: merge_and_unload) and save it with the tokenizer."
         )
 
 
