@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -212,11 +212,15 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             with self.timer.part("generation"):
                 generated = super()._generate(prompts)
             self.timer.work["generated"] += sum(map(len, generated[1]))
-        except ServerFailure as failure:  # on all processes, which save the state after the last optimizer step
-            self._step_start.rewind()
-            checkpoint.save_last_step(self)
-            raise failed_run(failure, self) from failure
+        except ServerFailure as failure:
+            self._stop_without_server(failure)
         return generated
+
+    def _stop_without_server(self, failure: ServerFailure) -> NoReturn:
+        """Save the state after the last optimizer step, on all processes, and stop."""
+        self._step_start.rewind()
+        checkpoint.save_last_step(self)
+        raise failed_run(failure, self) from failure
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         with self._faster_generation():
