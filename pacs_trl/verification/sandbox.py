@@ -15,9 +15,9 @@ import linecache
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import threading
@@ -177,12 +177,12 @@ def end_children() -> None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder, including subfolders that a program made inaccessible."""
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            if not os.path.islink(os.path.join(path, name)):
-                os.chmod(os.path.join(path, name), 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
+    """Remove a folder, including subfolders that a program, where it could, nested deeply or made inaccessible."""
+    try:
+        os.rmdir(folder)
+    except OSError:
+        for command in (["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+            subprocess.run([*command, folder], stderr=subprocess.DEVNULL)
 
 
 def run_program(source: bytes) -> NoReturn:
