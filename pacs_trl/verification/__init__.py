@@ -237,7 +237,7 @@ class Verifier(BaseVerifier):
         memory_limit_mb (`int`): Address space of one worker, in MiB; sympy needs about 100.
         protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), `"number"` (the
             last number of the completion, for which expressions are no answers), or `"reasoning_gym"` (the scorer of
-            the entry that a solution names, see `gym.py`).
+            the entry that a solution names, see `gym_grader.py`).
         grade_truncated (`bool`): Grade truncated completions like others. By default only their last closed box is
             graded.
 
