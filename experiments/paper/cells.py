@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from experiments.diversity import correct_responses, hashing_embedder, problem_diversities
-from pacs_trl.report.inputs import read_log_history
+from pacs_trl.report.report import read_log_history
 from pacs_trl.settings import read_mapping
 
 from .records import CURVES, Records, Run, record, require_same_settings

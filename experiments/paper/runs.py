@@ -27,7 +27,7 @@ def train_once(arguments: Sequence[str], start: Path, output_dir: Path, show: bo
         `list[dict]`: The `log_history` of the trainer.
     """
     from pacs_trl import train
-    from pacs_trl.report.inputs import read_log_history
+    from pacs_trl.report.report import read_log_history
 
     state = output_dir / "trainer_state.json"
     if not state.is_file():  # written when training is over

@@ -55,11 +55,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _audit_completions(args: argparse.Namespace) -> None:
-    texts, golds, by_hand = _read_completions(args)
+    rows, column = read_rows(Path(args.completions)), args.completion_column
+    needed = {"completion_column": column, "true_column": args.true_column}
+    needed |= {} if args.benchmark else {"solution_column": args.solution_column}
+    _require_columns(args.completions, rows, needed)
+    # the first line of a sample file has no completion
+    found = [(row, completion_text(each)) for row in rows if column in row for each in _completions_of(row[column])]
+    rows, texts = [row for row, _ in found], [text for _, text in found]
+    golds = [row.get(args.solution_column) for row in rows]
+    if args.benchmark:
+        problems = {problem.id: problem for problem in load_benchmark(args.benchmark).problems}
+        known = [(problems.get(row.get("problem")), row.get("seed", 0)) for row in rows]
+        golds = [problem and problem.of_sample(seed)[1] for problem, seed in known]
+    labels = [str(row.get(args.true_column)).lower() for row in rows] if args.true_column else []
+    if unknown := [label for label in labels if label not in _LABELS]:
+        raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
     print(f"{len(texts)} completions of {args.completions}\n")
-    graded = {protocol: _grade(texts, golds, protocol) for protocol in args.protocols}
-    if args.true_column:
-        graded[args.true_column] = by_hand
+    graded = {}
+    for protocol in args.protocols:
+        with VerificationArguments(verification_protocol=protocol).build() as verifier:
+            graded[protocol] = [result.outcome for result in verifier.grade_detailed(texts, golds)]
+    if labels:
+        graded[args.true_column] = [_LABELS[label] for label in labels]
     _print_outcomes(graded)
     for first, second in combinations(graded, 2):
         pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
@@ -78,31 +95,8 @@ def _audit_completions(args: argparse.Namespace) -> None:
             print(f"    completion ...{(texts[i] or '')[-200:]!r}")
 
 
-def _read_completions(args: argparse.Namespace) -> tuple[list[str | None], list[Any], list[Outcome]]:
-    """Return completion texts, gold answers, and labels by hand, one per completion."""
-    rows = read_rows(Path(args.completions))
-    problems = {p.id: p for p in load_benchmark(args.benchmark).problems} if args.benchmark else None
-    needed = {"completion_column": args.completion_column, "true_column": args.true_column}
-    _require_columns(args.completions, rows, needed | ({} if problems else {"solution_column": args.solution_column}))
-    texts, golds, by_hand = [], [], []
-    for row in rows:
-        if args.completion_column not in row:  # the first line of a sample file
-            continue
-        gold = row.get(args.solution_column)
-        if problems is not None:
-            problem = problems.get(row.get("problem"))
-            gold = problem.of_sample(row.get("seed", 0))[1] if problem else None
-        value = row[args.completion_column]
-        is_group = isinstance(value, list) and not (value and isinstance(value[0], dict))
-        completions = value if is_group else [value]
-        labels = row.get(args.true_column) if args.true_column else None
-        labels = labels if isinstance(labels, list) else [labels] * len(completions)
-        if unknown := [label for label in labels if str(label).lower() not in _LABELS]:
-            raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
-        texts += map(completion_text, completions)
-        golds += [gold] * len(completions)
-        by_hand += [_LABELS[str(label).lower()] for _, label in zip(completions, labels, strict=True)]
-    return texts, golds, by_hand
+def _completions_of(cell: Any) -> list[Any]:
+    return cell if isinstance(cell, list) and not (cell and isinstance(cell[0], dict)) else [cell]
 
 
 def _require_columns(source: str, rows: Sequence[dict], columns: dict[str, str | None]) -> None:
@@ -112,11 +106,6 @@ def _require_columns(source: str, rows: Sequence[dict], columns: dict[str, str |
             raise ValueError(
                 f"`--{setting}` {column!r} is not a column of {source}. Columns found: {', '.join(found)}."
             )
-
-
-def _grade(texts: Sequence[str | None], golds: Sequence[Any], protocol: str) -> list[Outcome]:
-    with VerificationArguments(verification_protocol=protocol).build() as verifier:
-        return [result.outcome for result in verifier.grade_detailed(texts, golds)]
 
 
 def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
@@ -139,7 +128,14 @@ def _audit_programs(args: argparse.Namespace) -> None:
     rows = load_rows(name, entry, path or None)[: args.max_problems or None]
     columns = {"solution_column": entry.solution_column, "reference_column": args.reference_column}
     _require_columns(args.programs, rows, columns)
-    tests, problems = zip(*(_read_tests(row.get(entry.solution_column)) for row in rows), strict=True)
+    tests, problems = [], []  # `None` and the reason, where tests cannot be read
+    for cell in (row.get(entry.solution_column) for row in rows):
+        try:
+            tests.append(gold_answer(cell, "tests"))
+            problems.append(f"tests missing or malformed: {json.dumps(cell, default=str)[:80]}" * (not tests[-1]))
+        except ValueError as error:
+            tests.append(None)
+            problems.append(str(error))
     solutions = [row.get(args.reference_column) for row in rows]
     fenced = [f"```python\n{s}\n```" if isinstance(s, str) and last_program(s) is None else s for s in solutions]
     with CodeVerifier() as verifier:
@@ -152,12 +148,3 @@ def _audit_programs(args: argparse.Namespace) -> None:
         if grade.outcome is not Outcome.CORRECT:
             why = problem or grade.error or f"passes {grade.share:.0%} of the tests up to the first that fails"
             print(f"  row {index} ({row.get('problem_id', index)}): {grade.outcome.name.lower()}: {why}")
-
-
-def _read_tests(cell: Any) -> tuple[Any, str]:
-    """Return the tests in a cell, or `None` and the reason why it has none."""
-    try:
-        tests = gold_answer(cell, "tests")
-    except ValueError as error:
-        return None, str(error)
-    return tests, "" if tests else f"tests missing or malformed: {json.dumps(cell, default=str)[:80]}"

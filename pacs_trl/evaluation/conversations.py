@@ -48,7 +48,7 @@ class _Conversation:
     row: dict[str, Any]
     environment: Any
     tools: list[Callable]
-    prompt_ids: list[int] = field(default_factory=list)
+    prompt_ids: list[int]
     ids: list[int] = field(default_factory=list)
     messages: list[dict] = field(default_factory=list)
     num_tokens: int = 0
@@ -106,16 +106,10 @@ class ConversationEngine:
                 observation = environment.reset(**{k: v for k, v in row.items() if kind is None or k != "environment"})
                 prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + (observation or "")}]
             tools = [*self.tools, *(environment_tools(environment) if environment is not None else [])]
-            conversation = _Conversation(request, prompt, row, environment, tools)
-            conversation.prompt_ids = self._tokenizer.apply_chat_template(
-                prompt,
-                tools=tools or None,
-                chat_template=self.chat_template,
-                add_generation_prompt=True,
-                return_dict=False,
-                **self.chat_template_kwargs,
-            )
-            batch.append(conversation)
+            how = {"chat_template": self.chat_template, "add_generation_prompt": True, "return_dict": False}
+            how |= {"tools": tools or None, **self.chat_template_kwargs}
+            prompt_ids = self._tokenizer.apply_chat_template(prompt, **how)
+            batch.append(_Conversation(request, prompt, row, environment, tools, prompt_ids))
         return batch
 
     def _converse(self, batch: list[_Conversation], settings: SamplingSettings) -> None:
@@ -169,12 +163,11 @@ class ConversationEngine:
 def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
     """Return the message with the result of a call."""
     function = call.get("function", {})
-    name = function.get("name", "unknown")
+    name, by_name = function.get("name", "unknown"), {tool.__name__: tool for tool in tools}
     try:
-        found = [tool for tool in tools if tool.__name__ == name]
-        if not found:
+        if name not in by_name:
             raise ValueError(f"Tool {name} not found.")
-        result = _awaited(found[-1](**function["arguments"]))
+        result = _awaited(by_name[name](**function["arguments"]))
     except Exception as error:  # what the model is told in training
         result = {"error": str(error)}
     return {"role": "tool", "name": name, "content": result if isinstance(result, list) else str(result)}

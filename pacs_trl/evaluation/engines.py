@@ -115,15 +115,14 @@ class ServerEngine:
     Client of the `/chat/completions` endpoint of an OpenAI-compatible server, for example `vllm serve MODEL`.
 
     The server applies its own chat template. Start it without a reasoning parser, which would remove reasoning from
-    the text that is graded. Connection errors, timeouts, and status 408, 429, or 5xx are retried up to `max_attempts`
-    times with exponential backoff from `first_wait_seconds`. The API key is read from the environment variable
-    `OPENAI_API_KEY`; `chat_template_kwargs` are sent with each request (an extension of vLLM). Raises a `ValueError`
-    if the server does not respond or does not serve the model.
+    the text that is graded. Connection errors, timeouts, and status 408, 429, or 5xx are retried after
+    `waits_seconds`. The API key is read from the environment variable `OPENAI_API_KEY`; `chat_template_kwargs` are
+    sent with each request (an extension of vLLM). Raises a `ValueError` if the server does not respond or does not
+    serve the model.
     """
 
     timeout_seconds = 3600.0  # per request; long completions take minutes
-    max_attempts = 5
-    first_wait_seconds = 1.0
+    waits_seconds = (1.0, 2.0, 4.0, 8.0)  # between attempts
 
     def __init__(self, base_url: str, model: str, *, concurrency: int = 64, chat_template_kwargs: dict | None = None):
         from huggingface_hub.utils import httpx
@@ -181,9 +180,8 @@ class ServerEngine:
     def _post(self, body: dict) -> dict:
         from huggingface_hub.utils import httpx
 
-        for attempt in range(self.max_attempts):
-            if attempt:
-                time.sleep(self.first_wait_seconds * 2 ** (attempt - 1))
+        for wait in (0.0, *self.waits_seconds):
+            time.sleep(wait)
             try:
                 response = self._client.post("chat/completions", json=body)
             except httpx.TransportError as error:
@@ -198,8 +196,8 @@ class ServerEngine:
                     "settings, and run the same command again."
                 )
         raise FailedRun(
-            f"A request failed {self.max_attempts} times, last with {reason}. Fix the server and run the same command "
-            "again; stored samples are kept."
+            f"A request failed {len(self.waits_seconds) + 1} times, last with {reason}. Fix the server and run the "
+            "same command again; stored samples are kept."
         )
 
 

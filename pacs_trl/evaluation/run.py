@@ -23,8 +23,8 @@ from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
-from ..settings.names import require_vllm
-from ..verification import Grade, Outcome, Verifier
+from ..settings.names import check_model_path, require_vllm
+from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
@@ -97,8 +97,9 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    benchmarks = load_benchmarks(args)
-    model = identify_model(args)
+    if args.engine != "server":
+        check_model_path(args.model)
+    benchmarks, model = load_benchmarks(args), identify_model(args)
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tools = None
@@ -227,19 +228,16 @@ def grade_in_background(
         completions = [record["completion"] for record in chunk]
         solutions = [by_id[record["problem"]].of_sample(record["seed"])[1] for record in chunk]
         truncated = [record["finish_reason"] == "length" for record in chunk]
-        more = () if isinstance(verifier, CodeVerifier) else (truncated,)
-        if "reward" in chunk[0]:
-            grades = [_reward_grade(record["reward"]) for record in chunk]
+        if "reward" in chunk[0]:  # of an environment
+            rewards = [record["reward"] for record in chunk]
+            unknown, wrong, correct = Outcome.GOLD_UNPARSEABLE, Outcome.WRONG, Outcome.CORRECT
+            found = [unknown if r is None else correct if r >= 1 else wrong for r in rewards]
         else:
-            grades = verifier.grade_detailed(completions, solutions, *more)
-        for record, grade in zip(chunk, grades, strict=True):
-            outcomes[grade.outcome.name.lower()] += 1
-            graded[record["problem"], record["sample"]] = GradedSample(
-                problem=record["problem"],
-                outcome=grade.outcome.label,
-                num_tokens=record["num_tokens"],
-                finish_reason=record["finish_reason"],
-            )
+            found = [grade.outcome for grade in verifier.grade_detailed(completions, solutions, truncated)]
+        for record, outcome in zip(chunk, found, strict=True):
+            outcomes[outcome.name.lower()] += 1
+            facts = record["problem"], outcome.label, record["num_tokens"], record["finish_reason"]
+            graded[record["problem"], record["sample"]] = GradedSample(*facts)
 
     waiting: deque[Future[None]] = deque()
     pool = ThreadPoolExecutor(max_workers=1)
@@ -253,10 +251,6 @@ def grade_in_background(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return graded, outcomes
-
-
-def _reward_grade(reward: float | None) -> Grade:
-    return Grade(Outcome.GOLD_UNPARSEABLE if reward is None else Outcome.CORRECT if reward >= 1 else Outcome.WRONG)
 
 
 def _check_failures(benchmark: LoadedBenchmark, outcomes: Counter[str], max_share: float) -> None:

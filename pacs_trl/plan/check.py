@@ -8,7 +8,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig
 from transformers.utils import is_torch_bf16_gpu_available
@@ -80,29 +82,28 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
         recipe = Recipe.from_settings(read_settings(["--config", path, *overrides]), num_processes)
     except ValueError as error:
         return None, [str(error)]
+    run, name, targets = recipe.run, recipe.model.model_name_or_path, recipe.model.lora_target_modules
+    checks = [
+        *((reward_function, reward) for reward in run.reward_funcs),
+        *((tool_function, tool) for tool in run.tools or []),
+        (environment_of_user, run.environment),
+        (partial(function_of_user, key="rollout_func"), run.rollout_func),
+        (partial(check_model_path, whole_for="training"), name),
+        (check_model_path, vars(recipe.training).get("critic_model_name_or_path")),
+        (check_task, name.startswith(MINIATURE) and name.removeprefix(MINIATURE).partition("/")[0]),
+        (re.compile, isinstance(targets, str) and targets),
+    ]
     errors = []
-    name, targets = recipe.model.model_name_or_path, recipe.model.lora_target_modules
-    critic = vars(recipe.training).get("critic_model_name_or_path")
-    checks = [(reward_function, reward) for reward in recipe.run.reward_funcs]
-    checks += [(tool_function, tool) for tool in recipe.run.tools or []]
-    if recipe.run.environment:
-        checks.append((environment_of_user, recipe.run.environment))
-    if recipe.run.rollout_func:
-        checks.append((lambda name: function_of_user(name, "rollout_func"), recipe.run.rollout_func))
-    checks += [(lambda name: check_model_path(name, "training"), name), (check_model_path, critic or name)]
-    if name.startswith(MINIATURE):
-        checks.append((check_task, name.removeprefix(MINIATURE).partition("/")[0]))
     for check, value in checks:
         try:
-            check(value)
+            if value:
+                check(value)
         except ValueError as error:
             errors.append(str(error))
-    try:
-        re.compile(targets if isinstance(targets, str) else "")
-    except re.error as error:
-        errors.append(
-            f"lora_target_modules={targets!r} is not a regular expression ({error}). Correct it, or write a list."
-        )
+        except re.error as error:
+            errors.append(
+                f"lora_target_modules={targets!r} is no regular expression ({error}). Write a list of names."
+            )
     return recipe, list(dict.fromkeys(errors))
 
 
@@ -133,7 +134,7 @@ def find_conflicts(
         )
     if training.max_completion_length is None:
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
-    elif does_not_fit := estimate.memory_conflict() or estimate.engine_conflict():
+    elif does_not_fit := estimate.memory_conflict():
         conflicts.append(does_not_fit)
     if training.use_vllm and training.vllm_mode == "colocate":
         if launch.num_processes % training.vllm_tensor_parallel_size:
@@ -167,7 +168,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
     is_local = data.dataset_name.startswith(MINIATURE) or path is not None and Path(path).exists()
     try:
-        tokenizer = _local_tokenizer(recipe)
+        tokenizer, contexts = _local_model(recipe)
         if tokenizer is None or not is_local:
             if is_local:
                 prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
@@ -177,7 +178,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         lengths = prompt_lengths(dataset["prompt"][:], tokenizer, training.chat_template_kwargs, tools)
         prompts = Prompts(len(dataset), lengths)
         datasets = {"train_dataset": dataset, "eval_dataset": evaluation}
-        check_prompt_lengths(datasets, training, lambda: tokenizer, tools, _contexts(recipe))
+        check_prompt_lengths(datasets, training, lambda: tokenizer, tools, contexts)
         functions = [reward_function(name) for name in recipe.run.reward_funcs]
         check_dataset("the training set", dataset, functions, OWN_PARAMETERS)
     except ValueError as error:
@@ -185,20 +186,15 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     return prompts, []
 
 
-def _local_tokenizer(recipe: Recipe):
-    try:
-        return load_tokenizer(recipe, local_files_only=True)
-    except OSError as error:
-        if Path(recipe.model.model_name_or_path).is_dir():
-            reason = " ".join(str(error).split())
-            raise ValueError(f"The tokenizer of the model cannot be loaded ({reason}). Add its files.") from error
-        return None
-
-
-def _contexts(recipe: Recipe) -> dict[str, int | None]:
-    name = recipe.model.model_name_or_path
+def _local_model(recipe: Recipe) -> tuple[Any, dict[str, int | None]]:
+    """Return the tokenizer, or `None`, and the context lengths of a model on this machine."""
+    name, tokenizer = recipe.model.model_name_or_path, None
     given = {"trust_remote_code": recipe.training.trust_remote_code, **(recipe.training.model_init_kwargs or {})}
     try:
-        return context_lengths(AutoConfig.from_pretrained(name, local_files_only=True, **given))
-    except OSError:
-        return {}
+        tokenizer = load_tokenizer(recipe, local_files_only=True)
+        return tokenizer, context_lengths(AutoConfig.from_pretrained(name, local_files_only=True, **given))
+    except OSError as error:
+        if tokenizer is None and Path(name).is_dir():
+            reason = " ".join(str(error).split())
+            raise ValueError(f"The tokenizer of the model cannot be loaded ({reason}). Add its files.") from error
+        return tokenizer, {}

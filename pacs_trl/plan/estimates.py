@@ -121,36 +121,32 @@ class Estimate:
         return math.ceil(self.training.num_train_epochs * per_epoch)
 
     def memory_conflict(self) -> str | None:
-        """Return why an update does not fit on a GPU even without vLLM, and what helps; `None` if it fits."""
-        if self.unknown or self.update <= self.usable:
+        """Return why an update, or a colocated vLLM beside it, does not fit on a GPU, and what helps; `None` if both
+        fit."""
+        if self.unknown or self.peak <= self.usable:
             return None
-        return (
-            f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, "
-            f"activations {self.activations / GIB:.0f}) of {self.gpu.memory_bytes / GIB:.0f} on an {self.gpu.name}. "
-            "Shard the training state over more GPUs (accelerate_configs/fsdp2.yaml), set gradient_checkpointing: "
-            "true, lower per_device_train_batch_size, or train an adapter (use_peft: true)."
-        )
-
-    def engine_conflict(self) -> str | None:
-        """Return why a colocated vLLM does not fit beside training, and what helps; `None` if it fits."""
-        if self.unknown or self.engine == 0 or self.beside_engine + self.engine <= self.usable:
-            return None
-        given, total = self.training.vllm_gpu_memory_utilization, self.gpu.memory_bytes
+        total = self.gpu.memory_bytes
+        if self.update > self.usable:
+            return (
+                f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, "
+                f"activations {self.activations / GIB:.0f}) of {total / GIB:.0f} on an {self.gpu.name}. Shard the "
+                "training state over more GPUs (accelerate_configs/fsdp2.yaml), set gradient_checkpointing: true, "
+                "lower per_device_train_batch_size, or train an adapter (use_peft: true)."
+            )
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
         return (
-            f"vllm_gpu_memory_utilization={given:g} takes {self.engine / GIB:.0f} GiB of an {self.gpu.name}'s "
-            f"{total / GIB:.0f}, and training needs {self.beside_engine / GIB:.0f} GiB. Set it to "
-            f"{share:g} or less, set vllm_enable_sleep_mode: true, or shard the training state (fsdp2.yaml)."
+            f"vllm_gpu_memory_utilization={self.training.vllm_gpu_memory_utilization:g} takes "
+            f"{self.engine / GIB:.0f} GiB of an {self.gpu.name}'s {total / GIB:.0f}, and training needs "
+            f"{self.beside_engine / GIB:.0f} GiB. Set it to {share:g} or less, set vllm_enable_sleep_mode: true, or "
+            "shard the training state (fsdp2.yaml)."
         )
 
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
         training, step = self.training, self.step
-        layout, reference = "whole", "rollout"
+        layout, reference = "auto" if hasattr(training, "group_loss") else "whole", "rollout"
         if self.of_pacs:
             layout, reference = training.group_layout, "none" if training.proxy == "mean_logp" else training.reference
-        elif hasattr(training, "group_loss"):
-            layout = "auto"
         has_correction = self.of_pacs or not training.rollout_lag
         if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
             reference = "none"
@@ -222,36 +218,38 @@ class Estimate:
         if self.unknown:
             sections["Memory and time"] = [("unknown", f"The shape of {self.unknown[0]!r} is not known.")]
         else:
-            billions = f"{self.shape.parameters / 1e9:.2f}e9 parameters"
-            sections[f"Memory per GPU (estimate, {billions})"] = self._memory_lines()
-            sections[f"Time on {self.gpu.name} (estimate; without grading, weight transfer, and saving)"] = (
-                self._time_lines(mean_length)
-            )
-        rows = ((title, [f"  {name:18} {text}" for name, text in section]) for title, section in sections.items())
-        return [line for title, section in rows if section for line in ("", title, *section)]
+            billions, when = f"{self.shape.parameters / 1e9:.2f}e9", "without grading, weight transfer, and saving"
+            sections[f"Memory per GPU (estimate, {billions} parameters)"] = self._memory_lines()
+            sections[f"Time on {self.gpu.name} (estimate; {when})"] = self._time_lines(mean_length)
+        found = []
+        for title, rows in sections.items():
+            found += ["", title, *(f"  {name:18} {text}" for name, text in rows)] if rows else []
+        return found
 
     def _step_lines(self) -> list[tuple[str, str]]:
-        step = self.step
+        step, total = self.step, self.step.completions_per_generation
         updates = f"{step.updates_per_generation} optimizer steps per generation"
         if step.generations_per_update > 1:
             updates = f"one optimizer step per {step.generations_per_update} generations"
-        generation = f"{step.prompts_per_generation:.0f} prompts x {step.num_generations} = "
-        total = step.completions_per_generation
-        generation += f"{total} completions, {total // step.num_processes} per process"
-        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = "
-        update += f"{step.completions_per_update} completions "
-        update += f"({step.per_device_train_batch_size} x {step.num_processes} processes x "
-        update += f"{step.gradient_accumulation_steps} accumulation steps)"
-        return [("generation batch", generation), ("optimizer step", update), ("updates", updates)]
+        generation = f"{step.prompts_per_generation:.0f} prompts x {step.num_generations} = {total} completions, "
+        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = {step.completions_per_update} "
+        product = f"{step.per_device_train_batch_size} x {step.num_processes} processes x "
+        return [
+            ("generation batch", f"{generation}{total // step.num_processes} per process"),
+            (
+                "optimizer step",
+                f"{update}completions ({product}{step.gradient_accumulation_steps} accumulation steps)",
+            ),
+            ("updates", updates),
+        ]
 
     def _run_lines(self, mean_length: int) -> list[tuple[str, str]]:
         if (optimizer_steps := self.optimizer_steps()) is None:
             return [("optimizer steps", "unknown: max_steps is not set and the number of prompts is not known")]
-        rollouts, size = self.step.rollouts(optimizer_steps), self.num_problems
-        generations = rollouts * self.step.prompts_per_generation
-        epochs = f" ({generations / size:.1f} epochs of {size} problems)" if size else ""
-        completions = rollouts * self.step.completions_per_generation
-        number, lengths = self.prompts
+        step, size, (number, lengths) = self.step, self.num_problems, self.prompts
+        rollouts = step.rollouts(optimizer_steps)
+        epochs = f" ({rollouts * step.prompts_per_generation / size:.1f} epochs of {size} problems)" if size else ""
+        completions = rollouts * step.completions_per_generation
         measured = f", {self.mean_prompt} tokens on average, {self.longest_prompt} at most" if lengths else ""
         rows = [] if number is None else [("prompts", f"{number:,}{measured} (measured)")]
         return rows + [
@@ -267,7 +265,7 @@ class Estimate:
         state += ", over all processes" * (self.launch.sharding == "full")
         kept = ", layer inputs and one whole layer" * self.training.gradient_checkpointing
         engine = f"vllm_gpu_memory_utilization={self.training.vllm_gpu_memory_utilization}"
-        fits = "fits" if self.peak < self.usable else "DOES NOT FIT"
+        fits = "fits" if self.peak <= self.usable else "DOES NOT FIT"
         parts = [
             ("training state", self.state, state),
             ("activations", self.activations, f"micro-batch of {self.tokens} tokens, {self.precision}{kept}"),
@@ -300,18 +298,13 @@ class Estimate:
             generation += f", on the server's {self.server_gpus} GPUs"
             cards = f"{total} GPUs, {self.num_gpus} for training (fastest: {total - best}, if they fit)"
         generates_values = self.critic and self.recipe.run.method != "ppo"
+        updates = f"{learning:.3g} s per generation: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
+        updates += f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s"
         return [
-            (
-                "updates",
-                f"{learning:.3g} s per generation: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
-                f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s",
-            ),
+            ("updates", updates),
             ("generation", generation + ", beside the updates" * bool(self.training.rollout_lag)),
             *([("critic", "not estimated: its generation")] if generates_values else []),
-            (
-                "all",
-                f"{_duration(gpu_hours / total)} on {cards}, {_duration(gpu_hours, 'GPU ', 0)}",
-            ),
+            ("all", f"{_duration(gpu_hours / total)} on {cards}, {_duration(gpu_hours, 'GPU ', 0)}"),
         ]
 
 

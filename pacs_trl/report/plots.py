@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from .tables import Measured, common_ks, methods, pass_at_k_cells, with_benchmark
+from .tables import Measured, common_ks, methods, pass_at_k_cells, with_benchmark, with_mean
 
 
 # Color, marker, and dash of these methods in every figure.
@@ -76,23 +76,14 @@ def pass_at_k_figure(results: Sequence[dict[str, Any]], benchmarks: Mapping[str,
     """Plot pass@k of results files of one protocol against k: the mean over the benchmarks (titles by name), then a
     panel for each."""
     with matplotlib.rc_context(STYLE):
-        by_method = methods(results)
-        look_of = looks(by_method)
-        whole = len(benchmarks) > 1 and all(benchmarks.keys() <= result["benchmarks"].keys() for result in results)
-        figure, panels = panels_of(len(benchmarks) + whole)
-        shown = iter(panels)
-        if whole:
-            panel, ks = next(shown), common_ks(results)
-            for method, runs in by_method.items():
-                draw_pass_at_k(panel, pass_at_k_cells(runs, list(benchmarks), ks), method, look_of[method])
-            percent_against_k(panel, f"mean over {len(benchmarks)} benchmarks")
-        for panel, (name, title) in zip(shown, benchmarks.items(), strict=True):
-            runs_of = with_benchmark(results, name)
+        parts, look_of = with_mean(results, benchmarks), looks(methods(results))
+        figure, panels = panels_of(len(parts))
+        for panel, (title, averaged) in zip(panels, parts.items(), strict=True):
+            runs_of = with_benchmark(results, *averaged)
             ks = common_ks([run for runs in runs_of.values() for run in runs])
             for method, runs in runs_of.items():
-                draw_pass_at_k(panel, pass_at_k_cells(runs, [name], ks), method, look_of[method])
+                draw_pass_at_k(panel, pass_at_k_cells(runs, averaged, ks), method, look_of[method])
             percent_against_k(panel, title)
-        for panel in panels:
             if panel.get_subplotspec().is_first_col():
                 panel.set_ylabel("pass@k")
         legend_below(figure, panels, INTERVALS)

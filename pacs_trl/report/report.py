@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..evaluation.results import read_results, require_same_protocol
+from ..evaluation.results import read_json, read_results, require_same_protocol
 from ..settings import Parser
 from ..settings.names import require_matplotlib
 from . import tables
-from .inputs import read_log_history
 
 
 def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | None = None) -> list[Path]:
@@ -35,7 +34,12 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
     for name, title in names.items():
         markdown.append(tables.details(tables.one_line(title), tables.to_markdown(*pass_at_k[name])))
     markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
-    markdown.append(_protocol_text(results[0]["protocol"]))
+    sampling, prompt, verifier = (results[0]["protocol"][part] for part in ("sampling", "prompt", "verifier"))
+    markdown.append(
+        f"Sampling: temperature {sampling['temperature']}, top-p {sampling['top_p']}, top-k {sampling['top_k']}, at "
+        f"most {sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
+        f"{prompt['system_prompt']!r}. Verifier: {verifier['name']} {verifier['version']}.\n"
+    )
 
     from . import plots  # needs matplotlib
 
@@ -67,6 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def read_log_history(path: Path) -> list[dict[str, Any]]:
+    """Read the log history of a `trainer_state.json`; a `ValueError` names what it lacks."""
+    history = read_json(path)["log_history"]
+    for log in history:
+        log["step"]
+    return history
+
+
 def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, Any]]]]:
     """Read the log histories of `METHOD=DIR` pairs by method; a method that is named several times has several runs.
     Raises a `ValueError` if neither a directory nor a checkpoint in it has a trainer_state.json."""
@@ -81,12 +93,3 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
             raise ValueError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
         histories.setdefault(method, []).append(read_log_history(state))
     return histories
-
-
-def _protocol_text(protocol: dict[str, Any]) -> str:
-    sampling, prompt, verifier = protocol["sampling"], protocol["prompt"], protocol["verifier"]
-    return (
-        f"Sampling: temperature {sampling['temperature']}, top-p {sampling['top_p']}, top-k {sampling['top_k']}, at "
-        f"most {sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
-        f"{prompt['system_prompt']!r}. Verifier: {verifier['name']} {verifier['version']}.\n"
-    )

@@ -35,9 +35,16 @@ def benchmarks(results: Sequence[dict[str, Any]]) -> dict[str, str]:
     return {name: entry["title"] for result in results for name, entry in result["benchmarks"].items()}
 
 
-def with_benchmark(results: Sequence[dict[str, Any]], benchmark: str) -> dict[str, list[dict[str, Any]]]:
-    """Group the results that have a benchmark by method."""
-    return methods([result for result in results if benchmark in result["benchmarks"]])
+def with_benchmark(results: Sequence[dict[str, Any]], *names: str) -> dict[str, list[dict[str, Any]]]:
+    """Group the results that have these benchmarks by method."""
+    return methods([result for result in results if result["benchmarks"].keys() >= set(names)])
+
+
+def with_mean(results: Sequence[dict[str, Any]], names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the benchmarks that are averaged under each title: first all, if every file has them, then each alone."""
+    parts = {title: [name] for name, title in names.items()}
+    is_whole = len(names) > 1 and all(names.keys() <= result["benchmarks"].keys() for result in results)
+    return ({f"mean of {len(names)} benchmarks": list(names)} if is_whole else {}) | parts
 
 
 def benchmark_table(
@@ -78,17 +85,15 @@ def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
 
 def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
     """Return ids and pass@k `(P, K)`, averaged over runs, of the problems that are graded in every run."""
-    counts = [_scorable(run, benchmark) for run in group]
+    counts = [
+        {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
+        for run in group
+    ]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
         raise ValueError(f"The runs of {group[0]['method']} share no graded problem of {benchmark}. Evaluate again.")
     n, c = np.array([[run[problem] for problem in ids] for run in counts]).transpose(2, 0, 1)  # (runs, P) each
     return ids, pass_at_k(n, c, list(ks)).mean(axis=0)
-
-
-def _scorable(run: dict[str, Any], benchmark: str) -> dict[str, tuple[int, int]]:
-    """Return (n, c) by problem id, without the problems that could not be graded."""
-    return {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
 
 
 def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured]:
@@ -123,59 +128,50 @@ def paired_difference(
     """
     pairs = []
     for name in benchmarks:
-        (ids, values), (base_ids, base_values) = (problem_values(group, name, ks) for group in (runs, base))
-        position = {problem: i for i, problem in enumerate(base_ids)}
-        shared = [(position[problem], i) for i, problem in enumerate(ids) if problem in position]
+        values, of_base = (dict(zip(*problem_values(group, name, ks), strict=True)) for group in (runs, base))
+        shared = [problem for problem in values if problem in of_base]
         if not shared:
             methods = f"{runs[0]['method']} and {base[0]['method']}"
             raise ValueError(f"{methods} share no graded problem of {name}. Evaluate them on the same problems.")
-        first, second = map(list, zip(*shared, strict=True))
-        pairs.append((base_values[first], values[second]))
+        pairs.append([np.array([of[problem] for problem in shared]) for of in (of_base, values)])
     return _interval_cells(paired_interval(*pairs), ks)
+
+
+BEFORE_AND_AFTER_HEADER = ["", "", "method", "before", "after", "difference"]
 
 
 def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str], before: str) -> list[list[str]]:
     """Return rows with pass@k at the smallest and largest k before and after, and the paired difference: first the
     mean over all benchmarks, if every file has them all."""
-    grouped = methods(results)
-    parts = {title: [name] for name, title in names.items()}
-    if len(parts) > 1 and all(names.keys() <= result["benchmarks"].keys() for result in results):
-        parts = {f"mean of {len(parts)}": list(names)} | parts
     lines = []
-    for title, averaged in parts.items():
-        runs = {m: [run for run in group if run["benchmarks"].keys() >= set(averaged)] for m, group in grouped.items()}
-        for method, group in runs.items():
-            if method == before or not group or not runs[before]:
-                continue
-            every_k = common_ks([*group, *runs[before]])
+    for title, averaged in with_mean(results, names).items():
+        runs = with_benchmark(results, *averaged)
+        base = runs.pop(before, [])
+        for method, group in runs.items() if base else ():
+            every_k = common_ks([*group, *base])
             ks = sorted({every_k[0], every_k[-1]})
-            columns = [pass_at_k_cells(which, averaged, ks) for which in (runs[before], group)]
-            columns.append(paired_difference(group, runs[before], averaged, ks))
+            columns = [pass_at_k_cells(which, averaged, ks) for which in (base, group)]
+            columns.append(paired_difference(group, base, averaged, ks))
             for k in ks:
                 cells = [cell_text(column[k], i == 2) for i, column in enumerate(columns)]
                 lines.append([title, f"pass@{k}", method, *cells])
     return lines
 
 
+SETTINGS_HEADER = ["method", "benchmark", "n", "tokens", "truncated", "engine", "verifier", "commit"]
+
+
 def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return settings and statistics of the samples, one row per file and benchmark."""
     lines = []
     for result in results:
+        engine, verifier = result["engine"]["name"], result["protocol"]["verifier"]
+        facts = [f"{engine} {result['versions'].get(engine, '')}".strip()]
+        facts += [f"{verifier['name']} {verifier['version']}", (result["commit"] or "")[:9]]
         for entry in result["benchmarks"].values():
-            engine, verifier = result["engine"]["name"], result["protocol"]["verifier"]
-            lines.append(
-                [
-                    *(result["method"], entry["title"], str(result["n"]), f"{entry['mean_tokens']:.0f}"),
-                    f"{100 * entry['truncated_share']:.1f} %",
-                    f"{engine} {result['versions'].get(engine, '')}".strip(),
-                    *(f"{verifier['name']} {verifier['version']}", (result["commit"] or "")[:9]),
-                ]
-            )
+            samples = [f"{entry['mean_tokens']:.0f}", f"{100 * entry['truncated_share']:.1f} %"]
+            lines.append([result["method"], entry["title"], str(result["n"]), *samples, *facts])
     return lines
-
-
-BEFORE_AND_AFTER_HEADER = ["", "", "method", "before", "after", "difference"]
-SETTINGS_HEADER = ["method", "benchmark", "n", "tokens", "truncated", "engine", "verifier", "commit"]
 
 
 def details(title: str, text: str) -> str:

@@ -97,8 +97,6 @@ def test_forms_of_files(tmp_path, capsys, name, rows, settings, counted):
         (["--completion-column", "text"], "completion_column"),
         (["--true-column", "hand"], "true_column"),
         (["--true-column", "solution"], "true_column"),
-        (["--completions", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--completions", __file__], ".jsonl, .json"),
     ],
 )
 def test_errors(path, changes, key):

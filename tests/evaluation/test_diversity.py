@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
 
 
-def test_worked_by_hand():
+def test_worked_by_hand_and_against_a_loop_over_pairs():
     # Cosines of the three pairs: 0, 1/sqrt(2), 1/sqrt(2); lengths do not matter.
     embeddings = np.array([[2.0, 0.0], [0.0, 3.0], [5.0, 5.0]])
     assert mean_pairwise_distance(embeddings) == pytest.approx(1 - (0 + 2 / np.sqrt(2)) / 3)
@@ -33,15 +34,9 @@ def test_worked_by_hand():
     # 1 - (|sum v|^2 - 4) / 12, where |sum v|^2 = 16 after about 10 roundings
     same = mean_pairwise_distance(np.ones((4, 3)))
     assert same == pytest.approx(0.0, abs=rounding_atol(10, 16 / 12, torch.float64))
-
-
-def test_against_a_loop_over_pairs():
     embeddings = np.random.default_rng(shifted(0)).normal(size=(9, 5)).astype(np.float32)
-    distances = []
-    for m in range(9):
-        for n in range(m + 1, 9):
-            a, b = embeddings[m].astype(float), embeddings[n].astype(float)
-            distances.append(1 - a @ b / np.sqrt((a @ a) * (b @ b)))
+    pairs = [(a.astype(float), b.astype(float)) for a, b in combinations(embeddings, 2)]
+    distances = [1 - a @ b / np.sqrt((a @ a) * (b @ b)) for a, b in pairs]
     assert mean_pairwise_distance(embeddings) == pytest.approx(np.mean(distances), rel=1e-12)
 
 

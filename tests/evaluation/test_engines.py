@@ -1,4 +1,4 @@
-"""Engines: whole groups, and an OpenAI-compatible server on this machine."""
+"""The engine of an OpenAI-compatible server, on this machine."""
 
 import json
 from http.server import BaseHTTPRequestHandler
@@ -6,7 +6,7 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 from loopback import Loopback
 
-from pacs_trl.evaluation.engines import ServerEngine, TransformersEngine
+from pacs_trl.evaluation.engines import ServerEngine
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, sample_seed
 
 
@@ -86,7 +86,7 @@ def test_server_engine(server, monkeypatch):
 
 def test_server_engine_repeats_what_can_pass_and_gives_up_with_the_reason(server, monkeypatch):
     FakeServer.failures = [503, 429, 500]
-    monkeypatch.setattr(ServerEngine, "first_wait_seconds", 0.001)
+    monkeypatch.setattr(ServerEngine, "waits_seconds", (0.001,) * 4)
     engine = ServerEngine(server, "tiny", concurrency=1)
     assert len(list(engine.generate(make_requests(), SETTINGS))) == 12
     assert FakeServer.failures == []
@@ -103,12 +103,3 @@ def test_server_engine_checks_the_address_and_the_model(server):
         ServerEngine(server, "huge")
     with pytest.raises(ValueError, match="base_url"):
         ServerEngine("http://127.0.0.1:9/v1", "tiny")
-
-
-def test_transformers_engine_keeps_the_order(boxing_model):
-    requests = make_requests()
-    engine = TransformersEngine(*boxing_model, batch_size=5)
-    answers = list(engine.generate(requests, SETTINGS))
-    assert [request for request, _ in answers] == requests
-    # The last group alone, as after an interruption, gives the same text.
-    assert list(engine.generate(requests[10:], SETTINGS)) == answers[10:]

@@ -114,38 +114,25 @@ def test_programs_run_in_the_sandbox(arguments, verifier, play):
 
 
 def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verifier, play):
-    """Samples 0, 2, 4, 6 name the right option, the others the first one that is shown; orders survive a resumed
-    run."""
-    rights = {
-        "Which particle carries no": "neutron",
-        "How many chromosomes does": "23",
-        "Which of these elements is": "argon",
-    }
-    asked = []
+    """Each answer names the first option that is shown; orders survive a resumed run."""
+    asked = {}
 
     def complete(request):
         text = request.prompt[-1]["content"].partition(" \n\nPlease")[0]
-        letters = {name: letter for letter, name in (line.split(") ") for line in text.splitlines()[-4:])}
-        asked.append((request.problem_id, request.sample, tuple(letters)))
-        right = next(letters[name] for start, name in rights.items() if text.startswith(start))
-        return Completion(f"\\boxed{{{'A' if request.sample % 2 else right}}}", 3, "stop")
+        key = request.problem_id, request.sample
+        asked[key] = [*asked.get(key, []), tuple(line.split(") ")[1] for line in text.splitlines()[-4:])]
+        return Completion("\\boxed{A}", 3, "stop")
 
     play(complete)
     path = Path(__file__).parents[1] / "data" / "gpqa_diamond.jsonl"
     changes = {"benchmarks": f"gpqa_diamond={path}", "prompt_instruction": PROMPT_INSTRUCTION, "engine": "server"}
     changes |= {"k": "1"}
-    entry = None
     for n in (3, 8):  # the second run adds samples to those of the first
         results = evaluate(EvaluationArguments(**arguments | changes | {"n": n}), verifier, progress=False)
-        entry = results["benchmarks"]["gpqa_diamond"]
-    assert len(asked) == len({key[:2] for key in asked}) == 3 * 8
-    shown = {(problem, sample): options for problem, sample, options in asked}
-    right_names = dict(zip(("rec1", "rec2", "rec3"), rights.values(), strict=True))
-    for problem in entry["problems"]:
-        orders = [shown[problem["id"], sample] for sample in range(8)]
-        assert len(set(orders)) > 3
-        firsts = [orders[sample][0] == right_names[problem["id"]] for sample in (1, 3, 5, 7)]
-        assert problem["c"] == 4 + sum(firsts)
+    assert len(asked) == 3 * 8 and {len(orders) for orders in asked.values()} == {1}
+    for problem, right in zip(results["benchmarks"]["gpqa_diamond"]["problems"], ("neutron", "23", "argon")):
+        orders = [asked[problem["id"], sample][0] for sample in range(8)]
+        assert len(set(orders)) > 3 and problem["c"] == sum(order[0] == right for order in orders)
     with pytest.raises(ValueError, match="seed: 0 != 1"):
         evaluate(EvaluationArguments(**arguments | changes | {"seed": 1}), verifier, progress=False)
 
@@ -186,11 +173,10 @@ def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(({"k": k}, "k must") for k in ("0", "one")),
+        ({"k": "one"}, "k must"),
         ({"engine": "magic"}, "engine"),
         ({"base_url": "http://x/v1"}, "base_url"),
         ({"chat_template_kwargs": {"enable_thinkng": False}}, "enable_thinkng"),
-        ({"model": "~/nothing"}, "~/nothing"),
         ({"model": "./nothing", "benchmarks": "math_500"}, "./nothing"),
         ({"model": "ADAPTER"}, "'/no/base'"),
         ({"model": "SHARDS"}, "accelerate merge-weights"),

@@ -56,11 +56,6 @@ def test_other_files_are_refused(tmp_path, content, message):
         read_results(tmp_path / "nowhere")
 
 
-def test_same_protocol():
-    other_benchmark = {"math_500": {"source": {"version": 2, "digest": "e", "num_problems": 5}}}
-    require_same_protocol([document(), document(), document(benchmarks=other_benchmark)], ["a", "b", "c"])
-
-
 def changed(**source):
     return {"benchmarks": {"aime_2024": {"source": {"version": 1, "digest": "d", "num_problems": 1} | source}}}
 
@@ -75,13 +70,11 @@ def changed(**source):
     ],
 )
 def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
+    """Files without a common benchmark are comparable, and named are the first two that differ."""
+    elsewhere = {"math_500": {"source": {"version": 2, "digest": "e", "num_problems": 5}}}
+    files = [document(benchmarks=elsewhere), document(), document(**changes)]
+    require_same_protocol(files[:2] * 2, ["a", "b", "c", "d"])
+    first = "first.json" if "protocol" in changes else "second.json"
     with pytest.raises(ValueError) as error:
-        require_same_protocol([document(), document(**changes)], ["first.json", "second.json"])
-    assert "first.json and second.json" in str(error.value) and difference in str(error.value)
-
-
-def test_the_other_file_is_named_right():
-    elsewhere, other = ({"math_500": changed(digest=d)["benchmarks"]["aime_2024"]} for d in "dx")
-    documents = [document(), document(benchmarks=elsewhere), document(benchmarks=other)]
-    with pytest.raises(ValueError, match="second and third"):
-        require_same_protocol(documents, ["first", "second", "third"])
+        require_same_protocol(files, ["first.json", "second.json", "third.json"])
+    assert f"{first} and third.json" in str(error.value) and difference in str(error.value)

@@ -177,13 +177,13 @@ def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
     engine, sent, asked = trainer.vllm_generation.llm.llm, [], []
     model = engine.llm_engine.model_executor.driver_worker.model_runner.model
     model.load_weights = lambda weights: sent.append(owners[weights[0][1].data_ptr()])
-    add = engine.llm_engine.add_request
+    generate = engine.generate
 
-    def note(request_id, prompt, params):
-        asked.append((sent[-1], vars(params).get("stop"), params.max_tokens, params.seed))
-        add(request_id, prompt, params)
+    def note(prompts, sampling_params, **kwargs):
+        asked.extend((sent[-1], vars(p).get("stop"), p.max_tokens, p.seed) for p in sampling_params)
+        return generate(prompts, sampling_params, **kwargs)
 
-    engine.llm_engine.add_request = note
+    engine.generate = note
     trainer.train()
     assert [name for name, _ in itertools.groupby(sent)] == ["policy", "critic", "policy", "critic"]
     kinds = {each[:3] for each in asked if each[0] == "policy"} | {
