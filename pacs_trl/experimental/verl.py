@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 
 from ..pacs_config import PACSConfig
@@ -89,20 +88,14 @@ def hidden_states(
 ) -> list[torch.Tensor]:
     """Return the final hidden states, after the last norm, of the tokens of each completion, `(C, D)`. Arguments as of
     [`ForwardPass.compute_logps`]."""
-    prompts, completions = (
-        [np.asarray(ids, dtype=np.int64) for ids in indices] for indices in (prompt_ids, completion_ids)
-    )
-    laid_out, indices, _ = (forward_pass._padded if forward_pass.packing is None else forward_pass._packed)(
-        prompts, completions
-    )
-    kept: list[torch.Tensor] = []
-    with forward_pass.backbone.register_forward_hook(  # before that of `ForwardPass.forward`
-        lambda *call: kept.append(call[-1].last_hidden_state)
-    ):
-        forward_pass.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
-    states = kept[0][:, -laid_out["input_ids"].shape[1] :].flatten(0, 1)
-    own = torch.from_numpy(indices + 1).to(states.device)  # a token follows the position that predicts it
-    return list(states.index_select(0, own).split(list(map(len, completions))))
+    # The state of a token is at the position that predicts the next one, so some token follows every completion.
+    followed = [[*ids, 0] for ids in completion_ids]
+    inputs = {"fused_lm_head": True} if forward_pass.fused else {"use_cache": False}
+    kept: list = []
+    with forward_pass.backbone.register_forward_hook(lambda *call: kept.append(call[-1])):
+        forward_pass.forward(model, prompt_ids, followed, **inputs)
+    states = kept[0].last_hidden_state[0]  # of the positions that predict, see `ForwardPass.forward`
+    return [of_completion[1:] for of_completion in states.split(list(map(len, followed)))]
 
 
 def verl_coefficients(

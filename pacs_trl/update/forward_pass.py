@@ -130,7 +130,8 @@ class ForwardPass:
                 "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
-        laid_out, flat_indices, texts = (self._padded if self.packing is None else self._packed)(prompts, completions)
+        lay_out = self._padded if self.packing is None else self._packed
+        laid_out, flat_indices, texts = lay_out(prompts, completions, "output_router_logits" in inputs)
         if self.on_pass is not None:
             self.on_pass(texts, len(flat_indices))
         own_head = "fused_lm_head" in inputs and not self.fused
@@ -171,14 +172,14 @@ class ForwardPass:
             aux_loss=getattr(outputs, "aux_loss", None),
         )
 
-    def _packed(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray, list]:
-        packed = PackedRollouts(prompts, completions)
+    def _packed(self, prompts: list, completions: list, keeps_last: bool) -> tuple[dict, np.ndarray, list]:
+        packed = PackedRollouts(prompts, completions, keeps_last)
         ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
         inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
         inputs |= {} if self.packing == "flash" else {"packed": packed}
         return inputs, packed.flat_indices, packed.texts
 
-    def _padded(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> tuple[dict, np.ndarray, list]:
+    def _padded(self, prompts: list, completions: list, keeps_last: bool) -> tuple[dict, np.ndarray, list]:
         """Return the padded inputs, the flat indices of the positions that predict completion tokens, and lengths."""
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         ids, mask = pad_batch(sequences, self.pad_token_id)

@@ -69,14 +69,14 @@ class RolloutLengths(NamedTuple):
 
 def micro_batch_tokens(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> int:
     """Return the number of tokens in a forward pass over `indices`, which may be empty. If `padded`, each rollout
-    counts with the length of the longest. Otherwise a shared prompt counts once except for its last token."""
+    counts with the length of the longest. Otherwise a shared prompt counts once."""
     if not indices:
         return 0
     if padded:
         return len(indices) * max(lengths.prompts[i] + lengths.completions[i] for i in indices)
     tokens = sum(lengths.prompts[i] + lengths.completions[i] for i in indices)
     if lengths.texts:
-        tokens -= sum((len(same) - 1) * (lengths.prompts[same[0]] - 1) for same in lengths.by_text(indices))
+        tokens -= sum((len(same) - 1) * lengths.prompts[same[0]] for same in lengths.by_text(indices))
     return tokens
 
 

@@ -1,10 +1,9 @@
 """Sequence packing: concatenate the rollouts of a micro-batch into one sequence without padding, with block-diagonal
 attention.
 
-A shared prompt is computed once. All of it except the last token precedes its completions; each completion is preceded
-by a copy of the last prompt token, which predicts the first completion token:
+A shared prompt is computed once and precedes its completions. Last completion tokens predict nothing and are left out:
 
-    [prompt without its last token] [last prompt token, completion 1] [last prompt token, completion 2] ...
+    [prompt] [completion 1 without its last token] [completion 2 without its last token] ...
 
 Positions in each of these branches continue from the prompt; a branch attends to the prompt and to itself.
 
@@ -42,6 +41,7 @@ class PackedRollouts:
     Args:
         prompts, completions (sequences of `B` int64 `np.ndarray`): Token ids of each rollout. Prompts need at least
             one token; completions may be empty.
+        keeps_last (`bool`): Whether last completion tokens are kept, which a router's loss counts.
 
     Attributes:
         ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids and position ids.
@@ -51,37 +51,31 @@ class PackedRollouts:
             of the rollouts.
     """
 
-    def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]):
+    def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], keeps_last: bool = False):
         self.texts: list[list[int]] = []
         pieces: list[np.ndarray] = []
         positions: list[np.ndarray] = []
-        starts, end = [0] * len(prompts), 0
-
-        def add(tokens: np.ndarray, first_position: int) -> None:
-            nonlocal end
-            self.texts[-1].append(len(tokens))
-            pieces.append(tokens)
-            positions.append(np.arange(first_position, first_position + len(tokens)))
-            end += len(tokens)
-
+        predicting: dict[int, np.ndarray] = {}
         same: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(prompts):
             same.setdefault(prompt.tobytes(), []).append(i)
+        end = 0
         for rows in same.values():
             prompt = prompts[rows[0]]
-            shared = len(prompt) - 1 if len(rows) > 1 else 0
-            if shared:
-                self.texts.append([])
-                add(prompt[:shared], 0)
+            pieces.append(prompt)
+            positions.append(np.arange(len(prompt)))
+            end += len(prompt)
+            last, lengths = end - 1, [len(prompt)]
             for i in rows:
-                if not shared:
-                    self.texts.append([])
-                starts[i] = end + len(prompt) - shared - 1
-                add(np.concatenate([prompt[shared:], completions[i]]), shared)
+                branch = completions[i] if keeps_last else completions[i][:-1]
+                pieces.append(branch)
+                lengths += [len(branch)] if len(branch) else []
+                positions.append(np.arange(len(branch)) + len(prompt))
+                predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
+                end += len(branch)
+            self.texts.append(lengths if len(rows) > 1 else [sum(lengths)])
         self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions)
-        self.flat_indices = np.concatenate(
-            [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
-        )
+        self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
 
     def kernel_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of variable-length kernels under the names of transformers, and `key_indices`
@@ -104,37 +98,68 @@ class PackedRollouts:
         return inputs
 
 
-class MergedAttention(torch.autograd.Function):
+class SegmentedAttention(torch.autograd.Function):
     """
-    CPU attention of several branches that share a prompt. One kernel call attends from the queries of all branches to
-    the prompt's keys, and one call per branch to its own keys; the two results are merged by their log-sum-exps. The
-    backward kernels receive the merged output and log-sum-exp.
+    CPU attention of packed rollouts, tensors of shape `(1, H, N, D)`. One kernel call per segment attends to its own
+    keys, and one call per shared prompt attends from the queries of all branches to the prompt's keys; the results
+    are merged by their log-sum-exps. The backward kernels receive the merged output and log-sum-exp.
     """
 
     @staticmethod
-    def forward(ctx, query, prompt_key, prompt_value, key, value, lengths: list[int], scale: float | None):
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        of_prompt, prompt_sum = attend(query, prompt_key, prompt_value, scale=scale)
-        parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-        own, own_sum = (
-            torch.cat(x, dim=2) for x in zip(*(attend(*p, 0.0, True, scale=scale) for p in parts), strict=True)
-        )
-        share = torch.sigmoid(prompt_sum - own_sum)[..., None]
-        out = torch.lerp(own.to(share.dtype), of_prompt.to(share.dtype), share).to(query.dtype)
-        ctx.save_for_backward(query, prompt_key, prompt_value, key, value, out, torch.logaddexp(prompt_sum, own_sum))
-        ctx.lengths, ctx.scale = lengths, scale
+    def forward(ctx, query, key, value, texts: list[list[int]], scale: float | None):
+        attend = partial(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, scale=scale)
+        out = _empty_like(query)
+        log_sum = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+        for part in _segments(texts):
+            own = attend(query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True)
+            out[:, :, part], log_sum[:, :, part] = own
+        for prompt, branches in _shared_prompts(texts):
+            of_prompt, prompt_sum = attend(query[:, :, branches], key[:, :, prompt], value[:, :, prompt])
+            own_sum = log_sum[:, :, branches]
+            share = torch.sigmoid(prompt_sum - own_sum)[..., None]
+            of_both = torch.lerp(out[:, :, branches].to(share.dtype), of_prompt.to(share.dtype), share)
+            out[:, :, branches], log_sum[:, :, branches] = of_both, torch.logaddexp(prompt_sum, own_sum)
+        ctx.save_for_backward(query, key, value, out, log_sum)
+        ctx.texts, ctx.scale = texts, scale
         return out
 
     @staticmethod
     def backward(ctx, gradient):
-        query, prompt_key, prompt_value, key, value, out, log_sum = ctx.saved_tensors
-        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        with_prompt = gradient, query, prompt_key, prompt_value, out, log_sum
-        of_query, *of_prompt = attend_backward(*with_prompt, 0.0, False, scale=ctx.scale)
-        parts = zip(*(x.split(ctx.lengths, dim=2) for x in (gradient, query, key, value, out, log_sum)), strict=True)
-        found = [attend_backward(*part, 0.0, True, scale=ctx.scale) for part in parts]
-        own_query, own_key, own_value = (torch.cat(x, dim=2) for x in zip(*found, strict=True))
-        return of_query + own_query, *of_prompt, own_key, own_value, None, None
+        query, key, value, out, log_sum = ctx.saved_tensors
+
+        def gradients(part: slice, keys: slice, causal: bool):
+            of_queries, of_keys = (gradient, query, out, log_sum), (key, value)
+            grad, q, o, sums = (x[:, :, part] for x in of_queries)
+            k, v = (x[:, :, keys] for x in of_keys)
+            attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            return attend_backward(grad, q, k, v, o, sums, 0.0, causal, scale=ctx.scale)
+
+        found = [_empty_like(x) for x in (query, key, value)]
+        for part in _segments(ctx.texts):
+            for whole, own in zip(found, gradients(part, part, True), strict=True):
+                whole[:, :, part] = own
+        for prompt, branches in _shared_prompts(ctx.texts):
+            parts = branches, prompt, prompt
+            for whole, part, of_part in zip(found, parts, gradients(branches, prompt, False), strict=True):
+                whole[:, :, part] += of_part
+        return *found, None, None
+
+
+def _empty_like(states: torch.Tensor) -> torch.Tensor:
+    batch, heads, num_tokens, width = states.shape  # in memory, tokens come before heads, as in the layers around
+    return states.new_empty(batch, num_tokens, heads, width).transpose(1, 2)
+
+
+def _segments(texts: list[list[int]]) -> list[slice]:
+    ends = np.cumsum([length for text in texts for length in text]).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def _shared_prompts(texts: list[list[int]]) -> list[tuple[slice, slice]]:
+    """Return the slices of each shared prompt and of its branches together."""
+    starts = np.cumsum([0, *map(sum, texts)]).tolist()
+    bounds = [(start, start + text[0], start + sum(text)) for start, text in zip(starts, texts, strict=False)]
+    return [(slice(start, middle), slice(middle, end)) for start, middle, end in bounds if middle < end]
 
 
 def _packed_sdpa(
@@ -153,23 +178,22 @@ def _packed_sdpa(
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     if takes_varlen(query, key, value, dropout):
         return _packed_varlen(query, key, value, scaling, **kwargs), None
+    if device == "cpu" and not dropout and query.shape[-1] == value.shape[-1]:
+        return SegmentedAttention.apply(query, key, value, packed.texts, scaling).transpose(1, 2), None
     grouped = query.shape[1] != key.shape[1]
     attend = partial(
         F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
     )
-    merges = device == "cpu" and not dropout and query.shape[-1] == value.shape[-1]
-    sizes = [length for text in packed.texts for length in (text[0], sum(text[1:]))]
-    parts = zip(*(x.split(sizes, dim=2) for x in (query, key, value)), strict=True)
-    outputs = []
-    for text in packed.texts:
-        (q, k, v), branches = next(parts), next(parts)
-        outputs.append(attend(q, k, v))
-        if len(text) > 1 and merges:
-            outputs.append(MergedAttention.apply(branches[0], k, v, *branches[1:], text[1:], scaling))
-        elif len(text) > 1:  # recomputes the prompt's queries for each branch
-            for branch in zip(*(x.split(text[1:], dim=2) for x in branches), strict=True):
-                whole = (torch.cat(pair, dim=2) for pair in zip((q, k, v), branch, strict=True))
-                outputs.append(attend(*whole)[:, :, text[0] :])
+    outputs, end = [], 0
+    for first, *branches in packed.texts:
+        start, end = end, end + first
+        prompt = [x[:, :, start:end] for x in (query, key, value)]
+        outputs.append(attend(*prompt))
+        for length in branches:  # recomputes the prompt's queries for each branch
+            branch = (x[:, :, end : end + length] for x in (query, key, value))
+            whole = (torch.cat(pair, dim=2) for pair in zip(prompt, branch, strict=True))
+            outputs.append(attend(*whole)[:, :, first:])
+            end += length
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
 
 

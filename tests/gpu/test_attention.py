@@ -120,8 +120,8 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     """Positions that continue from completion to completion are far from padded ones."""
     packed = ForwardPass._packed
 
-    def shifted(self, prompts, completions):
-        inputs, flat_indices, texts = packed(self, prompts, completions)
+    def shifted(self, *rows):
+        inputs, flat_indices, texts = packed(self, *rows)
         return {**inputs, "position_ids": inputs["position_ids"].sort().values}, flat_indices, texts
 
     monkeypatch.setattr(ForwardPass, "_packed", shifted)

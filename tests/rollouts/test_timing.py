@@ -139,8 +139,8 @@ def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, padding_free,
         if has_gradient:
             torch.cat(logps).sum().backward()
     products = sum(n for op, n in counted.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
-    if padding_free == "auto":  # 3 shared tokens, then branches of 1 + 2 and 1 + 1, and 2 + 3 tokens
-        num_tokens, pairs = 3 + 3 + 2 + 5, 3 * 3 / 2 + 3 * (3 + 3 / 2) + 2 * (3 + 2 / 2) + 5 * 5 / 2
+    if padding_free == "auto":  # 4 shared tokens, then a branch of one, and 4 tokens; last ones predict nothing
+        num_tokens, pairs = 4 + 1 + 4, 4 * 4 / 2 + 1 * (4 + 1 / 2) + 4 * 4 / 2
     else:
         num_tokens, pairs = 6 + 5 + 5, (6 * 6 + 5 * 5 + 5 * 5) / 2
         products *= np.array(num_tokens) / 18  # padding goes through the model, and does not count

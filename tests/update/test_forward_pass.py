@@ -116,18 +116,16 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
 def test_packed_row_by_hand():
     prompts, completions = ([np.array(ids, dtype=np.int64) for ids in part] for part in SHARED)
     rows = PackedRollouts(prompts, completions)
-    ids = [5, 6] + [7, 20, 21] + [7, 22] + [7, 23, 24, 25] + [8, 30, 31, 32, 33] + [8] + [9, 10, 11, 12, 13, 40]
-    assert rows.ids.tolist() == ids
-    positions = [0, 1] + [2, 3, 4] + [2, 3] + [2, 3, 4, 5] + [0, 1, 2, 3, 4] + [0] + [0, 1, 2, 3, 4, 5]
-    assert rows.positions.tolist() == positions
-    assert rows.texts == [[2, 3, 2, 4], [5], [1], [6]]  # a prompt and its branches; rows of one token share nothing
-    # 20, 21 are predicted at 2 and 3, and so on, in the order of the rows
-    assert rows.flat_indices.tolist() == [2, 3] + [11, 12, 13, 14] + [5] + [21] + [] + [7, 8, 9]
+    assert rows.ids.tolist() == [5, 6, 7] + [20] + [] + [23, 24] + [8] + [30, 31, 32] + [9, 10, 11, 12, 13]
+    assert rows.positions.tolist() == [0, 1, 2] + [3] + [] + [3, 4] + [0] + [1, 2, 3] + [0, 1, 2, 3, 4]
+    assert rows.texts == [[3, 1, 2], [1, 3], [5]]  # prompts and their branches, of which empty ones are left out
+    # 20, 22, and 23 are predicted at 2, the end of their prompt, 21 at 3, and so on, in the order of the rows
+    assert rows.flat_indices.tolist() == [2, 3] + [6, 7, 8, 9] + [2] + [14] + [] + [2, 4, 5]
     inputs = rows.kernel_inputs()
-    assert inputs["cu_seq_lens_q"].tolist() == [0, 2, 5, 7, 11, 16, 17, 23]
-    assert inputs["cu_seq_lens_k"].tolist() == [0, 2, 7, 11, 17, 22, 23, 29]
-    keys = [0, 1] + [0, 1, 2, 3, 4] + [0, 1, 5, 6] + [0, 1, 7, 8, 9, 10]
-    assert inputs["key_indices"].tolist() == keys + list(range(11, 23))
+    assert inputs["cu_seq_lens_q"].tolist() == [0, 3, 4, 6, 7, 10, 15]
+    assert inputs["cu_seq_lens_k"].tolist() == [0, 3, 7, 12, 13, 17, 22]
+    keys = [0, 1, 2] + [0, 1, 2, 3] + [0, 1, 2, 4, 5] + [6] + [6, 7, 8, 9]
+    assert inputs["key_indices"].tolist() == keys + list(range(10, 15))
 
 
 @contextmanager
@@ -143,14 +141,14 @@ def tokens_through(module):
 
 
 def test_a_shared_prompt_is_computed_once():
-    """Rows of one prompt of 60 tokens: 59 + 4 * (1 + 3) tokens instead of 4 * 63; with `compute_logps` too."""
+    """Rows of one prompt of 60 tokens: 60 + 4 * (3 - 1) tokens instead of 4 * 63; with `compute_logps` too."""
     model = with_fused_head(tiny_model())
     with tokens_through(model.model.layers[0]) as seen:
         packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
         with torch.no_grad():
             list(compute_logps(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4))
-    check = [11, 11, 6, 4 + 2 * 7 + 6]  # the startup check: three sequences alone, and packed
-    assert seen == [59 + 4 * 4, *check, 59 + 4 * 4]
+    check = [11, 11, 6, 5 + 2 * 5 + 5]  # the startup check: three sequences alone, and packed
+    assert seen == [60 + 4 * 2, *check, 60 + 4 * 2]
 
 
 @pytest.mark.parametrize("padding_free", ["auto", "never"])
@@ -197,8 +195,8 @@ def attention_inputs(texts, dtype=torch.float64, head=8):
     """Packed rows of such pieces, and random queries, keys and values of 4 heads on 2."""
     prompts, completions = [], []
     for number, (first, *branches) in enumerate(texts):
-        prompts += [np.full(first + bool(branches), number)] * (len(branches) or 1)
-        completions += [np.zeros(n - 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
+        prompts += [np.full(first, number)] * (len(branches) or 1)
+        completions += [np.zeros(n + 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
     rows = PackedRollouts(prompts, completions)
     assert rows.texts == texts
     generator = torch.Generator().manual_seed(shifted(0))
@@ -223,12 +221,12 @@ def by_masks(rows, inputs, scaling=None):
 
 
 @pytest.mark.parametrize("scaling", [None, 0.7])
-@pytest.mark.parametrize("kind", ["merged", "queries once more", "variable length"])
+@pytest.mark.parametrize("kind", ["segments", "queries once more", "variable length"])
 def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling):
-    """Merging is the CPU's, the queries of the prompt once more for other devices, PyTorch's kernel for CUDA."""
+    """Segments are the CPU's, the queries of the prompt once more for other devices, PyTorch's kernel for CUDA."""
     rows, inputs = attention_inputs(LENGTHS)
-    merged, original = [], packing.MergedAttention.apply
-    monkeypatch.setattr(packing.MergedAttention, "apply", lambda *args: merged.append(args[5]) or original(*args))
+    seen, original = [], packing.SegmentedAttention.apply
+    monkeypatch.setattr(packing.SegmentedAttention, "apply", lambda *args: seen.append(args[3]) or original(*args))
     if kind == "queries once more":
         inputs[2] = (
             torch.cat([inputs[2], inputs[2]], dim=-1).detach().requires_grad_()
@@ -238,7 +236,7 @@ def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling)
         monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
     for one, other in zip(attended(rows, inputs, scaling=scaling), by_masks(rows, inputs, scaling), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert merged == ([[1, 4, 7], [9, 1]] if kind == "merged" else [])
+    assert seen == ([LENGTHS] if kind == "segments" else [])
 
 
 def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
@@ -302,14 +300,14 @@ def test_flash_kernels_see_prompt_and_branch(monkeypatch, rows):
 def test_attention_dropout_is_that_of_padded_rows():
     """One row, so that the same random numbers fall on the same weights; without dropout another result."""
     model = with_fused_head(tiny_model(attention_dropout=0.5)).train()
-    row = PROMPTS[2:], COMPLETIONS[1:2]
+    row = PROMPTS[2:], [COMPLETIONS[1] + [1]]  # the last token predicts nothing, so it is left out
     with torch.no_grad():
         torch.manual_seed(shifted(0))
         found, _ = packed(model, *row)
         torch.manual_seed(shifted(0))
         expected, _ = alone(model, PROMPTS[2], COMPLETIONS[1])
         without, _ = packed(model.eval(), *row)
-    torch.testing.assert_close(found[0], expected, **TIGHT)
+    torch.testing.assert_close(found[0][:-1], expected, **TIGHT)
     assert (found[0] - without[0]).abs().max() > 0.01
 
 

@@ -44,10 +44,10 @@ def test_tokens_by_hand():
     assert micro_batch_tokens([0, 1], lengths, padded=True) == 2 * (2 + 5)  # not 2 * (3 + 5): behind the completions
     assert micro_batch_tokens([0, 1], lengths, padded=False) == 2 + 5 + 3 + 1
     assert micro_batch_tokens([], lengths, padded=True) == 0
-    # the first two of a prompt of 10 tokens: 9 + (1 + 5) + (1 + 2), and 10 + 4 for another prompt
+    # the first two of a prompt of 10 tokens: 10 + 5 + 2, and 10 + 4 for another prompt
     shared = RolloutLengths(prompts=[10] * 3, completions=[5, 2, 4], texts=[0, 0, 1])
-    assert micro_batch_tokens([0, 1], shared, padded=False) == 18
-    assert micro_batch_tokens([0, 1, 2], shared, padded=False) == 32
+    assert micro_batch_tokens([0, 1], shared, padded=False) == 17
+    assert micro_batch_tokens([0, 1, 2], shared, padded=False) == 31
     assert micro_batch_tokens([0, 1], shared, padded=True) == 2 * (10 + 5)
     # two processes in lockstep: max(7, 4) + max(0, 4)
     assert schedule_cost([[[0], []], [[1], [1]]], lengths, padded=False) == 7 + 4
@@ -56,8 +56,8 @@ def test_tokens_by_hand():
 def test_cost_by_hand():
     """A tenth of a token for each of the tokens that a token sees, itself counted half."""
     lengths = RolloutLengths([10] * 3, [4, 2, 4], texts=[0, 0, 1], pair_cost=0.1)
-    # 9 + 5 + 3 tokens; pairs: 10 * 10 / 2, 4 * (10 + 2) and 2 * (10 + 1)
-    assert micro_batch_cost([0, 1], lengths, padded=False) == pytest.approx(17 + 0.1 * (50 + 48 + 22))
+    # 10 + 4 + 2 tokens; pairs: 10 * 10 / 2, 4 * (10 + 2) and 2 * (10 + 1)
+    assert micro_batch_cost([0, 1], lengths, padded=False) == pytest.approx(16 + 0.1 * (50 + 48 + 22))
     assert micro_batch_cost([0, 2], lengths, padded=False) == pytest.approx(28 + 0.1 * 2 * (50 + 48))
     assert micro_batch_cost([0, 1], lengths, padded=True) == pytest.approx(28 + 0.1 * 2 * 14 * 14 / 2)
     assert micro_batch_cost([], lengths, padded=False) == 0
@@ -89,7 +89,7 @@ def test_long_rows_are_dear():
 
 
 def test_rows_of_one_prompt_stay_together_where_that_is_cheaper():
-    """Two prompts of 100 tokens with four rows each, on two processes: 99 + 4 + 100 tokens, or 198 + 4 + 100 if
+    """Two prompts of 100 tokens with four rows each, on two processes: 100 + 100 tokens, or 200 + 100 if
     scattered."""
     completions = [40, 10, 20, 30] * 2
     long = scheduled(

@@ -71,4 +71,4 @@ def test_rows_of_a_prompt_share_it_however_they_were_drawn():
     rows = [Rollout(p, ids(8, 9), np.array(m), 1.0, **more) for (p, more), m in zip(drawn, masks, strict=True)]
     assert rollout_lengths(rows).texts == [0, 0, 0, 1]
     packed = PackedRollouts([r.prompt_ids for r in rows], [r.completion_ids for r in rows])
-    assert packed.texts == [[1, 3, 3, 3], [4]]
+    assert packed.texts == [[2, 1, 1, 1], [3]]
