@@ -109,23 +109,20 @@ def _leave_one_out(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
     return count / (count - 1) * _centered(x, scorable)
 
 
-def _group_std(centered: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
-    """Return the unbiased standard deviation of each group, `(P, 1)`, from centered values."""
-    count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
-    variance = centered.square().sum(dim=1, keepdim=True) / (count - 1)
-    # The derivative of sqrt at 0 is infinite; a group without spread gets gradient 0 instead.
-    return torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0.0)
-
-
-def _grpo_scale(std: torch.Tensor) -> torch.Tensor:
+def _grpo_scale(centered: torch.Tensor, scorable: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
-    Return the divisor of the "grpo" score: `std + 1e-6`, and 1 in a group whose proxies are all equal.
+    Return the unbiased standard deviation of each group from centered proxies, and the divisor of the "grpo" score,
+    `std + 1e-6`, but 1 in a group whose proxies are all equal; both `(P, 1)`.
 
     All proxies are equal whenever policy and reference are identical. Division by 1e-6 would scale the gradients of
     such groups by a million, and skipping the groups would leave no gradient. With a divisor of 1 their score is 0,
     and their gradient is that of "dr_grpo".
     """
-    return torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
+    count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
+    variance = centered.square().sum(dim=1, keepdim=True) / (count - 1)
+    # The derivative of sqrt at 0 is infinite; a group without spread gets gradient 0 instead.
+    std = torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0.0)
+    return std, torch.where(std > 0, std + GRPO_STD_EPSILON, 1.0)
 
 
 def group_scores(
@@ -148,7 +145,7 @@ def group_scores(
         scores = _centered(grouped, scorable)
     elif score_estimator == "grpo":
         centered = _centered(grouped, scorable)
-        scores = centered / _grpo_scale(_group_std(centered, scorable))
+        scores = centered / _grpo_scale(centered, scorable)[1]
     elif score_estimator == "none":
         scores = grouped.masked_fill(~scorable, 0.0)
     else:
@@ -215,10 +212,16 @@ def loss_from_proxies(
     """
     scorable = scorable_completions(labels, num_generations)
     scores = group_scores(proxies, labels, num_generations=num_generations, score_estimator=score_estimator)
+    terms = _weighted_entropies(scores, labels, num_generations, class_weighting)
+    return terms.sum() / scorable.sum().clamp(min=1), scores
+
+
+def _weighted_entropies(
+    scores: torch.Tensor, labels: torch.Tensor, num_generations: int, class_weighting: ClassWeighting
+) -> torch.Tensor:
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
-    terms = weights.to(scores.dtype) * entropies
-    return terms.sum() / scorable.sum().clamp(min=1), scores
+    return weights.to(scores.dtype) * entropies
 
 
 def pacs_loss(
@@ -290,8 +293,7 @@ def proxy_coefficients(
         coefficients = _leave_one_out(residuals, scorable)
     else:
         centered = _centered(_at_least_float32(proxies).view(shape), scorable)
-        std = _group_std(centered, scorable)
-        scale = _grpo_scale(std)
+        std, scale = _grpo_scale(centered, scorable)
         count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
         through_std = (residuals * scores.view(shape)).sum(dim=1, keepdim=True)
         std_slope = torch.where(std > 0, centered / ((count - 1) * std.clamp(min=GRPO_STD_EPSILON**2)), 0.0)
@@ -318,13 +320,9 @@ def actor_coefficients(
     expectation over independently sampled completions. Eq. 5 has neither the weights nor the centering; the authors'
     code has no actor term.
     """
-    scorable = scorable_completions(labels, num_generations)
-    weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
-    scores = _at_least_float32(scores)
-    entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
-    ell = -weights.to(scores.dtype) * entropies
-    grouped, mask = ell.view(-1, num_generations), scorable.view(-1, num_generations)
-    return -_leave_one_out(grouped, mask).view(-1) / scorable.sum().clamp(min=1)
+    scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
+    terms = _weighted_entropies(_at_least_float32(scores), labels, num_generations, class_weighting)
+    return _leave_one_out(terms.view(-1, num_generations), scorable).view(-1) / scorable.sum().clamp(min=1)
 
 
 # Other objectives on groups ------------------------------------------------------------------------------------------
@@ -364,10 +362,7 @@ def disco_loss(
 def _right_and_wrong(labels: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the scorable completions with label 1 and those with label 0, bool `(P, G)`, and the number of groups
     with scorable completions, at least 1."""
-    scorable, grid = (
-        scorable_completions(labels, num_generations).view(-1, num_generations),
-        labels.view(-1, num_generations),
-    )
+    scorable, grid = (x.view(-1, num_generations) for x in (scorable_completions(labels, num_generations), labels))
     return (grid == 1) & scorable, (grid == 0) & scorable, scorable.any(dim=1).sum().clamp(min=1)
 
 

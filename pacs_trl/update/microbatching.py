@@ -7,10 +7,11 @@ indices. Every process gets the same number of micro-batches, because each forwa
 the lengths, so all processes compute the same schedule without communication.
 """
 
-import heapq
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 
 Schedule = list[list[list[int]]]
@@ -197,33 +198,25 @@ def _neighbours_in_length(
 def _evenly_filled(units: list[tuple[list[int], int, float]], limits: MicroBatchConfig) -> list[list[int]]:
     """Assign each unit, a tuple of indices, tokens, and cost (most expensive first), to the cheapest micro-batch with
     room, and use the smallest number of micro-batches for which all units fit."""
-    num_processes, max_rollouts, max_tokens = limits.num_processes, limits.max_rollouts, limits.max_tokens
-    num_completions, num_tokens = sum(len(indices) for indices, _, _ in units), sum(tokens for _, tokens, _ in units)
-    smallest = min((len(indices) for indices, _, _ in units), default=1)
-    fewest = -(-num_completions // max_rollouts) if max_tokens is None else -(-num_tokens // max_tokens)
+    num_processes, max_rollouts = limits.num_processes, limits.max_rollouts
+    max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
+    if limits.max_tokens is None:
+        fewest = -(-sum(len(indices) for indices, _, _ in units) // max_rollouts)
+    else:
+        fewest = -(-sum(tokens for _, tokens, _ in units) // limits.max_tokens)
     num_micro_batches = -(-fewest // num_processes) * num_processes
     while True:
         micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
-        tokens_of = [0] * num_micro_batches
-        cheapest_first = [(0.0, i) for i in range(num_micro_batches)]
+        sizes, tokens_of, costs = np.zeros((3, num_micro_batches))
         for indices, tokens, cost in units:
-            full = []  # too full for this unit, but possibly not for the next one
-            while cheapest_first:
-                _, i = cheapest_first[0]
-                fits = max_tokens is None or tokens_of[i] + tokens <= max_tokens
-                if fits and len(micro_batches[i]) + len(indices) <= max_rollouts:
-                    break
-                entry = heapq.heappop(cheapest_first)
-                if max_rollouts - len(micro_batches[i]) >= smallest:
-                    full.append(entry)
-            if not cheapest_first:
+            room = (sizes + len(indices) <= max_rollouts) & (tokens_of + tokens <= max_tokens)
+            if not room.any():
                 break
-            so_far, i = cheapest_first[0]
+            i = int(np.where(room, costs, np.inf).argmin())
             micro_batches[i] += indices
+            sizes[i] += len(indices)
             tokens_of[i] += tokens
-            heapq.heapreplace(cheapest_first, (so_far + cost, i))
-            for entry in full:
-                heapq.heappush(cheapest_first, entry)
+            costs[i] += cost
         else:
             return micro_batches
         num_micro_batches += num_processes

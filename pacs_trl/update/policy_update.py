@@ -32,7 +32,7 @@ from .loss import Objective
 from .microbatching import MicroBatchConfig, Schedule, schedule_micro_batches
 from .rollout import Rollout
 from .step import FILLER, MicroBatch, StepRollouts, collate, rollout_lengths, schedule_step
-from .token_weights import Mismatch, TokenValues, TokenWeights, merge_statistics, mismatch_metrics, mismatch_statistics
+from .token_weights import Mismatch, TokenValues, TokenWeights, mismatch_metrics, mismatch_ratios
 
 
 class Forwarded:
@@ -261,8 +261,7 @@ class PolicyUpdate:
         loss, of_step = self._summarize(step, found, proxies, (before or found).entropy, left_out)
         metrics |= of_step
         if mismatch:
-            parts = self.accelerator.gather(merge_statistics(torch.stack(mismatch))[None])
-            metrics |= mismatch_metrics(merge_statistics(parts))
+            metrics |= mismatch_metrics(*self._gather_mismatch(mismatch))
         for weights in self.token_weights:
             metrics |= weights.metrics(self.accelerator)
         if self.objective.kl_coef != 0:
@@ -304,10 +303,10 @@ class PolicyUpdate:
 
     def _back_propagate(
         self, model, step: StepRollouts, schedule: Schedule, coefficients: torch.Tensor | None
-    ) -> tuple[Forwarded, list[torch.Tensor]]:
+    ) -> tuple[Forwarded, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. If `coefficients` is `None`,
-        micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch statistics
-        of each micro-batch."""
+        micro-batches must hold whole groups. Returns the results of the forward passes, and [`mismatch_ratios`] of
+        each micro-batch."""
         known = step.coefficients is not None
         found, mismatch = Forwarded(step.num_proxies, self.accelerator, 3 if known else 0), []
         compares = step.on_policy and any(rollout.sampling_logps is not None for rollout in step.rollouts)
@@ -324,7 +323,7 @@ class PolicyUpdate:
                     of_completions = self.coefficients(step, indices, proxies.cpu())
                 of_tokens = self.token_coefficients(batch, of_completions.to(logps.device))
                 if compares:
-                    mismatch.append(mismatch_statistics(logps, batch.sampling_logps, batch.loss_mask, self.mismatch))
+                    mismatch.append(mismatch_ratios(logps, batch.sampling_logps, batch.loss_mask, self.mismatch))
                 tokens = self._token_values(step, batch, logps, entropies, of_tokens)
                 factors, weighted = [weights(tokens) for weights in self.token_weights], logps
                 kl = self._kl(model, logps, batch, tokens.old_logps)
@@ -342,6 +341,11 @@ class PolicyUpdate:
                 self._backward(loss * self.accelerator.num_processes)
                 found.add(step.flat_indices(indices), proxies, entropies, batch.loss_mask, kl.sum(), own_values)
         return found.reduce(), mismatch
+
+    def _gather_mismatch(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[torch.Tensor]:
+        for own in map(torch.cat, zip(*parts, strict=True)):
+            found = self.accelerator.gather(self.accelerator.pad_across_processes(own, pad_index=math.nan))
+            yield found[~found.isnan()]
 
     def _token_values(self, step, batch: MicroBatch, logps, entropies, coefficients) -> TokenValues:
         old_logps, old_entropies = batch.old_logps, batch.old_entropies

@@ -81,19 +81,11 @@ class TokenWeights:
 
 class Mismatch(NamedTuple):
     """Settings of the engine-trainer mismatch: TRL's `vllm_importance_sampling_mode`, `..._clip_min`, and
-    `..._clip_max`. A bound of `None` is disabled. Metrics use them, and the correction if it is enabled."""
+    `..._clip_max`. A bound of `None` is disabled. Metrics use the mode, and the correction all."""
 
     mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
     clip_min: float | None = None
     clip_max: float | None = None
-
-    @property
-    def bounds(self) -> tuple[float, float]:
-        return self.clip_min or 0.0, math.inf if self.clip_max is None else self.clip_max
-
-    def outside(self, ratios: torch.Tensor) -> torch.Tensor:
-        low, high = self.bounds
-        return (ratios < low) | (ratios > high)
 
 
 class MismatchCorrection(TokenWeights):
@@ -153,71 +145,31 @@ def correction_weights(
     if mismatch.mode.startswith("sequence_"):
         log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios)
     ratios = log_ratios.exp()
+    low, high = mismatch.clip_min or 0.0, math.inf if mismatch.clip_max is None else mismatch.clip_max
     if mismatch.mode.endswith("_truncate"):
-        return ratios.clamp(*mismatch.bounds).to(logps.dtype)
-    return ratios.masked_fill(mismatch.outside(ratios), 0.0).to(logps.dtype)
+        return ratios.clamp(low, high).to(logps.dtype)
+    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0).to(logps.dtype)
 
 
-# Columns of `mismatch_statistics`.
-_COLUMNS = ("tokens", "sum_abs", "max_abs", "ratios", "sum_ratio", "sum_square", "outside", "min_ratio", "max_ratio")
-
-
-def mismatch_statistics(
+def mismatch_ratios(
     logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, mismatch: Mismatch
-) -> torch.Tensor:
-    """
-    Return sums and extremes over some completions, float64 `(9,)`.
-
-    [`merge_statistics`] combines them, and [`mismatch_metrics`] converts them to metrics. Arguments are those of
-    [`correction_weights`]. Ratios are those before truncation or masking, one per token or one per completion.
-    """
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the absolute log-prob differences of the compared tokens in nats, and the ratios before truncation or
+    masking, one per token or one per completion; both float64 and one-dimensional. Arguments are those of
+    [`correction_weights`]."""
     known = mask.bool() & ~sampling_logps.isnan()
     log_ratios = _log_ratios(logps, sampling_logps, known)
-    differences = log_ratios[known].abs()
-    if mismatch.mode.startswith("sequence_"):
-        ratios = log_ratios.sum(dim=1)[known.any(dim=1)].exp()
-    else:
-        ratios = log_ratios[known].exp()
-    infinity = ratios.new_full((1,), math.inf)
-    values = [
-        len(differences),
-        differences.sum(),
-        torch.cat([differences, differences.new_zeros(1)]).max(),
-        *(len(ratios), ratios.sum(), ratios.square().sum(), mismatch.outside(ratios).sum()),
-        torch.cat([ratios, infinity]).min(),
-        torch.cat([ratios, -infinity]).max(),
-    ]
-    return torch.stack([torch.as_tensor(value).to(ratios) for value in values])
+    of_tokens, of_completions = log_ratios[known], log_ratios.sum(dim=1)[known.any(dim=1)]
+    return of_tokens.abs(), (of_completions if mismatch.mode.startswith("sequence_") else of_tokens).exp()
 
 
-def merge_statistics(parts: torch.Tensor) -> torch.Tensor:
-    """Merge the statistics of `N` subsets of the completions, `(N, 9)` with `N` at least 1, into one, `(9,)`."""
-    merged = parts.sum(dim=0)
-    for name, extreme in (("max_abs", parts.amax), ("min_ratio", parts.amin), ("max_ratio", parts.amax)):
-        merged[_COLUMNS.index(name)] = extreme(dim=0)[_COLUMNS.index(name)]
-    return merged
-
-
-def mismatch_metrics(statistics: torch.Tensor) -> dict[str, float]:
-    """
-    Return the metrics `sampling/*` from statistics of shape `(9,)`; NaN if there was no token.
-
-    The effective sample size is `(sum rho)^2 / (n * sum rho^2)`, in (0, 1]: the share of completions (or tokens) that
-    would carry the same information if engine and trainer agreed. It is 0 if all ratios underflow, and NaN if their
-    squares overflow.
-    """
-    value = dict(zip(_COLUMNS, statistics.tolist(), strict=True))
-    tokens, ratios = value["tokens"], value["ratios"]
-    known = ratios > 0
-    # The ratios of whole completions may underflow, or their squares overflow.
-    total, square = value["sum_ratio"], value["sum_square"]
-    effective = total / square * (total / ratios) if 0 < square < math.inf else 0.0 if square == 0 else math.nan
-    return {
-        "sampling/sampling_logp_difference/mean": value["sum_abs"] / tokens if tokens else math.nan,
-        "sampling/sampling_logp_difference/max": value["max_abs"] if tokens else math.nan,
-        "sampling/importance_sampling_ratio/min": value["min_ratio"] if known else math.nan,
-        "sampling/importance_sampling_ratio/mean": value["sum_ratio"] / ratios if known else math.nan,
-        "sampling/importance_sampling_ratio/max": value["max_ratio"] if known else math.nan,
-        "sampling/effective_sample_size": effective if known else math.nan,
-        "sampling/outside_fraction": value["outside"] / ratios if known else math.nan,
+def mismatch_metrics(differences: torch.Tensor, ratios: torch.Tensor) -> dict[str, float]:
+    """Return TRL's metrics `sampling/*` from the results of [`mismatch_ratios`]; NaN if no token was compared."""
+    values: dict[str, torch.Tensor | float] = {
+        "sampling_logp_difference/mean": differences.mean(),
+        "sampling_logp_difference/max": differences.max() if len(differences) else math.nan,
+        "importance_sampling_ratio/min": ratios.min() if len(ratios) else math.nan,
+        "importance_sampling_ratio/mean": ratios.mean(),
+        "importance_sampling_ratio/max": ratios.max() if len(ratios) else math.nan,
     }
+    return {f"sampling/{name}": float(value) for name, value in values.items()}
