@@ -110,7 +110,6 @@ class LateBatches:
         self._in_flight: dict[int, tuple[int, Future]] = {}  # the optimizer step of the weights, and the batch
         self._last: Future | None = None
         self._deadline: float | None = None  # until which a run that is to stop waits
-        self._epoch, self._order = -1, torch.empty(0, 1)
 
     def take(self, number: int, prompts: list) -> dict[str, Any]:
         """Return the `output` of batch `number`, and start to generate batch `number + lag`. `prompts` are those that
@@ -285,10 +284,9 @@ class LateBatches:
         trainer, accelerator = self.trainer, self.trainer.accelerator
         sampler = trainer._get_train_sampler().sampler
         size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
-        if epoch != self._epoch:
-            sampler.repeat_count = sampler.mini_repeat_count = 1
-            self._epoch, self._order = epoch, torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-        of_all = self._order[number % len(self._order)].repeat_interleave(trainer.num_generations)
+        sampler.repeat_count = sampler.mini_repeat_count = 1
+        order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
+        of_all = order[number % len(order)].repeat_interleave(trainer.num_generations)
         own = of_all.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
         row_of = {i: trainer.train_dataset[i] for i in set(own)}
         return [row_of[i] for i in own]
