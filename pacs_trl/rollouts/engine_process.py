@@ -90,6 +90,7 @@ class Generator:
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(plain)
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32"}
         with tempfile.TemporaryDirectory() as directory:
+            self.base.config.architectures = [type(self.base).__name__]
             self.base.config.save_pretrained(directory)
             return LLM(directory, enable_prefix_caching=False, **settings, **self.settings["vllm"])
 

@@ -109,7 +109,7 @@ def test_killed_at_any_moment(tmp_path, lag, steps, times):
         straight = trainer_of(tmp_path / "straight", **settings)
         straight.train()
     moments = random.Random(shifted(times))
-    kills = [[Kill(at, moments.random() / 10)] for at in sorted(moments.sample(range(1, steps - 1), times))]
+    kills = [[Kill(at, moments.random() / 10)] for at in sorted(moments.sample(range(1, steps - 4), times))]
     directory, codes = tmp_path / "killed", []
     for kill in [*kills, []]:
         process = start(
@@ -118,7 +118,7 @@ def test_killed_at_any_moment(tmp_path, lag, steps, times):
         process.join(120)
         codes.append(process.exitcode)
         assert codes[-1] in (-signal.SIGKILL, 0), (tmp_path / "out").read_text()[-3000:]
-    assert codes.count(-signal.SIGKILL) > times / 2
+    assert -signal.SIGKILL in codes and codes[-1] == 0
     found = trainable_weights(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
     assert_equal(straight.model, found)
 
