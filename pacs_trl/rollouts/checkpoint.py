@@ -245,7 +245,8 @@ def save_last_step(trainer: Any) -> None:
 
 def load_state(trainer: Any, directory: Path) -> None:
     """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
-    file = state_file(directory, trainer._state_name, trainer.accelerator.process_index)
+    files = [directory / f"{trainer._state_name}_{i}.pt" for i in (trainer.accelerator.process_index, 0)]
+    file = files[0] if files[0].is_file() else files[1]  # of a run with fewer processes
     state = torch.load(file, map_location="cpu", weights_only=True)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
     for name, value in state["attributes"].items():
@@ -258,12 +259,12 @@ def load_state(trainer: Any, directory: Path) -> None:
 
 def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
     """Return whether the run of a checkpoint is finished, and print where the run continues."""
-    finished, after = trainer.state.global_step >= max_steps, f"optimizer step {trainer.state.global_step}"
-    if finished:
-        trainer.accelerator.print(f"{checkpoint} is the end of a finished run ({after}), so nothing is left to train.")
-    else:
-        trainer.accelerator.print(f"Continuing from {checkpoint}, after {after} of {max_steps}.")
-    return finished
+    step = f"optimizer step {trainer.state.global_step}"
+    if trainer.state.global_step >= max_steps:
+        trainer.accelerator.print(f"{checkpoint} is the end of a finished run ({step}), so nothing is left to train.")
+        return True
+    trainer.accelerator.print(f"Continuing from {checkpoint}, after {step} of {max_steps}.")
+    return False
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
@@ -330,21 +331,13 @@ def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
     if checkpoint is None:
         raise ValueError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
-    state_file(Path(checkpoint), trainer._state_name, trainer.accelerator.process_index)
+    if not Path(checkpoint, f"{trainer._state_name}_0.pt").is_file():
+        inside = last_checkpoint(checkpoint)
+        remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
+        raise ValueError(
+            f"{checkpoint} has no {trainer._state_name}_0.pt: it was written by another trainer or with "
+            f"save_only_model=True, and cannot be continued. {remedy}"
+        )
     adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint
-
-
-def state_file(checkpoint: Path, name: str, process: int) -> Path:
-    """Return the state file `name` of a process, or that of process 0 if the run that saved it had fewer processes.
-    Raises a `ValueError` if the checkpoint has neither."""
-    for index in (process, 0):
-        if (file := checkpoint / f"{name}_{index}.pt").is_file():
-            return file
-    inside = last_checkpoint(checkpoint)
-    remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
-    raise ValueError(
-        f"{checkpoint} has no {name}_{process}.pt: it was written by another trainer or with save_only_model=True, "
-        f"and cannot be continued. {remedy}"
-    )

@@ -170,18 +170,17 @@ def check_prompt_lengths(
     """Raise a `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
     or if messages cannot be tokenized. Streaming datasets are skipped."""
-    of_engine = {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None} | contexts
+    bounds = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
     completion = args.max_completion_length or 1
     for name, dataset in datasets.items():
-        limits = of_engine | (of_training if name == "train_dataset" else {})
-        limit, room = min(((key, n) for key, n in limits.items() if n), key=lambda each: each[1], default=("", None))
         if not isinstance(dataset, Dataset):
             continue
-        prompts = dataset["prompt"][: len(dataset) if room else 1]  # one prompt tests the chat template
+        limits = bounds | (of_training if name == "train_dataset" else {})
+        room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
+        prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the chat template
         lengths = prompt_lengths(prompts, load_tokenizer(), args.chat_template_kwargs, tools)
-        overlong = [i for i, length in enumerate(lengths) if room is not None and length + completion > room]
-        if room is not None and overlong:
+        if overlong := [i for i, length in enumerate(lengths) if length + completion > room]:
             remedy = f"Raise it to {max(lengths) + completion}"
             if limit in contexts:
                 limit = f"the context of the model, {limit}"

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
 from .adapter_sync import AdapterSync
+from .checkpoint import next_seeds
 from .checks import max_lora_rank
 from .timing import StepTimer
 from .vllm_checks import serve_command, server_url
@@ -30,6 +32,7 @@ from .vllm_checks import serve_command, server_url
 
 logger = logging.getLogger(__name__)
 
+_PER_COMPLETION = ("completion_ids", "logprobs", "logprob_token_ids")  # in an answer of TRL's client
 _adapter_numbers = itertools.count(1)  # an engine ignores an adapter that it has loaded under this number
 
 
@@ -106,19 +109,18 @@ class CountingClient:
         by_number: dict[int, list[list[int]]] = {}
         for of_prompt in indices.values():
             by_number.setdefault(len(of_prompt), []).append(of_prompt)
+        merged: dict[str, list] = {name: [None] * len(prompts) for name in _PER_COMPLETION}
 
-        def request(number: int) -> dict:
+        def request(number: int) -> None:
             own = [prompts[of_prompt[0]] for of_prompt in by_number[number]]
-            return self.client.generate(prompts=own, features=None, n=number, **kwargs)
+            answer = self.client.generate(prompts=own, features=None, n=number, **kwargs)
+            for name in _PER_COMPLETION:
+                for i, row in zip(itertools.chain(*by_number[number]), answer[name], strict=True):
+                    merged[name][i] = row
 
         with ThreadPoolExecutor(max_workers=len(by_number)) as executor:
-            answers = list(executor.map(request, by_number))
-        order = [i for several in by_number.values() for of_prompt in several for i in of_prompt]
-        merged = {"prompt_ids": list(prompts)}
-        for name in ("completion_ids", "logprobs", "logprob_token_ids"):
-            rows = [row for answer in answers for row in answer[name]]
-            merged[name] = [row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])]
-        return merged
+            list(executor.map(request, by_number))
+        return merged | {"prompt_ids": list(prompts)}
 
     def load_adapter(self, path: str) -> None:
         """Generate with the LoRA adapter in the directory `path` from now on."""
@@ -217,7 +219,7 @@ class Engine(VLLMGeneration):
 
 def create_engine(trainer: Any) -> Engine:
     """Create the engine that replaces TRL's. With `vllm_sync_adapter` it sends adapters."""
-    engine = Engine(trainer.vllm_generation, next_seeds=trainer._next_seeds, timer=trainer.timer)
+    engine = Engine(trainer.vllm_generation, next_seeds=partial(next_seeds, trainer), timer=trainer.timer)
     if trainer.args.vllm_sync_adapter:
         text = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
         ids = trainer._tokenizer(text)["input_ids"][:32]

@@ -167,9 +167,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     def _at_generation_boundary(self) -> bool:
         return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
 
-    def _next_seeds(self, num_requests: int) -> list[int]:
-        return checkpoint.next_seeds(self, num_requests)
-
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
         if "prompt" not in inputs[0]:  # of a stream, or of a dataset given to `evaluate`
@@ -223,17 +220,15 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         raise failed_run(failure, self) from failure
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        with self._faster_generation():
+        fast, dtype = self.args.fast_generation, self.args.generation_dtype
+        faster: AbstractContextManager = nullcontext()
+        if fast or dtype is not None:
+            model = self.accelerator.unwrap_model(self.model_wrapped)
+            faster = faster_generation(model, fast=fast, dtype=None if dtype is None else getattr(torch, dtype))
+        with faster:
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self._end_empty(completion_ids, logprobs)
         return completion_ids, logprobs
-
-    def _faster_generation(self) -> AbstractContextManager:
-        fast, dtype = self.args.fast_generation, self.args.generation_dtype
-        if not fast and dtype is None:
-            return nullcontext()
-        model = self.accelerator.unwrap_model(self.model_wrapped)
-        return faster_generation(model, fast=fast, dtype=None if dtype is None else getattr(torch, dtype))
 
     def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
         """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
@@ -331,7 +326,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _reset_run(self) -> None:
-        """Reset the state of a run; called at the start of each run."""
+        """Reset the state of a run, at its start."""
         self._step = 0
         self._buffered_inputs = None
         self._current_train_step_time = 0.0
@@ -418,10 +413,7 @@ def as_numbers(rewards: Any, name: str) -> list[float | None]:
     """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
     finite numbers and `None`: TRL would take NaN for a missing reward."""
     try:
-        entries = [rewards] if isinstance(rewards, str | bytes | dict) else list(rewards)
-        if any(isinstance(entry, str | bytes | dict) for entry in entries):
-            raise TypeError("text")
-        numbers = [None if entry is None else float(entry) for entry in entries]
+        numbers = [None if entry is None else float(entry) for entry in rewards]
         if not all(number is None or math.isfinite(number) for number in numbers):
             raise ValueError("NaN or infinity")
     except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements

@@ -109,9 +109,7 @@ def _read_table(file: Path, *, unique_prompts: bool) -> pd.DataFrame:
 
 
 def _trackers(args, state) -> list:
-    if not state.is_world_process_zero:
-        return []
-    return [importlib.import_module(name) for name in _WITH_TABLES if name in args.report_to]
+    return [importlib.import_module(n) for n in _WITH_TABLES if n in args.report_to and state.is_world_process_zero]
 
 
 def _identity(file: Path, resuming: bool) -> str:

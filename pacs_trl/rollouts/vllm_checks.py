@@ -64,7 +64,7 @@ def check_port(port: int, setting: str, remedy: str) -> None:
 
 def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> None:
     """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, where TRL may
-    wait forever, or if it serves another model. Warns of what makes its log-probs differ from the trainer's."""
+    wait forever, or if it serves another model."""
     url, command = server_url(args), serve_command(model, lora_rank)
     deadline = time.monotonic() + args.vllm_server_timeout
     with httpx.Client(base_url=url, timeout=10.0) as client:
@@ -82,21 +82,6 @@ def check_server(args: GRPOConfig, model: str, lora_rank: int | None = None) -> 
                 f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r} (for the same "
                 f"weights under another name, add --served-model-name {model}). Start it with: {command}"
             )
-        info = client.get("/server_info", params={"config_format": "json"})
-    config = info.json()["vllm_config"] if info.status_code == 200 else {}  # else TRL says what is missing
-    weights, mode = (config.get("model_config", {}).get(key) for key in ("quantization", "logprobs_mode"))
-    cache = config.get("cache_config", {}).get("cache_dtype", "auto")
-    differing = [f"quantized weights ({weights})"] * bool(weights)
-    differing += [f"a quantized cache ({cache})"] * (cache not in ("auto", "bfloat16", "float16", "float32"))
-    differing += [f"{mode} (start it with --logprobs-mode processed_logprobs)"] * (
-        mode not in (None, "processed_logprobs")
-    )
-    if differing:
-        logger.warning(
-            "The vLLM server has %s, so its log-probs differ from the trainer's. Monitor `sampling/*`, and set "
-            "vllm_importance_sampling_correction=True if the mismatch grows.",
-            ", ".join(differing),
-        )
 
 
 def _served_model(client: httpx.Client) -> dict | str:
