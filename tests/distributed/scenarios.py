@@ -181,15 +181,6 @@ def different_datasets(rank, directory):
     return message_of(lambda: build_trainer(directory, more={"train_dataset": dataset}, **HALF))
 
 
-class FewerRows(PACSTrainer):
-    def _prepare_inputs(self, generation_batch):
-        return super()._prepare_inputs(generation_batch[: 8 - 4 * self.accelerator.process_index])
-
-
-def different_rows(rank, directory):
-    return message_of(build_trainer(directory, trainer_class=FewerRows, **HALF).train)
-
-
 def label_out_of_range(rank, directory):
     def reward(completions, **kwargs):
         return [2.0 * rank] * len(completions)
@@ -327,7 +318,6 @@ DDP |= {
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,
-    "different rows": different_rows,
     "label out of range": label_out_of_range,
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,

@@ -172,7 +172,6 @@ def test_step_is_skipped_on_both_processes(ddp):
     [
         ("too few tokens", "max_tokens_per_micro_batch=30 cannot hold .* 36 tokens"),
         ("different datasets", r"disagree on the number of prompts in the training set: \[32, 33\]"),
-        ("different rows", r"disagree on the number of rows of a generation batch: \[8, 4\]"),
         ("label out of range", r"must lie in \[0, 1\], but completion 8 .* has 2: reward=2"),
     ],
 )

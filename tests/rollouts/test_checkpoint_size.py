@@ -1,21 +1,14 @@
 """A checkpoint takes the bytes that `pacs-trl plan` counts."""
 
-import numpy as np
 import pytest
-import torch
 from peft import LoraConfig
 from replay import Replay, build_trainer, tiny_model
-from seeds import shifted
 
 from pacs_trl.plan.cost import checkpoint_bytes
-from pacs_trl.rollouts.checkpoint import rollouts_to_save
-from pacs_trl.update.rollout import Rollout
 
 
 @pytest.mark.parametrize(
-    ("settings", "lora"),
-    [({}, False), ({"reference": "snapshot"}, False), ({"steps_per_generation": 8}, False), ({}, True)],
-    ids=["boundary", "snapshot", "inside a generation", "LoRA"],
+    ("settings", "lora"), [({"reference": "snapshot"}, False), ({"steps_per_generation": 8}, False), ({}, True)]
 )
 def test_checkpoint_on_disk(tmp_path, settings, lora):
     """A checkpoint that is really written, of a model large enough for its weights to outweigh names and states."""
@@ -37,21 +30,3 @@ def test_checkpoint_on_disk(tmp_path, settings, lora):
     written = sum(f.stat().st_size for f in checkpoint.iterdir() if not f.name.startswith(small))
     planned = checkpoint_bytes(trained, snapshot="reference" in settings, row_tokens=rows)
     assert written == pytest.approx(planned, rel=0.1)
-
-
-def test_rows_on_disk(tmp_path):
-    """13 bytes a token, for completions long enough to outweigh the headers of their tensors."""
-    rng = np.random.default_rng(shifted(0))
-    rows = [
-        Rollout(
-            prompt_ids=np.zeros(100, np.int32),
-            completion_ids=rng.integers(0, 1000, 4000).astype(np.int32),
-            loss_mask=np.ones(4000, bool),
-            label=1.0,
-            ref_logps=rng.random(4000).astype(np.float32),
-            sampling_logps=rng.random(4000).astype(np.float32),
-        )
-        for _ in range(8)
-    ]
-    torch.save(rollouts_to_save([rows], 0, 1), tmp_path / "rows.pt")
-    assert (tmp_path / "rows.pt").stat().st_size == pytest.approx(checkpoint_bytes(0, row_tokens=8 * 4000), rel=0.1)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_llm import SamplingParams, play_colocated
-from replay import addition_dataset, assert_same_models, build_trainer, digit_reward
+from replay import addition_dataset, build_trainer, digit_reward
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 
@@ -76,20 +76,6 @@ def seeds_of(trainer):
     return [params.seed for _, params in trainer.vllm_generation.llm.requests]
 
 
-def test_a_resumed_run_asks_for_what_the_first_would_have_asked_for(tmp_path, model_path, colocated):
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    straight = trainer_of(tmp_path / "straight", model_path, colocated, **saving)
-    straight.train()
-    expected = [request_seed(f"{shifted(42)}/0", i) for i in range(32)]
-    assert seeds_of(straight) == expected
-    for step, drawn in ((1, 16), (2, 16), (3, 32)):
-        resumed = trainer_of(tmp_path / "resumed", model_path, colocated)
-        resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-        assert seeds_of(resumed) == expected[drawn:]
-        assert_same_models(straight, resumed)
-    assert all(entry["time/weight_sync"] > 0 for entry in straight.state.log_history[:4:2])
-
-
 def test_a_rollout_function_gets_seeds_too(tmp_path, model_path, colocated):
     def rollout(given, trainer):
         ids = [trainer._tokenizer(prompt[0]["content"])["input_ids"] for prompt in given]
@@ -112,8 +98,3 @@ def test_an_evaluation_takes_no_seeds_from_training(tmp_path, model_path, coloca
     assert of_training == [request_seed(f"{shifted(42)}/0", i) for i in range(32)] and not set(of_training) & set(
         of_evaluation
     )
-
-
-def test_one_seed_for_all_rows_is_refused(tmp_path, model_path, colocated):
-    with pytest.raises(ValueError, match="'seed': 3"):
-        trainer_of(tmp_path, model_path, colocated, generation_kwargs={"seed": 3})

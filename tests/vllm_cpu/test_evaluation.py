@@ -4,6 +4,7 @@ The server is started by its module: the command `vllm serve` asks for the versi
 the CPU build does not have. It is the same server.
 """
 
+import multiprocessing
 import os
 import socket
 import subprocess
@@ -76,6 +77,12 @@ def test_server_that_offers_another_model(base_url):
 
 
 def test_offline_completions_are_those_of_transformers(checkpoint, expected):
+    """vLLM starts processes, and none of them stays."""
+    before = {process.pid for process in multiprocessing.active_children()}
     engine = VLLMEngine(checkpoint, dtype="float32", max_model_len=64, enforce_eager=True, gpu_memory_utilization=0.3)
     assert texts(engine) == expected
+    sampled = SamplingSettings(temperature=1.0, top_p=1.0, max_new_tokens=5)
+    drawn, again = ({r.seed: c.text for r, c in engine.generate(requests(), sampled)} for _ in range(2))
+    assert drawn == again and len(drawn) == len(PROMPTS)
     engine.close()
+    assert {process.pid for process in multiprocessing.active_children()} <= before
