@@ -223,6 +223,10 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
 # State --------------------------------------------------------------------------------------------------------------
 
 
+def state_name(trainer: Any) -> str:
+    return f"{trainer._name.lower()}_state"
+
+
 def save_state(trainer: Any, directory: Path) -> None:
     """Save the state of this process that Trainer does not save."""
     state = {
@@ -231,7 +235,7 @@ def save_state(trainer: Any, directory: Path) -> None:
         "metrics": dict(trainer._metrics["train"]),
         **trainer._own_state(),
     }
-    torch.save(state, directory / f"{trainer._state_name}_{trainer.accelerator.process_index}.pt")
+    torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
 
 
 def save_last_step(trainer: Any) -> None:
@@ -245,7 +249,7 @@ def save_last_step(trainer: Any) -> None:
 
 def load_state(trainer: Any, directory: Path) -> None:
     """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
-    files = [directory / f"{trainer._state_name}_{i}.pt" for i in (trainer.accelerator.process_index, 0)]
+    files = [directory / f"{state_name(trainer)}_{i}.pt" for i in (trainer.accelerator.process_index, 0)]
     file = files[0] if files[0].is_file() else files[1]  # of a run with fewer processes
     state = torch.load(file, map_location="cpu", weights_only=True)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
@@ -331,11 +335,11 @@ def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
     if checkpoint is None:
         raise ValueError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
-    if not Path(checkpoint, f"{trainer._state_name}_0.pt").is_file():
+    if not Path(checkpoint, f"{state_name(trainer)}_0.pt").is_file():
         inside = last_checkpoint(checkpoint)
         remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
         raise ValueError(
-            f"{checkpoint} has no {trainer._state_name}_0.pt: it was written by another trainer or with "
+            f"{checkpoint} has no {state_name(trainer)}_0.pt: it was written by another trainer or with "
             f"save_only_model=True, and cannot be continued. {remedy}"
         )
     adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}

@@ -28,7 +28,7 @@ from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import StepRollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import merge_rollouts, rollouts_to_save
+from .checkpoint import merge_rollouts, rollouts_to_save, state_name
 from .late_batches import LateGeneration, set_generating_logps
 from .rollout_trainer import RolloutTrainer
 
@@ -303,7 +303,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         return {"rollouts": rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        files = checkpoint.glob(f"{self._state_name}_*.pt")
+        files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
         if self._reference == "snapshot":

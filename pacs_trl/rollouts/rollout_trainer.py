@@ -355,10 +355,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
-    @property
-    def _state_name(self) -> str:
-        return f"{self._name.lower()}_state"
-
     def _own_state(self) -> dict[str, Any]:
         """Return the completions that this process has not finished training on, as tensors and plain values."""
         return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
