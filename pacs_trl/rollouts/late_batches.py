@@ -45,7 +45,7 @@ from .vllm_checks import server_url
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 3.0  # seconds that a run that is to stop waits for all batches in flight
+PATIENCE = 2.0  # seconds that a run that is to stop waits for all batches in flight
 _OF_ENGINE = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 _SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
 

@@ -1,15 +1,21 @@
 """vLLM for CPUs in the engine process of `rollout_lag`."""
 
+import torch
 from late_runs import assert_equal, check_logps, trainer_of
 from replay import Recorder, trainable_weights
+from transformers import AutoModelForCausalLM
 
 
-def test_vllm_generates_beside_training(tmp_path):
+def test_vllm_generates_beside_training(tmp_path, checkpoint):
+    def build(name, **more):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        return trainer_of(tmp_path / name, model=model, **settings, **more)
+
     recorder = Recorder()
     settings = {"rollout_engine": "vllm", "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.02}
-    straight = trainer_of(tmp_path / "straight", callbacks=[recorder], **settings)
+    straight = build("straight", callbacks=[recorder])
     straight.train()
-    resumed = trainer_of(tmp_path / "resumed", **settings)
+    resumed = build("resumed")
     resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-1"))
     assert_equal(straight.model, trainable_weights(resumed.model))
     check_logps(straight, recorder, 1)
