@@ -18,7 +18,9 @@ def start_of(recipe, seed: int | None = None, **settings) -> Path:
     return warm_start(name, seed=recipe.training.seed if seed is None else seed, **settings)
 
 
-def train_once(arguments: Sequence[str], start: Path, output_dir: Path, show: bool = False) -> list[dict[str, Any]]:
+def train_once(
+    arguments: Sequence[str], start: Path, output_dir: Path, trainer_class: type | None = None, show: bool = False
+) -> list[dict[str, Any]]:
     """
     Train from a warm start with the arguments of [`~train.main`], unless it is done; an interrupted run continues from
     its last checkpoint. Printed lines go to `train.log` in `output_dir`, or with `show` to stdout.
@@ -35,5 +37,5 @@ def train_once(arguments: Sequence[str], start: Path, output_dir: Path, show: bo
         places = ["--model_name_or_path", str(start), "--output_dir", str(output_dir)]
         # The trainer writes its lines to standard output, the progress bar to standard error.
         with (output_dir / "train.log").open("a") as log, redirect_stdout(sys.stdout if show else log):
-            train.main([*arguments, *places, "--resume_from_checkpoint", "last"])
+            train.main([*arguments, *places, "--resume_from_checkpoint", "last"], trainer_class)
     return read_log_history(state)
