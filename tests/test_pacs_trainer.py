@@ -30,7 +30,7 @@ from trl import GRPOConfig, GRPOTrainer
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.rollout_trainer import as_numbers
+from pacs_trl.rollouts.checks import as_numbers
 from pacs_trl.update.generation import faster_generation
 
 
@@ -243,8 +243,19 @@ def test_labels_are_weighted_sums(tmp_path):
         build_trainer(tmp_path, reward=functions, reward_weights=[0.8, 0.7], max_steps=1).train()
 
 
-def test_a_run_whose_rewards_are_all_none_fails(tmp_path):
-    """A batch without rewards is legal after one with rewards, and a resumed run knows that there was one."""
+@pytest.mark.parametrize("max_steps", [2, 5])  # a short run ends first; a long one is stopped
+def test_a_run_whose_rewards_are_all_none_fails(tmp_path, max_steps):
+    trainer = build_trainer(tmp_path, reward=constant([None] * 8), max_steps=max_steps)
+    before = trainable_weights(trainer.model)
+    with pytest.raises(FailedRun, match=f"first {min(max_steps, 3)} generation"):
+        trainer.train()
+    assert same(before, trainable_weights(trainer.model))
+    assert logged(trainer, "pacs/unscorable_fraction") == [1.0] * 2
+    assert logged(trainer, "loss") == [0.0] * 2
+
+
+def test_batches_without_rewards_are_legal_beside_others(tmp_path):
+    """The only batch with rewards is the second of four; and a resumed run knows that there was one."""
     batches = []
 
     def late_reward(completions, **kwargs):
@@ -254,14 +265,11 @@ def test_a_run_whose_rewards_are_all_none_fails(tmp_path):
     saving = {"reward": late_reward, "save_strategy": "steps", "save_steps": 1}
     build_trainer(tmp_path, max_steps=4, **saving).train()
     assert len(batches) == 4
-    build_trainer(tmp_path, max_steps=6, **saving).train(str(tmp_path / "checkpoint-3"))
-    assert len(batches) == 7
-    trainer = build_trainer(tmp_path / "none", max_steps=5, **saving)  # no reward from here on
-    before = trainable_weights(trainer.model)
-    with pytest.raises(FailedRun, match="first 3 generation"):
-        trainer.train()
-    assert same(before, trainable_weights(trainer.model))
-    assert logged(trainer, "pacs/unscorable_fraction") == [1.0] * 2 and logged(trainer, "loss") == [0.0] * 2
+    build_trainer(tmp_path, max_steps=5, **saving).train(str(tmp_path / "checkpoint-4"))
+    assert len(batches) == 5
+    batches[:] = [0] * 9  # no reward from here on
+    with pytest.raises(FailedRun, match="first 2 generation batches"):
+        build_trainer(tmp_path / "none", max_steps=2, **saving).train()
     with pytest.raises(FailedRun, match="first 3 generation batches"):
         build_trainer(tmp_path / "none", max_steps=9, **saving).train(str(tmp_path / "none" / "checkpoint-2"))
 

@@ -27,6 +27,7 @@ from torch.utils.data import Sampler
 from transformers.utils import ADAPTER_CONFIG_NAME
 from trl.trainer.utils import RepeatSampler
 
+from ..errors import NO_ROOM, FailedRun
 from ..update.rollout import Rollout, from_state, to_state
 
 
@@ -218,6 +219,13 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
         del given["target_modules"]
     plain = [{k: sorted(v) if isinstance(v, list | set) else v for k, v in each.items()} for each in (saved, given)]
     check_same_settings(checkpoint, *plain)
+    bases = [saved["base_model_name_or_path"], adapter.base_model_name_or_path]
+    if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
+        logger.warning(
+            "%s holds an adapter of %s, and this run trains one of %s. Resume with the model that the run was started "
+            "with, unless it has only moved.",
+            *(checkpoint, *bases),
+        )
 
 
 # State --------------------------------------------------------------------------------------------------------------
@@ -345,3 +353,28 @@ def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
     adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint
+
+
+@contextmanager
+def reporting_full_disk(output_dir: str) -> Iterator[None]:
+    """Convert errors of a full or broken disk to a [`FailedRun`] that names the checkpoint to resume from."""
+    try:
+        yield
+    except Exception as error:
+        if not _cannot_write(error):
+            raise
+        last = last_checkpoint(output_dir)
+        where = f"from {last}" if last else "from the beginning: no checkpoint is complete"
+        raise FailedRun(
+            f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some "
+            f"space, and continue with `--resume_from_checkpoint last`, {where}."
+        ) from error
+
+
+def _cannot_write(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in NO_ROOM
+    # safetensors and torch raise generic errors; only the message tells
+    texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
+    of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
+    return of_library and any(text in str(error) for text in texts)

@@ -384,3 +384,18 @@ def check_reward_function(function: Callable, name: str) -> None:
             f"The reward function {name!r} cannot be called with prompts, completions, and further columns ({error}). "
             f"Write it as `def {name}(completions, **kwargs)`."
         ) from error
+
+
+def as_numbers(rewards: Any, name: str) -> list[float | None]:
+    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
+    finite numbers and `None`: TRL would take NaN for a missing reward."""
+    try:
+        numbers = [None if entry is None else float(entry) for entry in rewards]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError("NaN or infinity")
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
+        raise ValueError(
+            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
+            "completion: a finite number, or None for no verdict."
+        ) from error
+    return numbers

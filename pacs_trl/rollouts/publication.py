@@ -16,6 +16,7 @@ from trl.trainer.utils import get_config_model_id
 from ..evaluation.provenance import training_facts
 from ..hub import LOG_FILE, README_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, kept_readme, push, write_card
 from ..redaction import without_secrets
+from .checkpoint import reporting_full_disk
 
 
 class Publication:
@@ -34,7 +35,8 @@ class Publication:
                     Path(output_dir, name).unlink(missing_ok=True)
             if not is_checkpoint:
                 save_fsdp_model(plugin, self.accelerator, self.model, output_dir, **get_fsdp_ckpt_kwargs())
-        super().save_model(output_dir, _internal_call=True)
+        with reporting_full_disk(self.args.output_dir):
+            super().save_model(output_dir, _internal_call=True)
 
     def save_model(self, output_dir=None, _internal_call=False):
         directory = Path(output_dir or self.args.output_dir)

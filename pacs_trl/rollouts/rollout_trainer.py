@@ -8,7 +8,6 @@
 """
 
 import inspect
-import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -35,6 +34,7 @@ from .adapter_sync import engine_with_lora
 from .console import shorten_console
 from .engine import ServerFailure, create_engine, failed_run
 from .evaluation import BenchmarkEvaluation
+from .no_signal import NoSignalCallback
 from .preemption import StepStart
 from .publication import Publication
 from .rollout_config import RolloutConfig
@@ -53,7 +53,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
-    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded")
+    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "signal")
     # Attributes that change inside an optimizer step, in addition to metrics and the token count.
     _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
@@ -104,6 +104,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)
+        self.add_callback(NoSignalCallback(self))
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             checks.check_golds(self.train_dataset)
@@ -259,12 +260,15 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if self.model.training and self._unrewarded is not None:
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
             if self._unrewarded == _MOST_UNREWARDED:
-                raise FailedRun(
-                    f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion "
-                    f"of the first {_MOST_UNREWARDED} generation batches, so nothing has been learned. Return numbers "
-                    "in [0, 1], and check the columns that the functions read."
-                )
+                self._stop_without_rewards()
         return rewards_per_func
+
+    def _stop_without_rewards(self) -> NoReturn:
+        raise FailedRun(
+            f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion of the "
+            f"first {self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and "
+            "check the columns that the functions read."
+        )
 
     def are_truncated(self, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
         """Return which completions do not end with an end-of-sequence token, as TRL's `completions/clipped_ratio`."""
@@ -286,7 +290,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
                 "all processes make together, in one order. Write it as a plain function."
             )
         function = wraps(function)(partial(function, **own)) if own else function
-        return with_result(function, lambda rewards, given: as_numbers(rewards, name))
+        return with_result(function, lambda rewards, given: checks.as_numbers(rewards, name))
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter
@@ -319,7 +323,11 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         checkpoint.check_fixed(self)
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
-        return super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        with checkpoint.reporting_full_disk(self.args.output_dir):
+            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+        if self._unrewarded and self.state.global_step >= self.state.max_steps:
+            self._stop_without_rewards()
+        return output
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
@@ -335,6 +343,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             kept.clear()
         self._num_requests = 0  # vLLM requests of this process in training
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
+        self.signal: dict[str, float] = {"none_in": 0}  # see `NoSignalCallback`
         self._evaluation_requests = (0, 0)  # optimizer step of the last evaluation, and its number of requests
         self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
         self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
@@ -403,18 +412,3 @@ def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Call
             return convert(function(*args, **kwargs), kwargs)
 
     return call
-
-
-def as_numbers(rewards: Any, name: str) -> list[float | None]:
-    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
-    finite numbers and `None`: TRL would take NaN for a missing reward."""
-    try:
-        numbers = [None if entry is None else float(entry) for entry in rewards]
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError("NaN or infinity")
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
-        raise ValueError(
-            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
-            "completion: a finite number, or None for no verdict."
-        ) from error
-    return numbers

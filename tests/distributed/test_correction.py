@@ -61,4 +61,4 @@ def test_two_processes_learn_what_one_does(tmp_path):
         bonus = of_two.pop("hidden/bonus")
         assert bonus == pytest.approx(of_one.pop("hidden/bonus"), abs=6 * 2**-23)
         assert of_two == pytest.approx(of_one, rel=1e-5)
-    assert [len(log) for log in expected["logs"]] == [11, 4, 11, 4]
+    assert [len(log) for log in expected["logs"]] == [9, 4, 9, 4]

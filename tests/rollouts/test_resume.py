@@ -4,6 +4,7 @@ Completions are sampled here, not replayed: the state of the random number gener
 that wait in the middle of a generation, the reference and the optimizer all have to come back.
 """
 
+import errno
 import logging
 import math
 import os
@@ -20,8 +21,9 @@ from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.checkpoint import check_same_adapter, last_checkpoint
 
 
 FOUR_UPDATES = {  # of two groups of four, per generation
@@ -322,12 +324,38 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path, file):
     directory = tmp_path / "full"
     (directory / file).parent.mkdir(parents=True)
     (directory / file).symlink_to("/dev/full")
-    with pytest.raises((OSError, RuntimeError, SafetensorError)):
+    with pytest.raises(FailedRun, match=f"(?s)run in {directory} .* {directory}/checkpoint-2"):
         trained(directory, max_steps=4, log_completions=True)
     (directory / file).unlink()
     weights, history_again, _ = trained(directory, max_steps=4, log_completions=True, resume=True)
     assert history == history_again
     assert all(torch.equal(straight[name], weights[name]) for name in straight)
+
+
+@needs_dev_full
+def test_a_full_disk_before_the_first_checkpoint_and_for_the_final_model(tmp_path, monkeypatch):
+    (tmp_path / "checkpoint-1").mkdir()
+    (tmp_path / "checkpoint-1" / "scheduler.pt").symlink_to("/dev/full")
+    with pytest.raises(FailedRun, match="from the beginning: no checkpoint is complete"):
+        trained(tmp_path, max_steps=1)
+    trainer = build_trainer(tmp_path)
+
+    def save(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(trainer.model, "save_pretrained", save)
+    with pytest.raises(FailedRun, match="No space left on device"):
+        trainer.save_model()
+
+
+def test_other_errors_of_a_run_are_not_taken_for_a_full_disk(tmp_path):
+    for error in (RuntimeError("CUDA error: out of memory"), OSError(errno.ECHILD, "No child")):
+
+        def reward(completions, error=error, **kwargs):
+            raise error
+
+        with pytest.raises(type(error), match="out of memory|No child"):
+            trained(tmp_path, max_steps=1, reward=reward)
 
 
 # Finished runs ----------------------------------------------------------------------------------------------------
@@ -383,7 +411,7 @@ def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
         trained(tmp_path, resume=str(copy), max_steps=3)
 
 
-def test_adapters_and_whole_models(tmp_path, checkpoint):
+def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
     """Found before the optimizer or the weights of the checkpoint are loaded."""
     trained(tmp_path / "lora", max_steps=2, lora=True)
     adapter = str(tmp_path / "lora" / "checkpoint-1")
@@ -403,6 +431,13 @@ def test_adapters_and_whole_models(tmp_path, checkpoint):
     for given, model in ((adapter, wide), (str(checkpoint), tiny_model(hidden_size=64))):
         with pytest.raises(RuntimeError, match="size mismatch for"):
             trained(tmp_path / "again", resume=given, max_steps=3, model=model)
+    base = get_peft_model(tiny_model(), same)
+    base.peft_config["default"].base_model_name_or_path = "models/other"
+    file = tmp_path / "lora" / "checkpoint-1" / "adapter_config.json"
+    file.write_text(file.read_text().replace('"base_model_name_or_path": null', '"base_model_name_or_path": "a/one"'))
+    with caplog.at_level(logging.WARNING):
+        check_same_adapter(adapter, base.peft_config["default"])
+    assert "a/one" in caplog.text and "models/other" in caplog.text
 
 
 def test_snapshot_that_does_not_fit(tmp_path):

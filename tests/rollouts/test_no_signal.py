@@ -1,0 +1,88 @@
+"""One warning for a run that cannot learn: with its causes, after ten optimizer steps without signal, also over a
+resume."""
+
+import logging
+
+import pytest
+from replay import TOKENIZER, Replay, build_trainer
+
+from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
+from pacs_trl.rollouts.no_signal import PATIENCE
+
+
+WARNING = "nothing to learn from"
+
+
+def zeros(completions, **kwargs):
+    return [0.0] * len(completions)
+
+
+def warnings(caplog):
+    return [record.message for record in caplog.records if WARNING in record.message]
+
+
+def replay(mixed=(), truncated=()):
+    """Uniform groups, none truncated, but in these generations."""
+
+    def edit(generation, rows):
+        for i, row in enumerate(rows):
+            row.label = float(i % 2) if generation in mixed else 0.0
+            row.completion_ids = [65, 66] if generation in truncated else [65, TOKENIZER.eos_token_id]
+            row.env_mask, row.token_weights = [1, 1], [1.0, 1.0]
+        return rows
+
+    return Replay(edit=edit)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer, PPOTrainer])
+def test_all_rewards_zero(tmp_path, model_path, caplog, trainer_class):
+    """One generation serves two optimizer steps; after the warning nothing more is said."""
+    settings = {"steps_per_generation": 2, "max_steps": PATIENCE + 2, "max_completion_length": 4}
+    build_trainer(tmp_path, model=model_path, reward=zeros, trainer_class=trainer_class, **settings).train()
+    (said,) = warnings(caplog)
+    assert "mean reward 0.00" in said and "max_completion_length=4" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, 1),
+        ({"mixed": range(100), "truncated": range(100)}, 1),  # rewards differ, but no completion has ended
+        ({"mixed": range(0, 100, 5)}, 0),
+        ({"mixed": [9]}, 0),  # the tenth
+        ({"mixed": [PATIENCE]}, 1),  # one warning in a run
+        ({"mixed": range(100)}, 0),
+    ],
+)
+def test_steps_in_a_row(tmp_path, caplog, given, expected):
+    trainer = build_trainer(tmp_path, replay=replay(**given), max_steps=PATIENCE + 2 if "truncated" in given else 19)
+    trainer.train()
+    assert len(warnings(caplog)) == expected
+
+
+def test_one_generation_of_several_for_an_optimizer_step_suffices(tmp_path, caplog):
+    settings = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "max_steps": PATIENCE}
+    trainer = build_trainer(tmp_path, replay=replay(mixed=range(1, 100, 2)), **settings)
+    trainer.train()
+    assert not warnings(caplog)
+
+
+@pytest.mark.parametrize(("offset", "expected"), [(3, [1, 1]), (PATIENCE + 1, [1, 0])])
+def test_over_a_resume(tmp_path, caplog, offset, expected):
+    """A resumed run goes on counting, also in the middle of a generation, and does not repeat the warning."""
+    found = []
+    for resume in (None, str(tmp_path / f"checkpoint-{offset}")):
+        caplog.clear()
+        settings = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "max_steps": PATIENCE + 2}
+        trainer = build_trainer(tmp_path, replay=replay(), **settings)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append(len(warnings(caplog)))
+    assert found == expected
+
+
+def test_only_the_first_process_speaks(tmp_path, caplog):
+    trainer = build_trainer(tmp_path, replay=replay(), max_steps=PATIENCE)
+    trainer.is_world_process_zero = lambda: False
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.signal["none_in"] == PATIENCE and not warnings(caplog)
