@@ -20,7 +20,13 @@ from torch.distributed import TCPStore
 
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["replay", "pacs_trl.train", "pacs_trl.baselines.ppo_trainer", "pacs_trl.miniature.warm_start"]
+    [
+        "patient_forkserver",
+        "replay",
+        "pacs_trl.train",
+        "pacs_trl.baselines.ppo_trainer",
+        "pacs_trl.miniature.warm_start",
+    ]
 )
 
 
