@@ -72,12 +72,13 @@ class Estimate:
         if model.use_peft:
             self.trained = cost.lora_parameters(shape, model.lora_r)
         self.critic = self.critic_shape.parameters if self.critic_name else 0
-        self.has_snapshot = self.of_pacs and training.reference == "snapshot"
+        self.has_snapshot = self.of_pacs and training.reference == "snapshot" or training.keeps_generating_policy
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
 
         frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if self.dtype == "float32" else 2
         sharing = {"sharding": launch.sharding, "processes": self.num_gpus}
-        copies = 4 * self.trained if self.has_snapshot and not training.reference_offload else 0
+        is_offloaded = vars(training).get("reference_offload", False)
+        copies = 4 * self.trained if self.has_snapshot and not is_offloaded else 0
         copies += weight_bytes * shape.parameters if self.has_kl_model else 0
         self.state = cost.training_state_bytes(self.trained, frozen, frozen_bytes=weight_bytes, **sharing)
         self.state += copies / (self.num_gpus if launch.sharding == "full" else 1)
@@ -151,7 +152,7 @@ class Estimate:
         if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
             reference = "none"
         group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
-        return cost.training_forward_equivalents(
+        passes = cost.training_forward_equivalents(
             "pacs" if self.is_exact else self.recipe.run.method,
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
@@ -161,6 +162,7 @@ class Estimate:
             reference=reference,
             split=layout == "split" or layout == "auto" and group_exceeds_micro_batch,
         )
+        return passes + training.keeps_generating_policy
 
     def learning(self, mean_length: int) -> tuple[float, float]:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""

@@ -280,7 +280,8 @@ def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
-    settings = plain_settings(trainer.args, (*SHARED_SETTINGS, "rollout_lag", *trainer._own_shared_settings))
+    names = *SHARED_SETTINGS, "rollout_lag", "stale_logps", *trainer._own_shared_settings
+    settings = plain_settings(trainer.args, names)
     return settings | {"reward functions": trainer.reward_func_names}
 
 

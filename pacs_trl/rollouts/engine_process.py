@@ -57,27 +57,47 @@ class Generator:
         self._use(given["slots"][slot])
         precision = nullcontext() if given["autocast"] is None else torch.autocast("cpu", given["autocast"])
         with torch.no_grad(), precision, own_random_numbers(seed, torch.device("cpu")):
-            completions = self.sample(prompt_ids) if self.llm is None else self.sample_with_vllm(prompt_ids, seed)
-            size, logps = given["batch_size"], []
-            with fused_head(self.base, given["temperature"]) if self.forward_pass.fused else nullcontext():
-                for start in range(0, len(prompt_ids), size):
-                    batch = prompt_ids[start : start + size], completions[start : start + size]
-                    logps += self.forward_pass.compute_logps(self.model, *batch).logps
-        return {"completion_ids": completions, "logprobs": [values.tolist() for values in logps]}
+            sample = self.sample if self.llm is None else self.sample_with_vllm
+            completions, logps = sample(prompt_ids, seed)
+            if given["recompute"]:
+                logps = self.recompute(prompt_ids, completions)
+        return {"completion_ids": completions, "logprobs": logps}
 
-    def sample(self, prompt_ids: list[list[int]]) -> list[list[int]]:
-        """Return completions without padding."""
+    def recompute(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
+        """Return log-probs by the forward pass of training."""
+        size, logps = self.settings["batch_size"], []
+        with fused_head(self.base, self.settings["temperature"]) if self.forward_pass.fused else nullcontext():
+            for start in range(0, len(prompt_ids), size):
+                batch = prompt_ids[start : start + size], completions[start : start + size]
+                logps += self.forward_pass.compute_logps(self.model, *batch).logps
+        return [values.tolist() for values in logps]
+
+    def sample(self, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
+        """Return completions without padding, and their log-probs as they were sampled; random numbers are global."""
         given, tokens = self.settings, [torch.tensor(ids) for ids in prompt_ids]
         layout: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": given["pad_to_multiple_of"]}
         ids = pad(tokens, padding_value=given["pad_token_id"], **layout)
         mask = pad([torch.ones_like(t) for t in tokens], padding_value=0, **layout)
+        logps: list[torch.Tensor] = []  # `(B, 1)` per token, and `(B, V)` for the last one
+
+        def note(_module: Any, _args: tuple, inputs: dict[str, Any], output: Any) -> None:
+            if logps:
+                logps[-1] = logps[-1].gather(1, inputs["input_ids"][:, -1:])
+            logps.append((output.logits[:, -1].float() / given["temperature"]).log_softmax(-1))
+
+        hook = None if given["recompute"] else self.base.register_forward_hook(note, with_kwargs=True)
         with faster_generation(self.model, fast=given["fast"], dtype=given["dtype"]):
             config = given["generation_config"]
             found = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         found = found[:, ids.shape[1] :]
         is_eos = torch.isin(found, torch.tensor(given["eos_token_ids"]))
         lengths = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, found.shape[1])
-        return [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
+        completions = [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
+        if hook is None:
+            return completions, []
+        hook.remove()
+        of_rows = torch.cat([*logps[:-1], logps[-1].gather(1, found[:, -1:])], dim=1)
+        return completions, [row[:length].tolist() for row, length in zip(of_rows, lengths, strict=True)]
 
     def start_vllm(self) -> Any:
         """Return a vLLM engine in this process, which gets its weights with each request."""
@@ -89,12 +109,13 @@ class Generator:
         plain = {"cpu_linear": torch.nn.functional.linear}
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(plain)
         settings = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32"}
+        settings["logprobs_mode"] = "processed_logprobs"  # at the temperature
         with tempfile.TemporaryDirectory() as directory:
             self.base.config.architectures = [type(self.base).__name__]
             self.base.config.save_pretrained(directory)
             return LLM(directory, enable_prefix_caching=False, **settings, **self.settings["vllm"])
 
-    def sample_with_vllm(self, prompt_ids: list[list[int]], seed: int) -> list[list[int]]:
+    def sample_with_vllm(self, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
         from vllm import SamplingParams
 
         worker = self.llm.llm_engine.model_executor.driver_worker
@@ -102,7 +123,9 @@ class Generator:
         seeds = [request_seed(str(seed), i) for i in range(len(prompt_ids))]
         params = [SamplingParams(seed=each, detokenize=False, **self.settings["sampling"]) for each in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
-        return [list(output.outputs[0].token_ids) for output in outputs]
+        found = [output.outputs[0] for output in outputs]
+        chosen = [zip(each.token_ids, each.logprobs, strict=True) for each in found]
+        return [list(each.token_ids) for each in found], [[of[i].logprob for i, of in tokens] for tokens in chosen]
 
 
 class EngineProcess:
@@ -140,6 +163,7 @@ class EngineProcess:
             "autocast": torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None,
             "fast": args.fast_generation,
             "dtype": getattr(torch, args.generation_dtype) if args.generation_dtype else None,
+            "recompute": args.stale_logps != "engine",
             "vllm": None
             if args.rollout_engine != "vllm"
             else {
@@ -148,7 +172,7 @@ class EngineProcess:
             },
             "sampling": {
                 **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
-                **{"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length},
+                **{"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0},
                 **{"stop_token_ids": list(trainer.eos_token_ids), **(args.generation_kwargs or {})},
             },
             "batch_size": args.per_device_train_batch_size,

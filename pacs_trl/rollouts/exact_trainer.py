@@ -147,7 +147,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
             first = self._generate_rollouts(generation_batch)
             rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
-            if num_steps <= 1 and self.num_iterations == 1:
+            if num_steps <= 1 and self.num_iterations == 1 and not self.args.keeps_generating_policy:
                 self._pending = self._pending + rollouts
             else:
                 self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
@@ -157,10 +157,14 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
     def _generate_rollouts(self, generation_batch) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
         rollouts = unpad_rollouts(self._generate_and_score_completions(generation_batch))
-        if self.args.rollout_lag:
-            names = ["ref_logps"] * self._reads_rollout_reference + ["old_logps"] * self.update.objective.has_ratio
-            set_generating_logps(rollouts, names)
+        if self.args.rollout_lag and not self.args.keeps_generating_policy:
+            set_generating_logps(rollouts, self._generating_logps)
         return rollouts
+
+    @property
+    def _generating_logps(self) -> list[str]:
+        """Log-probs that are those of the policy that generated, with a lag."""
+        return ["ref_logps"] * self._reads_rollout_reference + ["old_logps"] * self.update.objective.has_ratio
 
     @property
     def _reads_rollout_reference(self) -> bool:
@@ -169,7 +173,9 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
     def _cache_rollout_logps(self) -> None:
         """Compute the log-probs at rollout time that later updates need, before the policy changes."""
         has_ratio, has_weights = self.update.objective.has_ratio, bool(self.update.token_weights)
-        is_late = self.args.rollout_lag > 0  # then the engine's log-probs are stored already
+        is_late = self.args.rollout_lag > 0
+        if self.args.keeps_generating_policy:
+            self._recompute_generating_logps()
         names = ["ref_logps"] * (self._reads_rollout_reference and not is_late)
         if not (has_ratio and is_late):
             names += ["old_logps"] * (has_weights or has_ratio) + ["old_entropies"] * has_weights
@@ -222,8 +228,20 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             self._metrics["train"][name].append(value)
         return loss
 
+    def _recompute_generating_logps(self) -> None:
+        """Compute the log-probs of the policy that generated with its copy, which the current policy replaces: that
+        is what the server generates the next batch with."""
+        if self._snapshot is None:
+            self._snapshot = self._take_snapshot(self.model_wrapped)
+        elif self._late.taken["step"] == self.state.global_step:  # requested again after a resume
+            self._snapshot.renew()
+        with self.timer.part("log_probs"), self._snapshot.in_place_of_policy():
+            for step in self._steps:
+                self.update.cache_logps(self.model_wrapped, step, *self._generating_logps)
+        self._snapshot.renew()
+
     def _take_snapshot(self, model) -> SnapshotReference:
-        return SnapshotReference(model, offload=self.args.reference_offload)
+        return SnapshotReference(model, offload=vars(self.args).get("reference_offload", False))
 
     def _cache_snapshot_logps(self, model, step: StepRollouts) -> None:
         if self._snapshot is None:
@@ -238,7 +256,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
 
     def _policy_is_reference(self) -> bool:
         """Return whether the policy at rollout time is the reference. Before the first snapshot, it is."""
-        return self.update.objective.has_reference and self._snapshot is None
+        return self.update.objective.has_reference and (self._snapshot is None or self._reference != "snapshot")
 
     def _compute_kl_ref_logps(self, model, prompt_ids, completion_ids) -> CompletionLogps:
         if self.ref_model is not None:
@@ -254,7 +272,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
         step = self.update.schedule(rollouts)
         step.on_policy = step.coefficients is not None
-        if self._snapshot is not None:
+        if self._reference == "snapshot" and self._snapshot is not None:
             with self._snapshot.in_place_of_policy():
                 self.update.cache_logps(model, step, "ref_logps")
         loss, metrics = self.update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
@@ -306,7 +324,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
-        if self._reference == "snapshot":
+        if self._reference == "snapshot" or self.args.keeps_generating_policy:
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
             self._snapshot = self._take_snapshot(self.model_wrapped)

@@ -36,6 +36,11 @@ class RolloutConfig(GRPOConfig):
         rollout_engine (`str`, *optional*, defaults to `"transformers"`):
             What generates in that process: `"transformers"`, or `"vllm"`, a vLLM for CPUs, in float32, whose context
             and memory are `vllm_max_model_length` and `vllm_gpu_memory_utilization`.
+        stale_logps (`str`, *optional*):
+            Log-probs of the policy that generated a batch with a lag: `"engine"` takes those that the engine reports
+            for the tokens it samples; `"recompute"`, the default of the engine process, computes them by a forward
+            pass with the weights that generated. For a server, whose default is `"engine"`, the trainer keeps a copy
+            of these weights.
         startup_check (`bool`, *optional*, defaults to `True`):
             Whether to compare the log-probs of three short sequences, computed as in training, with each model's own
             logits before training. If they differ, training uses a slower forward pass that agrees and logs a warning,
@@ -54,6 +59,7 @@ class RolloutConfig(GRPOConfig):
     vllm_sync_adapter: bool = False
     rollout_lag: Literal[0, 1, 2] = 0
     rollout_engine: Literal["transformers", "vllm"] = "transformers"
+    stale_logps: Literal["engine", "recompute"] | None = None
     startup_check: bool = True
     eval_benchmarks: list[str] | None = None
     eval_max_problems: int | None = bounded(None, least=1)
@@ -99,7 +105,16 @@ class RolloutConfig(GRPOConfig):
             )
         if self.rollout_lag and (error := self._lag_error()):
             errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
+        if self.stale_logps and not self.rollout_lag:
+            errors.append("stale_logps is for rollout_lag, without which it would be ignored. Set both, or neither.")
+        elif self.keeps_generating_policy and vars(self).get("reference") == "snapshot":
+            errors.append("stale_logps: recompute would be ignored with reference: snapshot. Remove it.")
         return errors
+
+    @property
+    def keeps_generating_policy(self) -> bool:
+        """Whether the trainer keeps a copy of the weights that a server generates with, for `stale_logps`."""
+        return self.use_vllm and self.stale_logps == "recompute"
 
     def _benchmark_errors(self) -> list[str]:
         names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")

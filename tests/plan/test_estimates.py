@@ -13,7 +13,7 @@ FEW = {"max_train_samples": 2048, "eval_split_size": 1000}  # the held-out probl
 WIDE, ALIGNED = {"gradient_accumulation_steps": 32}, {"gradient_accumulation_steps": 16}  # 16 make a generation
 KEPT = ALIGNED | {"gradient_checkpointing": False}
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "steps_per_generation": 32}
-LATE = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1}
+LATE, RECOMPUTED = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1}, {"stale_logps": "recompute"}
 CORRECTED = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
 SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
 
@@ -57,6 +57,11 @@ def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
     assert "on the server's 8 GPUs, beside the updates" in printed and "on 72 GPUs, 64 for training" in printed
 
 
+def test_a_copy_of_the_weights_of_a_server(estimate_of):
+    states = [estimate_of(**LATE | more).state for more in ({}, RECOMPUTED)]
+    assert states[1] - states[0] == pytest.approx(4 * PARAMETERS / 64)  # sharded
+
+
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
     own = {"use_vllm": False, "rollout_lag": 2}
@@ -76,7 +81,7 @@ PASSES = {
     4 + 3 / 4: [{}, GRPO, {"max_tokens_per_micro_batch": 16192}],  # reference of three updates of four
     4 + 3 / 4 + 1: [KL, GRPO | KL],
     4 + 3 / 4 + 3 / 4: [SPLIT, HALVES, {"max_tokens_per_micro_batch": 9000}],  # 8 x (1024 + 1000) tokens may not fit
-    4 + 1: [SNAPSHOT, SNAPSHOT | LATE, LATE | SPLIT],
+    4 + 1: [SNAPSHOT, SNAPSHOT | LATE, LATE | SPLIT, LATE | RECOMPUTED, GRPO | LATE | RECOMPUTED],
     4 + 1 + 1: [SNAPSHOT | SPLIT],
     2 * 4 + 1: [TWICE],
     2 * 4 + 1 + 1: [PPO],

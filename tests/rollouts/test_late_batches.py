@@ -18,7 +18,7 @@ from replay import TOKENIZER, Recorder, addition_dataset, build_trainer, config,
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig
+from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSConfig
@@ -29,12 +29,19 @@ from pacs_trl.rollouts.preemption import stop_on_signal
 
 
 @pytest.mark.parametrize(
-    ("lag", "trainer_class", "lora"), [(1, None, False), (2, GRPOTrainer, False), (2, None, True)], ids=str
+    ("lag", "trainer_class", "lora", "more"),
+    [
+        (1, None, False, {}),
+        (2, GRPOTrainer, False, {"stale_logps": "engine"}),
+        (2, None, True, {"fast_generation": True}),
+        (2, None, True, {"fast_generation": True, "stale_logps": "engine"}),
+    ],
+    ids=str,
 )
-def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lora):
+def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lora, more):
     """The engine's log-probs are those of the weights from `lag` batches before, which the update refers to."""
     recorder = Recorder()
-    given = {"rollout_lag": lag, "save_strategy": "no", "max_steps": 8, "fast_generation": lora}
+    given = {"rollout_lag": lag, "save_strategy": "no", "max_steps": 8, **more}
     with forked_engine():
         trainer = trainer_of(tmp_path, trainer_class, lora, [recorder], **given)
         trainer.train()
@@ -283,9 +290,36 @@ def test_server(tmp_path, model_path, monkeypatch):
         assert server.seeds == in_training[1:]
 
 
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer_class):
+    """They are computed with a copy of the weights that the server had, also after a resume."""
+    play_installed(monkeypatch.setattr)
+    with LoopbackVLLM(model_path) as server:
+
+        def build(directory, **more):
+            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+            given = server_settings(server.url) | {"stale_logps": "recompute", "max_steps": 8}
+            return trainer_of(tmp_path / directory, trainer_class, model=model, **given, **more)
+
+        recorder = Recorder()
+        straight = build("straight", callbacks=[recorder])
+        straight.train()
+        for step in (3, 4):
+            resumed = build(f"resumed-{step}")
+            resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
+            assert_equal(straight.model, trainable_weights(resumed.model))
+        check_logps(straight, recorder, 1, recomputed=True)
+
+
 @pytest.mark.parametrize(
     ("config_class", "settings", "named"),
     [
+        (PACSConfig, {"rollout_lag": 0, "stale_logps": "engine"}, "stale_logps is for rollout_lag"),
+        (
+            PACSConfig,
+            {"use_vllm": True, "vllm_mode": "server", "stale_logps": "recompute", "reference": "snapshot"},
+            "stale_logps: recompute would be ignored",
+        ),
         (PACSConfig, {"rollout_lag": 3}, "rollout_lag must be one of 0, 1, 2"),
         (DARSConfig, {}, "not supported by DARSConfig.* Use pacs"),
         (PPOConfig, {}, "not supported by PPOConfig"),
