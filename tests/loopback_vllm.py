@@ -63,6 +63,7 @@ class LoopbackVLLM(Loopback):
 
     - `fail_generation` is the number of the generation (from 0) that is answered with status 500; `dead` lets /health
       fail.
+    - `wait` is called before each answer to a generation, with its number.
     - `calls` lists the paths of all calls in order, `seeds` and `requests` what the generations asked for.
     - `loaded` are the directories of LoRA adapters by name; `prompt_logps(ids, directory)` answers for one of them.
     - `models`, `info` and `answers` are what the three questions before a run get.
@@ -83,6 +84,7 @@ class LoopbackVLLM(Loopback):
         self.seeds: list[int] = []
         self.requests: list[dict] = []
         self.fail_generation: int | None = None
+        self.wait: Callable[[int], object] = lambda number: None
         self.dead = False
         self.num_updates = 0
         self.loaded: dict[str, str] = {}
@@ -119,6 +121,7 @@ class LoopbackVLLM(Loopback):
         if number == self.fail_generation:
             self.dead = True
             return 500, {"error": "the engine is dead"}
+        self.wait(number)
         choices = []
         for i, prompt in enumerate(body["prompt"]):
             for j in range(body["n"]):

@@ -25,6 +25,7 @@ from pacs_trl.experimental.dars import DARSConfig
 from pacs_trl.rollouts import late_batches
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
+from pacs_trl.rollouts.late_batches import ServerRequests
 from pacs_trl.rollouts.preemption import stop_on_signal
 
 
@@ -147,6 +148,7 @@ def train_and_resume(directory, settings):
 @pytest.mark.parametrize("engine", ["process", "server"])
 def test_two_processes(tmp_path, model_path, engine):
     with LoopbackVLLM(model_path) as server:
+        server.wait = lambda number: time.sleep(0.5 * (number % 2))  # slow for one of the processes
         settings = {"model": model_path, **server_settings(server.url)} if engine == "server" else {}
         on_two(train_and_resume, tmp_path, settings, outputs=tmp_path, seconds=300)
         assert len(set(server.seeds)) == (3 * 2 if settings else 0), "each request of each process has its own seed"
@@ -211,28 +213,38 @@ class CtrlC(TrainerCallback):
             os.kill(os.getpid(), signal.SIGINT)
 
 
-@pytest.mark.parametrize(("event", "at", "saved"), [("on_pre_optimizer_step", 2, 3), ("on_step_begin", 4, 4)])
-def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, event, at, saved):
+@pytest.mark.parametrize(
+    ("engine", "event", "at", "saved"),
+    [
+        (EngineProcess, "on_pre_optimizer_step", 2, 3),
+        (EngineProcess, "on_step_begin", 4, 4),
+        (ServerRequests, "on_step_begin", 4, 4),
+    ],
+)
+def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, model_path, engine, event, at, saved):
     """The first one, in training and while the third batch is waited for, which the engine never generates."""
-    before, generate, numbers = signal.signal(signal.SIGINT, signal.default_int_handler), EngineProcess.generate, []
+    before, numbers = signal.signal(signal.SIGINT, signal.default_int_handler), []
 
-    def generate_two(engine, *request):
+    def generate_two(own, *request, generate=engine.generate):
         numbers.append(request)
-        return generate(engine, *request) if len(numbers) < 3 else threading.Event().wait()
+        return generate(own, *request) if len(numbers) < 3 else threading.Event().wait()
 
-    with forked_engine(), stop_on_signal() as stopping:
-        straight = trainer_of(tmp_path / "straight", save_strategy="no")
+    with LoopbackVLLM(model_path) as server, forked_engine(), stop_on_signal() as stopping:
+        settings = {"save_strategy": "no"}
+        if engine is ServerRequests:
+            play_installed(monkeypatch.setattr)
+            settings |= {"model": model_path, **server_settings(server.url)}
+        straight = trainer_of(tmp_path / "straight", **settings)
         straight.train()
-        monkeypatch.setattr(EngineProcess, "generate", generate_two)
-        monkeypatch.setattr(late_batches, "PATIENCE", 0.0)
-        callbacks = [stopping, CtrlC(event, at)]
-        stopped = trainer_of(tmp_path / "stopped", save_strategy="no", callbacks=callbacks)
-        stopped.train()
+        with monkeypatch.context() as patched:
+            patched.setattr(engine, "generate", generate_two)
+            patched.setattr(late_batches, "PATIENCE", 0.0)
+            stopped = trainer_of(tmp_path / "stopped", callbacks=[stopping, CtrlC(event, at)], **settings)
+            stopped.train()
         assert stopping.stopped == signal.SIGINT and stopped.state.global_step == saved and len(numbers) == 3
-        monkeypatch.setattr(EngineProcess, "generate", generate)
         stopping.restore()
         assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
-        resumed = trainer_of(tmp_path / "stopped", save_strategy="no")
+        resumed = trainer_of(tmp_path / "stopped", **settings)
         resumed.train(resume_from_checkpoint=True)
     assert_equal(straight.model, trainable_weights(resumed.model))
 
