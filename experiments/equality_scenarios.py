@@ -3,12 +3,11 @@
 Each scenario writes to OUTPUT/NAME: trained weights to `weights/`, metrics to `metrics.json`, and files that must be
 equal byte for byte to `files/`. The model is the tiny miniature one with random weights, which never answers
 correctly; completions and labels are therefore pseudo-random functions of their context. Only public names of the
-package are used, and nothing of `tests/`, so that this file runs with any version of the package.
+package are used, and nothing of `tests/`, so that this file runs with the package of earlier commits.
 """
 
 import functools
 import hashlib
-import importlib
 import json
 import os
 import shutil
@@ -27,10 +26,14 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 import pacs_trl
-from pacs_trl import PACSConfig, PACSTrainer, PPOConfig, PPOTrainer
+from pacs_trl import PACSTrainer
 from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.evaluation.run import main as evaluation_main
+from pacs_trl.experimental import rlpr
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
+from pacs_trl.recipe import config_class, trainer_of_method
+from pacs_trl.train import main as train_main
 
 
 TOKENIZER = build_tokenizer()
@@ -187,53 +190,45 @@ PACS = {
 }
 CORRECTED = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
 FIRST_ONLY = {"num_iterations": 1, "max_steps": 6}
-# Of the related methods: the module, its settings, what else the trainer gets, and the settings that chose the method
-# before it was a module of its own.
-EXPERIMENTAL: dict[str, tuple[str, dict, dict, dict]] = {
-    "steer": ("steer", {}, {}, {"token_weighting": "steer"}),
+# Of the related methods: the module, its settings, and what else the trainer gets.
+EXPERIMENTAL: dict[str, tuple[str, dict, dict]] = {
+    "steer": ("steer", {}, {}),
     "steer_linear": (
         "steer",
         {"token_weight_mapping": "linear", "reference": "snapshot", "group_layout": "split"} | CORRECTED,
         {"rows": Rows(logprobs=True)},
-        {"token_weighting": "steer"},
     ),
-    "verl": ("verl", {"hidden_state_stride": 3}, {}, {"row_weighting": "verl"}),
+    "verl": ("verl", {"hidden_state_stride": 3}, {}),
     "verl_last_token": (
         "verl",
         {"hidden_state_stride": 3, "group_layout": "split", "bonus_tokens": "last"},
         {"rows": Rows(tools=True)},
-        {"row_weighting": "verl_last_token"},
     ),
-    "process_labels": ("process_labels", {"beta": 0.1}, {"reward": labels_of_steps}, {}),
+    "process_labels": ("process_labels", {"beta": 0.1}, {"reward": labels_of_steps}),
     "process_labels_split": (
         "process_labels",
         {"proxy": "mean_logp", "group_layout": "split", "num_iterations": 1, "steps_per_generation": 4},
         {"reward": labels_of_steps, "rows": Rows(tools=True)},
-        {},
     ),
     "dars": (
         "dars",
         {"adaptive_rollouts": "equal_treatment", "max_generations": 8, "adaptive_rollouts_budget": 12},
         {"reward": rare_label},
-        {},
     ),
     "refill": (
         "dars",
         {"adaptive_rollouts": "hardness_weighted", "max_generations": 6, "refill_uniform_groups": True} | FIRST_ONLY,
         {"reward": rare_label},
-        {},
     ),
     "guidance": (
         "guidance",
         {"guidance": "hint", "guided_weight": 0.5, "max_guided_fraction": 0.5},
         {"reward": rare_label},
-        {},
     ),
     "rlpr": (
         "rlpr",
         {"spread_filter": 1.0, "num_iterations": 1, "max_steps": 13},
-        {"reward": "probability_reward", "rows": boxed},
-        {},
+        {"reward": rlpr.probability_reward, "rows": boxed},
     ),
 }
 OF_TWO_PROCESSES = {
@@ -242,50 +237,16 @@ OF_TWO_PROCESSES = {
 }
 
 
-def pacs_trainer(output, model, settings, reward=hard_label, rows=None, **more) -> PACSTrainer:
-    return PACSTrainer(
+def build_trainer(output, model, settings, reward=hard_label, rows=None, method="pacs", **more) -> PACSTrainer:
+    return trainer_of_method(method)(
         model,
         reward,
-        args=PACSConfig(str(output), **(SETTINGS | settings)),
+        args=config_class(method)(str(output), **(SETTINGS | settings)),
         train_dataset=dataset(),
         processing_class=TOKENIZER,
         rollout_func=rows or Rows(),
         **more,
     )
-
-
-def classes_of(method: str) -> tuple[type, type] | None:
-    """Return trainer and configuration of an experimental method; `None` where it has no module yet."""
-    try:
-        module = importlib.import_module(f"pacs_trl.experimental.{method}")
-    except ImportError:
-        return None
-    found = [each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__]
-    (trainer,) = (each for each in found if issubclass(each, PACSTrainer))
-    (config,) = (each for each in found if issubclass(each, PACSConfig))
-    return trainer, config
-
-
-def experimental(output: Path, model: str, method: str, settings: dict, more: dict, before: dict) -> None:
-    reward, rows = more.get("reward", hard_label), more.get("rows", Rows())
-    of_trainer = {key: value for key, value in more.items() if key not in ("reward", "rows")}
-    trainer_class, config_class = classes_of(method) or (PACSTrainer, PACSConfig)
-    if trainer_class is PACSTrainer:
-        settings = {key: value for key, value in settings.items() if key != "bonus_tokens"} | before
-    if isinstance(reward, str):
-        module = "pacs_trl.rewards" if trainer_class is PACSTrainer else f"pacs_trl.experimental.{method}"
-        reward = getattr(importlib.import_module(module), reward)
-    trainer = trainer_class(
-        model,
-        reward,
-        args=config_class(str(output / "run"), **(SETTINGS | settings)),
-        train_dataset=dataset(),
-        processing_class=TOKENIZER,
-        rollout_func=rows,
-        **of_trainer,
-    )
-    trainer.train()
-    keep(trainer, output)
 
 
 def keep(trainer, output: Path, name: str = "policy") -> None:
@@ -306,8 +267,10 @@ def write_metrics(output: Path, numbers: dict) -> None:
     file.write_text(json.dumps(known | numbers, indent=1))
 
 
-def pacs(output: Path, model: str, settings: dict, more: dict, name: str = "policy") -> None:
-    trainer = pacs_trainer(output / "run", model, settings, **more)
+def method_run(
+    output: Path, model: str, settings: dict, more: dict, method: str = "pacs", name: str = "policy"
+) -> None:
+    trainer = build_trainer(output / "run", model, settings, method=method, **more)
     trainer.train()
     keep(trainer, output, name)
 
@@ -323,7 +286,7 @@ def two_processes(output: Path, model: str) -> None:
         )
         return
     for name, (settings, more) in OF_TWO_PROCESSES.items():
-        pacs(output, model, settings, more, name)
+        method_run(output, model, settings, more, name=name)
 
 
 class KilledAt(TrainerCallback):
@@ -340,13 +303,13 @@ def resume(output: Path, model: str) -> None:
     settings = ADAMW | {"max_steps": 5, "save_strategy": "steps", "save_steps": 3, "reference": "snapshot"}
     settings["reference_reset_steps"] = 2
     try:
-        pacs_trainer(output / "run", model, settings, callbacks=[KilledAt(3)]).train()
+        build_trainer(output / "run", model, settings, callbacks=[KilledAt(3)]).train()
     except InterruptedError:
         pass
-    resumed = pacs_trainer(output / "run", model, settings)
+    resumed = build_trainer(output / "run", model, settings)
     resumed.train(resume_from_checkpoint=str(output / "run" / "checkpoint-3"))
     keep(resumed, output, "resumed")
-    whole = pacs_trainer(output / "whole", model, settings)
+    whole = build_trainer(output / "whole", model, settings)
     whole.train()
     keep(whole, output, "whole")
     found, expected = (load_file(output / "weights" / name / "model.safetensors") for name in ("resumed", "whole"))
@@ -356,36 +319,17 @@ def resume(output: Path, model: str) -> None:
 
 def ppo(output: Path, model: str) -> None:
     """One update of policy and critic; the checkpoint contains both."""
-    settings = SETTINGS | {"num_iterations": 1, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = PPOTrainer(
-        model,
-        hard_label,
-        args=PPOConfig(str(output / "run"), critic_learning_rate=0.05, **settings),
-        train_dataset=dataset(),
-        processing_class=TOKENIZER,
-        rollout_func=Rows(),
-    )
-    trainer.train()
-    keep(trainer, output)
+    settings = {"num_iterations": 1, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    method_run(output, model, settings | {"critic_learning_rate": 0.05}, {}, "ppo")
     shutil.copytree(output / "run" / "checkpoint-1" / "critic", output / "weights" / "critic")
 
 
 def genac(output: Path, model: str) -> None:
     """Two updates of policy and critic, whose untrained answers count as values."""
-    try:
-        module = importlib.import_module("pacs_trl.experimental.genac")
-    except ImportError:  # before it was an experimental method
-        module = pacs_trl
-    settings = SETTINGS | {"num_iterations": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    settings = {"num_iterations": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 2}
     settings |= {"critic_prompt": "miniature", "critic_max_new_tokens": 8, "critic_pretraining_steps": 0}
-    trainer = module.GenACTrainer(
-        model,
-        label_or_none,
-        args=module.GenACConfig(str(output / "run"), **settings, max_segments=3, gae_lambda=0.5),
-        train_dataset=dataset(),
-        processing_class=TOKENIZER,
-        rollout_func=Rows(),
-    )
+    settings |= {"max_segments": 3, "gae_lambda": 0.5}
+    trainer = build_trainer(output / "run", model, settings, label_or_none, method="genac")
     trainer._prompt.parse = lambda text: len(text) % 11 / 10
     trainer.train()
     keep(trainer, output)
@@ -394,8 +338,6 @@ def genac(output: Path, model: str) -> None:
 
 def train(output: Path, model: str, **settings) -> None:
     """Run `pacs_trl.train` on a recipe."""
-    from pacs_trl.train import main
-
     recipe = SETTINGS | {
         "model_name_or_path": model,
         "dataset_name": "miniature/addition",
@@ -404,7 +346,7 @@ def train(output: Path, model: str, **settings) -> None:
         "output_dir": str(output / "run"),
     }
     (output / "recipe.yaml").write_text(json.dumps(recipe | settings))
-    keep(main(["--config", str(output / "recipe.yaml")]), output)
+    keep(train_main(["--config", str(output / "recipe.yaml")]), output)
 
 
 def generated(output: Path, model: str) -> None:
@@ -414,29 +356,22 @@ def generated(output: Path, model: str) -> None:
 
 
 def evaluate(output: Path, model: str) -> None:
-    try:
-        from pacs_trl.evaluation.run import main
-    except ImportError:  # where it was before
-        from pacs_trl.evaluate import main
-
     results = output / "evaluation"
     settings = {"benchmarks": "miniature/addition,miniature/terms_3", "max_problems": 4, "n": 4, "k": "1,2,4"}
     settings |= {"prompt_instruction": "", "temperature": 0.8, "top_p": 0.95, "max_new_tokens": MAX_COMPLETION_LENGTH}
     settings |= {"engine": "transformers", "batch_size": 6, "seed": 3}
     argv = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    main(["--model", model, "--output_dir", str(results), *argv])
+    evaluation_main(["--model", model, "--output_dir", str(results), *argv])
     entries = json.loads((results / "results.json").read_text())["benchmarks"]
-    for removed in [*entries.values(), *(problem for entry in entries.values() for problem in entry["problems"])]:
-        removed.pop("answer_entropy", None)  # which earlier commits have
     for folder in ("samples", "grades"):
         shutil.copytree(results / folder, output / "files" / folder)
     (output / "files" / "benchmarks.json").write_text(json.dumps(entries, indent=1))
 
 
-SCENARIOS = {name: functools.partial(pacs, settings=settings, more=more) for name, (settings, more) in PACS.items()}
-SCENARIOS |= {
-    name: functools.partial(experimental, method=method, settings=settings, more=more, before=before)
-    for name, (method, settings, more, before) in EXPERIMENTAL.items()
+METHODS = {name: ("pacs", *of_run) for name, of_run in PACS.items()} | EXPERIMENTAL
+SCENARIOS = {
+    name: functools.partial(method_run, method=method, settings=settings, more=more)
+    for name, (method, settings, more) in METHODS.items()
 }
 SCENARIOS |= {f.__name__: f for f in (two_processes, resume, ppo, genac, generated, evaluate)}
 

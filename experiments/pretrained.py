@@ -16,8 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments.figures import save
 from experiments.paper.cells import Options, run_cell
-from experiments.paper.records import Records, Run
-from experiments.paper.render import Cell
+from experiments.paper.records import Cell, Records, Run
 from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
 from pacs_trl.report import plots
 from pacs_trl.report.tables import pass_at_k_cells

@@ -10,8 +10,7 @@ import math
 from statistics import mean
 
 from experiments.paper.cells import Options, run_cell
-from experiments.paper.records import Records, Run
-from experiments.paper.render import Cell
+from experiments.paper.records import Cell, Records, Run
 from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
 
 

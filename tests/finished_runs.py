@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from experiments.paper import records
-from experiments.paper.render import Cell
 from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, summarize
 
 
@@ -26,7 +25,7 @@ def results_of(
     return facts | {"protocol": protocol, "benchmarks": entries}
 
 
-def record(results_dir: Path, cell: Cell, seed: int, counts: Mapping[str, Sequence[int]], **settings) -> None:
+def record(results_dir: Path, cell: records.Cell, seed: int, counts: Mapping[str, Sequence[int]], **settings) -> None:
     """A finished run of a cell; `settings` are those of [`results_of`]."""
     diversity = {name: {"0": 0.1 + 0.1 * seed, "1": 0.3} for name in counts}
     logs = [{"step": step, "reward": 0.5, "entropy": 1.0 - 0.05 * step * (1 + seed)} for step in range(1, 11)]

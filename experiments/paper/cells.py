@@ -14,8 +14,7 @@ from experiments.diversity import correct_responses, hashing_embedder, problem_d
 from pacs_trl.report.report import read_log_history
 from pacs_trl.settings import read_mapping
 
-from .records import CURVES, Records, Run, record, require_same_settings
-from .render import Cell
+from .records import CURVES, Cell, Records, Run, record, require_same_settings
 from .runs import start_of, train_once
 
 

@@ -17,7 +17,8 @@ from pacs_trl.settings.names import require_matplotlib
 
 from .cells import Options, run_cell
 from .full_size import collect, full_commands, run_line
-from .render import Cell, Table, write_tables
+from .records import Cell
+from .render import Table, write_tables
 
 
 TABLES = Path(__file__).parent / "tables"

@@ -18,8 +18,7 @@ from pacs_trl.settings import read_mapping
 
 from .cells import CHECKPOINT_SAMPLES, RECIPES, Options, diversities, measured_checkpoint, read_training
 from .published import TABLE_3_DIVERSITY
-from .records import Records, Run, record
-from .render import Cell
+from .records import Cell, Records, Run, record
 
 
 # On eight nodes of eight GPUs, for which the batches of the recipes are written.

@@ -16,8 +16,9 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from pacs_trl.evaluation.results import parse_json, pass_at_k_table
@@ -31,6 +32,34 @@ CURVES = ("reward", "entropy", "completions/mean_length")
 
 # How an evaluation was made: with what has to be the same in one table, and for whoever wants to know.
 _CIRCUMSTANCES = ("protocol", "n", "k", "prompt_digest", "engine", "versions", "hardware", "commit")
+
+
+class Cell(NamedTuple):
+    """A row of a table."""
+
+    label: str
+    recipe: str  # what makes it, without `recipes/` and `.yaml`
+    trained: bool = True  # False where the model is meant that the recipe starts from
+    evaluations: Sequence[str] = ("evaluation/v2",)  # at full scale, what measures it
+    settings: Mapping[str, Any] = MappingProxyType({})  # where it differs from its recipe
+    name: str | None = None  # of its run, if that is not the recipe's
+
+    @property
+    def run(self) -> str:
+        """Name of the run in every table: the recipe's, or `base` for an untrained model."""
+        if self.name is not None:
+            return self.name
+        path = self.recipe.removeprefix("miniature/")
+        return path if self.trained or path.startswith("evaluation/") else f"{path.rsplit('/', 1)[0]}/base"
+
+    @property
+    def words(self) -> list[str]:
+        """Settings as words of a command line."""
+        values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in self.settings.items()}
+        return [word for key, value in values.items() for word in (f"--{key}", value)]
+
+    def directory(self, base: Path, seed: int) -> Path:
+        return base / self.run / f"seed-{seed}"
 
 
 class Run(NamedTuple):

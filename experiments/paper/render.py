@@ -5,12 +5,10 @@ the 95 % interval over problems in brackets, and "-" without runs. For miniature
 published differences are shown, because models and problems differ.
 """
 
-import json
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +19,7 @@ from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.report import tables
 
 from . import published as numbers
-from .records import Records, Run
+from .records import Cell, Records, Run
 
 
 # The miniature benchmark that stands in place of each benchmark of the paper, and the one in place of other domains.
@@ -33,34 +31,6 @@ OTHER_DOMAINS = {"livecodebench": "livecodebench", "gpqa": "gpqa_diamond"}  # as
 TWIN_MODELS = {"Qwen3-4B": "0.1M model", "Qwen3-8B": "1M model"}
 
 COMPARED_KS = (1, 8, 64)
-
-
-class Cell(NamedTuple):
-    """A row of a table."""
-
-    label: str
-    recipe: str  # what makes it, without `recipes/` and `.yaml`
-    trained: bool = True  # False where the model is meant that the recipe starts from
-    evaluations: Sequence[str] = ("evaluation/v2",)  # at full scale, what measures it
-    settings: Mapping[str, Any] = MappingProxyType({})  # where it differs from its recipe
-    name: str | None = None  # of its run, if that is not the recipe's
-
-    @property
-    def run(self) -> str:
-        """Name of the run in every table: the recipe's, or `base` for an untrained model."""
-        if self.name is not None:
-            return self.name
-        path = self.recipe.removeprefix("miniature/")
-        return path if self.trained or path.startswith("evaluation/") else f"{path.rsplit('/', 1)[0]}/base"
-
-    @property
-    def words(self) -> list[str]:
-        """Settings as words of a command line."""
-        values = {key: v if isinstance(v, str) else json.dumps(v) for key, v in self.settings.items()}
-        return [word for key, value in values.items() for word in (f"--{key}", value)]
-
-    def directory(self, base: Path, seed: int) -> Path:
-        return base / self.run / f"seed-{seed}"
 
 
 class Table(NamedTuple):
@@ -132,11 +102,7 @@ def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
 def _names(twins: bool, model: str | None = None) -> dict[str, str]:
     """Map the benchmarks of the paper, or those of a base model, to ours."""
     names = TWINS if twins else {name: name for name in numbers.TABLE_1_BENCHMARKS}
-    return {
-        paper_name: name
-        for paper_name, name in names.items()
-        if not model or numbers.pass_at_k_tables(model, paper_name)
-    }
+    return {theirs: ours for theirs, ours in names.items() if not model or numbers.pass_at_k_tables(model, theirs)}
 
 
 def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) -> list[tables.Measured | None]:
@@ -183,12 +149,6 @@ def _all_results(runs: Runs) -> list[dict[str, Any]]:
     return [run.results for group in runs.values() for run in group]
 
 
-def _benchmark_ks(runs: Runs, name: str, published: dict[str, dict[int, float]]) -> list[int]:
-    """Return the values of k that every run has on a benchmark; without runs those of the paper."""
-    measured = [set(results["benchmarks"][name]["pass_at_k"]) for results in _all_results(runs)]
-    return sorted(map(int, set.intersection(*measured) if measured else {k for v in published.values() for k in v}))
-
-
 def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     """Return the mean over the benchmarks, the differences, the figure, and collapsed tables of the benchmarks."""
     names = _names(twins, table.published)
@@ -196,7 +156,12 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     for paper_name, name in names.items():
         blocks = numbers.pass_at_k_tables(table.published, paper_name) if table.published else []
         theirs[name] = {label: values for block in blocks for label, values in block.values.items()}
-    ks_of = {name: _benchmark_ks(runs, name, theirs[name]) for name in names.values()}
+    ks_of = {}  # that every run has; without runs those of the paper
+    for name in names.values():
+        measured = [set(results["benchmarks"][name]["pass_at_k"]) for results in _all_results(runs)]
+        ks_of[name] = sorted(
+            map(int, set.intersection(*measured) if measured else set().union(*theirs[name].values()))
+        )
     shared = [k for k in next(iter(ks_of.values())) if all(k in ks for ks in ks_of.values())]
 
     def table_of(benchmarks: list[str], ks: list[int]) -> str:
@@ -285,9 +250,8 @@ def _pass_at_1(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     rows = []
     for label, group in runs.items():
         published = {} if twins else numbers.TABLE_1.get(label, {})
-        rows += _rows(
-            label, [_cells(group, column, [1])[0] for column in columns], [published.get(key) for key in keys]
-        )
+        ours = [_cells(group, column, [1])[0] for column in columns]
+        rows += _rows(label, ours, [published.get(key) for key in keys])
     gains_of = {_twin(name) if twins else name: name for name in numbers.TABLE_1_GAINS}
     for first, second in table.compare:
         gains, pairs = numbers.TABLE_1_GAINS[gains_of[first]], _pairs(runs, first, second)
@@ -387,7 +351,11 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
             continue
         model, _, method = label.rpartition(" ")
         models.setdefault(model.removesuffix(":"), {})[method] = list(logs.values())
-        ends = {seed: found for seed, run in logs.items() if (found := _ends(run))}
+        ends = {}
+        for seed, run in logs.items():
+            if values := [log["entropy"] for log in run if log.get("entropy") is not None]:
+                tenth = max(1, len(values) // 10)
+                ends[seed] = statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])
         kept[label] = {seed: last / first for seed, (first, last) in ends.items()}
         columns = (*zip(*ends.values(), strict=True), list(kept[label].values()))
         rows.append([label, *(mean_and_spread(values, 3) for values in columns)])
@@ -402,13 +370,6 @@ def _training(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         rows.append([f"{first} - {second}, each seed", "", "", differences or "-"])
     header = ["entropy, nats per token", "first tenth of the steps", "last tenth", "share kept"]
     return f"{_figure('entropy', path, table, twins)}\n{tables.to_markdown(header, rows)}"
-
-
-def _ends(log_history: Sequence[dict[str, float]]) -> tuple[float, float] | None:
-    """Return the mean entropy of the first and the last tenth of the steps that have one."""
-    values = [log["entropy"] for log in log_history if log.get("entropy") is not None]
-    tenth = max(1, len(values) // 10)
-    return (statistics.mean(values[:tenth]), statistics.mean(values[-tenth:])) if values else None
 
 
 def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:

@@ -18,8 +18,8 @@ from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from experiments.paper import cells as paper_cells
 from experiments.paper import paper_figures, published
 from experiments.paper.command import Options, main, read_table, run_cell, table_names
-from experiments.paper.records import Records
-from experiments.paper.render import TWINS, Cell, Table, write_tables
+from experiments.paper.records import Cell, Records
+from experiments.paper.render import TWINS, Table, write_tables
 
 
 REPOSITORY = Path(__file__).parents[2]
