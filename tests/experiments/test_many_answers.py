@@ -48,21 +48,6 @@ def test_metrics_at_equal_pass_1():
     assert found[7]["pass@64"] == pytest.approx(0.8) and found[7]["updates"] == pytest.approx(30)
 
 
-def test_the_best_rate_has_the_highest_pass_64_by_one_point(capsys):
-    """A gain of less than a point is none, and a rate at which one seed does not reach 40 % does not count."""
-    ends = {1e-3: (0.9, 0.8), 3e-4: (0.905, 0.8), 3e-3: (0.96, 0.3)}
-    names = [name for name in many_answers_tables.METRICS if name != "updates"]
-    records = []
-    for rate, (pass_64, second) in ends.items():
-        record = {"arm": "GRPO", "rate": rate, "seeds": many_answers.RATE_SEEDS, "every": 20}
-        record |= {name: [[0.0, 0.0], [0.8, second]] for name in names} | {"pass@64": [[0.0, 0.0], [2 * pass_64] * 2]}
-        records.append(record)
-    assert many_answers_tables.best_rates(records) == {"GRPO": 1e-3}
-    records[1]["pass@64"][1] = [1.9, 1.9]
-    assert many_answers_tables.best_rates(records) == {"GRPO": 3e-4}
-    assert "| GRPO | 95.0 (10) | 90.0 (10) | 1 of 2; 55 | 0.0003 |" in capsys.readouterr().out
-
-
 def test_recorded_arms_are_not_trained_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(many_answers, "warm_start", build)
     wanted = [(Arm("PACS", reset=2), 1e-3), (Arm("GRPO", kl=0.1), 1e-3)]

@@ -4,9 +4,7 @@ Training and evaluation are stand-ins that write what the real ones write.
 """
 
 import json
-import os
 import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -31,30 +29,7 @@ def option(words: list[str], name: str) -> str:
     return words[words.index(name) + 1]
 
 
-@pytest.fixture
-def shell(tmp_path, monkeypatch):
-    """A shell whose `accelerate` prints its arguments, one in a line."""
-    stub = tmp_path / "bin" / "accelerate"
-    stub.parent.mkdir()
-    stub.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
-    stub.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{stub.parent}:{os.environ['PATH']}")
-    monkeypatch.delenv("NODE_RANK", raising=False)
-    monkeypatch.delenv("HEAD", raising=False)
-    monkeypatch.chdir(tmp_path)
-
-
 class TestLines:
-    def test_run_in_a_shell(self, shell, monkeypatch, capsys):
-        where = ["--results_dir", "r", "--work_dir", "my runs"]
-        main(["table_6", "--scale", "full", "--cells", "PACS", "--seeds", "7", *where])
-        line = printed(capsys)[0]
-        monkeypatch.setenv("NODE_RANK", "3")
-        monkeypatch.setenv("HEAD", "node-0")
-        words = subprocess.run(["bash", "-uc", line], capture_output=True, text=True, check=True).stdout.splitlines()
-        assert option(words, "--machine_rank") == "3" and option(words, "--main_process_ip") == "node-0"
-        assert option(words, "--output_dir") == "my runs/qwen3-4b/pacs/seed-7"
-
     @pytest.mark.parametrize("table", ["table_1", "figure_3", "v1_table_2"])
     def test_are_understood_by_the_commands_they_start(self, table, tmp_path, monkeypatch, capsys):
         main([table, "--scale", "full", "--seeds", "7", "--results_dir", str(tmp_path)])

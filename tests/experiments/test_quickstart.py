@@ -1,24 +1,8 @@
-import pytest
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM
 
 from experiments import quickstart
-from experiments.quickstart import doubled_and_apart, summary
-from pacs_trl.report.tables import Measured
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ((20, 15, 25), (50, 45, 55), True),
-        ((20, 15, 25), (40, 30, 50), True),  # exactly doubled
-        ((20, 15, 25), (39, 30, 50), False),  # intervals apart, not doubled
-        ((10, 0, 30), (50, 30, 70), False),  # doubled, intervals touch
-        ((50, 45, 55), (20, 15, 25), False),
-    ],
-)
-def test_doubled_and_apart(before, after, expected):
-    assert doubled_and_apart(Measured(*before), Measured(*after)) is expected
+from experiments.quickstart import summary
 
 
 def run_of(seed: int) -> dict:

@@ -34,18 +34,6 @@ def test_interrupted_conversion_is_repeated_and_a_complete_one_is_kept(tmp_path,
     assert len(conversions) == 2
 
 
-def test_another_file_is_refused(monkeypatch, tmp_path):
-    class Package:
-        def locate_file(self, name):
-            return tmp_path / "other.gguf"
-
-    (tmp_path / "other.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(smollm2, "_is_installed", lambda name: True)
-    monkeypatch.setattr(smollm2, "distribution", lambda name: Package())
-    with pytest.raises(ValueError, match="sha256"):
-        smollm2.gguf_file()
-
-
 @prepared
 @pytest.mark.slow
 def test_converted_model_is_the_instruction_model():

@@ -20,6 +20,10 @@ main = partial(run, "report")
 def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):
     directories = [results_factory("Base", 0.4), results_factory("PACS", 0.5), results_factory("PACS", 0.5, seed=1)]
     runs = [f"{name}={training_directory(f'run-{i}', i)}" for i, name in enumerate(("PACS", "PACS", "GRPO"))]
+    earlier = tmp_path / "run-1" / "checkpoint-20"  # the last checkpoint is read
+    earlier.mkdir()
+    (earlier / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+    assert training_histories(runs)["PACS"][1][-1]["step"] == 100
     argv = [*map(str, directories), "--output_dir", str(tmp_path / "out")]
     assert main([*argv, "--baseline", "Base", "--training", *runs]) == 0
     written = {path.name for path in (tmp_path / "out").iterdir()}
@@ -104,14 +108,7 @@ def test_names_stay_in_their_cell(results_factory, tmp_path):
     assert any(line.startswith("| a \\| b c & \\d_e~ | 128 |") for line in table)
 
 
-def test_the_last_checkpoint_is_read(training_directory, tmp_path):
-    run = training_directory("run", 0)
-    (run / "checkpoint-20").mkdir()
-    (run / "checkpoint-20" / "trainer_state.json").write_text(json.dumps({"log_history": []}))
-    assert training_histories([f"PACS={run}"])["PACS"][0][-1]["step"] == 100
-
-
-def test_needs_neither_torch_nor_vllm(results_factory, tmp_path):
+def test_needs_neither_torch_nor_vllm_and_is_repeatable(results_factory, tmp_path):
     directory = results_factory("PACS", 0.5)
     code = (
         "import sys; from pacs_trl.report.report import main;"
@@ -120,12 +117,8 @@ def test_needs_neither_torch_nor_vllm(results_factory, tmp_path):
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert out.splitlines()[-1] == "0 []"
-
-
-def test_reports_are_repeatable(results_factory, tmp_path):
-    directory = results_factory("PACS", 0.5)
-    first, second = (build_report([directory], tmp_path / name) for name in "ab")
-    assert [file.read_bytes() for file in first] == [file.read_bytes() for file in second]
+    again = build_report([directory], tmp_path / "again")
+    assert [(tmp_path / "out" / file.name).read_bytes() for file in again] == [file.read_bytes() for file in again]
 
 
 def test_a_method_looks_the_same_whichever_others_a_figure_has():
