@@ -17,8 +17,10 @@ RUNS = {
     "truncated and masked, tools": ({**REUSED, "mask_truncated_completions": True}, {"truncated": 0.4, "tools": True}),
 }
 LOSSES = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+BY_SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.003, "epsilon_high": 0.004}
 MORE = {
-    "sequence level": {"importance_sampling_level": "sequence", "epsilon": 0.003, "epsilon_high": 0.004},
+    **{f"sequence level, {loss}": BY_SEQUENCE | {"loss_type": loss} for loss in LOSSES},
+    "sequence level, delta": BY_SEQUENCE | {"delta": 1.002},
     "delta": {"delta": 1.05},
     "rewards by batch": {"scale_rewards": "batch"},
     "rewards not scaled": {"scale_rewards": "none", "multi_objective_aggregation": "sum_then_normalize"},
@@ -33,7 +35,7 @@ CASES = {
     for name, (s, r) in RUNS.items()
     for loss in (LOSSES if s.get("num_iterations") and "unverifiable" not in r else LOSSES[::3])
 }
-CASES |= {name: (REUSED | settings, {}) for name, settings in MORE.items()}
+CASES |= {name: (REUSED | (SMALL_STEPS if "luspo" in name else {}) | more, {}) for name, more in MORE.items()}
 
 
 def compare(directory, method, settings, replay, bound=None, **how):
