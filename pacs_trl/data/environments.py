@@ -6,8 +6,7 @@ objects with `reset` and tool methods, `train_dataset` has the examples, and `re
 
 import inspect
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -65,55 +64,52 @@ def environment_tools(environment: Any) -> list[Callable]:
 
 
 def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Start one environment of each kind, check it with its first example, and return factories that return it first,
-    and the datasets. All completions of a group must see the same example, so `reset` must return the same observation
-    for equal arguments; datasets get a column `seed`, the index of the example, if every `reset` takes it."""
+    """Start one environment of each kind, reset it twice with its first example, and return factories that return it
+    first, and the datasets, which get a column `seed`, the index of the example, if every `reset` takes it. All
+    completions of a group must see the same example, so `reset` must return the same observation for equal
+    arguments."""
     from datasets import Dataset
+    from transformers.utils import get_json_schema
 
     is_single = not isinstance(factories, dict)
-    named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
-    found = dict(datasets)
-    for key, dataset in found.items():
-        if not isinstance(dataset, Dataset) or len(dataset) == 0:
-            continue
-        if "seed" not in dataset.column_names and all(_takes_seed(each.first[0].reset) for each in named.values()):
-            found[key] = dataset = dataset.add_column("seed", list(range(len(dataset))))
-        kinds = [None] if is_single else dataset["environment"][:]
-        for name in named.keys() & set(kinds):
-            row = dataset[kinds.index(name)]
-            named[name].check({column: row[column] for column in row if is_single or column != "environment"})
-    return (named[None] if is_single else named), found
-
-
-@contextmanager
-def _code_of_user(name: str, hint: str, given: str = "") -> Iterator[None]:
+    row: dict[str, Any] = {}
     try:
-        yield
+        named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
+        first, found = {name: factory.ready[0] for name, factory in named.items()}, dict(datasets)
+        for tool in [tool for environment in first.values() for tool in environment_tools(environment)]:
+            get_json_schema(tool)  # raises for methods without types or description
+        for key, dataset in found.items():
+            if not isinstance(dataset, Dataset) or len(dataset) == 0:
+                continue
+            if "seed" not in dataset.column_names and all(_takes_seed(each.reset) for each in first.values()):
+                found[key] = dataset = dataset.add_column("seed", list(range(len(dataset))))
+            kinds = [None] if is_single else dataset["environment"][:]
+            for name in first.keys() & set(kinds):
+                row = dataset[kinds.index(name)]
+                row = {column: row[column] for column in row if is_single or column != "environment"}
+                _ = [first[name].reset(**row) for _ in range(2)]
     except ValueError:
         raise
-    except Exception as error:  # another signature, code of a user, or its server
+    except Exception as error:  # no `reset`, another signature, code of a user, or its server
+        columns = f" at `reset` with the columns {', '.join(row)}" if row else ""
         raise ValueError(
-            f"{name} failed{given} ({type(error).__name__}: {error}). {hint}, and start what it needs."
+            f"The environment failed{columns} ({type(error).__name__}: {error}). Write `reset` as `def reset(self, "
+            "**kwargs)` and tools with types and a docstring, and start what they need."
         ) from error
+    return (named[None] if is_single else named), found
 
 
 class _Factory:
     """Factory of environments whose `reset` returns one observation per example. The first one is started at once."""
 
     def __init__(self, factory: Callable):
-        from transformers.utils import get_json_schema
-
-        self.factory, self.observations = factory, {}
-        with _code_of_user("`environment_factory`", "Correct it"):
-            environment = factory()
-            for tool in environment_tools(environment):
-                get_json_schema(tool)  # raises for methods without types or description
-            self.first = [self.watch(environment)]
+        self.factory, self.observations, self.ready = factory, {}, []
+        self.ready = [self()]
 
     def __call__(self) -> Any:
-        return self.first.pop() if self.first else self.watch(self.factory())
-
-    def watch(self, environment: Any) -> Any:
+        if self.ready:
+            return self.ready.pop()
+        environment = self.factory()
         reset = environment.reset
 
         @wraps(reset)
@@ -130,12 +126,6 @@ class _Factory:
 
         environment.reset = checked
         return environment
-
-    def check(self, row: dict[str, Any]) -> None:
-        """Reset the first environment twice."""
-        columns = f" with the columns {', '.join(row)}"
-        with _code_of_user("`reset` of the environment", "Write it as `def reset(self, **kwargs)`", columns):
-            _ = [self.first[0].reset(**row) for _ in range(2)]
 
 
 def _takes_seed(function: Callable) -> bool:

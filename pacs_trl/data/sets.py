@@ -110,33 +110,33 @@ def own_columns(
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
     """Load the rows of a set from the file `path`, of a task `miniature/<task>`, or from the Hub or a folder."""
-    rows = _stored_rows(name, entry, path)
-    return rows if entry.convert_rows is None else entry.convert_rows(rows)
-
-
-def _stored_rows(name: str, entry: ProblemSet, path: str | Path | None) -> list[dict[str, Any]]:
-    if path is not None or Path(name).is_file():
-        return read_rows(Path(path or name))
-    if name.startswith(MINIATURE):
-        return problems(name.removeprefix(MINIATURE), entry.split)
     package, _, file = (entry.package_file or "").partition("/")
-    if package and (found := find_spec(package)) is not None and found.origin:
+    found = find_spec(package) if package else None
+    if path is not None or Path(name).is_file():
+        rows = read_rows(Path(path or name))
+    elif name.startswith(MINIATURE):
+        rows = problems(name.removeprefix(MINIATURE), entry.split)
+    elif found is not None and found.origin:
         lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
-        return [json.loads(line) for line in lines if line]
-    if looks_like_path(name) and not Path(name).exists():
+        rows = [json.loads(line) for line in lines if line]
+    elif looks_like_path(name) and not Path(name).exists():
         raise ValueError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
-    from datasets import load_dataset
+    else:
+        from datasets import load_dataset
 
-    try:
-        if entry.files:
-            files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]
-            return load_dataset("json", data_files=files, split="train").to_list()
-        return load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
-    except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
-        raise ValueError(
-            f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}). Without a connection, name a "
-            "downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in evaluation."
-        ) from error
+        files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]
+        how = {"split": entry.split, "revision": entry.revision}
+        try:
+            if files:
+                rows = load_dataset("json", data_files=files, split="train").to_list()
+            else:
+                rows = load_dataset(entry.hub_id, entry.config, **how).to_list()
+        except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
+            raise ValueError(
+                f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}). Without a connection, name a "
+                "downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in evaluation."
+            ) from error
+    return entry.convert_rows(rows) if entry.convert_rows else rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

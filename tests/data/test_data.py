@@ -72,12 +72,6 @@ class TestNamedSets:
         same = sum(gold[row["unique_id"]].replace(" ", "") == row["solution"].replace(" ", "") for row in train)
         assert same >= 490  # the rest differ by spelling only, which grading sees through
 
-    def test_deepscaler_rows_drop_those_without_an_answer(self, tmp_path, caplog):
-        rows = [{"problem": "1+1", "answer": "2", "solution": "long"}, {"problem": "?", "answer": "", "solution": "x"}]
-        train, _ = load("deepscaler", dataset_path=write_jsonl(tmp_path / "d.jsonl", rows))
-        assert train["solution"][:] == ["2"]
-        assert "Dropped 1 of 2 rows" in caplog.text
-
     @pytest.mark.parametrize("name", list(TRAINING_SETS))
     def test_hub_is_asked_for_the_pinned_rows(self, name, monkeypatch):
         asked = {}
@@ -204,7 +198,7 @@ class TestFormsOfTRL:
             ("text prompt", "parquet"),
         ],
     )
-    def test_training(self, tmp_path, form, kind):
+    def test_training(self, tmp_path, caplog, form, kind):
         row, settings, prompt, solution = FORMS[form]
         path = tmp_path / "data"
         if kind == "jsonl":
@@ -217,6 +211,7 @@ class TestFormsOfTRL:
             Dataset.from_list([row]).to_parquet(path / "train-00000-of-00001.parquet")
         train, _ = load(str(path), **settings, max_prompt_length=40)
         assert (train[0]["prompt"], train[0]["solution"]) == (prompt, solution)
+        assert ("Set problem_column" in caplog.text) == (form == "prompt wins")  # the unused column is named
         if kind == "jsonl" and "system_prompt" not in settings:  # evaluation asks the same
             benchmark = load_benchmark(str(path), columns=settings)
             (problem,) = benchmark.problems
@@ -243,10 +238,6 @@ class TestFormsOfTRL:
         with pytest.raises(ValueError, match=key):
             load(write_jsonl(tmp_path / "d.jsonl", [row]), **settings)
 
-    def test_the_unused_column_is_named(self, tmp_path, caplog):
-        load(write_jsonl(tmp_path / "d.jsonl", [{"prompt": "1+1=", "problem": "1+1", "solution": "2"}]))
-        assert "`prompt`" in caplog.text and "problem_column" in caplog.text
-
 
 class TestLengthSplitAndShuffle:
     @pytest.fixture
@@ -272,9 +263,8 @@ class TestLengthSplitAndShuffle:
 
     def test_same_seed_same_rows_and_disjoint_splits(self, path):
         train, evaluation = load(path, eval_split_size=5)
-        again, again_evaluation = load(path, eval_split_size=5)
-        assert train["solution"][:] == again["solution"][:]
-        assert evaluation["solution"][:] == again_evaluation["solution"][:]
+        again = load(path, eval_split_size=5)
+        assert [part["solution"][:] for part in again] == [train["solution"][:], evaluation["solution"][:]]
         assert sorted([*train["solution"], *evaluation["solution"]], key=int) == [str(i) for i in range(20)]
         other, _ = load(path, eval_split_size=5, dataset_seed=7)
         assert train["solution"][:] != other["solution"][:]
@@ -287,6 +277,9 @@ class TestLengthSplitAndShuffle:
                 load(path, **settings)
 
 
+GYM, SUMS = {"dataset_name": "reasoning_gym"}, {"chain_sum": {"config": {"min_terms": 2, "max_terms": 2}}}
+
+
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
@@ -296,6 +289,14 @@ class TestLengthSplitAndShuffle:
         ({"dataset_name": "x.jsonl", "dataset_split": "test"}, "dataset_split"),
         ({"dataset_name": "gsm8k", "dataset_path": "x.jsonl", "dataset_revision": "v1"}, "dataset_revision"),
         ({"dataset_name": "miniature/addition", "dataset_config": "en"}, "dataset_config"),
+        ({"dataset_name": "gsm8k", "reasoning_gym": SUMS}, "reasoning_gym.*ignored"),
+        ({"dataset_name": "gsm8k", "dataset_size": 5}, "dataset_size.*ignored"),
+        (GYM | {"dataset_config": "main", "reasoning_gym": SUMS}, "dataset_config.*ignored"),
+        (GYM, "reasoning_gym.*tasks"),
+        (
+            GYM | {"reasoning_gym": SUMS, "dataset_size": 2000, "dataset_seed": 999_000},
+            "999000 to 1000999.*1000000 to",
+        ),
     ],
 )
 def test_refused_settings(settings, key):

@@ -28,24 +28,6 @@ def test_benchmark_has_seeds_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"dataset_name": "gsm8k", "reasoning_gym": SUMS}, "reasoning_gym.*ignored"),
-        ({"dataset_name": "gsm8k", "dataset_size": 5}, "dataset_size.*ignored"),
-        ({"dataset_config": "main", "reasoning_gym": SUMS}, "dataset_config.*ignored"),
-        ({}, "reasoning_gym.*tasks"),
-        (
-            {"reasoning_gym": SUMS, "dataset_size": 2000, "dataset_seed": 999_000},
-            "999000 to 1000999.*1000000 to 1000999",
-        ),
-    ],
-)
-def test_settings_are_refused(settings, named):
-    with pytest.raises(ValueError, match=named):
-        DataArguments(**{"dataset_name": "reasoning_gym"} | settings)
-
-
-@pytest.mark.parametrize(
     ("tasks", "named"),
     [
         ({"chain_sums": None}, "chain_sums.*`chain_sum`"),

@@ -150,11 +150,11 @@ def module(tmp_path, monkeypatch):
         (["--environment", "MODULE:no_environment"], "no attribute 'reset'"),
         (
             ["--environment", "MODULE:strict"],
-            r"`reset` of the environment failed with the columns prompt .TypeError: .*unexpected",
+            r"The environment failed at `reset` with the columns prompt .TypeError: .*unexpected",
         ),
         (["--environment", "MODULE:advancing"], "`reset` of the environment Next returned two observations"),
-        (["--environment", "MODULE:down"], "`reset` of the environment failed .*ConnectionError: no server"),
-        (["--environment", "MODULE:mute"], "`environment_factory` failed .*shout"),
+        (["--environment", "MODULE:down"], "The environment failed at `reset` .*ConnectionError: no server"),
+        (["--environment", "MODULE:mute"], "The environment failed .*shout"),
         (["--environment", "MODULE:stream"], "IterableDataset"),
         (["--environment", "MODULE:endless", "--max_steps", "-1"], "Set max_steps"),
         (
