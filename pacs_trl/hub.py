@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import quote
 
 import huggingface_hub.constants
@@ -74,13 +74,6 @@ _NOT_SHOWN = re.compile(
 )
 
 
-class PushResult(NamedTuple):
-    """URL of the repository (`None` for a dry run), and paths of the files of the push."""
-
-    url: str | None
-    files: list[str]
-
-
 def push(
     model_dir: Path,
     repo_id: str,
@@ -92,9 +85,10 @@ def push(
     commit_message: str | None = None,
     dry_run: bool = False,
     api: HfApi | None = None,
-) -> PushResult:
+) -> list[str]:
     """
-    Upload a checkpoint with its card, recipe, and results, without writing into the directory.
+    Upload a checkpoint with its card, recipe, and results, without writing into the directory. Return the paths of the
+    files.
 
     Args:
         repo_id (`str`): `USER/NAME`; created if it does not exist, `private` or not.
@@ -111,7 +105,7 @@ def push(
     validate_repo_id(repo_id)
     contents, known = published_contents(model_dir, results, recipe)
     if dry_run:
-        return PushResult(None, sorted({*contents, README_FILE}))
+        return sorted({*contents, README_FILE})
     ours = kept_readme(model_dir)
     if ours is None:
         contents[README_FILE] = build_card(repo_id, **known).encode()
@@ -121,7 +115,7 @@ def push(
     api = api or HfApi()
     uploaded = "Nothing was uploaded"
     try:
-        url = api.create_repo(repo_id, private=private, exist_ok=True)
+        api.create_repo(repo_id, private=private, exist_ok=True)
         theirs = _fetch_readme(repo_id, api.endpoint, revision, api.token)
         if theirs is not None and _MARK not in theirs and theirs.encode() != contents[README_FILE]:
             del contents[README_FILE]
@@ -136,7 +130,7 @@ def push(
             f"The upload to {repo_id} failed: {reason}. {uploaded}; the model is complete in {model_dir}. "
             f"Upload it with `pacs-trl push --model {model_dir} --repo {repo_id}`."
         ) from error
-    return PushResult(str(url), sorted(contents))
+    return sorted(contents)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -149,10 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--recipe", type=Path, default=None, help="recipe of the training run")
     parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded")
     options = vars(parser.parse_args(argv))
-    result = push(options.pop("model"), repo := options.pop("repo"), **options)
-    print(*result.files, sep="\n")
-    sent = f"{result.url}: {len(result.files)} files"
-    print(f"{len(result.files)} files would be uploaded to {repo}; nothing was sent." if result.url is None else sent)
+    files = push(options.pop("model"), repo := options.pop("repo"), **options)
+    print(*files, sep="\n")
+    sent = "would be uploaded; nothing was sent" if options["dry_run"] else "uploaded"
+    print(f"{repo}: {len(files)} files {sent}.")
     return 0
 
 

@@ -8,7 +8,7 @@ another name is not detected, so secrets belong in environment variables. Uses o
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -77,17 +77,6 @@ def clean_url(url: str) -> str:
         return REMOVED
     query, fragment = (_clean_query(text) for text in (parts.query, parts.fragment))
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, query, fragment))
-
-
-def words_without_secrets(words: Sequence[str]) -> list[str]:
-    """Return a command line without options that are named like secrets and without credentials in others."""
-    kept, name = [], ""
-    for word in words:
-        if word.startswith("--"):
-            name = word[2:].split("=", 1)[0]
-        if name != "env" and not is_secret(name, 0):  # plurals are counts
-            kept.append(_cleaned(word, name, _without_credentials))
-    return kept
 
 
 def is_secret(name: str, value: Any = "") -> bool:

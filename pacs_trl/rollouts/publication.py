@@ -114,7 +114,7 @@ def upload(
     token: str | None = None,
     revision: str | None = None,
 ):
-    """Upload the directory of a saved model. Returns a [`~hub.PushResult`], or a future of it if `blocking` is
+    """Upload the directory of a saved model. Returns the paths of the files, or a future of them if `blocking` is
     `False`; `None` on all processes except the main process."""
     if not trainer.is_world_process_zero():
         return None

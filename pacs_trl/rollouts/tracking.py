@@ -19,7 +19,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback
 from trl import GRPOConfig
 
-from ..redaction import published, words_without_secrets
+from ..redaction import published
 
 
 _WITH_TABLES = ("wandb", "trackio")  # TensorBoard has no tables
@@ -50,7 +50,7 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     }
     added = {name: value for name, value in wanted.items() if name not in os.environ}
     os.environ.update(added)
-    words, sys.argv = sys.argv, words_without_secrets(sys.argv)  # wandb sends the command line
+    words, sys.argv = sys.argv, sys.argv[:1]  # wandb sends the command line, which may have secrets
     try:
         if "wandb" in training.report_to:
             _require_key(importlib.import_module("wandb"))

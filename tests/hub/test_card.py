@@ -119,18 +119,6 @@ def test_names_break_neither_tables_nor_fences():
     assert build_card("name", training={**FACTS, "settings": settings}).count("\n````") == 2
 
 
-@pytest.mark.parametrize(
-    "path", ["/data/org/model", "~/models/base", "./base", "../x/base", "outputs/mine/model", "base", "outputs/model"]
-)
-def test_a_local_path_is_no_hub_id(path, tmp_path, monkeypatch):
-    (tmp_path / "outputs" / "model").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    card = ModelCard(build_card("name", recipe={"model_name_or_path": path, "dataset_name": path}))
-    assert card.data.base_model is None and card.data.datasets is None
-    said = card.text.partition("# name\n")[2].partition("using `pacs_trl`")[0]
-    assert said.count("`") == 4 and "/" not in said
-
-
 def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch, capsys):
     """PEFT writes a draft with the path of the base model over README.md; ours stands there, or text by hand."""
     directory = tmp_path / "lora"
@@ -174,15 +162,21 @@ FACTS = {
 
 
 QWEN = {"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler"}
+LOCAL = ["/data/org/model", "~/models/base", "./base", "../x/base", "outputs/mine/model", "base", "outputs/model"]
 GONE = {"model_name_or_path": "/home/me/start", "dataset_name": "data/train.jsonl"}  # not here any more
+PATHS = [{"model_name_or_path": path, "dataset_name": path} for path in LOCAL]
 
 
-@pytest.mark.parametrize("recipe", [{}, {"model_name_or_path": None, "method": "ppo"}, QWEN, GONE])
-def test_where_a_model_comes_from(recipe):
-    """Nothing is linked that is not on the Hub."""
+@pytest.mark.parametrize("recipe", [{}, {"model_name_or_path": None, "method": "ppo"}, QWEN, GONE, *PATHS])
+def test_where_a_model_comes_from(recipe, tmp_path, monkeypatch):
+    """Nothing is linked that is not on the Hub, and no local path is taken for an id."""
+    (tmp_path / "outputs" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
     card = valid_metadata(build_card("name", recipe=recipe))
     known = ("Qwen/Qwen3-4B", ["agentica-org/DeepScaleR-Preview-Dataset"]) if recipe is QWEN else (None, None)
     assert (card.data.base_model, card.data.datasets) == known
+    said = card.text.partition("# name\n")[2].partition("using `pacs_trl`")[0]
+    assert recipe not in PATHS or said.count("`") == 4 and "/" not in said
 
 
 def test_the_command_names_the_processes_and_does_not_push():
