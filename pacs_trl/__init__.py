@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:  # the names below, for type checkers and editors
-    from .baselines.grpo_config import GRPOConfig, RLOOConfig
-    from .baselines.grpo_trainer import GRPOTrainer, RLOOTrainer
-    from .baselines.ppo_config import PPOConfig
-    from .baselines.ppo_trainer import PPOTrainer
-    from .pacs_config import PACSConfig
-    from .pacs_trainer import PACSTrainer
+    from .baselines.grpo_config import GRPOConfig as GRPOConfig
+    from .baselines.grpo_config import RLOOConfig as RLOOConfig
+    from .baselines.grpo_trainer import GRPOTrainer as GRPOTrainer
+    from .baselines.grpo_trainer import RLOOTrainer as RLOOTrainer
+    from .baselines.ppo_config import PPOConfig as PPOConfig
+    from .baselines.ppo_trainer import PPOTrainer as PPOTrainer
+    from .pacs_config import PACSConfig as PACSConfig
+    from .pacs_trainer import PACSTrainer as PACSTrainer
 
 __version__ = "0.1.0"
 
@@ -28,17 +30,7 @@ _PUBLIC_NAMES = {
     "RLOOTrainer": "pacs_trl.baselines.grpo_trainer",
 }
 
-__all__ = [
-    "GRPOConfig",
-    "GRPOTrainer",
-    "PACSConfig",
-    "PACSTrainer",
-    "PPOConfig",
-    "PPOTrainer",
-    "RLOOConfig",
-    "RLOOTrainer",
-    "__version__",
-]
+__all__ = [*_PUBLIC_NAMES, "__version__"]
 
 
 def __getattr__(name):

@@ -60,8 +60,8 @@ def test_a_misspelt_argument_is_found(tmp_path):
 
 def test_the_names_are_those_that_are_loaded():
     source = Path(pacs_trl.__file__).read_text()
-    seen = re.findall(r"^    from \.([\w.]+) import (.+)$", source, re.MULTILINE)
-    found = {name: f"pacs_trl.{module}" for module, names in seen for name in names.split(", ")}
+    seen = re.findall(r"^    from \.([\w.]+) import (\w+) as \w+$", source, re.MULTILINE)
+    found = {name: f"pacs_trl.{module}" for module, name in seen}
     assert found == pacs_trl._PUBLIC_NAMES
     assert sorted(pacs_trl.__all__) == sorted(["__version__", *pacs_trl._PUBLIC_NAMES]) == dir(pacs_trl)
     assert [getattr(pacs_trl, name).__name__ for name in found] == list(found)

@@ -170,11 +170,7 @@ class Parser(argparse.ArgumentParser):
 
 def with_underscores(argv: Sequence[str]) -> list[str]:
     """Return the words of a command line with underscores for hyphens in options."""
-    words = []
-    for word in argv:
-        name, separator, value = word.partition("=")
-        words.append(f"--{name[2:].replace('-', '_')}{separator}{value}" if word.startswith("--") else word)
-    return words
+    return [re.sub("^--[^=]+", lambda option: "--" + option[0][2:].replace("-", "_"), word) for word in argv]
 
 
 # Names in other libraries that are not similar to ours.
@@ -227,7 +223,14 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
 def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) -> dict[str, Any]:
     """Return the values of all fields of some dataclasses without common fields, converted by TRL's parser, without
     `env`. `what` names the configuration in errors."""
-    parser = _field_parser(parts)
+    from transformers import HfArgumentParser  # TRL's parser; takes seconds to import
+
+    class FieldParser(HfArgumentParser):
+        def error(self, message):
+            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
+            raise ValueError(f"{message}. Correct or add the value.")
+
+    parser = FieldParser(parts, allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}
     hints = {name: str(hint) for part in parts for name, hint in _type_hints(part).items()}
     words, as_they_are, unknown = [], {}, []
@@ -261,17 +264,6 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     return vars(parser.parse_args(words)) | as_they_are
 
 
-def _field_parser(parts: Sequence[type]) -> argparse.ArgumentParser:
-    from transformers import HfArgumentParser  # TRL's parser; takes seconds to import
-
-    class FieldParser(HfArgumentParser):
-        def error(self, message):
-            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
-            raise ValueError(f"{message}. Correct or add the value.")
-
-    return FieldParser(parts, allow_abbrev=False, add_help=False)
-
-
 def set_environment(settings: Mapping[str, Any]) -> None:
     """Set the environment variables of the key `env`."""
     env = settings.get("env") or {}
@@ -284,9 +276,6 @@ def set_environment(settings: Mapping[str, Any]) -> None:
 
 
 _PACKAGE = Path(__file__).parents[1]
-# `name (`type`): text` in the docstring of a dataclass, up to the next name, a heading, or an empty line.
-_DOCUMENTED = re.compile(r"^ +(\w+) \(`[^\n]*?\):\s+(.*?)(?=^ +\w+ \(`|^ *>|^ *$|\Z)", re.MULTILINE | re.DOTALL)
-
 _OF_THE_LIBRARIES = (
     "All fields of trl.GRPOConfig (with transformers.TrainingArguments) and of trl.ModelConfig are settings too "
     "(learning_rate, max_steps, num_generations, use_vllm, use_peft, ...): see `trl grpo --help`, "
@@ -317,11 +306,11 @@ def print_help(usage: str, description: str, class_names: Sequence[str]) -> None
     print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n\n  --config FILE.yaml\n      Keys and values.")
     for name in class_names:
         for node in dataclass_sources(name):
-            if documented := documented_fields(node):
-                print(f"\n{node.name}:")
-            for declaration, text in documented.values():
-                print(textwrap.fill(f"  --{declaration}", 100, subsequent_indent="      "))
-                print(textwrap.fill(text, 100, initial_indent="      ", subsequent_indent="      "))
+            if declared := [ast.unparse(line) for line in node.body if isinstance(line, ast.AnnAssign)]:
+                text = (ast.get_docstring(node) or "").partition("\n\n")[2]
+                print(
+                    f"\n{node.name}:", *(f"  --{each}" for each in declared), "", textwrap.indent(text, "  "), sep="\n"
+                )
     raise SystemExit(0)
 
 
@@ -341,13 +330,3 @@ def dataclass_sources(name: str) -> list[ast.ClassDef]:
 @cache
 def _sources() -> dict[str, str]:
     return {str(file): file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py"))}
-
-
-def documented_fields(node: ast.ClassDef) -> dict[str, tuple[str, str]]:
-    """Return the declaration (`name: type = default`) and documentation of each field of a dataclass."""
-    texts = dict(_DOCUMENTED.findall(ast.get_docstring(node, clean=False) or ""))
-    return {
-        line.target.id: (ast.unparse(line), " ".join(texts[line.target.id].split()))
-        for line in node.body
-        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)
-    }
