@@ -48,30 +48,16 @@ class TestMathReward:
     def test_metrics_are_shares_of_all_outcomes(self):
         metrics, columns = {}, {}
         labels = math_reward(
-            [r"\boxed{1}", r"\boxed{2}", "none", r"\boxed{1}"],
-            solution=["1", "1", "1", None],
+            [r"\boxed{1}", r"\boxed{2}", "none", r"\boxed{1}", ENDLESS],
+            solution=["1", "1", "1", None, "42"],
             log_metric=metrics.__setitem__,
             log_extra=columns.__setitem__,
         )
-        assert labels == [1.0, 0.0, 0.0, None]
-        assert metrics == {
-            "verification/correct": 0.25,
-            "verification/wrong": 0.25,
-            "verification/no_answer": 0.25,
-            "verification/gold_unparseable": 0.25,
-            "verification/timeout": 0.0,
-            "verification/killed": 0.0,
-            "verification/too_long": 0.0,
-        }
-        assert columns == {
-            "solution": ["1", "1", "1", "None"],
-            "verification": ["correct", "wrong", "no_answer", "gold_unparseable"],
-        }
-
-    def test_timeout_is_wrong_and_visible(self):
-        metrics = {}
-        assert math_reward([ENDLESS], solution=["42"], log_metric=metrics.__setitem__) == [0.0]
-        assert metrics["verification/timeout"] == 1.0
+        assert labels == [1.0, 0.0, 0.0, None, 0.0]
+        seen = ["correct", "wrong", "no_answer", "gold_unparseable", "timeout"]
+        shares = {f"verification/{name}": 0.2 for name in seen}
+        assert metrics == shares | {"verification/killed": 0.0, "verification/too_long": 0.0}
+        assert columns == {"solution": ["1", "1", "1", "None", "42"], "verification": seen}
 
     def test_truncated_completions_have_no_answer_unless_a_box_is_closed(self):
         texts, golds, metrics = ["The 9 that", r"\boxed{9} that", "It is 9."], ["9"] * 3, {}
@@ -102,24 +88,19 @@ class TestUntrustworthyBatch:
             math_reward([r"text \boxed{1}"] * 100, solution=golds)
         assert str(info.value).count("gold_unparseable: gold 'None', completion ends in") == 3
 
-    def test_wrong_answers_are_no_failures(self):
-        assert math_reward([r"\boxed{1}"] * 100, solution=["2"] * 100) == [0.0] * 100
-        assert math_reward(["no"] * 100, solution=["2"] * 100) == [0.0] * 100
-
     def test_one_bad_prompt_in_a_small_batch_goes_on(self):
         for _ in range(7):
             math_reward([r"\boxed{1}"] * 8, solution=[None] * 8)
         with pytest.raises(VerificationFailure, match="64 of the last 64"):
             math_reward([r"\boxed{1}"] * 8, solution=[None] * 8)
 
-    def test_window_moves_on(self):
+    def test_the_window_moves_on_wrong_answers_are_no_failures_and_the_share_can_be_set(self, monkeypatch):
         math_reward([r"\boxed{1}"] * 60, solution=[None] * 60)
         math_reward([r"\boxed{1}"] * 256, solution=["1"] * 256)
         assert [entry[0].name for entry in rewards._windows["answers"]] == ["CORRECT"] * 256
-
-    def test_share_can_be_set(self, monkeypatch):
+        assert math_reward([r"\boxed{1}", "no"] * 100, solution=["2"] * 200) == [0.0] * 200
         monkeypatch.setattr(rewards, "_arguments", VerificationArguments(verification_max_failure_share=1.0))
-        assert math_reward([r"\boxed{1}"] * 70, solution=[None] * 70) == [None] * 70
+        assert math_reward([r"\boxed{1}"] * 256, solution=[None] * 256) == [None] * 256
 
 
 SQUARE = {"type": "stdin_stdout", "cases": [{"input": "2", "output": "4"}, {"input": "3", "output": "9"}]}

@@ -33,16 +33,17 @@ def check_settings(args: Any) -> None:
 
 def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:
     """Return a dataset of reasoning-gym. Raises a `ValueError` if it is not installed or refuses the task."""
+    known = [task]
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
-    except ImportError as error:
-        raise ValueError(f"reasoning_gym needs a package ({error}). Install pacs_trl with the extra [gym].") from error
-    try:
+
+        known = list(DATASETS)
         return create_dataset(task, seed=seed, size=size, **config)
-    except (AssertionError, TypeError, ValueError) as error:
-        near = did_you_mean(task, list(DATASETS)) if task not in DATASETS else ""
+    except (ImportError, AssertionError, TypeError, ValueError) as error:
+        near = did_you_mean(task, known) if task not in known else ""
         raise ValueError(
-            f"`reasoning_gym`: the task {task} with the config {dict(config)} is rejected: {error}.{near}"
+            f"`reasoning_gym`: the task {task} with the config {dict(config)} is rejected: {error}.{near} It needs "
+            "the extra [gym] of pacs_trl."
         ) from error
 
 

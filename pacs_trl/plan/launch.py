@@ -39,25 +39,27 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     try:
         config = load_config_from_file(accelerate_config)
         kind = getattr(config.distributed_type, "value", config.distributed_type)
-        if kind not in _SHARDING:
-            raise ValueError(f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes.")
         count = config.num_processes if num_processes is None else num_processes
-        if count < 1 or (kind == "NO" and count > 1):
-            raise ValueError(f"num_processes is {count} with distributed_type {kind}. Set it with --num_processes.")
-        section, version, precision = {}, None, config.mixed_precision
-        sharding, words = _SHARDING[kind], kind
-        if kind == "FSDP":
+        section, version, problem = {}, None, ""
+        sharding, words = _SHARDING.get(kind, ""), kind
+        if kind not in _SHARDING:
+            problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes."
+        elif count < 1 or (kind == "NO" and count > 1):
+            problem = f"num_processes is {count} with distributed_type {kind}. Set it with --num_processes."
+        elif kind == "FSDP":
             section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
             version = int(section.get("fsdp_version", 1))
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
-            if "deepspeed_config_file" in section:
-                raise ValueError("plan does not read deepspeed_config_file. Set zero_stage in its place.")
             stage = section.get("zero_stage", 2)  # accelerate's default
             sharding, words = _ZERO_SHARDING[stage], f"DeepSpeed ZeRO-{stage}"
-        if ignored := section.keys() - {action.dest for action in launch_command_parser()._actions}:
-            raise ValueError(f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it.")
+        if "deepspeed_config_file" in section:
+            problem = "plan does not read deepspeed_config_file. Set zero_stage in its place."
+        elif ignored := section.keys() - {action.dest for action in launch_command_parser()._actions}:
+            problem = f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it."
+        if problem:
+            return None, [f"{accelerate_config}: {problem}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         return None, [f"{accelerate_config}: {type(error).__name__}: {error}"]
     description = f"{count} process{'es' * (count != 1)}, {words} ({accelerate_config})"
-    return Launch(count, sharding, description, kind, version, str(precision or "no").lower()), []
+    return Launch(count, sharding, description, kind, version, str(config.mixed_precision or "no").lower()), []

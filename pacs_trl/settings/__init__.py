@@ -134,13 +134,13 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}. Fix the syntax.") from error
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"The {where} must be a YAML mapping, got {type(content).__name__}. Write `key: value` lines."
-        )
-    names = [key.value for key, _ in node.value]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"The {where} contains {' and '.join(twice)} more than once. Keep one of each.")
+    is_mapping = isinstance(content, dict)
+    names = [key.value for key, _ in node.value] if is_mapping else []
+    twice = " and ".join(sorted({name for name in names if names.count(name) > 1}))
+    if twice or not is_mapping:
+        problem = f"contains {twice} more than once. Keep one of each."
+        kind = f"must be a YAML mapping, got {type(content).__name__}. Write `key: value` lines."
+        raise ValueError(f"The {where} {problem if is_mapping else kind}")
     return {str(key): value for key, value in content.items()}  # YAML reads `on:` and `no:` as booleans
 
 
@@ -212,9 +212,7 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
         else:
             words[key].append(word)
     path = words.pop("config", None)
-    if path == []:
-        raise ValueError("--config needs a file. Write --config RECIPE.yaml.")
-    settings = {} if path is None else read_mapping(path[0], "recipe")
+    settings = {} if path is None else read_mapping((path or [""])[0], "recipe")
     for key, values in words.items():
         settings[key] = values if len(values) > 1 else None if values == ["null"] else values[0] if values else True
     return settings
