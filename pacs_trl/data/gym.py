@@ -40,10 +40,11 @@ def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) 
         known = list(DATASETS)
         return create_dataset(task, seed=seed, size=size, **config)
     except (ImportError, AssertionError, TypeError, ValueError) as error:
-        near = did_you_mean(task, known) if task not in known else ""
+        hint = did_you_mean(task, known) if task not in known else ""
+        if isinstance(error, ImportError):
+            hint = " Install pacs_trl with the extra [gym]."
         raise ValueError(
-            f"`reasoning_gym`: the task {task} with the config {dict(config)} is rejected: {error}.{near} It needs "
-            "the extra [gym] of pacs_trl."
+            f"`reasoning_gym`: the task {task} with the config {dict(config)} is rejected: {error}.{hint}"
         ) from error
 
 
