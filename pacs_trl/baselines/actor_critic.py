@@ -7,14 +7,16 @@ of a generation batch (`_value_tokens`), and its loss on a micro-batch (`_train_
 """
 
 import contextlib
+import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, get_scheduler
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
 from ..rollouts.rollout_trainer import RolloutTrainer
@@ -22,7 +24,6 @@ from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
 from .gae import explained_variance, generalized_advantages, masked_mean_and_variance, whiten
 from .ppo_config import ActorCriticConfig
-from .second_model import SecondModel
 
 
 def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
@@ -65,7 +66,6 @@ class ActorCriticTrainer(RolloutTrainer):
         *("gamma", "gae_lambda", "whiten_advantages", "epsilon", "epsilon_high", "delta", "loss_type"),
         *("critic_learning_rate", "world_size"),
     )
-    _step_names: tuple[str, ...] = ("approx_kl",)  # per-step metrics, means over policy tokens
 
     def _prepare_learning(self) -> None:
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
@@ -73,8 +73,17 @@ class ActorCriticTrainer(RolloutTrainer):
                 f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
             )
         self._critic_pass = self.create_forward_pass(self.critic, temperature=1.0)
-        self._second_model = SecondModel(self, self.critic, learning_rate=self.args.critic_learning_rate)
-        self.critic = self._second_model.model
+        decayed = set(self.get_decay_parameter_names(self.critic))
+        groups = [
+            {
+                "params": [p for name, p in self.critic.named_parameters() if (name in decayed) == decay],
+                "weight_decay": self.args.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.critic)
+        optimizer = optimizer_class(groups, **kwargs | {"lr": self.args.critic_learning_rate})
+        self.critic, self._critic_optimizer = self.accelerator.prepare(self.critic, optimizer)
 
     def _prepare_loading(self, model, args, arguments):
         if args.deepspeed_plugin is not None:
@@ -87,7 +96,13 @@ class ActorCriticTrainer(RolloutTrainer):
         self.critic = self._create_critic(model, args, arguments)
 
     def create_scheduler(self, num_training_steps, optimizer=None):
-        self._second_model.create_scheduler(num_training_steps)
+        self._critic_scheduler = get_scheduler(
+            self.args.lr_scheduler_type,
+            optimizer=self._critic_optimizer,
+            num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+        )
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _choose_forward_passes(self) -> None:
@@ -153,44 +168,29 @@ class ActorCriticTrainer(RolloutTrainer):
         loss = super()._compute_loss(model, inputs)
         log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
         mask = self._value_mask(inputs)
-        self._add_to_step("approx_kl", (log_ratio.exp() - 1.0 - log_ratio)[mask].sum())
-        self._step_sums[-1] += mask.sum()
+        self._add_to_step(approx_kl=(log_ratio.exp() - 1.0 - log_ratio)[mask].sum(), tokens=mask.sum())
         if self.accelerator.sync_gradients:
             self._log_step()
         return loss
 
     def _get_per_token_logps_and_entropies(
-        self,
-        model,
-        input_ids,
-        attention_mask,
-        logits_to_keep,
-        batch_size=None,
-        compute_entropy=False,
-        compute_aux_loss=False,
-        **kwargs,
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
-        """Compute the parent's log-probs and entropies with the forward_pass, which packs completions."""
+        """Compute the parent's log-probs and entropies with a [`ForwardPass`], which packs completions."""
         forward_pass = self.ref_pass if model is self.ref_model else self.forward_pass
         width = input_ids.size(1) - logits_to_keep
         prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
         completions = without_padding(input_ids[:, width:], attention_mask[:, width:])
-        size, router = batch_size or len(prompts), {"output_router_logits": True} if compute_aux_loss else {}
+        size = batch_size or len(prompts)
         with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
             passes = [
-                forward_pass.forward(
-                    model, prompts[i : i + size], completions[i : i + size], fused_lm_head=True, **router
-                )
+                forward_pass.compute_logps(model, prompts[i : i + size], completions[i : i + size])
                 for i in range(0, len(prompts), size)
             ]
-
-        def of_completions(name: str) -> torch.Tensor:
-            return padded([row for outputs, of in passes for row in of(outputs[name])], logits_to_keep)
-
-        logps = of_completions("log_probs")
-        self._last_logps = logps.detach()
-        aux_loss = torch.stack([outputs.aux_loss for outputs, _ in passes]).mean() if compute_aux_loss else None
-        return logps, of_completions("entropy") if compute_entropy else None, aux_loss
+        logps, entropies = ([row for rows in part for row in rows] for part in zip(*passes, strict=True))
+        padded_logps = padded(logps, logits_to_keep)
+        self._last_logps = padded_logps.detach()
+        return padded_logps, padded(entropies, logits_to_keep) if entropies else None, None
 
     def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
         """Return the divisor of the summed token losses, as in the parent; losses are then averaged over processes."""
@@ -204,13 +204,16 @@ class ActorCriticTrainer(RolloutTrainer):
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
         return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
 
-    def _add_to_step(self, name: str, total: torch.Tensor) -> None:
-        self._step_sums[self._step_names.index(name)] += total
+    def _add_to_step(self, **totals: torch.Tensor) -> None:
+        for name, total in totals.items():
+            self._step_sums[name] = self._step_sums.get(name, 0.0) + total.float()
 
     def _log_step(self) -> None:
-        *totals, tokens = self._sum(self._step_sums).tolist()
-        self._step_sums.zero_()
-        self._log_values(**{name: t / max(tokens, 1) for name, t in zip(self._step_names, totals, strict=True)})
+        totals = self._sum(torch.stack([*self._step_sums.values()])).tolist()
+        means = dict(zip(self._step_sums, totals, strict=True))
+        self._step_sums = {}
+        tokens = max(means.pop("tokens"), 1)
+        self._log_values(**{name: total / tokens for name, total in means.items()})
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
@@ -221,17 +224,50 @@ class ActorCriticTrainer(RolloutTrainer):
     def _reset_run(self) -> None:
         super()._reset_run()
         self._last_logps: torch.Tensor | None = None
-        # sums over the tokens of an optimizer step: one per `_step_names`, and the number of tokens
-        self._step_sums = torch.zeros(len(self._step_names) + 1, device=self.accelerator.device)
+        self._step_sums: dict[str, Any] = {}  # metrics of an optimizer step, summed over its tokens
+
+    # The critic: its optimizer is of the type of the policy's, and its gradient is clipped to the same maximum norm.
+
+    def _accumulating_critic(self, last: bool = True) -> contextlib.AbstractContextManager:
+        """Return the context for forward and backward pass of a micro-batch or a part of it. Gradients are
+        synchronized across processes only after the last one of an optimizer step."""
+        synchronizes = last and self.accelerator.sync_gradients
+        return contextlib.nullcontext() if synchronizes else self.accelerator.no_sync(self.critic)
+
+    def _step_critic(self) -> float:
+        """Update the critic, and return the norm of its gradient before clipping."""
+        max_norm = self.args.max_grad_norm if self.args.max_grad_norm else math.inf
+        grad_norm = self.accelerator.clip_grad_norm_(self.critic.parameters(), max_norm)
+        self._critic_optimizer.step()
+        self._critic_scheduler.step()
+        self._critic_optimizer.zero_grad()
+        return float(grad_norm)
+
+    @contextlib.contextmanager
+    def _critic_in_place_of_policy(self) -> Iterator[None]:
+        """Let `Trainer` save and load the critic as it does the policy, sharded or not."""
+        policy = self.model, self.model_wrapped, self.optimizer, self.lr_scheduler
+        self.model, self.model_wrapped = self.accelerator.unwrap_model(self.critic), self.critic
+        self.optimizer, self.lr_scheduler = self._critic_optimizer, self._critic_scheduler
+        try:
+            yield
+        finally:
+            self.model, self.model_wrapped, self.optimizer, self.lr_scheduler = policy
 
     def _save_optimizer_and_scheduler(self, output_dir):
         super()._save_optimizer_and_scheduler(output_dir)
-        self._second_model.save(output_dir)
+        directory = str(Path(output_dir) / "critic")
+        with self._critic_in_place_of_policy():
+            self.save_weights(directory, is_checkpoint=True)
+            super()._save_optimizer_and_scheduler(directory)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._second_model.load(checkpoint)
+            directory = str(Path(checkpoint) / "critic")
+            with self._critic_in_place_of_policy():
+                self._load_from_checkpoint(directory, self.model)
+                super()._load_optimizer_and_scheduler(directory)
 
 
 def padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:

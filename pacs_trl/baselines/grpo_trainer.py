@@ -23,7 +23,7 @@ from ..surrogate import (
     ratio_terms,
 )
 from ..update.forward_pass import logps_in_batches
-from ..update.loss import Objective
+from ..update.groups import Objective
 from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
 from .grpo_config import GRPOConfig, MaxRLConfig, RLOOConfig

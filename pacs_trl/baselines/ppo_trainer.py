@@ -28,7 +28,6 @@ class PPOTrainer(ActorCriticTrainer):
     args: PPOConfig
     _own_shared_settings = (*ActorCriticTrainer._own_shared_settings, "value_clip_range", "critic_warmup_steps")
     _critic_has_values = True
-    _step_names = ("value_loss", "value_clip_fraction", "approx_kl")
     _tag_names = ["trl", "ppo"]
     _name = "PPO"
     _config_class = PPOConfig
@@ -45,29 +44,30 @@ class PPOTrainer(ActorCriticTrainer):
         """Compute the values in micro-batches of the size that training uses."""
         self.critic.eval()
         size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
-        names = ("prompt_ids", "completion_ids", "prompt_mask", "completion_mask")
-        chunks = zip(*(batch[name].split(size) for name in names), strict=True)
         with self.timer.part("log_probs"):
-            values = [self._values(dict(zip(names, chunk, strict=True))) for chunk in chunks]
+            values = self._values(batch, size)
         self.critic.train()
-        return torch.cat(values), self.args.gae_lambda
+        return values, self.args.gae_lambda
 
-    def _values(self, batch: dict) -> torch.Tensor:
-        """Return the value of each token, `(B, T)`, read at the position before it."""
+    def _values(self, batch: dict, size: int) -> torch.Tensor:
+        """Return the value of each token, `(B, T)`, read at the position before it, from `size` rows at a time."""
         prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
-        values = self._critic_pass.values(self.critic, prompts, completions)
-        return padded(values, batch["completion_ids"].size(1))
+        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
+        values = [self._critic_pass.values(self.critic, prompts[part], completions[part]) for part in parts]
+        return padded(sum(values, []), batch["completion_ids"].size(1))
 
     def _train_critic(self, inputs: dict) -> None:
         mask = self._value_mask(inputs)
-        with self._second_model.accumulating(), self._critic_pass.attention():
+        with self._accumulating_critic(), self._critic_pass.attention():
             losses, clipped = clipped_value_losses(
-                self._values(inputs), inputs["values"], inputs["returns"], self.args.value_clip_range
+                self._values(inputs, len(inputs["prompt_ids"])),
+                inputs["values"],
+                inputs["returns"],
+                self.args.value_clip_range,
             )
             losses = losses.masked_fill(~mask, 0.0)
             self.accelerator.backward(losses.sum() / self._loss_denominator(inputs))
-        self._add_to_step("value_loss", losses.detach().sum())
-        self._add_to_step("value_clip_fraction", (clipped & mask).sum())
+        self._add_to_step(value_loss=losses.detach().sum(), value_clip_fraction=(clipped & mask).sum())
         if self.accelerator.sync_gradients:
-            self._log_values(critic_grad_norm=self._second_model.step())
+            self._log_values(critic_grad_norm=self._step_critic())

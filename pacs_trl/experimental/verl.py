@@ -90,10 +90,9 @@ def hidden_states(
     [`ForwardPass.compute_logps`]."""
     # The state of a token is at the position that predicts the next one, so some token follows every completion.
     followed = [[*ids, 0] for ids in completion_ids]
-    inputs = {"fused_lm_head": True} if forward_pass.fused else {"use_cache": False}
     kept: list = []
     with forward_pass.backbone.register_forward_hook(lambda *call: kept.append(call[-1])):
-        forward_pass.forward(model, prompt_ids, followed, **inputs)
+        forward_pass.forward(model, prompt_ids, followed, logps=forward_pass.fused)
     states = kept[0].last_hidden_state[0]  # of the positions that predict, see `ForwardPass.forward`
     return [of_completion[1:] for of_completion in states.split(list(map(len, followed)))]
 

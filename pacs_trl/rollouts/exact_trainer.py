@@ -20,8 +20,7 @@ from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
 from ..update.forward_pass import CompletionLogps
-from ..update.groups import split_into_steps
-from ..update.loss import Objective
+from ..update.groups import Objective, split_into_steps
 from ..update.microbatching import MicroBatchConfig
 from ..update.policy_update import PolicyUpdate
 from ..update.reference import SnapshotReference, is_sharded
@@ -66,22 +65,8 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
             )
 
-    def _check_config(self, config, args, processing_class) -> None:
-        super()._check_config(config, args, processing_class)
-        config, weight = config.get_text_config(), args.router_aux_loss_coef
-        weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
-        if hasattr(config, "output_router_logits") and weight != 0:
-            raise ValueError(
-                f"{config.model_type!r} models are mixtures of experts with an auxiliary loss of the router "
-                f"(router_aux_loss_coef={weight}), which would depend on the micro-batches. Set "
-                "router_aux_loss_coef=0.0 to train without it."
-            )
-
     def _prepare_learning(self) -> None:
         self._check_support()
-        for config in [each.config.get_text_config() for each in (self.model, self.ref_model) if each is not None]:
-            if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
-                config.output_router_logits = False
         self.update = self._create_update()
         self.update.token_weights = self.token_weights()
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass

@@ -94,9 +94,20 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def _check_config(self, config, args, processing_class) -> None:
         checks.check_model_type(config, processing_class)
+        config, weight = config.get_text_config(), args.router_aux_loss_coef
+        weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
+        if hasattr(config, "output_router_logits") and weight != 0:
+            raise ValueError(
+                f"{config.model_type!r} models are mixtures of experts with an auxiliary loss of the router "
+                f"(router_aux_loss_coef={weight}), which would depend on the micro-batches. Set "
+                "router_aux_loss_coef=0.0 to train without it."
+            )
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
+        for config in [each.config.get_text_config() for each in (self.model, self.ref_model) if each is not None]:
+            if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
+                config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         checks.check_loaded(self.model, self.train_dataset, self.args, is_sharded)
         if self.tools and (error := checks.shared_turns_error(self.args, self.accelerator.num_processes, is_sharded)):

@@ -17,7 +17,7 @@ from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
-from .context_length import length_with_fixed_positions
+from .context_length import context_lengths
 from .packing import PackedRollouts, packed_attention, packing_backend
 
 
@@ -73,7 +73,7 @@ class ForwardPass:
         self.config = base.config
         self.backbone = base.base_model  # the model without its head
         self.fused = True
-        self.max_length = length_with_fixed_positions(self.config)
+        self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
         self.device = device
         self.pad_token_id = pad_token_id
@@ -100,7 +100,7 @@ class ForwardPass:
         Returns:
             [`CompletionLogps`]; the log-probs are differentiable if gradients are enabled.
         """
-        outputs, of_completions = self.forward(model, prompt_ids, completion_ids, fused_lm_head=True)
+        outputs, of_completions = self.forward(model, prompt_ids, completion_ids, logps=True)
         entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
         return CompletionLogps(of_completions(outputs.log_probs), entropies)
 
@@ -109,19 +109,15 @@ class ForwardPass:
     ) -> list[torch.Tensor]:
         """Compute the values of a model with one output per token, read at the position before each completion token.
         Returns one float32 tensor `(C,)` per completion. Arguments are those of [`ForwardPass.compute_logps`]."""
-        outputs, of_completions = self.forward(model, prompt_ids, completion_ids, use_cache=False)
+        outputs, of_completions = self.forward(model, prompt_ids, completion_ids)
         return of_completions(outputs.logits[..., 0].float())
 
     def forward(
-        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], **inputs
+        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], logps: bool = False
     ) -> tuple[Any, OfCompletions]:
-        """
-        Run the model, and return its outputs at all completion tokens, `(1, M, ...)`, and a function that splits them
-        into one tensor per rollout.
-
-        `inputs` are further keyword arguments of the model; `fused_lm_head=True` requests log-probs and entropies.
-        Raises a `ValueError` if a rollout is so long that RoPE frequencies would depend on its batch.
-        """
+        """Run the model, and return its outputs (with `logps` log-probs and entropies) at all completion tokens, `(1,
+        M, ...)`, and a function that splits them into one tensor per rollout. Raises a `ValueError` if a rollout is so
+        long that RoPE frequencies would depend on its batch."""
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
         if self.max_length is not None and longest > self.max_length:
@@ -131,16 +127,13 @@ class ForwardPass:
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
         lay_out = self._padded if self.packing is None else self._packed
-        laid_out, flat_indices, texts = lay_out(prompts, completions, "output_router_logits" in inputs)
+        laid_out, flat_indices, texts = lay_out(prompts, completions)
         if self.on_pass is not None:
             self.on_pass(texts, len(flat_indices))
-        own_head = "fused_lm_head" in inputs and not self.fused
+        own_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
-        if own_head:
-            inputs = {name: value for name, value in inputs.items() if name != "fused_lm_head"} | {"use_cache": False}
-        elif "fused_lm_head" in inputs:
-            inputs["shift_labels"] = labels
-        inputs |= {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
+        how = {"fused_lm_head": True, "shift_labels": labels} if logps and self.fused else {"use_cache": False}
+        inputs = how | {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
         num_tokens, flat_indices = inputs["input_ids"].shape[1], torch.from_numpy(flat_indices).to(self.device)
 
         def of_predictions(states: torch.Tensor) -> torch.Tensor:
@@ -169,17 +162,16 @@ class ForwardPass:
         return FusedCausalLMOutput(
             log_probs=logps.gather(2, labels[..., None])[..., 0],
             entropy=-(values.exp() * values).sum(dim=-1),
-            aux_loss=getattr(outputs, "aux_loss", None),
         )
 
-    def _packed(self, prompts: list, completions: list, keeps_last: bool) -> tuple[dict, np.ndarray, list]:
-        packed = PackedRollouts(prompts, completions, keeps_last)
+    def _packed(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
+        packed = PackedRollouts(prompts, completions)
         ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
         inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
         inputs |= {} if self.packing == "flash" else {"packed": packed}
         return inputs, packed.flat_indices, packed.texts
 
-    def _padded(self, prompts: list, completions: list, keeps_last: bool) -> tuple[dict, np.ndarray, list]:
+    def _padded(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
         """Return the padded inputs, the flat indices of the positions that predict completion tokens, and lengths."""
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         ids, mask = pad_batch(sequences, self.pad_token_id)

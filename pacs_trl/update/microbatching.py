@@ -24,7 +24,7 @@ class MicroBatchConfig(NamedTuple):
     Attributes:
         num_processes (`int`): Number of processes.
         max_rollouts (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
-        max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_tokens`].
+        max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_size`].
         padded (`bool`): Whether rollouts are padded (`True`) or packed (`False`).
         group_layout (`str`): `"auto"`, `"whole"`, or `"split"`, see [`PACSConfig`].
         backward_cost (`int`): Cost of a backward pass in forward passes.
@@ -46,8 +46,8 @@ class RolloutLengths(NamedTuple):
 
     Attributes:
         prompts, completions (`Sequence[int]`): Numbers of tokens.
-        texts (`Sequence[int]`, *optional*): Prompt id of each rollout. A packed micro-batch computes rollouts with
-            equal ids from one copy of the prompt. By default all prompts are distinct.
+        texts (`Sequence[int]`): Prompt id of each rollout. A packed micro-batch computes rollouts with equal ids from
+            one copy of the prompt.
         pair_cost (`float`): Cost of one token attending to another token, in units of the cost of a token outside
             attention. In a layer of width `h`, a token costs about `12 h^2` multiplications outside attention, and
             `2 h` for every token that it attends to: `1 / (6 h)`.
@@ -55,51 +55,39 @@ class RolloutLengths(NamedTuple):
 
     prompts: Sequence[int]
     completions: Sequence[int]
-    texts: Sequence[int] = ()
+    texts: Sequence[int]
     pair_cost: float = 0.0
 
     def by_text(self, indices: Sequence[int]) -> list[list[int]]:
         """Return the rollout indices `indices` grouped by prompt."""
-        if not self.texts:
-            return [[i] for i in indices]
         found: dict[int, list[int]] = {}
         for i in indices:
             found.setdefault(self.texts[i], []).append(i)
         return list(found.values())
 
 
-def micro_batch_tokens(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> int:
-    """Return the number of tokens in a forward pass over `indices`, which may be empty. If `padded`, each rollout
-    counts with the length of the longest. Otherwise a shared prompt counts once."""
+def micro_batch_size(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> tuple[int, float]:
+    """Return the number of tokens in a forward pass over `indices`, which may be empty, and its cost in tokens, with
+    that of attention. If `padded`, each rollout counts with the length of the longest. Otherwise a shared prompt
+    counts once."""
     if not indices:
-        return 0
+        return 0, 0.0
     if padded:
-        return len(indices) * max(lengths.prompts[i] + lengths.completions[i] for i in indices)
-    tokens = sum(lengths.prompts[i] + lengths.completions[i] for i in indices)
-    if lengths.texts:
-        tokens -= sum((len(same) - 1) * lengths.prompts[same[0]] for same in lengths.by_text(indices))
-    return tokens
-
-
-def micro_batch_cost(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> float:
-    """Return the cost of a forward pass over `indices` in tokens: [`micro_batch_tokens`] plus that of attention."""
-    tokens = micro_batch_tokens(indices, lengths, padded=padded)
-    if not lengths.pair_cost or not indices:
-        return tokens
-    if padded:
-        return tokens + lengths.pair_cost * tokens * tokens / len(indices) / 2
-    pairs = 0.0
+        tokens = len(indices) * max(lengths.prompts[i] + lengths.completions[i] for i in indices)
+        return tokens, tokens + lengths.pair_cost * tokens * tokens / len(indices) / 2
+    tokens, pairs = 0, 0.0
     for same in lengths.by_text(indices):
-        prompt = lengths.prompts[same[0]]
-        pairs += prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in (lengths.completions[i] for i in same))
-    return tokens + lengths.pair_cost * pairs
+        prompt, completions = lengths.prompts[same[0]], [lengths.completions[i] for i in same]
+        tokens += prompt + sum(completions)
+        pairs += prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in completions)
+    return tokens, tokens + lengths.pair_cost * pairs
 
 
 def schedule_cost(schedule: Schedule, lengths: RolloutLengths, *, padded: bool) -> float:
     """Return the cost of the critical path. Processes run in lockstep, so each micro-batch costs as much as the most
     expensive one that runs concurrently."""
     return sum(
-        max(micro_batch_cost(indices, lengths, padded=padded) for indices in concurrent)
+        max(micro_batch_size(indices, lengths, padded=padded)[1] for indices in concurrent)
         for concurrent in zip(*schedule, strict=True)
     )
 
@@ -118,28 +106,24 @@ def schedule_micro_batches(
     Returns:
         The schedule, or `None` if a unit does not fit into a micro-batch.
     """
-    padded, max_tokens = limits.padded, limits.max_tokens
-    if max_tokens is not None:
-        limits = limits._replace(max_rollouts=max(sum(map(len, units)), 1))
+    padded, max_rollouts, max_tokens = limits.padded, limits.max_rollouts, math.inf
+    if limits.max_tokens is not None:
+        max_rollouts, max_tokens = max(sum(map(len, units)), 1), limits.max_tokens
 
     def schedule(units: Sequence[Sequence[int]]) -> Schedule | None:
-        sizes = [micro_batch_tokens(unit, lengths, padded=padded) for unit in units]
-        if any(len(unit) > limits.max_rollouts for unit in units):
+        sized = [(list(unit), *micro_batch_size(unit, lengths, padded=padded)) for unit in units]
+        if any(len(unit) > max_rollouts or tokens > max_tokens for unit, tokens, _ in sized):
             return None
-        if max_tokens is not None and any(size > max_tokens for size in sizes):
-            return None
-        costs = [micro_batch_cost(unit, lengths, padded=padded) for unit in units]
-        order = sorted(range(len(units)), key=lambda i: -costs[i])
+        sized.sort(key=lambda unit: -unit[2])
         if padded:
-            micro_batches = _neighbours_in_length([list(units[i]) for i in order], lengths, limits)
+            micro_batches = _neighbours_in_length([unit for unit, *_ in sized], lengths, max_rollouts, max_tokens)
         else:
-            placed = [(list(units[i]), sizes[i], costs[i]) for i in order]
-            micro_batches = _evenly_filled(placed, limits)
+            micro_batches = _evenly_filled(sized, limits.num_processes, max_rollouts, max_tokens)
         return _over_processes(micro_batches, lengths, limits)
 
     schedules = [schedule(units)]
-    if not padded and lengths.texts:
-        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, limits.max_rollouts)]
+    if not padded:
+        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rollouts)]
     possible = [found for found in schedules if found is not None]
     return min(possible, key=lambda found: schedule_cost(found, lengths, padded=padded), default=None)
 
@@ -168,7 +152,7 @@ def _parts_of_texts(
 
 def _over_processes(micro_batches: list[list[int]], lengths: RolloutLengths, limits: MicroBatchConfig) -> Schedule:
     num_processes = limits.num_processes
-    micro_batches.sort(key=lambda batch: -micro_batch_cost(batch, lengths, padded=limits.padded))
+    micro_batches.sort(key=lambda batch: -micro_batch_size(batch, lengths, padded=limits.padded)[1])
     micro_batches += [[] for _ in range(-len(micro_batches) % num_processes)]
     schedule: Schedule = [[] for _ in range(num_processes)]
     for start in range(0, len(micro_batches), num_processes):
@@ -180,30 +164,27 @@ def _over_processes(micro_batches: list[list[int]], lengths: RolloutLengths, lim
 
 
 def _neighbours_in_length(
-    units: list[list[int]], lengths: RolloutLengths, limits: MicroBatchConfig
+    units: list[list[int]], lengths: RolloutLengths, max_rollouts: int, max_tokens: float
 ) -> list[list[int]]:
     """Cut the units, longest first, into runs that fit; a run has similar lengths, so there is little padding."""
     micro_batches: list[list[int]] = []
     for unit in units:
         joined = micro_batches[-1] + unit if micro_batches else []
-        max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
-        fits = micro_batch_tokens(joined, lengths, padded=True) <= max_tokens
-        if joined and fits and len(joined) <= limits.max_rollouts:
+        fits = micro_batch_size(joined, lengths, padded=True)[0] <= max_tokens and len(joined) <= max_rollouts
+        if joined and fits:
             micro_batches[-1] = joined
         else:
-            micro_batches.append(list(unit))
+            micro_batches.append(unit)
     return micro_batches
 
 
-def _evenly_filled(units: list[tuple[list[int], int, float]], limits: MicroBatchConfig) -> list[list[int]]:
+def _evenly_filled(
+    units: list[tuple[list[int], int, float]], num_processes: int, max_rollouts: int, max_tokens: float
+) -> list[list[int]]:
     """Assign each unit, a tuple of indices, tokens, and cost (most expensive first), to the cheapest micro-batch with
     room, and use the smallest number of micro-batches for which all units fit."""
-    num_processes, max_rollouts = limits.num_processes, limits.max_rollouts
-    max_tokens = math.inf if limits.max_tokens is None else limits.max_tokens
-    if limits.max_tokens is None:
-        fewest = -(-sum(len(indices) for indices, _, _ in units) // max_rollouts)
-    else:
-        fewest = -(-sum(tokens for _, tokens, _ in units) // limits.max_tokens)
+    number, total = sum(len(indices) for indices, *_ in units), sum(tokens for _, tokens, _ in units)
+    fewest = max(math.ceil(number / max_rollouts), math.ceil(total / max_tokens))
     num_micro_batches = -(-fewest // num_processes) * num_processes
     while True:
         micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]

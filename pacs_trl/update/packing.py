@@ -41,7 +41,6 @@ class PackedRollouts:
     Args:
         prompts, completions (sequences of `B` int64 `np.ndarray`): Token ids of each rollout. Prompts need at least
             one token; completions may be empty.
-        keeps_last (`bool`): Whether last completion tokens are kept, which a router's loss counts.
 
     Attributes:
         ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids and position ids.
@@ -51,7 +50,7 @@ class PackedRollouts:
             of the rollouts.
     """
 
-    def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], keeps_last: bool = False):
+    def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]):
         self.texts: list[list[int]] = []
         pieces: list[np.ndarray] = []
         positions: list[np.ndarray] = []
@@ -67,7 +66,7 @@ class PackedRollouts:
             end += len(prompt)
             last, lengths = end - 1, [len(prompt)]
             for i in rows:
-                branch = completions[i] if keeps_last else completions[i][:-1]
+                branch = completions[i][:-1]
                 pieces.append(branch)
                 lengths += [len(branch)] if len(branch) else []
                 positions.append(np.arange(len(branch)) + len(prompt))

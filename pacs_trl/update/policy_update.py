@@ -28,7 +28,7 @@ from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 
 from .forward_pass import CompletionLogps, ForwardPass
-from .loss import Objective
+from .groups import Objective
 from .microbatching import MicroBatchConfig, Schedule, schedule_micro_batches
 from .rollout import Rollout
 from .step import FILLER, MicroBatch, StepRollouts, collate, rollout_lengths, schedule_step
@@ -127,11 +127,9 @@ class PolicyUpdate:
 
     def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
         known, has_kl = self.objective.known_coefficients(rollouts), self.objective.kl_coef != 0
-        if known is None and not has_kl:
-            return schedule_step(rollouts, self._limits)
-        # The KL term includes completions without a verdict.
-        takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts])
         if known is None:
+            # The KL term includes completions without a verdict.
+            takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts]) if has_kl else None
             return schedule_step(rollouts, self._limits, takes_part)
         counted = torch.tensor([bool(rollout.loss_mask.any()) for rollout in rollouts])
         takes_part = counted if has_kl else counted & (known[0] != 0)
@@ -338,7 +336,9 @@ class PolicyUpdate:
                         weighted = weighted * factor
                     own_values, of_kl = (), self.objective.kl_coef * kl.sum() / num_tokens
                 loss = (of_tokens * weighted.masked_fill(~batch.loss_mask, 0.0)).sum() + of_kl
-                self._backward(loss * self.accelerator.num_processes)
+                if torch.is_grad_enabled():
+                    scale = {"scale_wrt_gas": False} if self._is_deepspeed else {}
+                    self.accelerator.backward(loss * self.accelerator.num_processes, **scale)
                 found.add(step.flat_indices(indices), proxies, entropies, batch.loss_mask, kl.sum(), own_values)
         return found.reduce(), mismatch
 
@@ -379,19 +379,16 @@ class PolicyUpdate:
         loss = (step.coefficients * found.proxies).sum() + self.objective.kl_coef * (step.scales * kl).sum()
         return loss.item(), of_step | self.objective.token_metrics(num_tokens, low, high)
 
+    @property
+    def _is_deepspeed(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
     @contextlib.contextmanager
     def _synchronize_gradients(self, model, *, last: bool):
         """Synchronize gradients across processes in the last backward pass only."""
         if not torch.is_grad_enabled():
             yield
             return
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         self.accelerator.gradient_state._set_sync_gradients(last)
-        with contextlib.nullcontext() if last or deepspeed else self.accelerator.no_sync(model):
+        with contextlib.nullcontext() if last or self._is_deepspeed else self.accelerator.no_sync(model):
             yield
-
-    def _backward(self, loss: torch.Tensor) -> None:
-        if not torch.is_grad_enabled():
-            return
-        deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        self.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))

@@ -92,15 +92,8 @@ class SnapshotReference:
         """Return this process's shards of the copies, in the order of the model's trainable parameters."""
         return self._copies
 
+    @torch.no_grad()
     def load_state_dict(self, copies: list[torch.Tensor]) -> None:
-        """Load the copies of [`state_dict`]. Raises a `ValueError` if their shapes do not match the model's trainable
-        parameters on this process."""
-        expected, found = ([tuple(c.shape) for c in cs] for cs in (self._copies, copies))
-        if expected != found:
-            raise ValueError(
-                f"The reference snapshot of the checkpoint has {len(found)} parameters and does not fit the model, "
-                f"which trains {len(expected)} (shapes compared on this process). Resume with the model, adapter and "
-                "number of processes the checkpoint was written with."
-            )
+        """Load the copies of [`state_dict`], which must be of the same parameters and shards."""
         for own, saved in zip(self._copies, copies, strict=True):
             own.copy_(saved)

@@ -24,7 +24,6 @@ REFUSED = {
     "off_policy_mask_threshold": 1.0,
     "vespo_k_pos": 1.0,
     "loss_type": "cispo",
-    "delta": 1.2,
     "fp16": True,
 }
 

@@ -10,7 +10,7 @@ from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import read_recipe
-from pacs_trl.update.context_length import context_length, context_lengths
+from pacs_trl.update.context_length import context_lengths
 
 
 PROBLEMS = ["1+1", "What is the sum of ten and twelve?", "2+2"] * 3
@@ -89,16 +89,18 @@ def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
 
 
 def test_context_lengths():
-    assert context_length(GPT2Config(n_positions=77)) == 77 and context_length(MambaConfig()) is None
+    def found(config):
+        return tuple(context_lengths(config).values())
+
+    assert found(GPT2Config(n_positions=77)) == (77, None) and found(MambaConfig()) == (None, None)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-    assert context_length(LlamaConfig(max_position_embeddings=32, rope_parameters=yarn)) == 128
+    assert found(LlamaConfig(max_position_embeddings=32, rope_parameters=yarn)) == (128, None)
     llama3 = yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    assert context_length(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == 512
+    assert found(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == (512, None)
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "factor": 4.0, "rope_theta": 1e4}
     longrope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     sizes = {"max_position_embeddings": 128, "hidden_size": 128, "num_attention_heads": 4}
-    found = context_lengths(LlamaConfig(**sizes, rope_parameters=longrope))
-    assert found == {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    assert found(LlamaConfig(**sizes, rope_parameters=longrope)) == (128, 32)
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])

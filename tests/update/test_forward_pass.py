@@ -109,10 +109,6 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-# Prompts that rows share
-# ----------------------------------------------------------------------------------------------
-
-
 def test_packed_row_by_hand():
     prompts, completions = ([np.array(ids, dtype=np.int64) for ids in part] for part in SHARED)
     rows = PackedRollouts(prompts, completions)
@@ -161,33 +157,6 @@ def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
     assert seen == [11] and not model.model._forward_hooks
 
 
-def test_sharing_changes_the_last_digits_only():
-    """Four completions of a prompt of 40 tokens, packed with and without sharing and padded: 2e-6 of the norm."""
-    generator = torch.Generator().manual_seed(shifted(0))
-    ids = lambda n: torch.randint(5, 60, (n,), generator=generator).tolist()  # noqa: E731
-    prompt, completions = ids(40), [ids(n) for n in (3, 17, 30, 9)]
-    model, found = with_fused_head(tiny_model()), []
-    for rows, padding_free in (
-        ([[0, 1, 2, 3]], "auto"),
-        ([[0], [1], [2], [3]], "auto"),
-        ([[0, 1, 2, 3]], "never"),
-    ):
-        model.zero_grad()
-        forward_pass = ForwardPass(model, CPU, padding_free=padding_free)
-        with forward_pass.attention():
-            scores = [
-                forward_pass.compute_logps(model, [prompt] * len(some), [completions[i] for i in some])
-                for some in rows
-            ]
-            logps, entropies = (torch.cat([x for part in parts for x in part]) for parts in zip(*scores, strict=True))
-            (logps * torch.linspace(-1, 1, len(logps))).sum().backward()
-        gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
-        found.append((logps.detach(), entropies.detach(), gradients))
-    for other in found[1:]:
-        for one, two in zip(found[0], other, strict=True):
-            assert (one - two).norm() <= 2e-6 * two.norm()
-
-
 LENGTHS = [[5, 1, 4, 7], [3], [2, 9, 1]]  # of pieces; the rows that share nothing are alone
 
 
@@ -228,9 +197,8 @@ def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling)
     seen, original = [], packing.SegmentedAttention.apply
     monkeypatch.setattr(packing.SegmentedAttention, "apply", lambda *args: seen.append(args[3]) or original(*args))
     if kind == "queries once more":
-        inputs[2] = (
-            torch.cat([inputs[2], inputs[2]], dim=-1).detach().requires_grad_()
-        )  # PyTorch's kernel takes none such
+        # PyTorch's kernel takes no values that are wider than keys
+        inputs[2] = torch.cat([inputs[2], inputs[2]], dim=-1).detach().requires_grad_()
     if kind == "variable length":
         monkeypatch.setattr(packing, "takes_varlen", lambda *args: True)
         monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
@@ -240,24 +208,23 @@ def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling)
 
 
 def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """What `torch.nn.attention.varlen.varlen_attn` computes, by loops; its kernel runs on CUDA only."""
+    """What `torch.nn.attention.varlen.varlen_attn` computes, by loops; its kernel runs on CUDA only. Causal, aligned
+    at the last query and the last key."""
     assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     out = []
     for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
         parts = (x.transpose(0, 1) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        out.append(
-            F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True).transpose(0, 1)
-        )
+        attended = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+        out.append(attended.transpose(0, 1))
     return torch.cat(out)
 
 
 def test_the_stand_in_is_called_as_the_kernel_is():
     parameters = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
-    since_2_12 = (
-        set() if "enable_gqa" in parameters else {"enable_gqa"}
-    )  # there `takes_varlen` has grouped queries go another way
+    # before 2.12 `takes_varlen` has grouped queries go another way
+    since_2_12 = set() if "enable_gqa" in parameters else {"enable_gqa"}
     assert set(inspect.signature(varlen_attn).parameters) - since_2_12 <= set(parameters)
     assert not packing.takes_varlen(*attention_inputs(LENGTHS)[1], 0.0)  # on a CPU
 
@@ -271,21 +238,17 @@ def test_attention_to_a_long_prompt_takes_memory_for_its_tokens_only():
     assert largest.elements == inputs[0].numel() == 4 * 750 * 4
 
 
-def varlen_attention(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, scaling=None, **kwargs):
-    """What FlashAttention's variable-length kernel computes: causal, aligned at the last query and the last key."""
+def flash_attention(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, scaling=None, **kwargs):
+    """What FlashAttention's variable-length kernel computes."""
     assert module.config._attn_implementation == "flash_attention_2"  # the kernels are looked up by it
-    out, bounds = [], (cu_seq_lens_q[:-1], cu_seq_lens_q[1:], cu_seq_lens_k[:-1], cu_seq_lens_k[1:])
-    for q0, q1, k0, k1 in zip(*bounds, strict=True):
-        assert q1 - q0 <= kwargs["max_length_q"] and k1 - k0 <= kwargs["max_length_k"]
-        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
-        parts = query[:, :, q0:q1], key[:, :, k0:k1], value[:, :, k0:k1]
-        out.append(F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scaling, enable_gqa=True))
-    return torch.cat(out, dim=2).transpose(1, 2), None
+    tokens = (x[0].transpose(0, 1) for x in (query, key, value))
+    bounds = cu_seq_lens_q, cu_seq_lens_k, kwargs["max_length_q"], kwargs["max_length_k"]
+    return varlen_attn(*tokens, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)[None], None
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
 def test_flash_kernels_see_prompt_and_branch(monkeypatch, rows):
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", varlen_attention)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", flash_attention)
     model = with_fused_head(tiny_model())
     with torch.no_grad():
         expected = ForwardPass(model, CPU).compute_logps(model, *rows)
@@ -325,9 +288,6 @@ def test_backend_follows_the_attention_implementation():
         assert packing_backend(model) == backend
 
 
-# Models of others, and the size of what is computed
-# ---------------------------------------------------------------------
-
 NUM_ROWS, NUM_TOKENS, NUM_WORDS = 8, 40, 3_000
 
 
@@ -348,16 +308,9 @@ def wide_model(monkeypatch):
     """A model with more words than anything else, and tiles of the fused head in proportion."""
     monkeypatch.setattr("trl.kernels.chunked_logprob.TOKEN_CHUNK_SIZE", 32)
     monkeypatch.setattr("trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE", 512)
-    config = transformers.Qwen3Config(
-        vocab_size=NUM_WORDS,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return transformers.Qwen3ForCausalLM(config).eval()
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "head_dim"), 8)
+    sizes |= dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(vocab_size=NUM_WORDS, **sizes)).eval()
 
 
 ROWS = torch.randint(
@@ -379,26 +332,15 @@ def test_no_tensor_has_the_size_of_the_logits(wide_model):
 
 def test_the_model_is_left_as_it_was():
     model = tiny_model().eval()
-    input_ids = torch.tensor([[5, 6, 7]])
-    logits = model(input_ids).logits
-    expected = logits[0, :-1].double().log_softmax(-1)
-    for _ in range(2):
-        (logps, entropies), *_ = compute_logps(model, [[5]], [[6, 7]])
-        torch.testing.assert_close(logps.double(), expected[[0, 1], [6, 7]], rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(entropies.double(), -(expected.exp() * expected).sum(-1), rtol=1e-5, atol=1e-5)
-    assert "forward" not in vars(model) and torch.equal(model(input_ids).logits, logits)
-
+    logits = model(torch.tensor([[5, 6, 7]])).logits
     model.forward = patched = model.forward  # as a trainer has patched it
-    with pytest.raises(KeyError), fused_head(model):
+    with pytest.raises(KeyError), fused_head(model, temperature=0.5):
+        found = ForwardPass(model, CPU).compute_logps(model, [[5]], [[6, 7]])
+        expected = (logits[0, :-1] / 0.5).log_softmax(-1)
+        torch.testing.assert_close(found.logps[0], expected[[0, 1], [6, 7]], **TIGHT)
+        torch.testing.assert_close(found.entropies[0], -(expected.exp() * expected).sum(-1), **TIGHT)
         assert vars(model)["forward"] is not patched
         raise KeyError
-    assert vars(model)["forward"] is patched
-
-
-def test_temperature_of_the_head():
-    model = tiny_model().eval()
-    expected = (model(torch.tensor([[5, 6, 7]])).logits[0, :-1] / 0.5).log_softmax(-1)[[0, 1], [6, 7]]
-    with fused_head(model, temperature=0.5):
-        torch.testing.assert_close(
-            ForwardPass(model, CPU).compute_logps(model, [[5]], [[6, 7]]).logps[0], expected, **TIGHT
-        )
+    assert vars(model).pop("forward") is patched
+    list(compute_logps(model, [[5]], [[6, 7]]))
+    assert "forward" not in vars(model) and torch.equal(model(torch.tensor([[5, 6, 7]])).logits, logits)

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 import transformers
 from architectures import build
-from replay import Replay, build_trainer, tiny_model
+from replay import TOKENIZER, Replay, build_trainer, tiny_model
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
-from experiments.logps import compute_logps
 from pacs_trl.update.forward_pass import ForwardPass
 from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
 
@@ -119,18 +118,6 @@ def test_values_of_a_critic(caplog):
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_evaluation_scores_with_the_chosen_passes():
-    """As training does; the head is taken off again."""
-    model = build("modernbert-decoder")
-    with torch.no_grad():
-        found = [logps for logps, _ in compute_logps(model, PROMPTS, COMPLETIONS)]
-        logits = model(input_ids=torch.tensor([PROMPTS[2] + COMPLETIONS[2]])).logits[0, :-1].log_softmax(dim=-1)
-    torch.testing.assert_close(found[2], logits[range(3), COMPLETIONS[2]], rtol=1e-4, atol=1e-5)
-
-
-# Rates of noise -----------------------------------------------------------------------------------------------------
-
-
 def test_noise_that_layers_keep_as_numbers():
     """PhiMoE's router and OPT's dropout are no modules of dropout."""
     for model_type, names in {"opt": ("dropout",), "phimoe": ("router_jitter_noise",)}.items():
@@ -140,8 +127,6 @@ def test_noise_that_layers_keep_as_numbers():
         assert any(rates)
         assert not any(vars(m)[name] for m in model.modules() for name in names if name in vars(m))
 
-
-# Positions that depend on the batch ---------------------------------------------------------------------------------
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -186,45 +171,28 @@ def test_a_run_whose_prompts_and_completions_are_too_long(tmp_path):
         build_trainer(tmp_path, model=model)
 
 
-# In a trainer -------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def path(tmp_path) -> str:
+    """A model whose layers do not pass the inputs of packing on."""
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+    ids = {"pad_token_id": TOKENIZER.pad_token_id, "eos_token_id": TOKENIZER.eos_token_id, "bos_token_id": None}
+    config = transformers.NemotronConfig(vocab_size=len(TOKENIZER), intermediate_size=64, **sizes, **ids)
+    transformers.NemotronForCausalLM(config).save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
 
 
-def trainer_of(tmp_path, **settings):
-    sizes = {
-        "num_hidden_layers": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    qwen = tiny_model().config
-    config = transformers.NemotronConfig(
-        vocab_size=qwen.vocab_size,
-        pad_token_id=qwen.pad_token_id,
-        eos_token_id=qwen.eos_token_id,
-        bos_token_id=None,
-        **sizes,
-    )
-    return build_trainer(tmp_path, model=transformers.NemotronForCausalLM(config), replay=Replay(), **settings)
-
-
-def test_the_choice_is_made_before_training(tmp_path, caplog):
-    tiny = trainer_of(tmp_path / "tiny")
-    tiny.model.save_pretrained(tmp_path / "model")
-    trainer = build_trainer(tmp_path / "run", model=str(tmp_path / "model"), replay=Replay(), beta=0.1)
+def test_the_choice_is_made_before_training(tmp_path, path, caplog):
+    trainer = build_trainer(tmp_path, model=path, replay=Replay(), beta=0.1)
     assert trainer.forward_pass.packing == trainer.ref_pass.packing == "sdpa"
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.forward_pass.packing is trainer.ref_pass.packing is None and "nemotron" in caplog.text
     assert trainer.update._limits.padded
-
-
-def test_the_check_can_be_disabled(tmp_path):
     with pytest.raises(AttributeError):
-        trainer_of(tmp_path, startup_check=False).train()
+        build_trainer(tmp_path, model=path, replay=Replay(), startup_check=False).train()
 
 
-def test_evaluation_without_training_is_checked(tmp_path):
-    trainer = trainer_of(tmp_path)
+def test_evaluation_without_training_is_checked(tmp_path, path):
+    trainer = build_trainer(tmp_path, model=path, replay=Replay())
     trainer.evaluate(trainer.train_dataset.select(range(2)))
     assert trainer.forward_pass.packing is None
