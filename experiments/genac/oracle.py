@@ -21,8 +21,7 @@ from pacs_trl.data.tasks import looks_right, problems
 from pacs_trl.errors import exit_code
 from pacs_trl.evaluation.requests import SamplingSettings, sample_seed
 from pacs_trl.evaluation.sampling import stop_token_ids
-from pacs_trl.experimental._critic_answers import generate_answers, question_ids
-from pacs_trl.experimental._critic_prompt import CriticPrompt, State
+from pacs_trl.experimental._critic import CriticPrompt, State, generate_answers, question_ids
 from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
 from pacs_trl.settings import Parser
 
@@ -92,7 +91,8 @@ def oracle_traces(
     for k, (i, ids) in enumerate(asked):
         right = [looks_right(rows[i], text(ids + more)) for more in continued[k * samples : (k + 1) * samples]]
         response = text(ids)
-        answer = worked_reason(rows[i]["problem"], response) + prompt.write(sum(right) / samples)
+        score = f"{round(10 * sum(right) / samples)}".join(prompt.tags)
+        answer = worked_reason(rows[i]["problem"], response) + score
         traces.append(Trace(State(rows[i]["problem"], response, len(ids)), rate, answer))
     return traces
 

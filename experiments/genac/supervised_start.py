@@ -19,10 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 from pacs_trl.errors import exit_code
-from pacs_trl.experimental._critic_answers import question_ids
-from pacs_trl.experimental._critic_prompt import Actor, CriticPrompt, State
+from pacs_trl.experimental._critic import Actor, CriticPrompt, State, question_ids
 from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.settings import Parser
+
+
+_KEPT = ("problem", "response", "tokens_used")  # of a state
 
 
 class Trace(NamedTuple):
@@ -35,12 +37,12 @@ class Trace(NamedTuple):
 
 def read_traces(file: str | Path) -> list[Trace]:
     rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    names = State._fields
-    return [Trace(State(*(row[name] for name in names)), row["success_rate"], row["answer"]) for row in rows]
+    return [Trace(State(*(row[name] for name in _KEPT)), row["success_rate"], row["answer"]) for row in rows]
 
 
 def write_traces(file: str | Path, traces: Sequence[Trace]) -> None:
-    rows = [t.state._asdict() | {"success_rate": t.success_rate, "answer": t.answer} for t in traces]
+    states = [dict(zip(_KEPT, trace.state, strict=False)) for trace in traces]
+    rows = [s | {"success_rate": t.success_rate, "answer": t.answer} for s, t in zip(states, traces, strict=True)]
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

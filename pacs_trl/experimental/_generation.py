@@ -6,7 +6,6 @@ processes then see all completions and make the same decisions; additional compl
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from typing import Any
 
 from accelerate.utils import gather_object
 
@@ -17,54 +16,8 @@ from ..update.rollout import Rollout
 # A completion with a label above this is correct.
 CORRECT = 0.5
 
-# Metrics of additional completions that get a name of their own; TRL's are those of the first completions.
-_OWN_METRICS = {"reward": "reward", "completions/mean_length": "mean_length"}
-# Metrics of all completions.
+# Metrics of all completions; TRL's others are those of the first completions.
 _SHARED_METRICS = ("verification/", "num_tokens")
-
-
-class Generation:
-    """The completions of all processes for one generation batch by prompt (`groups`), and the dataset row of each
-    prompt (`inputs`), equal on every process."""
-
-    def __init__(self, trainer, generation_batch: Sequence[dict[str, Any]], rollouts: list[Rollout]):
-        self.trainer = trainer
-        self.num_processes, self.process = trainer.accelerator.num_processes, trainer.accelerator.process_index
-        own = {rollout.group: example for rollout, example in zip(rollouts, generation_batch, strict=False)}
-        self.inputs: dict[int, dict] = dict(gather_object(list(own.items())))
-        self.groups: dict[int, list[Rollout]] = {group: [] for group in sorted(self.inputs)}
-        for rollout in gather_object(rollouts):
-            self.groups[rollout.group].append(rollout)
-
-    @property
-    def rollouts(self) -> list[Rollout]:
-        return [rollout for group in self.groups.values() for rollout in group]
-
-    def generate(self, slots: Sequence[tuple[int, dict]], source: str) -> list[Rollout]:
-        """Generate one completion per slot (a group, and the dataset row of the prompt; equal on every process), and
-        return those of all processes in this order. `source` is the prefix of metrics, and in tables."""
-        if not slots:
-            return []
-        share = -(-len(slots) // self.num_processes)
-        # Processes generate together, so each needs equally many slots; padding samples are discarded.
-        padded = [*slots, *[slots[-1]] * (share * self.num_processes - len(slots))]
-        groups, inputs = zip(*padded[self.process :: self.num_processes], strict=True)
-        metrics = self.trainer._metrics["train"]
-        before = {name: len(values) for name, values in metrics.items()}
-        self.trainer.source = source
-        generated = gather_object(self.trainer.generate_more(inputs, 1, groups))
-        self.trainer.source = "first"
-        for name in [name for name in metrics if not name.startswith(_SHARED_METRICS)]:
-            values, known = metrics.pop(name), before.get(name, 0)
-            if name in _OWN_METRICS:
-                metrics[f"{source}/{_OWN_METRICS[name]}"] += values[known:]
-            if known:
-                metrics[name] = values[:known]
-        return [generated[i % self.num_processes * share + i // self.num_processes] for i in range(len(slots))]
-
-    def log(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self.trainer._metrics["train"][name].append(float(value))
 
 
 def known_labels(rollouts: Sequence[Rollout]) -> list[float]:
@@ -73,17 +26,57 @@ def known_labels(rollouts: Sequence[Rollout]) -> list[float]:
 
 
 class ExtendingTrainer(PACSTrainer):
-    """[`PACSTrainer`] whose generation batches are changed by `extend` before the updates."""
+    """
+    [`PACSTrainer`] whose generation batches are changed by `extend` before the updates.
 
+    Attributes:
+        groups (`dict[int, list[Rollout]]`): Completions of all processes for a generation batch, by prompt.
+        inputs (`dict[int, dict]`): Dataset row of each prompt. Both are equal on every process.
+    """
+
+    groups: dict[int, list[Rollout]]
+    inputs: dict[int, dict]
     source = "first"  # of the completions in tables
 
-    def extend(self, generation: Generation, num_steps: int) -> None:
-        """Change a generation batch, which `num_steps` optimizer steps share. Overrides call it first."""
+    def extend(self, num_steps: int) -> None:
+        """Change `groups`, which `num_steps` optimizer steps share. Overrides call it first."""
 
     def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
-        generation = Generation(self, generation_batch, rollouts)
-        self.extend(generation, num_steps)
-        return generation.rollouts
+        own = {rollout.group: example for rollout, example in zip(rollouts, generation_batch, strict=False)}
+        self.inputs = dict(gather_object(list(own.items())))
+        self.groups = {group: [] for group in sorted(self.inputs)}
+        for rollout in gather_object(rollouts):
+            self.groups[rollout.group].append(rollout)
+        self.extend(num_steps)
+        return self.rollouts_of_groups()
+
+    def rollouts_of_groups(self) -> list[Rollout]:
+        return [rollout for rollouts in self.groups.values() for rollout in rollouts]
+
+    def generate_for(self, slots: Sequence[tuple[int, dict]], source: str) -> list[Rollout]:
+        """Generate one completion per slot (a group, and the dataset row of the prompt; equal on every process), and
+        return those of all processes in this order. `source` names them in tables."""
+        if not slots:
+            return []
+        num_processes = self.accelerator.num_processes
+        share = -(-len(slots) // num_processes)
+        # Processes generate together, so each needs equally many slots; padding samples are discarded.
+        padded = [*slots, *[slots[-1]] * (share * num_processes - len(slots))]
+        groups, inputs = zip(*padded[self.accelerator.process_index :: num_processes], strict=True)
+        metrics = self._metrics["train"]
+        before = {name: len(values) for name, values in metrics.items()}
+        self.source = source
+        generated = gather_object(self.generate_more(inputs, 1, groups))
+        self.source = "first"
+        for name in [name for name in metrics if not name.startswith(_SHARED_METRICS)]:
+            del metrics[name][before.get(name, 0) :]
+            if not metrics[name]:
+                del metrics[name]
+        return [generated[i % num_processes * share + i // num_processes] for i in range(len(slots))]
+
+    def log_generation(self, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._metrics["train"][name].append(float(value))
 
     def _prepare_generation(self) -> None:
         super()._prepare_generation()

@@ -17,7 +17,7 @@ from typing import Literal
 from ..pacs_config import PACSConfig
 from ..settings import bounded, ignored_settings
 from ..update.step_sizes import Step
-from ._generation import ExtendingTrainer, Generation, known_labels
+from ._generation import ExtendingTrainer, known_labels
 
 
 Schedule = Literal["equal_treatment", "hardness_weighted"]
@@ -128,26 +128,26 @@ class DARSTrainer(ExtendingTrainer):
     _counters = (*ExtendingTrainer._counters, "num_refilled")
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 
-    def extend(self, generation: Generation, num_steps: int) -> None:
-        super().extend(generation, num_steps)
+    def extend(self, num_steps: int) -> None:
+        super().extend(num_steps)
         if self.args.adaptive_rollouts is not None:
-            self._extend_hard_groups(generation)
+            self._extend_hard_groups()
         if self.args.refill_uniform_groups:
-            self._refill_uniform_groups(generation)
+            self._refill_uniform_groups()
 
-    def _extend_hard_groups(self, generation: Generation) -> None:
+    def _extend_hard_groups(self) -> None:
         """Generate by the mean of the known labels of each group; groups without a label stay as they are."""
         size, args = self.num_generations, self.args
-        groups = {group: labels for group, rows in generation.groups.items() if (labels := known_labels(rows))}
+        groups = {group: labels for group, rows in self.groups.items() if (labels := known_labels(rows))}
         correct = [size * sum(labels) / len(labels) for labels in groups.values()]
         schedule = {"schedule": args.adaptive_rollouts, "max_generations": args.max_generations}
         wanted = [additional_completions(number, size, **schedule) for number in correct]
         granted = within_budget(wanted, [-number for number in correct], args.adaptive_rollouts_budget)
         numbers = dict(zip(groups, granted, strict=True))
-        slots = [(group, generation.inputs[group]) for group, number in numbers.items() for _ in range(number)]
-        for rollout in generation.generate(slots, "adaptive"):
-            generation.groups[rollout.group].append(rollout)
-        generation.log(
+        slots = [(group, self.inputs[group]) for group, number in numbers.items() for _ in range(number)]
+        for rollout in self.generate_for(slots, "adaptive"):
+            self.groups[rollout.group].append(rollout)
+        self.log_generation(
             {
                 "adaptive/wanted": sum(wanted),
                 "adaptive/additional": sum(granted),
@@ -155,28 +155,28 @@ class DARSTrainer(ExtendingTrainer):
             }
         )
 
-    def _refill_uniform_groups(self, generation: Generation) -> None:
+    def _refill_uniform_groups(self) -> None:
         """Replace uniform groups, and those with fewer than two labels, until none is left or the rounds are over. A
         new prompt takes the number of the group that it replaces."""
         rounds, replaced, most = 0, 0, self.args.max_refill_rounds
         for rounds in range(most + 1):
-            uniform = [group for group, rows in generation.groups.items() if len(set(known_labels(rows))) < 2]
+            uniform = [group for group, rows in self.groups.items() if len(set(known_labels(rows))) < 2]
             if not uniform or rounds == most:
                 break
-            generation.inputs |= dict(zip(uniform, self._next_prompts(generation, len(uniform)), strict=True))
-            slots = [(group, generation.inputs[group]) for group in uniform for _ in range(self.num_generations)]
-            generation.groups |= {group: [] for group in uniform}
-            for rollout in generation.generate(slots, "refill"):
-                generation.groups[rollout.group].append(rollout)
+            self.inputs |= dict(zip(uniform, self._next_prompts(len(uniform)), strict=True))
+            slots = [(group, self.inputs[group]) for group in uniform for _ in range(self.num_generations)]
+            self.groups |= {group: [] for group in uniform}
+            for rollout in self.generate_for(slots, "refill"):
+                self.groups[rollout.group].append(rollout)
             replaced += len(uniform)
         generations = 1 + self._step // (self.args.steps_per_generation * self.num_iterations)
-        epochs = (generations * len(generation.groups) + self.num_refilled) / len(self.train_dataset)
-        generation.log({"refill/rounds": rounds, "refill/prompts": replaced, "refill/epochs": epochs})
+        epochs = (generations * len(self.groups) + self.num_refilled) / len(self.train_dataset)
+        self.log_generation({"refill/rounds": rounds, "refill/prompts": replaced, "refill/epochs": epochs})
 
-    def _next_prompts(self, generation: Generation, number: int) -> list[dict]:
+    def _next_prompts(self, number: int) -> list[dict]:
         """Return the next dataset rows that are not in the generation batch, or any after a whole epoch."""
         found, size, first = [], len(self.train_dataset), self.num_refilled
-        used = [example["prompt"] for example in generation.inputs.values()]
+        used = [example["prompt"] for example in self.inputs.values()]
         while len(found) < number:
             epoch, place = divmod(self.num_refilled, size)
             example = self.train_dataset[_order(self.args.seed, epoch, size)[place]]

@@ -2,7 +2,7 @@
 stating a value.
 
 The critic is a causal language model. Before each segment of a completion it is prompted for the chance that the
-completion will be correct (`_critic_prompt.py`), and its answer ends with an integer. REINFORCE trains it towards the
+completion will be correct (`_critic.py`), and its answer ends with an integer. REINFORCE trains it towards the
 outcome. Everything else is PPO's (`baselines/actor_critic.py`). No official code exists. With vLLM one engine serves
 both models in turn. See docs/genac.md.
 """
@@ -10,7 +10,7 @@ both models in turn. See docs/genac.md.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
@@ -27,16 +27,21 @@ from ..rollouts.timing import PARTS
 from ..settings import bounded, ignored_settings
 from ..update.rollout import labels_from_rewards, without_padding
 from ..update.step_sizes import Step
-from ._critic_answers import check_critic, generate_answers, problem_of, question_ids
-from ._critic_math import (
+from ._critic import (
+    Actor,
+    CriticPrompt,
+    State,
     border_lambdas,
+    check_critic,
     critic_rewards,
+    generate_answers,
+    problem_of,
+    question_ids,
     reinforce_losses,
     reinforce_weights,
     segment_starts,
     values_of_tokens,
 )
-from ._critic_prompt import Actor, CriticPrompt, State
 
 
 _SUCCESS_RATE_DECAY = 0.9
@@ -96,15 +101,6 @@ class GenACConfig(ActorCriticConfig):
         return errors
 
 
-class Question(NamedTuple):
-    """A state whose value the critic is prompted for."""
-
-    row: int  # index of the completion
-    segment: int | None  # the segment that begins there; `None` for a state that only trains the critic
-    state: State
-    outcome: float  # target of the value
-
-
 class GenACTrainer(ActorCriticTrainer):
     """
     Trainer for Generative Actor-Critic, with the arguments of [`~trl.GRPOTrainer`] and rewards in [0, 1]. `args` is a
@@ -157,7 +153,7 @@ class GenACTrainer(ActorCriticTrainer):
         owns = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]  # tokens of the policy, by position
         starts = self._segments(batch, owns)
         questions = self._questions(inputs, batch, owns, starts)
-        answers = self._generate_answers([each.state for each in questions])
+        answers = self._generate_answers(questions)
         parsed = [self._prompt.parse(self._critic_tokenizer.decode(ids)) for _, ids, _ in answers]
         values = torch.tensor([math.nan if value is None else value for value in parsed])
 
@@ -195,7 +191,7 @@ class GenACTrainer(ActorCriticTrainer):
         rules = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
         return [segment_starts(probabilities[i, own].tolist(), **rules) for i, own in enumerate(owns)]
 
-    def _questions(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[Question]:
+    def _questions(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[State]:
         """Return a question per segment, and in training one for the state before the last token."""
         training = self.model.training
         n = self.num_generations if training else self.num_generations_eval
@@ -213,7 +209,7 @@ class GenACTrainer(ActorCriticTrainer):
                 text = self._tokenizer.decode(prefix, skip_special_tokens=True)
                 # before the first token the mean reward of the prompt
                 outcome = pooled[i] if training and start == 0 else labels[i]
-                questions.append(Question(i, segment, State(problem, text, len(prefix)), outcome))
+                questions.append(State(problem, text, len(prefix), i, segment, outcome))
         return questions
 
     def _generate_answers(self, states: Sequence[State]) -> list[tuple[list[int], list[int], list[float]]]:
@@ -265,7 +261,7 @@ class GenACTrainer(ActorCriticTrainer):
         known = [[math.nan if one[0] is None else one[0] for one in row] for row in logps]
         return [(list(own), row) if own else ([end], [math.nan]) for own, row in zip(ids, known, strict=True)]
 
-    def _log_answers(self, questions: list[Question], values: torch.Tensor, answers) -> None:
+    def _log_answers(self, questions: list[State], values: torch.Tensor, answers) -> None:
         """Log metrics over the answers of all processes."""
         pairs = zip(questions, values.tolist(), answers, strict=True)
         known = gather_object([(v, e.outcome, e.segment is not None, len(ids)) for e, v, (_, ids, _) in pairs])
@@ -280,7 +276,7 @@ class GenACTrainer(ActorCriticTrainer):
             success_rate=math.nan if self._success_rate is None else self._success_rate,
         )
 
-    def _store_answers(self, batch: dict, questions: list[Question], answers, values: torch.Tensor) -> None:
+    def _store_answers(self, batch: dict, questions: list[State], answers, values: torch.Tensor) -> None:
         """Store the answers with their completions, so that both are shuffled and saved together."""
         outcomes, device = torch.tensor([each.outcome for each in questions]), self.accelerator.device
         rewards = critic_rewards(values, outcomes).to(device)
@@ -298,7 +294,7 @@ class GenACTrainer(ActorCriticTrainer):
         number = max(1, *gather_object([-(-len(answers) // size)]))
         with self._critic_pass.attention():
             for i in range(number):
-                with self._second_model.accumulating(i == number - 1):
+                with self._accumulating_critic(i == number - 1):
                     losses = self._answer_losses(answers[i * size : (i + 1) * size] or [_FILLER])
                     self.accelerator.backward(losses.sum() / denominator)
                 total += losses.detach().sum() / denominator
@@ -306,7 +302,7 @@ class GenACTrainer(ActorCriticTrainer):
         if self.accelerator.sync_gradients:
             loss = self._sum(self._critic_loss).item() / self.accelerator.num_processes
             self._critic_loss = torch.zeros_like(total)
-            self._log_values(critic_loss=loss, critic_grad_norm=self._second_model.step())
+            self._log_values(critic_loss=loss, critic_grad_norm=self._step_critic())
 
     def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
         """Return the losses of the tokens of some answers, concatenated."""

@@ -23,7 +23,7 @@ from ..update.groups import split_into_steps
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from ..verification import Outcome
-from ._generation import CORRECT, ExtendingTrainer, Generation, known_labels
+from ._generation import CORRECT, ExtendingTrainer, known_labels
 
 
 Guidance = Literal["hint", "feedback"]
@@ -101,26 +101,26 @@ class GuidanceTrainer(ExtendingTrainer):
                 "column (empty where there is no hint), or set guidance='feedback'."
             )
 
-    def extend(self, generation: Generation, num_steps: int) -> None:
+    def extend(self, num_steps: int) -> None:
         """Generate guided attempts for groups without a correct completion, and replace wrong ones by them."""
-        super().extend(generation, num_steps)
+        super().extend(num_steps)
         # A grade may depend on the load of the machine, so one process grades for all.
-        found: list[Any] = [self._guided_prompts(generation, num_steps) if self.accelerator.is_main_process else None]
+        found: list[Any] = [self._guided_prompts(num_steps) if self.accelerator.is_main_process else None]
         prompts, counts = broadcast_object_list(found, from_process=0)[0]
-        slots = [(group, generation.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
-        attempts = generation.generate(slots, "guidance")
-        solved = [self._under_plain_prompt(generation, each) for each in attempts if each.label > CORRECT]
+        slots = [(group, self.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
+        attempts = self.generate_for(slots, "guidance")
+        solved = [self._under_plain_prompt(each) for each in attempts if each.label > CORRECT]
         for attempt in solved:
-            rollouts = generation.groups[attempt.group]
+            rollouts = self.groups[attempt.group]
             rollouts[max(i for i, other in enumerate(rollouts) if "guided" not in other.extra)] = attempt
-        generation.log({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
+        self.log_generation({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
 
-    def _guided_prompts(self, generation: Generation, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
+    def _guided_prompts(self, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
         """Return pairs of group and guided prompt, and metrics."""
         counts, found = {"guidance/too_long": 0}, []
-        for rollouts in split_into_steps(generation.rollouts, num_steps):
+        for rollouts in split_into_steps(self.rollouts_of_groups(), num_steps):
             groups = dict.fromkeys(rollout.group for rollout in rollouts)
-            prompts = {group: self._prompts_of_group(generation, group, counts) for group in groups}
+            prompts = {group: self._prompts_of_group(group, counts) for group in groups}
             # one prompt of each group in turn, up to the limit
             turns = [
                 (group, prompt)
@@ -132,10 +132,10 @@ class GuidanceTrainer(ExtendingTrainer):
             found += sorted(chosen, key=lambda pair: pair[0])  # stable
         return found, counts
 
-    def _prompts_of_group(self, generation: Generation, group: int, counts: dict[str, int]) -> list[Any]:
+    def _prompts_of_group(self, group: int, counts: dict[str, int]) -> list[Any]:
         """Return guided prompts for half of the completions of a failed group; none that leaves no room for a
         completion."""
-        rollouts, example = generation.groups[group], generation.inputs[group]
+        rollouts, example = self.groups[group], self.inputs[group]
         labels, half = known_labels(rollouts), len(rollouts) // 2
         if not labels or max(labels) > CORRECT:
             return []
@@ -167,7 +167,7 @@ class GuidanceTrainer(ExtendingTrainer):
         turns = [{"role": "assistant", "content": attempt}, {"role": "user", "content": message}]
         return [*example["prompt"], *turns]
 
-    def _under_plain_prompt(self, generation: Generation, attempt: Rollout) -> Rollout:
+    def _under_plain_prompt(self, attempt: Rollout) -> Rollout:
         unknown = None if attempt.sampling_logps is None else np.full_like(attempt.sampling_logps, np.nan)
-        plain, extra = generation.groups[attempt.group][0].prompt_ids, attempt.extra | {"guided": np.array(True)}
+        plain, extra = self.groups[attempt.group][0].prompt_ids, attempt.extra | {"guided": np.array(True)}
         return replace(attempt, prompt_ids=plain, sampling_logps=unknown, weight=self.args.guided_weight, extra=extra)

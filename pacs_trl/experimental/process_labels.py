@@ -42,20 +42,25 @@ def aligned_positions(own: int, other: int) -> np.ndarray:
 
 class Prefixes:
     """
-    Positions of all completions, and their counterparts.
+    Positions of all completions, their counterparts, and the loss on them.
 
     Args:
         groups ([`Groups`]): Groups and outcomes of the completions.
         labels (sequence of `B` sequences of `float`): Labels in [0, 1] of each completion, the last one the outcome.
+        class_weighting (`str`): See [`objective.class_weights`].
 
     Attributes:
         row, labels (`(M,)`): Completion and label of each position; NaN for completions that are not scorable.
         outcomes (`(B,)`), starts (list of `B` `int`): The last and the first position of each completion.
         compared (`(M, G - 1)`): Counterparts of each position; -1 is none.
         scored (bool, `(M,)`): Whether a position has counterparts.
+        weights, targets (`(M,)`): Class weights of a position among its counterparts, divided by the scored positions
+            of its completion, 0 without a score; and targets of the score.
     """
 
-    def __init__(self, groups: Groups, labels: Sequence[Sequence[float]]):
+    def __init__(
+        self, groups: Groups, labels: Sequence[Sequence[float]], class_weighting: ClassWeighting = "balanced"
+    ):
         numbers = np.array([len(of_completion) for of_completion in labels])
         self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
         self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
@@ -73,66 +78,42 @@ class Prefixes:
                     aligned = np.where(aligned > 0, starts[j] + aligned - 1, -1)
                     compared[starts[i] : starts[i] + numbers[i], column] = aligned
         self.compared = torch.from_numpy(compared)
-        self.num_compared = (self.compared >= 0).sum(dim=1).clamp(min=1)
-        self.num_scorable = max(int(groups.scorable.sum()), 1)
-        self.scored = (self.compared >= 0).any(dim=1)
-
-    def weights(self, class_weighting: ClassWeighting) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return weights and targets, `(M,)`: class weights of a position among its counterparts, divided by the
-        scored positions of its completion; 0 without a score."""
-        others = self.labels[self.compared].masked_fill(self.compared < 0, math.nan)
-        aligned = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
-        of_all = class_weights(aligned.flatten(), num_generations=aligned.shape[1], class_weighting=class_weighting)
-        weights, targets = (values.view(aligned.shape)[:, 0] for values in of_all)
-        shares = torch.zeros(len(self.outcomes)).index_add(0, self.row, self.scored.float())
-        return weights / shares.clamp(min=1)[self.row], targets
+        self._is_other = self.compared >= 0
+        self.scored = self._is_other.any(dim=1)
+        self._num_compared = self._is_other.sum(dim=1).clamp(min=1)
+        self._num_scorable = max(int(groups.scorable.sum()), 1)
+        others = self.labels[self.compared].masked_fill(~self._is_other, math.nan)
+        grid = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
+        found = class_weights(grid.flatten(), num_generations=grid.shape[1], class_weighting=class_weighting)
+        weights, self.targets = (values.view(grid.shape)[:, 0] for values in found)
+        shares = torch.zeros(len(numbers)).index_add(0, self.row, self.scored.float())
+        self.weights = weights / shares.clamp(min=1)[self.row]
 
     def scores(self, proxies: torch.Tensor) -> torch.Tensor:
         """Return `psi` from prefix proxies, both `(M,)`; 0 without counterparts or if all proxies are equal."""
-        differences = (proxies[:, None] - proxies[self.compared]).masked_fill(self.compared < 0, 0.0)
-        return differences.sum(dim=1) / self.num_compared.to(proxies)
+        differences = (proxies[:, None] - proxies[self.compared]).masked_fill(~self._is_other, 0.0)
+        return differences.sum(dim=1) / self._num_compared.to(proxies)
 
-    def total(self, residuals: torch.Tensor) -> torch.Tensor:
-        """Return derivatives with respect to prefix proxies, `(M,)`, from those with respect to scores, `e`:
-        `e_m - sum_u e_u / n_u` over the positions `u` that have `m` among their `n_u` counterparts. Exactly 0 if all
-        of these are equal and their shares sum to 1, so that the update skips such completions."""
-        shares = (self.compared >= 0).double() / self.num_compared[:, None]
-        used = torch.zeros(len(residuals), dtype=torch.float64)
-        used.index_add_(0, self.compared.clamp(min=0).flatten(), shares.flatten())
-        differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
-        left = 1 - used
+    def loss(self, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the loss `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over scored positions, `N` the number of
+        scorable completions, and the scores `psi`, `(M,)`. Differentiable in `proxies`, `(M,)`."""
+        scores = self.scores(proxies)
+        entropies = F.binary_cross_entropy_with_logits(scores, self.targets.to(scores), reduction="none")
+        return (self.weights.to(scores) * entropies).sum() / self._num_scorable, scores
+
+    @torch.no_grad()
+    def coefficients(self, proxies: torch.Tensor) -> torch.Tensor:
+        """Return the derivative of [`loss`] with respect to the proxy of each prefix, `(M,)`. With the derivatives
+        with respect to scores, `e = w (sigmoid(psi) - y) / N`, it is `e_m - sum_u e_u / n_u` over the positions `u`
+        that have `m` among their `n_u` counterparts. Exactly 0 if all of these are equal and their shares sum to 1, so
+        that the update skips such completions."""
+        scores = self.scores(proxies)
+        residuals = self.weights.to(scores) * (torch.sigmoid(scores) - self.targets.to(scores)) / self._num_scorable
+        shares, places = self._is_other.double() / self._num_compared[:, None], self.compared.clamp(min=0).flatten()
+        left = 1 - torch.zeros(len(residuals), dtype=torch.float64).index_add(0, places, shares.flatten())
         left[left.abs() < 1e-9] = 0  # seven times 1/7 is not 1
-        found = residuals * left.to(residuals)
-        return found.index_add_(0, self.compared.clamp(min=0).flatten(), differences.flatten())
-
-
-def prefix_loss(
-    proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """
-    Return the loss `1 / N * sum_ik w_ik BCE(sigmoid(psi_ik), y_ik)` over scored positions, `N` the number of scorable
-    completions, and the scores `psi`, `(M,)`, 0 without counterparts. Differentiable in `proxies`.
-
-    Args:
-        proxies (`torch.Tensor` of shape `(M,)`): Of each prefix.
-        prefixes ([`Prefixes`]): Positions, labels, and counterparts.
-        class_weighting (`str`): See [`objective.class_weights`].
-    """
-    scores = prefixes.scores(proxies)
-    weights, targets = prefixes.weights(class_weighting)
-    entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores), reduction="none")
-    return (weights.to(scores) * entropies).sum() / prefixes.num_scorable, scores
-
-
-@torch.no_grad()
-def prefix_coefficients(
-    proxies: torch.Tensor, prefixes: Prefixes, *, class_weighting: ClassWeighting = "balanced"
-) -> torch.Tensor:
-    """Return the derivative of [`prefix_loss`] with respect to the proxy of each prefix, `(M,)`: [`Prefixes.total`] of
-    `w (sigmoid(psi) - y) / N`. Same arguments."""
-    scores = prefixes.scores(proxies)
-    weights, targets = prefixes.weights(class_weighting)
-    return prefixes.total(weights.to(scores) * (torch.sigmoid(scores) - targets.to(scores)) / prefixes.num_scorable)
+        differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
+        return (residuals * left.to(residuals)).index_add_(0, places, differences.flatten())
 
 
 def token_coefficients(
@@ -167,7 +148,7 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
 
 def ends_of(rollout: Rollout) -> np.ndarray:
     """Return the ends of the labeled prefixes."""
-    return rollout.extra["positions"] if "positions" in rollout.extra else np.array([len(rollout.completion_ids) - 1])
+    return rollout.extra.get("positions", np.array([len(rollout.completion_ids) - 1]))
 
 
 def rows_and_ends(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,11 +156,6 @@ def rows_and_ends(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     ends = [torch.from_numpy(ends_of(rollout)).long() for rollout in batch.rollouts]
     rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends))))
     return rows.to(batch.loss_mask.device), torch.cat(ends).to(batch.loss_mask.device)
-
-
-def labels_of(rollout: Rollout) -> list[float]:
-    """Return the labels of these prefixes; the last one is the outcome."""
-    return [*(rollout.extra["process_labels"].tolist() if "positions" in rollout.extra else []), rollout.label]
 
 
 @dataclass
@@ -204,9 +180,8 @@ class PrefixUpdate(PolicyUpdate):
         step = super().schedule(rollouts)
         if all(len(ends_of(rollout)) == 1 for rollout in rollouts):
             return step
-        return PrefixRollouts(
-            **vars(step), prefixes=Prefixes(step.groups, [labels_of(rollout) for rollout in rollouts])
-        )
+        labels = [[*rollout.extra.get("process_labels", ()), rollout.label] for rollout in rollouts]
+        return PrefixRollouts(**vars(step), prefixes=Prefixes(step.groups, labels, self.objective.class_weighting))
 
     def counted_tokens(self, rollout: Rollout) -> int:
         return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
@@ -233,9 +208,7 @@ class PrefixUpdate(PolicyUpdate):
         num_tokens = torch.tensor([int(rollout.loss_mask[:end].sum()) for rollout, end in ended])
         flat_indices = torch.tensor(step.flat_indices(indices))
         of_step = torch.zeros(step.num_proxies).index_copy(0, flat_indices, proxies)
-        found = prefix_coefficients(of_step, step.prefixes, class_weighting=self.objective.class_weighting)[
-            flat_indices
-        ]
+        found = step.prefixes.coefficients(of_step)[flat_indices]
         return self.objective.slopes(num_tokens) * found * torch.tensor([rollout.weight for rollout, _ in ended])
 
     def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
@@ -244,9 +217,8 @@ class PrefixUpdate(PolicyUpdate):
     def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
         if not isinstance(step, PrefixRollouts):
             return super().summarize(step, proxies)
-        kinds: dict = {"class_weighting": self.objective.class_weighting}
         prefixes, outcomes = step.prefixes, step.prefixes.outcomes
-        loss, scores = prefix_loss(proxies, prefixes, **kinds)
+        loss, scores = prefixes.loss(proxies)
         known = ~prefixes.labels.isnan()
         num_completions = int(known[outcomes].sum())
         known[outcomes] = False  # labels before the outcomes
@@ -257,7 +229,8 @@ class PrefixUpdate(PolicyUpdate):
             "process/label_mean": prefixes.labels[known].float().mean().item(),
             "process/mixed_fraction": mixed[known & prefixes.scored].float().mean().item(),
         }
-        return loss.item(), metrics | critic_metrics(proxies[outcomes], scores[outcomes], step.groups, **kinds)
+        of_outcomes = proxies[outcomes], scores[outcomes], step.groups
+        return loss.item(), metrics | critic_metrics(*of_outcomes, class_weighting=self.objective.class_weighting)
 
 
 @dataclass

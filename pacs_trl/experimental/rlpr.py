@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -31,12 +31,7 @@ TAGS = ("<answer>", "</answer>")
 BOX = "\\boxed{"
 
 
-class Edited(NamedTuple):
-    """A completion whose answer has been replaced by the reference answer, at characters `start` to `end`."""
-
-    text: str
-    start: int
-    end: int
+Edited = tuple[str, int, int]  # a completion with the reference answer at some characters: text, start, end
 
 
 def with_reference(text: str | None, answer: str, prompt: Any = None) -> Edited | None:
@@ -54,7 +49,7 @@ def with_reference(text: str | None, answer: str, prompt: Any = None) -> Edited 
     before, after = text.split(opening)
     space = re.match(r"\s*", after)[0] or (" " if in_tags else "")  # type: ignore[index]
     start = len(before) + len(opening) + len(space)
-    return Edited(f"{before}{opening}{space}{answer}{closing}", start, start + len(answer))
+    return f"{before}{opening}{space}{answer}{closing}", start, start + len(answer)
 
 
 def is_well_formed(text: str | None, prompt: Any = None) -> bool:
@@ -85,61 +80,12 @@ def _key(prompt: Any, answer: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-class ReferenceProbability:
-    """Argument `reference_probability` of reward functions: probabilities under the policy of an [`RLPRTrainer`]."""
-
-    def __init__(self, trainer):
-        self.trainer = trainer
-
-    def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
-        """Return the mean token probability of each reference answer after the reasoning of a completion: 0 if the
-        completion is malformed or exceeds `max_completion_length` tokens with that answer. All processes must call
-        it equally often."""
-        edited = [
-            with_reference(text, reference_text(answer), prompt)
-            for prompt, text, answer in zip(prompts, texts, answers, strict=True)
-        ]
-        return self._mean(prompts, edited, self.trainer.args.max_completion_length)
-
-    def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
-        """Return the mean token probability of each reference answer directly after the prompt, under the initial
-        policy of the run; under the current policy for prompts outside of the training set. All processes must call
-        it equally often."""
-        keys, known = [_key(*pair) for pair in zip(prompts, answers, strict=True)], self.trainer.without_reasoning
-        missing = {key: (prompts[i], answers[i]) for i, key in enumerate(keys) if key not in known}
-        found = known | self.compute_without(missing)
-        return [found[key] for key in keys]
-
-    def compute_without(self, pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
-        """Return the same under the current policy, of pairs of prompt and answer by key."""
-        answers = [reference_text(answer) for _, answer in pairs.values()]
-        edited = [Edited(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
-        return dict(zip(pairs, self._mean([prompt for prompt, _ in pairs.values()], edited, None), strict=True))
-
-    def _mean(self, prompts: Sequence, edited: Sequence[Edited | None], longest: int | None) -> list[float]:
-        tokenizer, indices, completions = self.trainer._tokenizer, {}, []  # indices of the answer's tokens
-        for i, each in enumerate(edited):
-            if each is None:
-                continue
-            tokens = tokenizer(each.text, add_special_tokens=False, return_offsets_mapping=True)
-            of_answer = [j for j, (a, b) in enumerate(tokens["offset_mapping"]) if a < each.end and b > each.start]
-            ids = [*tokens["input_ids"], tokenizer.eos_token_id]
-            if of_answer and (longest is None or len(ids) <= longest):
-                indices[i] = of_answer
-                completions.append(ids)
-        prompt_ids = self.trainer._tokenize_prompts([prompts[i] for i in indices])[0] if indices else []
-        found = [0.0] * len(edited)
-        for i, logps in zip(indices, self.trainer.compute_logps(prompt_ids, completions), strict=True):
-            found[i] = logps[indices[i]].exp().mean().item()
-        return found
-
-
 def probability_reward(
     completions: list,
     prompts: list,
     solution: list,
     *,
-    reference_probability: "ReferenceProbability | None" = None,
+    reference_probability: "RLPRTrainer | None" = None,
     truncated: list[bool] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Any,
@@ -152,7 +98,7 @@ def probability_reward(
     Args:
         completions (`list`), prompts (`list`): Plain (`str`) or conversational.
         solution (`list`): Reference answers: any text, or a list of alternatives, whose first one is used.
-        reference_probability ([`ReferenceProbability`]): Passed by [`RLPRTrainer`].
+        reference_probability ([`RLPRTrainer`]): Passed by the trainer.
         truncated (`list[bool]`, *optional*): Completions without an end-of-sequence token, passed by the trainer. They
             have `s = 0` unless well formed or `verification_grade_truncated` is set.
         log_metric (`Callable`, *optional*): Passed by TRL.
@@ -241,7 +187,7 @@ class RLPRTrainer(PACSTrainer):
 
     _name = "RLPR"
     _config_class = RLPRConfig
-    _saved_attributes = (*PACSTrainer._saved_attributes, "_spreads", "without_reasoning")
+    _saved_attributes = (*PACSTrainer._saved_attributes, "_spreads", "_without_reasoning")
 
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
@@ -258,12 +204,51 @@ class RLPRTrainer(PACSTrainer):
                 "empty answers, and no tools. Change these, or use another reward."
             )
 
-    def _prepare_generation(self) -> None:
-        self.reference_probability = ReferenceProbability(self)
-        super()._prepare_generation()
-
     def reward_arguments(self) -> dict[str, Any]:
-        return super().reward_arguments() | {"reference_probability": self.reference_probability}
+        return super().reward_arguments() | {"reference_probability": self}
+
+    def after_reasoning(self, prompts: Sequence, texts: Sequence[str | None], answers: Sequence[Any]) -> list[float]:
+        """Return the mean token probability of each reference answer after the reasoning of a completion: 0 if the
+        completion is malformed or exceeds `max_completion_length` tokens with that answer. All processes must call
+        it equally often."""
+        edited = [
+            with_reference(text, reference_text(answer), prompt)
+            for prompt, text, answer in zip(prompts, texts, answers, strict=True)
+        ]
+        return self._mean(prompts, edited, self.args.max_completion_length)
+
+    def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
+        """Return the mean token probability of each reference answer directly after the prompt, under the initial
+        policy of the run; under the current policy for prompts outside of the training set. All processes must call
+        it equally often."""
+        keys, known = [_key(*pair) for pair in zip(prompts, answers, strict=True)], self._without_reasoning
+        missing = {key: (prompts[i], answers[i]) for i, key in enumerate(keys) if key not in known}
+        found = known | self._compute_without(missing)
+        return [found[key] for key in keys]
+
+    def _compute_without(self, pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+        """Return the same under the current policy, of pairs of prompt and answer by key."""
+        answers = [reference_text(answer) for _, answer in pairs.values()]
+        edited = [(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
+        return dict(zip(pairs, self._mean([prompt for prompt, _ in pairs.values()], edited, None), strict=True))
+
+    def _mean(self, prompts: Sequence, edited: Sequence[Edited | None], longest: int | None) -> list[float]:
+        tokenizer, indices, completions = self._tokenizer, {}, []  # indices of the answer's tokens
+        for i, each in enumerate(edited):
+            if each is None:
+                continue
+            text, start, end = each
+            tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            of_answer = [j for j, (a, b) in enumerate(tokens["offset_mapping"]) if a < end and b > start]
+            ids = [*tokens["input_ids"], tokenizer.eos_token_id]
+            if of_answer and (longest is None or len(ids) <= longest):
+                indices[i] = of_answer
+                completions.append(ids)
+        prompt_ids = self._tokenize_prompts([prompts[i] for i in indices])[0] if indices else []
+        found = [0.0] * len(edited)
+        for i, logps in zip(indices, self.compute_logps(prompt_ids, completions), strict=True):
+            found[i] = logps[indices[i]].exp().mean().item()
+        return found
 
     def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         labels, share = super()._labels_of(rewards_per_func), self.args.spread_filter
@@ -280,11 +265,11 @@ class RLPRTrainer(PACSTrainer):
             accelerator, dataset = self.accelerator, self.train_dataset
             pairs = {_key(*pair): pair for pair in zip(dataset["prompt"], dataset["solution"], strict=True)}
             own = dict(list(pairs.items())[accelerator.process_index :: accelerator.num_processes])
-            found = self.reference_probability.compute_without(own)
-            self.without_reasoning = dict(gather_object(list(found.items())))
+            found = self._compute_without(own)
+            self._without_reasoning = dict(gather_object(list(found.items())))
         return prepared
 
     def _reset_run(self) -> None:
         super()._reset_run()
         self._spreads = [0.0]
-        self.without_reasoning: dict[str, float] = {}  # of the training set, see [`ReferenceProbability`]
+        self._without_reasoning: dict[str, float] = {}  # by key, of the training set under the initial policy

@@ -9,7 +9,7 @@ from seeds import shifted
 from tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
-from pacs_trl.experimental._critic_math import (
+from pacs_trl.experimental._critic import (
     border_lambdas,
     critic_rewards,
     reinforce_losses,

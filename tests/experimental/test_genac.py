@@ -12,9 +12,7 @@ from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from replay import TOKENIZER, Replay, addition_dataset, assert_same_models, load_weights, tiny_model, trainable_weights
 
 from pacs_trl.errors import FailedRun
-from pacs_trl.experimental._critic_answers import check_critic
-from pacs_trl.experimental._critic_math import reinforce_weights
-from pacs_trl.experimental._critic_prompt import CriticPrompt
+from pacs_trl.experimental._critic import CriticPrompt, check_critic, reinforce_weights
 from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
 
 
@@ -110,15 +108,15 @@ def test_what_the_critic_is_asked(tmp_path, model_path):
     means = [sum(row.label for row in rows[i - i % 4 :][:4]) / 4 for i in range(16)]
     for i, row in enumerate(rows):
         own = [each for each in asked if each.row == i]
-        lengths = [each.state.tokens_used for each in own]
+        lengths = [each.tokens_used for each in own]
         assert lengths[0] == 0 and lengths == sorted(set(lengths)) and lengths[-1] == len(row.completion_ids) - 1
         assert [each.segment for each in own[:-1]] == list(range(len(own) - 1)) and len(own) <= 4
         assert [each.outcome for each in own] == [means[i], *[row.label] * (len(own) - 1)] or len(own) == 1
-        for state in (each.state for each in own):
+        for state in own:
             prefix = row.completion_ids[: state.tokens_used]
             assert state.response == TOKENIZER.decode(prefix, skip_special_tokens=True)
     question = TOKENIZER.decode(notes.batches[0]["answers"][0][0]["prompt"])
-    assert problem and f"unknown 0/16 {asked[0].state.problem}" in question  # nobody has been right yet
+    assert problem and f"unknown 0/16 {asked[0].problem}" in question  # nobody has been right yet
     later = TOKENIZER.decode(notes.batches[1]["answers"][0][0]["prompt"])
     assert f"{sum(row.label for row in rows) / 16:.0%} 0/16" in later
     log = trainer.state.log_history[0]
@@ -195,7 +193,7 @@ def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
     assert trainer.state.log_history[0]["genac/critic_grad_norm"] > 0
 
 
-def test_a_run_ends_in_order_when_the_server_dies_while_the_critic_answers(tmp_path, model_path, monkeypatch):
+def test_a_run_ends_in_order_when_the_server_dies_while_the_critic(tmp_path, model_path, monkeypatch):
     """The state after the last optimizer step is saved, and a run that goes on comes to the same weights."""
     play_installed(monkeypatch.setattr)
     with LoopbackVLLM(model_path) as server:

@@ -15,8 +15,6 @@ from pacs_trl.experimental.process_labels import (
     ProcessLabelsTrainer,
     aligned_positions,
     checked_labels,
-    prefix_coefficients,
-    prefix_loss,
     token_coefficients,
 )
 from pacs_trl.objective import loss_from_proxies, proxy_coefficients
@@ -27,9 +25,9 @@ def double(values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def prefixes_of(labels, groups):
+def prefixes_of(labels, groups, class_weighting="balanced"):
     """`labels` of each completion, the last one the outcome."""
-    return Prefixes(Groups(double([of_completion[-1] for of_completion in labels]), groups), labels)
+    return Prefixes(Groups(double([of_completion[-1] for of_completion in labels]), groups), labels, class_weighting)
 
 
 def test_alignment():
@@ -48,13 +46,13 @@ def test_on_paper():
     # The step finds no other, so it has no score; outcomes: 3 - 2 and 2 - 3, one of each class: weights 1, mean of
     # softplus(-1) twice
     prefixes = prefixes_of(LABELS, [0, 0])
-    loss, scores = prefix_loss(PROXIES, prefixes)
+    loss, scores = prefixes.loss(PROXIES)
     assert scores.tolist() == [0.0, 1.0, -1.0] and loss.item() == pytest.approx(math.log1p(math.exp(-1)))
     # e = (sigmoid(1) - 1) / 2 = -0.1345 and its opposite; each minus that of the other
-    assert prefix_coefficients(PROXIES, prefixes).tolist() == pytest.approx([0.0, -0.26894, 0.26894], abs=1e-5)
+    assert prefixes.coefficients(PROXIES).tolist() == pytest.approx([0.0, -0.26894, 0.26894], abs=1e-5)
     # with a step in both: half of the weight of a row for each position; step scores 1 - 0.5 and back, both labels 1:
     # weights 1
-    loss, scores = prefix_loss(double([1.0, 3.0, 0.5, 2.0]), prefixes_of([[1.0, 1.0], [1.0, 0.0]], [0, 0]))
+    loss, scores = prefixes_of([[1.0, 1.0], [1.0, 0.0]], [0, 0]).loss(double([1.0, 3.0, 0.5, 2.0]))
     assert scores.tolist() == [0.5, 1.0, -0.5, -1.0]
     softplus = [math.log1p(math.exp(x)) for x in (-0.5, -1.0, 0.5, -1.0)]
     assert loss.item() == pytest.approx(sum(softplus) / 4)
@@ -74,10 +72,10 @@ def random_case(seed, with_steps=True):
 @pytest.mark.parametrize("seed", range(3))
 def test_coefficients_are_the_total_derivative(seed, class_weighting):
     proxies, labels, groups = random_case(seed)
-    prefixes, leaf = prefixes_of(labels, groups), proxies.clone().requires_grad_()
-    loss, _ = prefix_loss(leaf, prefixes, class_weighting=class_weighting)
+    prefixes, leaf = prefixes_of(labels, groups, class_weighting), proxies.clone().requires_grad_()
+    loss, _ = prefixes.loss(leaf)
     (expected,) = torch.autograd.grad(loss, leaf)
-    found = prefix_coefficients(proxies, prefixes, class_weighting=class_weighting)
+    found = prefixes.coefficients(proxies)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
     assert found.abs().max() > 1e-3
     assert (found[(prefixes.row == 3) | (prefixes.row == 11)] == 0).all()  # without a verdict, alone in its group
@@ -88,10 +86,10 @@ def test_one_position_is_plain_pacs():
     them."""
     proxies, labels, _ = random_case(0, with_steps=False)
     groups, outcomes = [i // 4 for i in range(12)], double([y for (y,) in labels])
-    loss, scores = prefix_loss(proxies, prefixes_of(labels, groups))
+    loss, scores = prefixes_of(labels, groups).loss(proxies)
     expected = loss_from_proxies(proxies, outcomes, num_generations=4)
     torch.testing.assert_close((loss, scores), expected, rtol=1e-12, atol=1e-12)
-    found = prefix_coefficients(proxies, prefixes_of(labels, groups))
+    found = prefixes_of(labels, groups).coefficients(proxies)
     torch.testing.assert_close(found, proxy_coefficients(proxies, outcomes, num_generations=4), rtol=1e-9, atol=1e-12)
 
 
@@ -100,7 +98,7 @@ def test_equal_labels_and_proxies_have_no_gradient(size):
     """Exactly none, so that their rows are left out, where all completions have as many steps."""
     prefixes = prefixes_of([[0.0, 1.0, 1.0]] * size, [0] * size)
     proxies = torch.full((3 * size,), 0.1)
-    assert (prefix_coefficients(proxies, prefixes) == 0).all() and (prefixes.scores(proxies) == 0).all()
+    assert (prefixes.coefficients(proxies) == 0).all() and (prefixes.scores(proxies) == 0).all()
 
 
 def test_tokens_get_the_prefixes_that_contain_them():
@@ -126,8 +124,8 @@ def test_expected_gradient_of_an_enumerated_policy():
     (expected,) = torch.autograd.grad(value, logits)
     total = torch.zeros(3, dtype=torch.float64)
     for pair in itertools.product(completions, repeat=2):
-        prefixes = prefixes_of([(step[c[0]], outcome[c]) for c in pair], [0, 0])
-        c = prefix_coefficients(torch.zeros(4, dtype=torch.float64), prefixes, class_weighting="none")
+        prefixes = prefixes_of([(step[c[0]], outcome[c]) for c in pair], [0, 0], "none")
+        c = prefixes.coefficients(torch.zeros(4, dtype=torch.float64))
         chance = torch.stack([logps(each).sum() for each in pair]).sum().exp().item()
         of_tokens = token_coefficients(c, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.Size((2, 2)))
         surrogate = (of_tokens * torch.stack([logps(each) for each in pair])).sum()

@@ -19,7 +19,6 @@ from replay import (
 from seeds import shifted
 
 from pacs_trl.experimental.rlpr import (
-    Edited,
     RLPRTrainer,
     filter_by_spread,
     is_well_formed,
@@ -50,9 +49,9 @@ TEXTS = {  # text: with the answer "six pm" in its place, well formed
 @pytest.mark.parametrize(("text", "expected", "well_formed"), TEXTS.values(), ids=TEXTS)
 def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed):
     found = with_reference(text, "six pm")
-    assert (found and found.text) == expected and is_well_formed(text) is well_formed
+    assert (found and found[0]) == expected and is_well_formed(text) is well_formed
     if found:
-        assert found.text[found.start : found.end] == "six pm"
+        assert found[0][slice(*found[1:])] == "six pm"
 
 
 THINKING = [{"role": "user", "content": "Reason in <think> </think>, answer in <answer> </answer>. What is it?"}]
@@ -112,13 +111,13 @@ def build(output_dir, **changed):
 
 def seen_by(trainer, kept):
     for name in ("after_reasoning", "without_reasoning"):
-        function = getattr(trainer.reference_probability, name)
+        function = getattr(trainer, name)
 
         def keep(*arguments, name=name, function=function):
             kept.append((name, arguments, function(*arguments), trainable_weights(trainer.model)))
             return kept[-1][2]
 
-        setattr(trainer.reference_probability, name, keep)
+        setattr(trainer, name, keep)
 
 
 def by_hand(model, prompt, text, start, end):
@@ -154,7 +153,7 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
                 edited = with_reference(arguments[1][i], answer)
                 expected = 0.0 if edited is None else by_hand(today, prompt, *edited)
             assert found[i] == pytest.approx(expected, rel=1e-4), (name, i)
-    assert len(trainer.without_reasoning) == 32  # the whole training set, once
+    assert len(trainer._without_reasoning) == 32  # the whole training set, once
     logged = trainer.state.log_history[0]
     assert 0 < logged["probability/format"] < 1 and logged["time/log_probs"] > 0
 
@@ -177,7 +176,7 @@ def test_a_run_and_its_continuation(tmp_path, more):
 
     straight, again = assert_resumes(seeded, tmp_path, 1)
     assert again._spreads == straight._spreads != [0.0]
-    assert again.without_reasoning == straight.without_reasoning
+    assert again._without_reasoning == straight._without_reasoning
 
 
 @pytest.mark.trains
@@ -189,13 +188,13 @@ def test_a_second_run_begins_with_its_own_policy(tmp_path):
     of_other = []
     for _ in range(2):
         start = trainable_weights(trainer.model)
-        of_other += trainer.reference_probability.without_reasoning([PROMPT], ["22"])
+        of_other += trainer.without_reasoning([PROMPT], ["22"])
         trainer.train()
         model = tiny_model()
         model.load_state_dict(start, strict=False)
         row = trainer.train_dataset[3]
         expected = by_hand(model, row["prompt"], f" {row['solution']} ", 1, 1 + len(row["solution"]))
-        (found,) = trainer.reference_probability.without_reasoning([row["prompt"]], [row["solution"]])
+        (found,) = trainer.without_reasoning([row["prompt"]], [row["solution"]])
         assert found == pytest.approx(expected, rel=1e-4)
     assert of_other[0] != of_other[1]
 
@@ -211,11 +210,11 @@ def test_refused_data(tmp_path):
 
 
 def test_answers_that_are_too_long_count_as_malformed(tmp_path):
-    reference, texts = build(tmp_path).reference_probability, [r"\boxed{2}", None, r"\boxed{2}"]
+    reference, texts = build(tmp_path), [r"\boxed{2}", None, r"\boxed{2}"]
     found = reference.after_reasoning([PROMPT] * 3, texts, ["2", "2", "2" * 12])
     assert found[0] > 0 and found[1:] == [0.0, 0.0]
     assert reference._mean([], [], None) == []
-    assert reference._mean([PROMPT], [Edited("ab", 1, 1)], None) == [0.0]  # no token lies there
+    assert reference._mean([PROMPT], [("ab", 1, 1)], None) == [0.0]  # no token lies there
 
 
 def test_spread_filter_by_hand():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from experiments.genac.oracle import oracle_traces, worked_reason
 from experiments.genac.supervised_start import Trace, main, read_traces, write_traces
 from pacs_trl.data.tasks import problems
-from pacs_trl.experimental._critic_prompt import CriticPrompt, State
+from pacs_trl.experimental._critic import CriticPrompt, State
 
 
 @pytest.mark.parametrize(

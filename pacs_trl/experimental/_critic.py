@@ -1,0 +1,217 @@
+"""Generative critic (GenAC, arXiv 2604.10701): segments of a completion, prompts, answers, and their loss.
+
+A segment ends with a low-probability token, after a number of tokens, or with the completion. Positions count the
+tokens that the policy generated, not tool results. A template of `critic_prompts` (figure 3) defines prompt and
+answer: the text directly before and after `{score}` are the tags of an answer, `<answer>{score}</answer>`.
+
+Shapes: `T` tokens of a completion, `N` answers of the critic (one per state), `M` tokens of answers.
+"""
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..evaluation.requests import SamplingSettings, tokenize_prompt
+from ..evaluation.sampling import generate_tokens, stop_token_ids
+
+
+TEMPLATES = Path(__file__).parent / "critic_prompts"
+HIGHEST = 10
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+
+
+class State(NamedTuple):
+    """Problem, partial response as text, and the number of its tokens; in training the index of the completion, the
+    segment that begins there (`None` for a state that only trains the critic), and the target of its value."""
+
+    problem: str
+    response: str
+    tokens_used: int
+    row: int = 0
+    segment: int | None = None
+    outcome: float = math.nan
+
+
+class Actor(NamedTuple):
+    """The policy: name and size, completion limit in tokens, and smoothed success rate (`None` at the start)."""
+
+    name: str
+    token_limit: int
+    success_rate: float | None
+
+
+class CriticPrompt:
+    """Template of a critic prompt by name; `tags` is the text around the integer of an answer."""
+
+    def __init__(self, name: str):
+        self.template = (TEMPLATES / f"{name}.txt").read_text(encoding="utf-8").strip()
+        before, after = re.findall(r"(\S+)\{score\}(\S*[^\s.,;:])", self.template)[0]  # a sentence may end after them
+        self.tags = (before, after)
+        self._answer = re.compile(rf"{re.escape(before)}\s*([0-9]{{1,2}})\s*{re.escape(after)}")
+
+    def render(self, state: State, actor: Actor) -> str:
+        """Return the prompt of a state. Braces in problem and response are kept."""
+        rate = "unknown" if actor.success_rate is None else f"{actor.success_rate:.0%}"
+        words = {name: str(value) for name, value in state._asdict().items()}
+        words |= {"score": "integer", "actor": actor.name, "success_rate": rate, "token_limit": str(actor.token_limit)}
+        return _PLACEHOLDER.sub(lambda match: words[match[1]], self.template)
+
+    def parse(self, answer: str) -> float | None:
+        """Return the value in [0, 1] from the last tags of an answer; `None` without an integer from 0 to 10."""
+        found = self._answer.findall(answer)
+        return int(found[-1]) / HIGHEST if found and int(found[-1]) <= HIGHEST else None
+
+
+def answer_length(tokenizer, ids: Sequence[int], tag: str | None, stop_ids: set[int]) -> int:
+    """Return the number of tokens up to the end token or `tag`."""
+    end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
+    if tag is None:
+        return end
+    return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: tag in tokenizer.decode(ids[:i])))
+
+
+def generate_answers(
+    model,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    seeds: Sequence[int],
+    settings: SamplingSettings,
+    *,
+    tag: str | None = None,
+    batch_size: int,
+    synced: bool = False,
+) -> list[tuple[list[int], list[float]]]:
+    """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. Returns token ids
+    and their log-probs (NaN at temperature 0). `synced`: whether all processes make their forward passes together."""
+    stop_ids = stop_token_ids(model, tokenizer)
+    end = {} if tag is None else {"stop_strings": [tag], "tokenizer": tokenizer}
+    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    answers: list = [None] * len(prompts)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        rows, own_seeds = [prompts[i] for i in chosen], [seeds[i] for i in chosen]
+        how = {"pad_token_id": pad_token_id, "stop_ids": stop_ids, "synced_gpus": synced, **end}
+        generated, logps = generate_tokens(model, rows, own_seeds, settings, **how)
+        for row, i in enumerate(chosen):
+            length = answer_length(tokenizer, generated[row], tag, stop_ids)
+            known = [float("nan")] * length if logps is None else logps[row][:length]
+            answers[i] = generated[row][:length], known
+    return answers
+
+
+def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | None = None) -> list[list[int]]:
+    """Return the token ids of prompts, as user turns if the tokenizer has a chat template."""
+    is_chat = tokenizer.chat_template is not None
+    prompts = [[{"role": "user", "content": text}] if is_chat else text for text in texts]
+    return [tokenize_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
+
+
+def problem_of(prompt: str | list[dict]) -> str:
+    """Return the user turns of a prompt as text."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n".join(turn["content"] for turn in prompt if turn["role"] == "user")
+
+
+def check_critic(
+    policy: str | PreTrainedModel,
+    path: str,
+    args,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: CriticPrompt,
+    prompts: Iterable[str | list[dict]],
+) -> None:
+    """Raise a `ValueError` if the critic's context is too short for the longest prompt and answer, or one engine would
+    serve two architectures."""
+    trust = {"trust_remote_code": args.trust_remote_code}
+    config = AutoConfig.from_pretrained(path, **trust)
+    room = config.get_text_config().max_position_embeddings
+    if args.use_vllm and args.vllm_max_model_length is not None:
+        room = min(room, args.vllm_max_model_length)
+    longest = max({problem_of(each) for each in prompts}, key=len, default="")
+    state, actor = State(longest, "", args.max_completion_length), Actor(path, args.max_completion_length, 1.0)
+    (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
+    needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
+    if needed > room:
+        raise ValueError(
+            f"The critic {path} has a context of {room} tokens, but its longest prompt, max_completion_length="
+            f"{args.max_completion_length}, and critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. "
+            "Lower the last two, or shorten the template."
+        )
+    if args.use_vllm:
+        own = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
+        names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+        if any(getattr(own, name, None) != getattr(config, name, None) for name in names):
+            raise ValueError(
+                f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
+                "Use a critic like the policy, or use_vllm: false."
+            )
+
+
+def segment_starts(
+    probabilities: Sequence[float], *, threshold: float | None, length: int | None, most: int
+) -> list[int]:
+    """Return the first token of each segment of a completion, increasing from 0. Tokens with a lower probability under
+    the policy than `threshold`, every `length`-th token, and the last one end segments; of more ends than `most`, ones
+    with even distances are kept."""
+    number = len(probabilities)
+    ends = [
+        t
+        for t, probability in enumerate(probabilities)
+        if (threshold is not None and probability < threshold)
+        or (length is not None and (t + 1) % length == 0)
+        or t == number - 1
+    ]
+    kept = min(most, len(ends))
+    ends = [ends[(i + 1) * len(ends) // kept - 1] for i in range(kept)]
+    return [0, *(end + 1 for end in ends[:-1])] if ends else []
+
+
+def values_of_tokens(values: Sequence[float], starts: Sequence[int], num_tokens: int) -> torch.Tensor:
+    """Return the value of the segment of each token, `(T,)`."""
+    lengths = [end - start for start, end in zip(starts, [*starts[1:], num_tokens], strict=True)]
+    return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
+
+
+def border_lambdas(starts: Sequence[int], num_tokens: int, gae_lambda: float) -> torch.Tensor:
+    """Return the lambda between each token and the next for [`~gae.generalized_advantages`], `(T,)`: `gae_lambda`
+    between segments, and 1 inside, because a discount per token would erase the reward of long completions."""
+    lambdas = torch.ones(num_tokens)
+    lambdas[[start - 1 for start in starts[1:]]] = gae_lambda
+    return lambdas
+
+
+def critic_rewards(values: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
+    """Return `1 - (R - v)^2` of each answer, `(N,)` in [0, 1]; 0 for a value that could not be parsed (NaN)."""
+    return (1.0 - (outcomes - values).square()).nan_to_num(0.0)
+
+
+def reinforce_weights(
+    rewards: torch.Tensor,
+    outcomes: torch.Tensor,
+    reduce: Callable[[torch.Tensor], torch.Tensor] = lambda total: total,
+) -> torch.Tensor:
+    """Return the factor on the log-prob of each answer, `(N,)`: its reward minus the mean reward of the other
+    answers about completions with the same outcome, correct (above 0.5) or wrong, 0 without any. `rewards` and
+    `outcomes`, `(N,)`, are those of this process; `reduce` sums over processes."""
+    right = (outcomes > 0.5).long()
+    of_outcome = torch.nn.functional.one_hot(right, 2).to(torch.float64)  # (N, 2)
+    sums, counts = reduce(torch.stack([rewards.double() @ of_outcome, of_outcome.sum(dim=0)]))
+    others = (sums[right] - rewards) / (counts[right] - 1.0).clamp(min=1.0)
+    return (rewards - others.masked_fill(counts[right] == 1, 0.0)).to(rewards.dtype)
+
+
+def reinforce_losses(
+    logps: torch.Tensor, sampling_logps: torch.Tensor, weights: torch.Tensor, cap: float
+) -> torch.Tensor:
+    """Return the loss of each token of an answer, `(M,)`: `-min(pi / pi_old, cap) * weight * log pi`, where the ratio
+    has no gradient. All tensors have shape `(M,)`; NaN in `sampling_logps` (at generation) gives a ratio of 1."""
+    ratios = (logps.detach() - sampling_logps).nan_to_num(0.0).exp().clamp(max=cap)
+    return -ratios * weights * logps
