@@ -340,50 +340,51 @@ def load_weights(model, weights: dict[str, torch.Tensor]) -> None:
 
 def in_graph_step(
     model: torch.nn.Module,
-    weights: dict[str, torch.Tensor],
-    ref_weights: dict[str, torch.Tensor],
-    rows: list[Row],
+    replay: Replay,
     args: PACSConfig,
+    update: int,
+    weights: list[dict[str, torch.Tensor]],
+    generations: list[dict[str, torch.Tensor]],
+    start: dict[str, torch.Tensor] | None = None,
     *,
-    tools: bool = False,
     token_weights: bool = False,
-    kl_weights: dict[str, torch.Tensor] | None = None,
-    sizes: Sequence[int] | None = None,
-    old_weights: dict[str, torch.Tensor] | None = None,
-    steps: bool = False,
+    ragged: bool = False,
 ) -> Step:
     """
-    Loss and gradients of one optimizer step, by autograd through the loss of all rows at once. `model` is float64.
+    Loss and gradients of optimizer step `update` of a run, by autograd through the loss of all rows at once.
 
-    `kl_weights` are the weights that the KL term refers to, `sizes` those of the groups, if they differ, `old_weights`
-    those of the policy that generated, for STEER; `steps` is whether completions have labels before their outcomes.
+    `model` is float64; `weights` are those before each step, of the policy at each generation, and at the `start`;
+    `token_weights` is whether the rows weigh tokens, `ragged` whether groups are those of `RaggedGroups`.
     """
+    generation, rows = rows_of_update(replay, args, update)
+    reference, every = generations[generation], args.reference_reset_steps
+    if args.reference == "snapshot":
+        reference = weights[update // every * every] if every else start
 
     def counts(row: Row) -> bool:
         ended = row.completion_ids[-1] in (TOKENIZER.eos_token_id, TOKENIZER.pad_token_id)
         return ended or not args.mask_truncated_completions
 
+    def masked(row: Row) -> torch.Tensor:
+        mask = torch.tensor(row.env_mask) if replay.tools else torch.ones(len(row.completion_ids), dtype=torch.long)
+        return mask * counts(row)
+
     labels = torch.tensor(
         [float("nan") if r.label is None or not counts(r) else r.label for r in rows], dtype=torch.float64
     )
-    mask = _stacked(
-        [
-            (torch.tensor(r.env_mask) if tools else torch.ones(len(r.completion_ids), dtype=torch.long)) * counts(r)
-            for r in rows
-        ]
-    )
+    mask = _stacked([masked(row) for row in rows])
 
     def values_with(its_weights: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         load_weights(model, its_weights)
         return [logps_and_entropies(model, row) for row in rows]
 
     with torch.no_grad():
-        old_values = ref_values = values_with(ref_weights)
-        ref_logps = _stacked([logps for logps, _ in ref_values])
-        if kl_weights is not None:
-            kl_logps = _stacked([logps for logps, _ in values_with(kl_weights)])
-        if old_weights is not None:
-            old_values = values_with(old_weights)
+        ref_logps = _stacked([logps for logps, _ in values_with(reference)])
+        if args.beta:
+            kl_logps = _stacked([logps for logps, _ in values_with(start)])
+        if hasattr(args, "token_weight_mapping"):  # STEER
+            old_values = values_with(generations[generation])
+    weights = weights[update]
     load_weights(model, weights)
     model.zero_grad()
     logps = _stacked([logps_and_entropies(model, row)[0] for row in rows])
@@ -391,31 +392,24 @@ def in_graph_step(
     if token_weights:  # a factor on the gradient that leaves the value alone
         factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
         weighted = logps.detach() + factors * (logps - logps.detach())
-    if steps or sizes is not None:
-        sizes = sizes or [args.num_generations] * (len(rows) // args.num_generations)
-        result = _prefix_loss(weighted, ref_logps, mask, rows, labels, args, sizes, steps)
+    sizes = [args.num_generations] * (len(rows) // args.num_generations)
+    if ragged:
+        sizes = (SIZES[:4], SIZES[4:])[update % 2]
+    if replay.steps or ragged:
+        result = _prefix_loss(weighted, ref_logps, mask, rows, labels, args, sizes, replay.steps)
     else:
-        sizes = [args.num_generations] * (len(rows) // args.num_generations)
-        result = pacs_loss(
-            weighted,
-            ref_logps,
-            mask,
-            labels,
-            num_generations=args.num_generations,
-            pacs_beta=args.pacs_beta,
-            score_estimator=args.score_estimator,
-            class_weighting=args.class_weighting,
-            proxy=args.proxy,
-        )
+        names = ("num_generations", "pacs_beta", "score_estimator", "class_weighting", "proxy")
+        kinds = {name: getattr(args, name) for name in names}
+        result = pacs_loss(weighted, ref_logps, mask, labels, **kinds)
     actor_term = _actor_term(weighted * mask, result.scores.detach(), labels, args, sizes)
     objective = result.loss + args.actor_term_coef * actor_term
     loss = result.loss
-    if kl_weights is not None:
+    if args.beta:
         log_ratio = kl_logps - logps
         kl = ((log_ratio.exp() - log_ratio - 1) * mask).sum() / mask.sum()
         objective, loss = objective + args.beta * kl, loss + args.beta * kl
     if hasattr(args, "token_weight_mapping"):  # STEER
-        objective = _steered(objective, logps, old_values, mask, args, len(_scorable(labels, args.num_generations)))
+        objective = _steered(objective, logps, old_values, mask, args, sum(map(len, _judged(labels, sizes))))
     objective.backward(retain_graph=True)
     gradients = {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None and name in weights
@@ -432,10 +426,6 @@ def in_graph_step(
 
 def _norm(tensors) -> torch.Tensor:
     return torch.stack([tensor.norm() for tensor in tensors]).norm()
-
-
-def _scorable(labels, num_generations: int) -> list[int]:
-    return sum(_judged(labels, [num_generations] * (len(labels) // num_generations)), [])
 
 
 def _steered(objective, logps, old_values, mask, args: PACSConfig, num_completions: int) -> torch.Tensor:
@@ -539,9 +529,9 @@ class RaggedGroups(PACSTrainer):
         return output
 
 
-def rows_of_update(replay: Replay, args: PACSConfig, update: int, num_processes: int = 1) -> tuple[int, list[Row]]:
+def rows_of_update(replay: Replay, args: PACSConfig, update: int) -> tuple[int, list[Row]]:
     """The generation that optimizer step `update` (from 0) learns from (the first one, if several), and its rows."""
-    slot = args.per_device_train_batch_size * num_processes
+    slot = args.per_device_train_batch_size
     if args.gradient_accumulation_steps > args.steps_per_generation:
         ratio = args.gradient_accumulation_steps // args.steps_per_generation
         generations = range(update * ratio, (update + 1) * ratio)
@@ -611,26 +601,11 @@ def train_and_compare(tmp_path, replay, *, model=None, trainer_class=None, max_s
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(recorder.weights) == len(losses) == max_steps
-    every = trainer.args.reference_reset_steps
+    how = {"token_weights": isinstance(trainer, WeightedTokens), "ragged": trainer_class is RaggedGroups}
     steps = []
     for update in range(max_steps):
-        generation, rows = rows_of_update(replay, trainer.args, update)
-        reference = replay.weights[generation]
-        if trainer.args.reference == "snapshot":
-            reference = recorder.weights[update // every * every] if every else start
-        expected = in_graph_step(
-            long_way,
-            recorder.weights[update],
-            reference,
-            rows,
-            trainer.args,
-            tools=replay.tools,
-            token_weights=isinstance(trainer, WeightedTokens),
-            kl_weights=start if trainer.args.beta else None,
-            sizes=(SIZES[:4], SIZES[4:])[update % 2] if trainer_class is RaggedGroups else None,
-            old_weights=replay.weights[generation],
-            steps=replay.steps,
-        )
+        runs = trainer.args, update, recorder.weights, replay.weights, start
+        expected = in_graph_step(long_way, replay, *runs, **how)
         assert losses[update] == pytest.approx(expected.loss, rel=RELATIVE), f"loss of update {update}"
         error = relative_error(recorder.gradients[update], expected.gradients)
         # coefficients are differences of residuals: where they nearly cancel, the rounding of rows remains

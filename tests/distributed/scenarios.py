@@ -5,21 +5,19 @@ Each scenario is a function of `(rank, directory)` that returns something `torch
 """
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-import yaml
 from peft import LoraConfig
 from replay import (
-    TOKENIZER,
     DarsAndGuidanceTrainer,
     Parity,
     RaggedGroups,
     Recorder,
     Replay,
+    SteerAndVerlTrainer,
     addition_dataset,
     boxed,
     build_trainer,
@@ -36,28 +34,17 @@ from sharding import (
 )
 from torch.distributed.fsdp import FSDPModule
 
-from pacs_trl import GRPOTrainer, PACSTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
-from pacs_trl.experimental.verl import VERLTrainer
 from pacs_trl.rollouts import evaluation
-from pacs_trl.train import main as train
 
 
-BF16_RECIPE = {
-    "dataset_name": "miniature/addition",
-    "use_cpu": True,
-    "bf16": True,
-    "gradient_checkpointing": False,
-    "per_device_train_batch_size": 4,
-    "num_generations": 4,
-    "max_completion_length": 4,
-    "max_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "dataloader_pin_memory": False,
+CORRECTION = {
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 100.0,
 }
-
 ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
@@ -83,19 +70,24 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),
     "labels in several places": ({**QUARTER, "group_layout": "split", "max_steps": 4}, {"steps": True}),
 }
-VERL = {**QUARTER, "trainer_class": VERLTrainer, "hidden_state_stride": 2, "max_steps": 4}
+# STEER, VERL, and the mismatch correction; wrong completions have no gradient and are left out.
+WEIGHTED = HALF | CORRECTION | {"trainer_class": SteerAndVerlTrainer, "token_weight_mapping": "linear", "max_steps": 4}
+WEIGHTED |= {"hidden_state_stride": 3, "score_estimator": "none", "class_weighting": "only_positive"}
 
 
-def record(directory, settings, replay_settings, *, more=None, model=None, trainer_class=None):
+class Sampled(Replay):
+    """Rollouts as if an engine had generated them, which gave every token about the same probability."""
+
+    def __call__(self, prompts, trainer):
+        output = super().__call__(prompts, trainer)
+        output["logprobs"] = [[-5.4 + 0.1 * (token % 3) for token in ids] for ids in output["completion_ids"]]
+        return output
+
+
+def record(directory, settings, replay_settings, *, more=None, trainer_class=None, replay_class=Replay):
     settings = {"trainer_class": trainer_class} | settings
-    replay, recorder = Replay(**replay_settings), Recorder()
-    trainer = build_trainer(
-        directory,
-        model=model,
-        replay=replay,
-        more={"callbacks": [recorder], **(more or {})},
-        **settings,
-    )
+    replay, recorder = replay_class(**replay_settings), Recorder()
+    trainer = build_trainer(directory, replay=replay, more={"callbacks": [recorder], **(more or {})}, **settings)
     trainer.train()
     return {
         "weights": recorder.weights,
@@ -146,16 +138,6 @@ def not_finite(rank, directory):
         "weights": recorder.weights,
         "count": [e["pacs/non_finite_steps"] for e in trainer.state.log_history if "loss" in e],
     }
-
-
-def shared_prompts(rank, directory, **how):
-    """Steps of plain gradient descent behind long prompts: packed rows that share them, and padded rows."""
-
-    def longer(generation, rows):
-        return [replace(row, prompt_ids=[*range(30), *row.prompt_ids]) for row in rows]
-
-    replay, settings = {"tools": True, "edit": longer}, {**HALF, **how, "learning_rate": 1.0}
-    return [record(directory, {**settings, "padding_free": packed}, replay) for packed in ("auto", "never")]
 
 
 def message_of(run) -> str:
@@ -219,8 +201,8 @@ def resumed_shards(rank, directory, **how):
     return resumed(rank, directory, reference="snapshot", steps=(3, 4), **how)
 
 
-def verl(rank, directory, **how):
-    return record(directory, VERL | how, {})
+def weighted(rank, directory, **how):
+    return record(directory, WEIGHTED | how, {}, replay_class=Sampled)
 
 
 def drawn_where_needed(rank, directory, **how):
@@ -267,7 +249,7 @@ def probabilities(rank, directory, **how):
     logs = [
         {k: v for k, v in e.items() if k.startswith("probability/")} for e in trainer.state.log_history if "loss" in e
     ]
-    return {"without": trainer.without_reasoning, "logs": logs}
+    return {"without": trainer._without_reasoning, "logs": logs}
 
 
 def drawn_again(rank, directory, **how):
@@ -306,7 +288,7 @@ def replayed(rank, directory, name, **how):
     return record(directory, {**settings, **how}, replay)
 
 
-BY_ALL = {"VERL": verl, "grpo": grpo, "shared prompts": shared_prompts}  # by all kinds
+BY_ALL = {"weighted": weighted, "grpo": grpo}  # by all kinds
 GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "benchmarks": benchmarks}
 GENERATING |= {"drawn where needed": drawn_where_needed}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
@@ -343,11 +325,8 @@ def more_than_bf16(tensor) -> bool:
 
 
 def exchanged_in_bf16(rank, directory):
-    """PACS by itself, and the baselines from a recipe, under bf16: what crosses FSDP2's borders in which precision."""
-    logps = []
-
-    recorder = Recorder()
-    settings = {**EIGHTH, **FSDP_SETTINGS, "bf16": True}
+    """PACS, GRPO, and PPO under bf16: what crosses FSDP2's borders in which precision."""
+    logps, recorder, settings = [], Recorder(), {**EIGHTH, **FSDP_SETTINGS, "bf16": True}
     trainer = build_trainer(directory, replay=Replay(), more={"callbacks": [recorder]}, **settings)
     score = trainer.forward_pass.compute_logps
 
@@ -360,18 +339,21 @@ def exchanged_in_bf16(rank, directory):
     trainer.train()
     if rank == 0:
         tiny_model().save_pretrained(directory / "model")
-        TOKENIZER.save_pretrained(directory / "model")
-        recipe = BF16_RECIPE | FSDP_SETTINGS | {"model_name_or_path": str(directory / "model")}
-        (directory / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     torch.distributed.barrier()
+    models = {"pacs policy": trainer.model_wrapped}
+    for name, trainer_class in {"grpo": GRPOTrainer, "ppo": PPOTrainer}.items():
+        path = str(directory / "model")
+        trainer = build_trainer(
+            directory / name, model=path, trainer_class=trainer_class, **settings | {"max_steps": 1}
+        )
+        trainer.train()
+        models[f"{name} policy"] = trainer.model_wrapped
+        if name == "ppo":
+            models["ppo critic"] = trainer.critic
     policies = {}
-    for method in ("grpo", "ppo"):
-        recipe = ("--config", str(directory / "recipe.yaml"))
-        trainer = train([*recipe, "--method", method, "--output_dir", str(directory / method)])
-        models = {"policy": trainer.model_wrapped, **({"critic": trainer.critic} if method == "ppo" else {})}
-        for name, model in models.items():
-            states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
-            policies[f"{method} {name}"] = {state._mp_policy for state in states}
+    for name, model in models.items():
+        states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+        policies[name] = {state._mp_policy for state in states}
     return {
         "logps": all(map(more_than_bf16, logps)),
         "gradients": [any(map(more_than_bf16, g.values())) for g in recorder.gradients],

@@ -14,13 +14,11 @@ from peft import get_peft_model
 from processes import on_two
 from replay import (
     RELATIVE,
-    SIZES,
     TOKENIZER,
     Replay,
     config,
     in_graph_step,
     relative_error,
-    rows_of_update,
     tiny_model,
 )
 from scenarios import (
@@ -30,12 +28,11 @@ from scenarios import (
     QUARTER,
     RAGGED,
     REPLAYED,
-    VERL,
     ZERO3,
     benchmarks,
     probabilities,
-    record,
     run_all,
+    weighted,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -87,16 +84,8 @@ def check(tmp_path, results, settings, replay_settings, model=tiny_model, ragged
     first, second = results
     assert len(first["logs"]) == args.max_steps
     for update in range(args.max_steps):
-        generation, rows = rows_of_update(replay, args, update)
-        reference = first["generations"][generation]
-        if args.reference == "snapshot":
-            reference = first["weights"][update // 2 * 2]
-        more = {
-            "tools": replay.tools,
-            "steps": replay.steps,
-            "sizes": (SIZES[:4], SIZES[4:])[update % 2] if ragged else None,
-        }
-        expected = in_graph_step(model().double(), first["weights"][update], reference, rows, args, **more)
+        runs = update, first["weights"], first["generations"]
+        expected = in_graph_step(model().double(), replay, args, *runs, ragged=ragged)
         norm = sum(g.square().sum() for g in expected.gradients.values()).sqrt().item()
         assert first["logs"][update]["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
         if args.max_grad_norm and norm > args.max_grad_norm:
@@ -136,18 +125,6 @@ def test_grpo_ends_with_the_weights_of_trl_in_one_process(request, tmp_path, kin
         assert difference(mine["final"], trls, before) < 1e-5
         for log, other in zip(mine["logs"], logs, strict=True):
             assert log["loss"] == pytest.approx(other["loss"], rel=1e-3, abs=1e-5)
-
-
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_shared_prompts_change_the_last_digits_only(request, kind):
-    """Two steps of gradient descent with rows that share their prompt: what they change is that of padded rows but for
-    rounding."""
-    for shared, padded in both(request.getfixturevalue(kind), "shared prompts"):
-        assert len(shared["weights"]) == len(padded["weights"]) == 2
-        before = shared["weights"][0]
-        for one, other in ((shared["weights"][1], padded["weights"][1]), (shared["final"], padded["final"])):
-            steps = [{name: run[name].double() - before[name].double() for name in before} for run in (one, other)]
-            assert 0 < relative_error(*steps) < RELATIVE
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
@@ -217,14 +194,15 @@ def test_probabilities_of_reference_answers(tmp_path, request, kind):
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_verl_weighs_rows_as_in_one_process(tmp_path, request, kind):
-    first, second = both(request.getfixturevalue(kind), "VERL")
-    one = record(tmp_path, {**VERL, "per_device_train_batch_size": 4}, {})
-    for mine, other, expected in zip(first["logs"], second["logs"], one["logs"], strict=True):
-        found = {k: v for k, v in mine.items() if k.startswith(("hidden/", "loss", "grad_norm"))}
-        assert len(found) == 6 and found == {k: other[k] for k in found}
-        assert found == pytest.approx({k: expected[k] for k in found}, rel=1e-4, abs=1e-5)
-    assert first["logs"][-1]["hidden/bonus"] > 0.01
+def test_token_weights_bonus_and_correction_are_those_of_one_process(tmp_path, request, kind):
+    """Extremes and statistics are of all completions."""
+    first, second = both(request.getfixturevalue(kind), "weighted")
+    one = weighted(0, tmp_path, per_device_train_batch_size=8)
+    names = ("sampling/", "steer/", "hidden/", "loss", "grad_norm")
+    logs = [[{k: v for k, v in e.items() if k.startswith(names)} for e in run["logs"]] for run in (first, second, one)]
+    for mine, other, expected in zip(*logs, strict=True):
+        assert mine == other and mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert [len(log) for log in logs[0]] == [12, 7, 12, 7] and logs[0][-1]["hidden/bonus"] > 0.01
     assert relative_error(first["final"], one["final"]) < RELATIVE
 
 
@@ -280,7 +258,7 @@ def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
     accelerate both were multiples of them."""
     for result in both(fsdp2, "exchanged in bf16"):
         assert result["logps"] and all(result["gradients"])
-        assert set(result["policies"]) == {"grpo policy", "ppo policy", "ppo critic"}
+        assert set(result["policies"]) == {"pacs policy", "grpo policy", "ppo policy", "ppo critic"}
         for policies in result["policies"].values():
             assert policies == {MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)}
 

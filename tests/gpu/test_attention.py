@@ -1,7 +1,5 @@
 """Packed completions against padded ones, forward and backward, in three precisions and with each attention kernel."""
 
-from dataclasses import dataclass, field
-
 import numpy as np
 import pytest
 import torch
@@ -36,24 +34,16 @@ def compare_layouts(device: str, model: str, attention: str, completion_max: int
     return rows
 
 
-@dataclass
-class Passes:
-    """Log-probs and entropies per token on the CPU; gradients where the weights are."""
-
-    logps: list[torch.Tensor] = field(default_factory=list)
-    entropies: list[torch.Tensor] = field(default_factory=list)
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast: bool) -> Passes:
-    """Run one group per forward pass; the loss is the mean log-prob of every other completion, minus the others."""
+def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast: bool) -> dict[str, torch.Tensor]:
+    """Return log-probs and entropies of all tokens, and the gradient, where the weights are. One group per forward
+    pass; the loss is the mean log-prob of every other completion, minus the others."""
     forward_pass = ForwardPass(
         policy,
         torch.device(device),
         padding_free="auto" if packed else "never",
         autocast=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=autocast),
     )
-    passes = Passes()
+    found: dict[str, list[torch.Tensor]] = {"logps": [], "entropies": []}
     policy.zero_grad()
     with fused_head(policy):
         for start in range(0, len(rollouts), 4):
@@ -64,25 +54,19 @@ def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast
             with forward_pass.attention():
                 scores = forward_pass.compute_logps(policy, prompts, completions)
                 sum((1 - 2 * (i % 2)) * logps.mean() for i, logps in enumerate(scores.logps)).backward()
-            passes.logps += [logps.detach().float().cpu() for logps in scores.logps]
-            passes.entropies += [entropies.detach().float().cpu() for entropies in scores.entropies]
-    passes.gradients = {name: weight.grad for name, weight in policy.named_parameters()}
-    for weight in policy.parameters():
-        weight.grad = None
-    return passes
+            for name in found:
+                found[name] += [values.detach().float() for values in getattr(scores, name)]
+    found["gradient"] = [weight.grad.float().flatten() for weight in policy.parameters()]
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def differences(passes: Passes, reference: Passes) -> dict[str, float]:
+def differences(passes: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:
     """Return absolute differences in nats, and the norm of the gradient's difference relative to the gradient."""
-    errors = {}
-    for name in ("logps", "entropies"):
-        apart = (torch.cat(getattr(passes, name)) - torch.cat(getattr(reference, name))).abs()
-        errors |= {f"{name}, mean": apart.mean().item(), f"{name}, max": apart.max().item()}
-    difference = norm = 0.0
-    for name, expected in reference.gradients.items():
-        difference += (passes.gradients[name].float() - expected).square().sum().item()
-        norm += expected.square().sum().item()
-    return errors | {"gradient": (difference / norm) ** 0.5}
+    apart = {name: (values - reference[name]).abs() for name, values in passes.items()}
+    errors = {"gradient": (apart.pop("gradient").norm() / reference["gradient"].norm()).item()}
+    for name, values in apart.items():
+        errors |= {f"{name}, mean": values.mean().item(), f"{name}, max": values.max().item()}
+    return errors
 
 
 KERNELS = [

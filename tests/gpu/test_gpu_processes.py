@@ -1,7 +1,7 @@
 """One GPU, and DDP, FSDP2, and ZeRO-3 on two, learn what one process on the CPU learns from the same rollouts."""
 
 import pytest
-from replay import Replay, build_trainer, trainable_weights
+from replay import Replay, build_trainer, relative_error, trainable_weights
 from sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu, zero3_settings
 
 
@@ -35,9 +35,7 @@ def train_variants(directory, device: str, kind: str) -> dict[str, dict]:
 
 def relative_differences(results: dict, expected: dict) -> dict[str, float]:
     """Return the relative difference of the weights, and the largest of losses and of gradient norms."""
-    pairs = [(results["weights"][name], weight) for name, weight in expected["weights"].items()]
-    difference = sum((found - weight).square().sum().item() for found, weight in pairs)
-    row = {"weights": (difference / sum(weight.square().sum().item() for _, weight in pairs)) ** 0.5}
+    row = {"weights": relative_error(results["weights"], expected["weights"])}
     for key in ("loss", "grad_norm"):
         values = [(a[key], b[key]) for a, b in zip(results["logs"], expected["logs"], strict=True)]
         row[key] = max(abs(a - b) / max(abs(b), 1e-3) for a, b in values)

@@ -57,9 +57,12 @@ def test_by_hand():
         "pacs/saturated_score_fraction": 0.0,
         "pacs/unscorable_fraction": 1 / 6,
     }
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name] == pytest.approx(value, abs=1e-6), name
+    assert found == pytest.approx(expected, abs=1e-6)
+    # scores 5.5, -5.5, -8, 8: saturated on both sides
+    scores = torch.tensor([5.5, -5.5, -8.0, 8.0])
+    for divisor, share in ((1, 1.0), (1.5, 0.5)):
+        found = critic_metrics(scores, scores / divisor, groups_of(torch.tensor([1.0, 0.0, 1.0, 0.0]), 2))
+        assert found["pacs/saturated_score_fraction"] == share
 
 
 def test_soft_labels_are_rated_against_the_targets_of_their_weighting():
@@ -75,15 +78,6 @@ def test_soft_labels_are_rated_against_the_targets_of_their_weighting():
     assert found["pacs/label_mean"] == pytest.approx(0.1)
     plain = critic_metrics(proxies, scores, groups_of(labels, 3), class_weighting="none")
     assert plain["pacs/critic_accuracy"] == pytest.approx(1 / 3)  # no label is above 0.5
-
-
-def test_saturated_scores_are_counted_on_both_sides():
-    labels = torch.tensor([1.0, 0.0, 1.0, 0.0])
-    proxies = torch.tensor([6.0, 0.5, -6.0, 2.0])  # scores: 5.5, -5.5, -8, 8
-    scores = group_scores(proxies, labels, num_generations=2)
-    for divisor, share in ((1, 1.0), (1.5, 0.5)):
-        found = critic_metrics(proxies / divisor, scores / divisor, groups_of(labels, 2))
-        assert found["pacs/saturated_score_fraction"] == share
 
 
 NO_VALUE = {  # labels, proxies, and the metrics that still have a value
@@ -118,18 +112,13 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for update in range(2):
-        generation, rows = rows_of_update(replay, trainer.args, update)
-        step = in_graph_step(
-            tiny_model().double(), recorder.weights[update], replay.weights[generation], rows, trainer.args
-        )
+        _, rows = rows_of_update(replay, trainer.args, update)
+        step = in_graph_step(tiny_model().double(), replay, trainer.args, update, recorder.weights, replay.weights)
         labels = torch.tensor([NAN if row.label is None else row.label for row in rows])
         scores = group_scores(step.proxies, labels, num_generations=4)
         expected = critic_metrics(step.proxies, scores, groups_of(labels, 4))
-        for name, value in expected.items():
-            if math.isnan(value):
-                assert logged[update][name] is None, name
-            else:
-                assert logged[update][name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+        found = {name: NAN if logged[update][name] is None else logged[update][name] for name in expected}
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
         norm = math.sqrt(sum(g.square().sum().item() for g in step.gradients.values()))
         assert logged[update]["grad_norm"] == pytest.approx(norm, rel=1e-5)
     # in the first update, rows of one-class groups and rows without a verdict have no gradient and are not computed
@@ -138,6 +127,11 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
     counting = sum(sum(v is not None for v in group) for group in labels if {0.0, 1.0} <= set(group))
     assert 0 < counting < 8
     assert logged[0]["pacs/forwarded_fraction"] == counting / 8
+    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    lines = "".join(line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `"))
+    own = {name for name in logged[0] if name.startswith(("pacs/", "time/", "entropy", "loss", "grad_norm"))}
+    own |= mismatch_metrics(torch.zeros(1), torch.ones(1)).keys()
+    assert len(own) > 20 and not [name for name in own if f"`{name}`" not in lines]
 
 
 def entropies(row, weights) -> list[float]:
@@ -193,33 +187,3 @@ def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, set
     entropy, num_tokens = found[update]
     assert bool(num_tokens) is (update == 0)
     assert (entropy == pytest.approx(2.0 * num_tokens, rel=1e-6)) is (used or not num_tokens)
-
-
-def test_metrics_are_recorded_once_per_optimizer_step(tmp_path):
-    """Four micro-batches per step: one reduction for those that teach, one for the entropy of the rows left out."""
-    trainer = build_trainer(
-        tmp_path, replay=Replay(), per_device_train_batch_size=2, gradient_accumulation_steps=4, logging_steps=10
-    )
-    reductions = []
-    reduce = trainer.accelerator.reduce
-    trainer.accelerator.reduce = lambda *args, **kwargs: reductions.append(1) or reduce(*args, **kwargs)
-    recorded = {}
-    trainer.log = lambda logs, *args: recorded.update(
-        {k: len(v) for k, v in trainer._metrics["train"].items() if k.startswith("pacs/")} or recorded
-    )
-    trainer.train()
-    assert len(reductions) == 4
-    assert recorded and set(recorded.values()) == {2}, recorded
-
-
-def test_glossary_has_a_line_for_every_metric(tmp_path):
-    trainer = build_trainer(tmp_path, replay=Replay(), max_steps=1)
-    trainer.train()
-    glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    lines = [line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `")]
-    own = {name for name in trainer.state.log_history[0] if name.startswith(("pacs/", "time/"))}
-    assert len(own) > 18
-    own |= mismatch_metrics(torch.zeros(1), torch.ones(1)).keys()
-    assert not [
-        name for name in own | {"entropy", "loss", "grad_norm"} if not any(f"`{name}`" in line for line in lines)
-    ]

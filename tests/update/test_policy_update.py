@@ -85,6 +85,15 @@ CASES = {
 }
 
 
+RAGGED = {
+    "per_device_train_batch_size": 16,
+    "steps_per_generation": 2,
+    "max_steps": 4,
+    "max_tokens_per_micro_batch": 190,  # room for the padded group of nine in both generations
+    "actor_term_coef": 0.5,
+    "trainer_class": RaggedGroups,
+}
+
 ROWS = {
     "rows without a verdict": {"unverifiable": 0.3, "uniform_groups": 0},
     "soft labels": {"soft": True},
@@ -110,9 +119,29 @@ for size in (8, 4, 2, 1):  # times accumulation it stays 8, so every run learns 
     TABLE[f"micro-batches of {size}"] = ({}, {**chosen, "steps_per_generation": 16 // size})
 
 
+KL = {**TWO_UPDATES, "beta": 0.1}  # a mean over all tokens of the step, also over those of rows without a verdict
+for layout in ("whole", "split"):
+    TABLE |= {f"KL, {layout}, {u}": ({"unverifiable": u}, {**KL, "group_layout": layout}) for u in (0.0, 0.4)}
+    moved = {"uniform_groups": 1, "edit": lambda generation, rows: rows[4:12] + rows[:4] + rows[12:]}
+    TABLE[f"a uniform group keeps the divisor, {layout}"] = (moved, {"group_layout": layout, **TWO_UPDATES})
+for name, chosen in {
+    "plain": TWO_UPDATES,
+    "split, checkpointing": {**TWO_UPDATES, "group_layout": "split", **CHECKPOINTING},
+    "padded": {**TWO_UPDATES, "padding_free": "never"},
+    "snapshot": {**SNAPSHOT, "reference_reset_steps": 3},
+}.items():
+    TABLE[f"LoRA, {name}"] = ({}, chosen | {"peft_config": LORA})
+TABLE |= {
+    "ragged, KL": ({"unverifiable": 0.4}, {**RAGGED, "beta": 0.1, "group_layout": "split"}),
+    # all coefficients of the update are 0, and all micro-batches are empty
+    "no row counts": ({"uniform_groups": 2}, {"max_tokens_per_micro_batch": 30, "max_steps": 1}),
+}
+
+
 @pytest.mark.parametrize(("replay", "settings"), TABLE.values(), ids=TABLE)
-def test_gradient(tmp_path, replay, settings):
-    train_and_compare(tmp_path, Replay(**replay), **settings)
+def test_gradient(tmp_path, model_path, replay, settings):
+    torch.manual_seed(shifted(0))
+    train_and_compare(tmp_path, Replay(**replay), model=model_path if "beta" in settings else None, **settings)
 
 
 OTHERS = {
@@ -175,36 +204,11 @@ def test_one_position_for_each_completion_is_plain_pacs_bit_by_bit(tmp_path, set
     assert all(torch.equal(weight, runs[1][1][name]) for name, weight in runs[0][1].items())
 
 
-@pytest.mark.parametrize("group_layout", ["whole", "split"])
-@pytest.mark.parametrize("unverifiable", [0.0, 0.4])
-def test_gradient_with_kl_term(tmp_path, model_path, unverifiable, group_layout):
-    """The KL term is a mean over all tokens of the step, also over those of rows without a verdict."""
-    settings = {**TWO_UPDATES, "beta": 0.1, "group_layout": group_layout}
-    train_and_compare(tmp_path, Replay(unverifiable=unverifiable), model=model_path, **settings)
-
-
-def test_no_row_counts(tmp_path):
-    """Every group of the first update has one class, so that all coefficients are 0 and all micro-batches are
-    empty."""
-    settings = {"max_tokens_per_micro_batch": 30, "max_steps": 1}
-    _, (step,) = train_and_compare(tmp_path, Replay(uniform_groups=2), **settings)
-    assert step.loss > 0
-
-
-RAGGED = {
-    "per_device_train_batch_size": 16,
-    "steps_per_generation": 2,
-    "max_steps": 4,
-    "max_tokens_per_micro_batch": 190,  # room for the padded group of nine in both generations
-    "actor_term_coef": 0.5,
-}
-
-
 @pytest.mark.parametrize("padding_free", ["auto", "never"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
 def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, padding_free):
     settings = RAGGED | {"group_layout": group_layout, "padding_free": padding_free}
-    trainer, _ = train_and_compare(tmp_path, Replay(unverifiable=0.2), trainer_class=RaggedGroups, **settings)
+    trainer, _ = train_and_compare(tmp_path, Replay(unverifiable=0.2), **settings)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for update in range(4):
         _, rows = rows_of_update(Replay(unverifiable=0.2), trainer.args, update)
@@ -218,14 +222,9 @@ def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, padding_f
         assert logged[update]["pacs/label_mean"] == pytest.approx(sum(scorable) / len(scorable))
 
 
-def test_groups_of_different_sizes_with_kl_term(tmp_path, model_path):
-    settings = RAGGED | {"beta": 0.1, "group_layout": "split"}
-    train_and_compare(tmp_path, Replay(unverifiable=0.4), model=model_path, trainer_class=RaggedGroups, **settings)
-
-
 def test_groups_of_different_sizes_after_a_resume(tmp_path):
     settings = RAGGED | {"save_strategy": "steps", "save_steps": 1}
-    build = partial(build_trainer, replay=Replay(), trainer_class=RaggedGroups, **settings)
+    build = partial(build_trainer, replay=Replay(), **settings)
     assert_resumes(build, tmp_path, 3)
 
 
@@ -245,21 +244,6 @@ def test_the_grpo_score_against_the_rollout_policy(tmp_path, group_layout):
         for update in (0, 1)
     )
     assert all(first) and not any(second)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        TWO_UPDATES,
-        {**TWO_UPDATES, "group_layout": "split", **CHECKPOINTING},
-        {**TWO_UPDATES, "padding_free": "never"},
-        {**SNAPSHOT, "reference_reset_steps": 3},
-    ],
-    ids=["plain", "split, checkpointing", "padded", "snapshot"],
-)
-def test_gradient_of_lora(tmp_path, settings):
-    torch.manual_seed(shifted(0))
-    train_and_compare(tmp_path, Replay(), peft_config=LORA, **settings)
 
 
 def test_gradient_of_lora_with_kl_term(tmp_path):
@@ -329,12 +313,6 @@ def test_mismatch_is_logged_also_without_correction(tmp_path):
     assert entry["sampling/importance_sampling_ratio/min"] < 1.0 < entry["sampling/importance_sampling_ratio/max"]
     # weights lie between 0.2 and 2
     assert 0.5 < entry["sampling/sampling_logp_difference/max"] <= math.log(5.0) + 1e-4
-
-
-@pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_uniform_groups_keep_the_divisor(tmp_path, group_layout):
-    replay = Replay(uniform_groups=1, edit=lambda generation, rows: rows[4:8] + rows[8:12] + rows[:4] + rows[12:])
-    train_and_compare(tmp_path, replay, group_layout=group_layout, **TWO_UPDATES)
 
 
 class _Saved:
