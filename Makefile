@@ -28,7 +28,7 @@ NUMERIC := test_objective test_surrogate update/test_groups update/test_metrics 
 	update/test_reference update/test_token_weights update/test_forward_pass \
 	experimental/test_process_labels experimental/test_verl experimental/test_steer \
 	experimental/test_rlpr experimental/test_dars \
-	baselines/test_gae baselines/test_ppo_trainer experimental/test_critic_math \
+	baselines/test_gae baselines/test_ppo_trainer experimental/test_genac_critic \
 	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_results miniature/test_model
 
 # `make compat` runs all tests with the lower bounds of setup.cfg, with the newest versions, and without optional extras, each in an

@@ -90,15 +90,6 @@ def expectations(rate: float, schedule: dict | None) -> dict[str, float]:
     return found
 
 
-def test_equal_treatment_is_equal_without_class_weights():
-    """Expected weight of a group after equal treatment, for prompts of four success rates."""
-    found = [expectations(rate, EQUAL) for rate in (1 / 16, 1 / 8, 1 / 4, 1 / 2)]
-    assert [f"{each['none']:.2f}" for each in found] == ["3.05", "4.64", "5.46", "4.55"]
-    assert [f"{each['balanced']:.2f}" for each in found] == ["11.46", "10.91", "7.78", "5.04"]
-    plain = [expectations(rate, None)["none"] for rate in (1 / 16, 1 / 8, 1 / 4, 1 / 2)]
-    assert plain == pytest.approx([0.9375, 1.75, 3.0, 4.0], rel=1e-6)  # 2 N p (1 - p)
-
-
 def test_the_table_of_the_docs():
     """Group sizes that depend on the first outcomes: what they cost, what they find, and their bias."""
     text = (Path(__file__).parents[2] / "docs" / "adaptive_rollouts.md").read_text()
@@ -111,6 +102,12 @@ def test_the_table_of_the_docs():
             cells = [f"1/{denominator}", name, f"{found['completions']:.1f}", f"{found['mixed']:.0%}", f"{fixed:.0%}"]
             cells += [f"{found['label'] / rate:.2f}", f"{found['none']:.2f}", f"{found['balanced']:.2f}"]
             assert f"| {' | '.join(cells).replace('%', ' %')} |" in text, cells
+    rates = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
+    for weighting in ("none", "balanced"):
+        cells = [f"{expectations(rate, EQUAL)[weighting]:.2f}" for rate in rates]
+        assert f"| `equal_treatment`, `{weighting}` | {' | '.join(cells)} |" in text
+    plain = [expectations(rate, None)["none"] for rate in rates]
+    assert plain == pytest.approx([0.9375, 1.75, 3.0, 4.0], rel=1e-6)  # 2 N p (1 - p)
     evenly = [expectations((i + 0.5) / 500, schedule) for schedule in (None, EQUAL) for i in range(500)]
     plain, equal = evenly[:500], evenly[500:]
     ratio = sum(each["completions"] for each in equal) / sum(each["completions"] for each in plain)

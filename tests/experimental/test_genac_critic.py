@@ -1,4 +1,4 @@
-"""Segments of a completion, and rewards, weights and losses of a critic's answers: by hand, and against loops."""
+"""A generative critic: segments, prompts, answers, and rewards, weights and losses by hand and against loops."""
 
 import math
 import random
@@ -10,6 +10,10 @@ from tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
 from pacs_trl.experimental._critic import (
+    TEMPLATES,
+    Actor,
+    CriticPrompt,
+    State,
     border_lambdas,
     critic_rewards,
     reinforce_losses,
@@ -133,3 +137,44 @@ def test_advantages_equal_the_definition(gamma, lam):
             segment = [max(k for k, start in enumerate(starts) if start <= t) for t in range(length)]
             plain = torch.tensor([reward - values[k] for k in segment])
             assert (advantages[0] - plain).abs().max() <= rounding_atol(4 * length, 1.0)
+
+
+ACTOR = Actor("Qwen3-4B, 4.0B parameters", token_limit=8192, success_rate=0.37)
+STATE = State("What is {problem} of $\\frac{1}{2}$?", "I think {score}", tokens_used=12)
+
+
+@pytest.mark.parametrize("name", [path.stem for path in TEMPLATES.glob("*.txt")])
+def test_shipped_templates_say_the_state_and_condition_or_not(name):
+    text = CriticPrompt(name).render(STATE, ACTOR)
+    assert STATE.problem in text and STATE.response in text  # braces of a user's text are left alone
+    conditioned = "unconditioned" not in name
+    assert all((word in text) == conditioned for word in ("37%", "8192"))
+    assert ("Qwen3-4B" in text) == (name == "genac")
+    assert ("unknown" in CriticPrompt(name).render(STATE, ACTOR._replace(success_rate=None))) == conditioned
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("It will work. <answer>7</answer>", 0.7),
+        ("<answer>0</answer>", 0.0),
+        ("<answer> 10 </answer>", 1.0),
+        ("<answer>3</answer> no, <answer>4</answer>", 0.4),  # the last one
+        ("<answer>11</answer>", None),
+        ("<answer>7.5</answer>", None),
+        ("<answer>-1</answer>", None),
+        ("<answer>seven</answer>", None),
+        ("<answer>٣</answer>", None),  # int() would read it
+        ("<answer>7", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_answers(answer, value):
+    assert CriticPrompt("genac").parse(answer) == value
+
+
+def test_what_is_written_is_read():
+    prompt = CriticPrompt("miniature")
+    assert prompt.tags == ("<", ">")
+    assert all(prompt.parse(f"30+8=38 <{i}>") == i / 10 for i in range(11))
