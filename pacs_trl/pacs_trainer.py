@@ -19,7 +19,7 @@ from .objective import (
 )
 from .pacs_config import PACSConfig
 from .rollouts.exact_trainer import ExactUpdateTrainer
-from .update.groups import Groups, Objective
+from .update.step import Groups, Objective
 
 
 # For |psi| above this, sigmoid(psi) * (1 - sigmoid(psi)) is below 0.7 %: the completion has almost no gradient.

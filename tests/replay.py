@@ -131,30 +131,18 @@ class Row:
 
 @dataclass
 class Replay:
-    """
-    A rollout function that replays rows made from a seed.
-
-    Attributes:
-        unverifiable (`float`): fraction of labels that are `None`.
-        truncated (`float`): fraction of completions that do not end with the end-of-sequence token.
-        tools (`bool`): whether to return a mask that hides some completion tokens.
-        soft (`bool`): whether labels lie inside [0, 1] instead of being 0 or 1.
-        uniform_groups (`int`): the first so many groups of each generation have one label; all others have both.
-        steps (`bool`): whether completions have labels before their outcomes.
-        logprobs (`float`): what the engine reports of every token it drew; `None` where it reports nothing.
-        edit (`Callable`): `edit(generation, rows) -> rows`, a last change by hand.
-    """
+    """A rollout function that replays rows made from a seed."""
 
     seed: int = 0
     num_generations: int = 4
-    unverifiable: float = 0.0
-    truncated: float = 0.25
-    tools: bool = False
-    soft: bool = False
-    uniform_groups: int = 1
-    steps: bool = False
-    logprobs: float | None = None
-    edit: Callable[[int, list[Row]], list[Row]] | None = None
+    unverifiable: float = 0.0  # fraction of labels that are `None`
+    truncated: float = 0.25  # fraction of completions that do not end with the end-of-sequence token
+    tools: bool = False  # whether to return a mask that hides some completion tokens
+    soft: bool = False  # whether labels lie inside [0, 1] instead of being 0 or 1
+    uniform_groups: int = 1  # the first so many groups of each generation have one label; all others have both
+    steps: bool = False  # whether completions have labels before their outcomes
+    logprobs: float | None = None  # what the engine reports of every token it drew; `None`: nothing
+    edit: Callable[[int, list[Row]], list[Row]] | None = None  # `edit(generation, rows) -> rows`, a last change
     weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the policy, at each generation
 
     def rows(self, generation: int, num_completions: int) -> list[Row]:

@@ -26,7 +26,7 @@ from pacs_trl.objective import (
     scorable_completions,
     sequence_proxies,
 )
-from pacs_trl.update.groups import Groups
+from pacs_trl.update.step import Groups
 
 
 NAN = float("nan")

@@ -23,8 +23,8 @@ from ..surrogate import (
     ratio_terms,
 )
 from ..update.forward_pass import logps_in_batches
-from ..update.groups import Objective
 from ..update.rollout import Rollout, unpad_rollouts
+from ..update.step import Objective
 from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
 from .grpo_config import GRPOConfig, MaxRLConfig, RLOOConfig
 

@@ -6,7 +6,7 @@ import torch
 
 from ..objective import GROUP_LOSSES, sequence_proxies
 from ..rollouts.exact_trainer import ExactUpdateTrainer
-from ..update.groups import Groups, Objective
+from ..update.step import Groups, Objective
 from .grpo_config import REALConfig
 
 

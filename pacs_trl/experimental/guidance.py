@@ -19,8 +19,8 @@ from trl.data_utils import is_conversational
 from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
 from ..settings import bounded
-from ..update.groups import split_into_steps
 from ..update.rollout import Rollout
+from ..update.step import split_into_steps
 from ..update.step_sizes import Step
 from ..verification import Outcome
 from ._generation import CORRECT, ExtendingTrainer, known_labels

@@ -27,10 +27,9 @@ from ..objective import ClassWeighting, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
 from ..rollouts.rollout_trainer import with_result
-from ..update.groups import Groups
 from ..update.policy_update import PolicyUpdate
 from ..update.rollout import Rollout
-from ..update.step import MicroBatch, StepRollouts
+from ..update.step import Groups, MicroBatch, StepRollouts
 from ..update.step_sizes import Step
 
 

@@ -20,12 +20,11 @@ from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
 from ..update.forward_pass import CompletionLogps
-from ..update.groups import Objective, split_into_steps
 from ..update.microbatching import MicroBatchConfig
 from ..update.policy_update import PolicyUpdate
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
-from ..update.step import StepRollouts
+from ..update.step import Objective, StepRollouts, split_into_steps
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from .checkpoint import merge_rollouts, rollouts_to_save, state_name
 from .late_batches import LateGeneration, set_generating_logps

@@ -28,10 +28,9 @@ from accelerate.utils import DistributedType
 from torch.nn.utils.rnn import pad_sequence
 
 from .forward_pass import CompletionLogps, ForwardPass
-from .groups import Objective
 from .microbatching import MicroBatchConfig, Schedule, schedule_micro_batches
 from .rollout import Rollout
-from .step import FILLER, MicroBatch, StepRollouts, collate, rollout_lengths, schedule_step
+from .step import FILLER, MicroBatch, Objective, StepRollouts, collate, rollout_lengths, schedule_step
 from .token_weights import Mismatch, TokenValues, TokenWeights, mismatch_metrics, mismatch_ratios
 
 

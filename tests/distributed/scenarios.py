@@ -70,9 +70,9 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),
     "labels in several places": ({**QUARTER, "group_layout": "split", "max_steps": 4}, {"steps": True}),
 }
-# STEER, VERL, and the mismatch correction; wrong completions have no gradient and are left out.
+# STEER, VERL, and the mismatch correction
 WEIGHTED = HALF | CORRECTION | {"trainer_class": SteerAndVerlTrainer, "token_weight_mapping": "linear", "max_steps": 4}
-WEIGHTED |= {"hidden_state_stride": 3, "score_estimator": "none", "class_weighting": "only_positive"}
+WEIGHTED |= {"hidden_state_stride": 2, "group_layout": "split"}
 
 
 class Sampled(Replay):

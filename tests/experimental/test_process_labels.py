@@ -18,7 +18,7 @@ from pacs_trl.experimental.process_labels import (
     token_coefficients,
 )
 from pacs_trl.objective import loss_from_proxies, proxy_coefficients
-from pacs_trl.update.groups import Groups
+from pacs_trl.update.step import Groups
 
 
 def double(values):

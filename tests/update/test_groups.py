@@ -7,8 +7,8 @@ import torch
 from seeds import shifted
 
 from pacs_trl.objective import actor_coefficients, class_weights, group_scores, loss_from_proxies, proxy_coefficients
-from pacs_trl.update.groups import Groups, split_into_steps
 from pacs_trl.update.rollout import Rollout
+from pacs_trl.update.step import Groups, split_into_steps
 
 
 NAN = math.nan

@@ -18,7 +18,7 @@ from replay import (
 
 from pacs_trl.objective import group_scores
 from pacs_trl.pacs_trainer import critic_metrics
-from pacs_trl.update.groups import Groups
+from pacs_trl.update.step import Groups
 from pacs_trl.update.token_weights import mismatch_metrics
 
 
