@@ -227,20 +227,15 @@ def constant(result):
     return reward
 
 
-@pytest.mark.parametrize("value", [1.5, -1.0])
-def test_labels_outside_0_to_1(tmp_path, value):
-    trainer = build_trainer(tmp_path, reward=constant([0.0, value, *[0.0] * 6]))
-    with pytest.raises(ValueError, match=f"completion 1 .*reward={value:g}"):
-        trainer.train()
-
-
-def test_labels_are_weighted_sums(tmp_path):
+def test_labels_are_weighted_sums_from_0_to_1(tmp_path):
     functions = [constant([0.5] * 8), constant([1.0, None] * 4)]
     trainer = build_trainer(tmp_path, reward=functions, reward_weights=[0.6, 0.7], max_steps=1)
     trainer.train()
     assert logged(trainer, "pacs/label_mean") == [pytest.approx((0.3 + 1.0) / 2)]
     with pytest.raises(ValueError, match=r"1.1: reward=0.5 \(weight 0.8\), reward=1 \(weight 0.7\)"):
         build_trainer(tmp_path, reward=functions, reward_weights=[0.8, 0.7], max_steps=1).train()
+    with pytest.raises(ValueError, match="completion 1 .*reward=-1"):
+        build_trainer(tmp_path, reward=constant([0.0, -1.0, *[0.0] * 6])).train()
 
 
 @pytest.mark.parametrize("max_steps", [2, 5])  # a short run ends first; a long one is stopped
@@ -374,7 +369,7 @@ class OverridesLoss(PACSTrainer):
         return 0 * super().compute_loss(model, inputs, *args, **kwargs)
 
 
-def test_models_and_overrides_that_are_refused_before_weights_are_loaded(tmp_path):
+def test_models_overrides_and_arguments_that_are_refused_before_weights_are_loaded(tmp_path):
     """From directories that contain a configuration alone."""
     for model_type, changes, words in (
         ("qwen2_vl", {"processing_class": None}, "'qwen2_vl'.*processing_class"),
@@ -387,6 +382,8 @@ def test_models_and_overrides_that_are_refused_before_weights_are_loaded(tmp_pat
     tiny_model().config.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="OverridesLoss overrides compute_loss"):
         build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)
+    with pytest.raises(TypeError, match="PACSConfig"):
+        PACSTrainer(str(tmp_path / "model"), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
 
 
 def test_prompt_tuning(tmp_path):
@@ -405,17 +402,14 @@ def test_prompt_tuning(tmp_path):
     assert torch.equal(*written)
 
 
-def test_wrong_type_of_arguments(tmp_path):
-    with pytest.raises(TypeError, match="PACSConfig"):
-        PACSTrainer(tiny_model(), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
-
-
 @pytest.mark.parametrize("size", [6, 3])
-def test_evaluation_batch_with_incomplete_groups(tmp_path, size):
+def test_evaluation_with_incomplete_groups_or_without_prompts(tmp_path, size):
     more = {"eval_dataset": addition_dataset(6)}
     trainer = build_trainer(tmp_path, more=more, num_generations_eval=4, per_device_eval_batch_size=size)
     with pytest.raises(ValueError, match="per_device_eval_batch_size"):
         trainer.evaluate()
+    with pytest.raises(ValueError, match="`prompt`"):
+        build_trainer(tmp_path).evaluate(QUESTIONS)
 
 
 @pytest.mark.parametrize("is_path", [True, False])
@@ -434,11 +428,6 @@ def test_messages_without_template_and_prompts_beyond_the_context(tmp_path, is_p
         build_trainer(tmp_path, max_completion_length=513 - longest, **given)
     with pytest.raises(OSError, match="model.safetensors") if is_path else contextlib.nullcontext():
         build_trainer(tmp_path, max_completion_length=512 - longest, **given)
-
-
-def test_evaluation_data_without_prompts(tmp_path):
-    with pytest.raises(ValueError, match="`prompt`"):
-        build_trainer(tmp_path).evaluate(QUESTIONS)
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [{"content": "1+1"}]], ids=repr)
@@ -499,13 +488,15 @@ def losing_rows(prompts, trainer):
 
 
 LONG = Replay(edit=lambda generation, rows: [*rows[:-1], long_row(rows[-1])])
-REFUSED_IN_TRAINING = {
-    "too long": ({"replay": LONG, "max_tokens_per_micro_batch": 17}, "max_tokens_per_micro_batch=17 .*at least 28"),
-    "too few completions": ({"replay": losing_rows}, "rollout_func returned 7"),
-}
 
 
-@pytest.mark.parametrize(("settings", "words"), REFUSED_IN_TRAINING.values(), ids=REFUSED_IN_TRAINING)
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"replay": LONG, "max_tokens_per_micro_batch": 17}, "max_tokens_per_micro_batch=17 .*at least 28"),
+        ({"replay": losing_rows}, "rollout_func returned 7"),
+    ],
+)
 def test_refused_in_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **settings).train()

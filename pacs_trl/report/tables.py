@@ -91,7 +91,8 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
     ]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
-        raise ValueError(f"The runs of {group[0]['method']} share no graded problem of {benchmark}. Evaluate again.")
+        names = " and ".join(methods(group))
+        raise ValueError(f"The runs of {names} share no graded problem of {benchmark}. Evaluate the same problems.")
     n, c = np.array([[run[problem] for problem in ids] for run in counts]).transpose(2, 0, 1)  # (runs, P) each
     return ids, pass_at_k(n, c, list(ks)).mean(axis=0)
 
@@ -128,11 +129,8 @@ def paired_difference(
     """
     pairs = []
     for name in benchmarks:
-        values, of_base = (dict(zip(*problem_values(group, name, ks), strict=True)) for group in (runs, base))
-        shared = [problem for problem in values if problem in of_base]
-        if not shared:
-            methods = f"{runs[0]['method']} and {base[0]['method']}"
-            raise ValueError(f"{methods} share no graded problem of {name}. Evaluate them on the same problems.")
+        shared, _ = problem_values([*runs, *base], name, ks)
+        of_base, values = (dict(zip(*problem_values(group, name, ks), strict=True)) for group in (base, runs))
         pairs.append([np.array([of[problem] for problem in shared]) for of in (of_base, values)])
     return _interval_cells(paired_interval(*pairs), ks)
 

@@ -160,20 +160,6 @@ class TestCache:
         monkeypatch.setattr(subprocess, "run", None)
         assert warm_start("addition", cache_dir=tmp_path / "cache", **TINY) == made
 
-    def test_what_a_size_and_a_task_want_gives_way_to_what_is_given(self, tmp_path, monkeypatch):
-        found = []
-
-        def run(command, **kwargs):
-            settings = json.loads(command[-2])
-            found.append((settings["learning_rate"], settings["target_accuracy"]))
-            Path(command[-1]).mkdir()
-
-        monkeypatch.setattr(subprocess, "run", run)
-        warm_start("addition", cache_dir=tmp_path)
-        warm_start("arithmetic/tiny", cache_dir=tmp_path)
-        warm_start("arithmetic/tiny", cache_dir=tmp_path, learning_rate=1e-3, target_accuracy=0.5)
-        assert found == [(7e-4, 0.15), (2e-3, 0.2), (1e-3, 0.5)]
-
     def test_interrupted_runs_and_two_that_finish_together_leave_one_directory(self, tmp_path, monkeypatch):
         winner = tmp_path / f"addition-small-0-{WarmStartSettings('addition').digest()}"
 

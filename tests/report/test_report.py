@@ -38,7 +38,7 @@ def test_everything_at_once(results_factory, training_directory, tmp_path, capsy
 def test_begins_with_before_and_after(results_factory, tmp_path):
     """Before is the baseline, or else the method of the first file; the mean stands above the benchmarks, and tables
     are folded."""
-    files = [results_factory("mine", 0.4), results_factory("trained", 0.6)]
+    files = [results_factory("mine", 0.2), results_factory("trained", 0.8)]
     for baseline in (None, "mine", "trained"):
         build_report(files, tmp_path / "out", baseline=baseline)
         text = (tmp_path / "out" / "tables.md").read_text()
@@ -91,21 +91,6 @@ def test_damaged_results_are_named(results_factory, tmp_path, path, capsys):
     assert main([str(file), "--output_dir", str(tmp_path / "out")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert str(file) in line and (":" in path or f"`{last}`" in line) and not (tmp_path / "out").exists()
-
-
-def test_names_stay_in_their_cell(results_factory, tmp_path):
-    files = [results_factory(name, 0.5) for name in ("PACS", "GRPO")]
-    for file, changes in zip(files, ({"method": "a | b\nc & \\d_e~"}, {}), strict=True):
-        document = json.loads((file / "results.json").read_text()) | changes
-        document["benchmarks"]["math_500"]["title"] = "MATH\n| 500"
-        (file / "results.json").write_text(json.dumps(document))
-    build_report(files, tmp_path / "out", baseline="GRPO")
-    lines = (tmp_path / "out" / "tables.md").read_text().splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert {
-        line.replace("\\|", "").count("|") for line in table if line.startswith(("| a ", "| GRPO", "| method | n "))
-    } <= {9, 10}
-    assert any(line.startswith("| a \\| b c & \\d_e~ | 128 |") for line in table)
 
 
 def test_needs_neither_torch_nor_vllm_and_is_repeatable(results_factory, tmp_path):

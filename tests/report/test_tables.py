@@ -74,11 +74,11 @@ def test_refusals():
 
 def test_markdown():
     cells = [tables.Measured(50.0, 40.04, 60.06, 1.5), tables.Measured(75.0)]
-    lines = [["PACS_a & b", *map(tables.cell_text, cells)]]
+    lines = [["a | b\nc & \\d_e~", *map(tables.cell_text, cells)]]
     lines.append(["gain", tables.cell_text(tables.Measured(2.0, -1.0, 5.0), signed=True), ""])
     assert tables.to_markdown(["method", "k=1", "k=8"], lines) == (
         "| method | k=1 | k=8 |\n"
         "| --- | ---: | ---: |\n"
-        "| PACS_a & b | 50.00 ± 1.50 [40.0, 60.1] | 75.00 |\n"
+        "| a \\| b c & \\d_e~ | 50.00 ± 1.50 [40.0, 60.1] | 75.00 |\n"
         "| gain | +2.00 [-1.0, 5.0] |  |\n"
     )
