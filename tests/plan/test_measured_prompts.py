@@ -62,19 +62,7 @@ def test_prompts_of_a_file_are_measured(small):
     assert status == 0 and "  prompts            9 (measured)\n" in output
 
 
-def test_a_tokenizer_without_a_chat_template(small, model):
-    (model / "chat_template.jinja").unlink(missing_ok=True)
-    status, output = small()
-    assert status == 1 and "1 conflict(s)" in output and "chat_template is not set" in output
-
-
-def test_a_context_that_is_too_short(small):
-    status, output = small(max_completion_length=4090)
-    assert status == 1 and "1 conflict(s)" in output
-    assert "9 of 9 prompts do not fit into the context of the model, max_position_embeddings=4096" in output
-
-
-def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
+def test_what_training_would_say_of_model_and_data(small, model, tmp_path, monkeypatch):
     (tmp_path / "strict.py").write_text("def graded(completions, difficulty, **kwargs):\n    return []\n")
     monkeypatch.syspath_prepend(tmp_path)
     for changes, words in (
@@ -82,10 +70,16 @@ def test_what_training_would_say_of_the_data(small, tmp_path, monkeypatch):
         ({"problem_column": "question"}, "`problem_column` 'question' is not a column"),
         ({"max_tokens_per_micro_batch": 1010}, "do not fit into max_tokens_per_micro_batch=1010"),
         ({"max_prompt_length": 3}, "max_prompt_length=3"),
+        (
+            {"max_completion_length": 4090},
+            "9 of 9 prompts do not fit into the context of the model, max_position_embed",
+        ),
         ({"num_generations": 8, "per_device_train_batch_size": 80}, "10 different prompts"),
     ):
         status, output = small(**changes)
         assert status == 1 and "1 conflict(s)" in output and words in output, output
+    (model / "chat_template.jinja").unlink()
+    assert "1 conflict(s)" in (output := small()[1]) and "chat_template is not set" in output
 
 
 def test_context_lengths():
