@@ -17,6 +17,7 @@ from replay import (
     TOKENIZER,
     DarsAndGuidanceTrainer,
     addition_dataset,
+    assert_same_models,
     build_trainer,
     trainable_weights,
 )
@@ -48,14 +49,9 @@ def reward(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
     return [float(share(list(ids)) < chance) for ids, chance in zip(completion_ids, chances)]
 
 
-def right_with_a_hint(prompts, **kwargs) -> list[float]:
-    """Every prompt is hard."""
-    return [float("Hint" in str(prompt)) for prompt in prompts]
-
-
 def most_are_hard(prompts, solution, **kwargs) -> list[float]:
     """Prompts whose solution is no multiple of three; the others are solved by every second completion."""
-    hinted = right_with_a_hint(prompts)
+    hinted = [float("Hint" in str(prompt)) for prompt in prompts]
     return [own if int(answer) % 3 else float(i % 2) for i, (own, answer) in enumerate(zip(hinted, solution))]
 
 
@@ -125,11 +121,6 @@ def built(output_dir, model_path, settings, more=None, **overrides):
     )
 
 
-def assert_same_weights(found, expected):
-    weights = trainable_weights(found)
-    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(expected).items())
-
-
 def history(trainer, name):
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
@@ -153,7 +144,7 @@ def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more
     for step in (1, 2):
         resumed = built(tmp_path / "resumed", model_path, settings, more)
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-        assert_same_weights(resumed.model, straight.model)
+        assert_same_models(resumed, straight)
         for name in ("loss", "grad_norm", "num_tokens", "adaptive/additional", "guidance/solved", "refill/epochs"):
             assert history(resumed, name) == history(straight, name), name
 
@@ -216,20 +207,15 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
     marked = table[table["source"] == "guidance"]
     assert len(marked) == len(asked) and all("Hint" in str(prompt) for prompt in marked["prompt"])
     assert set(table["source"]) == {"first", "guidance"}
-
-
-def test_the_weight_of_guided_answers(tmp_path, model_path):
-    """Half the weight is half the coefficient, on guided rows alone."""
-    trainer = built(tmp_path, model_path, HINTS, reward=right_with_a_hint, max_steps=2, save_strategy="no")
-    trainer.train()
-    step = next(step for step in trainer._steps if any("guided" in row.extra for row in step.rollouts))
-    rows, proxies = list(range(len(step.rollouts))), torch.zeros(len(step.rollouts))
-    plain = trainer.update.coefficients(step, rows, proxies)
-    for row in step.rollouts:
+    # half the weight is half the coefficient, on guided rows alone
+    rows = [row for _, groups in trainer.generations for rows in groups.values() for row in rows]
+    step, every, proxies = trainer.update.schedule(rows), list(range(len(rows))), torch.zeros(len(rows))
+    plain = trainer.update.coefficients(step, every, proxies)
+    for row in rows:
         row.weight = 0.5 if "guided" in row.extra else 1.0
-    halved = trainer.update.coefficients(step, rows, proxies)
-    for row, before, after in zip(step.rollouts, plain.tolist(), halved.tolist()):
-        assert after == before * (0.5 if "guided" in row.extra else 1.0) and (before < 0 or "guided" not in row.extra)
+    halved = trainer.update.coefficients(step, every, proxies)
+    for row, before, after in zip(rows, plain.tolist(), halved.tolist(), strict=True):
+        assert after == before * row.weight and (before < 0 or "guided" not in row.extra)
 
 
 def test_feedback_is_a_second_turn(tmp_path, model_path):
@@ -275,10 +261,15 @@ def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
     assert history(trainer, "refill/prompts")[0] > 0
 
 
+class Environment:
+    def reset(self, **kwargs) -> None:
+        """Start."""
+
+
 REFUSED = {
     "no hints": ({"train_dataset": addition_dataset(8)}, HINTS, "guidance='hint'"),
     "feedback with tools": ({"tools": [run_python]}, FEEDBACK, "guidance='feedback'"),
-    "guidance in an environment": ({"environment_factory": object}, HINTS, "environment_factory"),
+    "guidance in an environment": ({"environment_factory": Environment}, HINTS, "environment_factory"),
     "feedback on texts": (
         {"train_dataset": addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")},
         FEEDBACK,
@@ -340,4 +331,5 @@ def test_kills_in_later_draws(tmp_path, model_path):
     straight = built(tmp_path / "straight", model_path, WEIGHTED | HINTS | REFILL, max_steps=6, save_strategy="no")
     straight.train()
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "killed", dtype=torch.float32)
-    assert_same_weights(again, straight.model)
+    weights = trainable_weights(again)
+    assert all(torch.equal(weight, weights[name]) for name, weight in trainable_weights(straight.model).items())
