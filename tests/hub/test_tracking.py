@@ -5,9 +5,7 @@ import json
 import os
 import re
 import struct
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -36,23 +34,11 @@ def train_steps(output_dir, model, max_steps, *more):
         "vllm_server_base_url": f"http://user:{SECRET}@host:8000",
     }
     (output_dir.parent / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    settings = {
-        "config": output_dir.parent / "recipe.yaml",
-        "model_name_or_path": model,
-        "output_dir": output_dir,
-        "per_device_train_batch_size": 8,
-        "max_train_samples": 64,
-        "num_iterations": 1,  # a rollout with every step
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "max_steps": max_steps,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "log_completions": "true",
-        "num_completions_to_print": 1,
-        "disable_tqdm": "true",
-        "project": "tracking",
-    }
+    settings = {"config": output_dir.parent / "recipe.yaml", "model_name_or_path": model, "output_dir": output_dir}
+    settings |= {"per_device_train_batch_size": 8, "max_train_samples": 64, "num_generations": 4, "num_iterations": 1}
+    settings |= {"max_completion_length": 8, "max_steps": max_steps, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"log_completions": "true", "num_completions_to_print": 1, "disable_tqdm": "true"}
+    settings |= {"project": "tracking"}
     arguments = [text for key, value in settings.items() for text in (f"--{key}", str(value))]
     with pytest.MonkeyPatch.context() as patch:  # wandb sends the command line, which it reads itself
         patch.setattr("sys.argv", ["train.py", *arguments, *more, "--hub_token", SECRET])
@@ -79,10 +65,6 @@ def runs(tmp_path_factory):
     assert len(parts) == 2
     recipe = yaml.safe_load((output_dir / "recipe.yaml").read_text())
     return output_dir, parts, trainer.state.log_history, recipe
-
-
-# wandb
-# -----------------------------------------------------------------------------------------------------------------
 
 
 def wandb_records(folder: Path) -> list:
@@ -137,16 +119,30 @@ def scalars(log_history, steps) -> dict[int, dict[str, float]]:
     }
 
 
-def test_wandb_gets_every_scalar_of_every_step(runs):
-    _, parts, log_history, _ = runs
-    for part, steps in zip(parts, ((1, 2), (3, 4))):
-        rows = [row for row in wandb_history(part) if "train/reward" in row]
-        expected = scalars(log_history, steps)
-        assert [row["train/global_step"] for row in rows] == list(steps) == list(expected)
-        for row in rows:
-            logged = expected[row["train/global_step"]]
-            assert len(logged) > 20
-            assert {k: row[k] for k in logged} == pytest.approx(logged)
+def wandb_rows(runs) -> list[dict]:
+    return [row for part in runs[1] for row in wandb_history(part)]
+
+
+def trackio_rows(runs) -> list[dict]:
+    import trackio
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = trackio.Api().runs("tracking")
+    assert run.name == f"run-{(runs[0] / 'run_id').read_text().strip()}"
+    assert run.config["recipe"] == published(runs[3]) | {"resume_from_checkpoint": "last"}
+    return SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
+
+
+@pytest.mark.parametrize("rows_of", [wandb_rows, trackio_rows])
+def test_every_scalar_and_table_of_every_step_in_one_run(runs, rows_of):
+    rows = rows_of(runs)
+    metrics = {row["train/global_step"]: row for row in rows if "train/reward" in row}
+    expected = scalars(runs[2], (1, 2, 3, 4))
+    assert sorted(metrics) == sorted(expected) == [1, 2, 3, 4]
+    for step, logged in expected.items():
+        assert len(logged) > 20 and {k: metrics[step][k] for k in logged} == pytest.approx(logged)
+    tables = {re.match(r"completions/step_\d{5}|", key)[0] for row in rows for key in row}
+    assert tables - {""} == {f"completions/step_{step:05d}" for step in expected}
 
 
 def test_wandb_keeps_the_completions_of_every_step(runs):
@@ -192,32 +188,6 @@ def test_no_tracker_gets_a_secret(runs):
         assert config["vllm_server_base_url"] == "http://host:8000" and "hub_token" not in config
 
 
-# trackio and TensorBoard
-# -----------------------------------------------------------------------------------------------
-
-
-def trackio_rows(run) -> list[dict]:
-    from trackio.sqlite_storage import SQLiteStorage
-
-    return SQLiteStorage.get_logs(run.project, run.name, run_id=run.id)
-
-
-def test_trackio_has_one_run_with_the_same(runs):
-    import trackio
-
-    output_dir, _, log_history, recipe = runs
-    identity = (output_dir / "run_id").read_text().strip()
-    found = list(trackio.Api().runs("tracking"))
-    assert [run.name for run in found] == [f"run-{identity}"]
-    assert found[0].config["recipe"] == published(recipe) | {"resume_from_checkpoint": "last"}
-    rows = trackio_rows(found[0])
-    metrics = {row["train/global_step"]: row for row in rows if "train/reward" in row}
-    for step, logged in scalars(log_history, (1, 2, 3, 4)).items():
-        assert {k: metrics[step][k] for k in logged} == pytest.approx(logged)
-    tables = {key for row in rows for key in row if key.startswith("completions/step_")}
-    assert tables == {f"completions/step_{step:05d}" for step in (1, 2, 3, 4)}
-
-
 def test_tensorboard_has_one_folder_with_the_same(runs):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -230,10 +200,6 @@ def test_tensorboard_has_one_folder_with_the_same(runs):
     for name in expected[4]:
         found = {event.step: event.value for event in events.Scalars(name)}
         assert found == pytest.approx({step: logged[name] for step, logged in expected.items() if name in logged})
-
-
-# Identities
-# ------------------------------------------------------------------------------------------------------------
 
 
 def identity_of(output_dir, *, resuming, report_to="wandb"):
@@ -252,23 +218,6 @@ def test_a_new_run_has_a_new_identity_and_a_resumed_one_the_old(tmp_path, monkey
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     assert identity_of(tmp_path, resuming=False)[0] == "mine" == (tmp_path / "run_id").read_text().strip()
     assert os.environ["WANDB_RUN_ID"] == "mine"
-
-
-def test_wandb_without_a_key(tmp_path, monkeypatch):
-    """Said before the trainer is built, with the words of the command line that wandb may see."""
-    import wandb
-
-    seen = []
-    monkeypatch.setattr("sys.argv", ["train.py", "--hub_token", SECRET])
-    monkeypatch.setattr(
-        wandb, "setup", lambda: seen.append(list(sys.argv)) or SimpleNamespace(settings=SimpleNamespace(mode="online"))
-    )
-    monkeypatch.setattr(wandb, "login", lambda prompt, verify: False)
-    with pytest.raises(ValueError, match="report_to.*wandb"):
-        identity_of(tmp_path, resuming=False, report_to="wandb")
-    assert seen == [["train.py"]]
-    monkeypatch.setattr(wandb, "login", lambda prompt, verify: True)
-    assert identity_of(tmp_path, resuming=False, report_to="wandb")[1] is not None
 
 
 def test_without_a_tracker_nothing_is_written(tmp_path):

@@ -37,31 +37,17 @@ def default_handler():
     signal.signal(signal.SIGINT, before)
 
 
+SETTINGS = {"dataset_name": "miniature/addition", "max_train_samples": 64, "reward_funcs": "test_preemption.reward"}
+SETTINGS |= {"use_cpu": True, "bf16": False, "num_generations": 4, "per_device_train_batch_size": 8}
+SETTINGS |= {"steps_per_generation": 2, "max_completion_length": 8, "max_steps": 4, "learning_rate": 1e-3}
+SETTINGS |= {"save_strategy": "no", "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
+SETTINGS |= {"gradient_checkpointing": False, "resume_from_checkpoint": "last"}
+
+
 def run(output_dir, model_path, *arguments, method="pacs", at=None, signals=(signal.SIGTERM,)):
     global send_at, send
     send_at, send = at, signals
-    settings = {
-        "method": method,
-        "model_name_or_path": model_path,
-        "output_dir": output_dir,
-        "dataset_name": "miniature/addition",
-        "max_train_samples": 64,
-        "reward_funcs": "test_preemption.reward",
-        "use_cpu": True,
-        "bf16": False,
-        "num_generations": 4,
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "max_steps": 4,
-        "learning_rate": 1e-3,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "resume_from_checkpoint": "last",
-    }
+    settings = {"method": method, "model_name_or_path": model_path, "output_dir": output_dir, **SETTINGS}
     words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
     return train.main([*words, *arguments])
 
@@ -101,36 +87,28 @@ def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_pat
     assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
 
 
-def test_in_the_last_step_the_run_is_finished(tmp_path, model_path, capsys):
-    trainer = run(tmp_path, model_path, "--max_steps", "2", at=1)
-    assert trainer.state.global_step == 2 and (tmp_path / "model.safetensors").is_file()
-    # and once more: nothing is done, by PACS or by a baseline
-    written = (tmp_path / "model.safetensors").stat().st_mtime_ns
-    for method in ("pacs", "grpo"):
-        capsys.readouterr()
-        assert run(tmp_path, model_path, "--max_steps", "2", method=method) is None
-        assert "is finished" in capsys.readouterr().out
-    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == written
-
-
 @pytest.mark.parametrize("method", ["pacs", GRPO_TOO])
-def test_a_finished_run_whose_model_was_not_written(tmp_path, model_path, method):
-    """Killed after the last checkpoint: its weights are written, where TRL's own trainer would take one more step."""
-    run(tmp_path, model_path, "--max_steps", "2", "--save_strategy", "steps", "--save_steps", "1", method=method)
-    expected = weights(tmp_path)
+def test_finished_runs(tmp_path, model_path, method, capsys):
+    """Stopped in the last step, started once more, killed before the model was written (TRL's own trainer would take
+    one more step), continued from an earlier step, and trained longer."""
+    saving = ["--save_strategy", "steps", "--save_steps", "1", "--lr_scheduler_type", "constant"]
+
+    def steps(number, *more, at=None):
+        trainer = run(tmp_path, model_path, "--max_steps", str(number), *saving, *more, method=method, at=at)
+        return trainer and trainer.state.global_step
+
+    assert steps(2, at=1) == 2
+    expected, written = weights(tmp_path), (tmp_path / "model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    assert steps(2) is None and "is finished" in capsys.readouterr().out
+    assert (tmp_path / "model.safetensors").stat().st_mtime_ns == written
     (tmp_path / "trainer_state.json").write_text("{")  # truncated: the process was killed
     (tmp_path / "model.safetensors").unlink()
-    assert run(tmp_path, model_path, "--max_steps", "2", method=method).state.global_step == 2
+    assert steps(2) == 2
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(tmp_path).items())
     assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 2
-
-
-def test_a_finished_run_is_trained_longer_or_again_from_an_earlier_step(tmp_path, model_path):
-    saving = ["--save_strategy", "steps", "--save_steps", "1", "--lr_scheduler_type", "constant"]
-    run(tmp_path, model_path, "--max_steps", "2", *saving)
-    earlier = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-1")]
-    assert run(tmp_path, model_path, "--max_steps", "2", *saving, *earlier).state.global_step == 2
-    assert run(tmp_path, model_path, "--max_steps", "3", *saving).state.global_step == 3
+    assert steps(2, "--resume_from_checkpoint", str(tmp_path / "checkpoint-1")) == 2
+    assert steps(3) == 3
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(tmp_path, model_path, capfd):
@@ -168,11 +146,6 @@ def test_a_checkpoint_of_another_run_does_not_overwrite_a_model(tmp_path, model_
             run(tmp_path / "second", model_path, "--max_steps", "2", *resume)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(tmp_path / "second").items())
     assert run(tmp_path / "third", model_path, *checkpoint).state.global_step == 2
-
-
-def test_jit_checkpoints_of_transformers_are_refused(tmp_path, model_path):
-    with pytest.raises(ValueError, match="enable_jit_checkpoint"):
-        run(tmp_path, model_path, "--enable_jit_checkpoint", "true", method="grpo")
 
 
 def test_a_run_in_another_thread_leaves_signals_alone():

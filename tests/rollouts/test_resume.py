@@ -94,55 +94,28 @@ def digit_steps(completions, completion_ids, **kwargs):
     ]
 
 
-VARIANTS = {
-    "snapshot with resets": {
-        "reference": "snapshot",
-        "reference_reset_steps": 3,
-        "reset_optimizer_on_reference_reset": True,
-        "max_steps": 6,
-        "offsets": [2, 3, 4],
-    },
-    "first snapshot kept": {"reference": "snapshot", "max_steps": 6, "offsets": [1, 4]},
-    "two iterations": {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 6, "offsets": [1, 2, 3, 4]},
-    "LoRA snapshot": {
-        "lora": True,
-        "reference": "snapshot",
-        "reference_reset_steps": 4,
-        "max_steps": 6,
-        "offsets": [3, 4],
-    },
-    "adapter of its own, and KL": {"adapter": True, "beta": 0.1, "max_steps": 5, "offsets": [3, 4]},
-    "epochs of one generation": {"num_prompts": 8, "max_steps": 6, "offsets": [3, 4, 5]},
-    "epochs that drop prompts": {"num_prompts": 19, "steps_per_generation": 2, "offsets": [3, 4, 8]},
-    "groups over micro-batches": {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 16,
-        "max_steps": 6,
-        "offsets": [2, 5],
-    },
-    "several generations in one update": {
-        "gradient_accumulation_steps": 2,
-        "steps_per_generation": 1,
-        "num_prompts": 10,
-        "max_steps": 5,
-        "offsets": [1, 2, 3],
-    },
-    "labels in several places, LoRA": {
-        "reward": digit_steps,
-        "trainer_class": ProcessLabelsTrainer,
-        "lora": True,
-        "max_steps": 6,
-        "offsets": [2, 4, 5],
-    },
+SNAPSHOT = {"reference": "snapshot", "max_steps": 6}
+RENEWED = SNAPSHOT | {"reference_reset_steps": 3, "reset_optimizer_on_reference_reset": True}
+SEVERAL = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 10, "max_steps": 5}
+SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 16}
+LABELS = {"reward": digit_steps, "trainer_class": ProcessLabelsTrainer, "lora": True, "max_steps": 6}
+VARIANTS = {  # settings, and the steps after which a run is resumed
+    "snapshot with resets": (RENEWED, [2, 3, 4]),
+    "first snapshot kept": (SNAPSHOT, [1, 4]),
+    "two iterations": ({"num_iterations": 2, "steps_per_generation": 2, "max_steps": 6}, [1, 2, 3, 4]),
+    "LoRA snapshot": (SNAPSHOT | {"lora": True, "reference_reset_steps": 4}, [3, 4]),
+    "adapter of its own, and KL": ({"adapter": True, "beta": 0.1, "max_steps": 5}, [3, 4]),
+    "epochs of one generation": ({"num_prompts": 8, "max_steps": 6}, [3, 4, 5]),
+    "epochs that drop prompts": ({"num_prompts": 19, "steps_per_generation": 2}, [3, 4, 8]),
+    "groups over micro-batches": (SPLIT | {"max_steps": 6}, [2, 5]),
+    "several generations in one update": (SEVERAL, [1, 2, 3]),
+    "labels in several places, LoRA": (LABELS, [2, 4, 5]),
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_variants(tmp_path, variant):
-    variant = dict(variant)
-    offsets = variant.pop("offsets")
-    check_resuming(tmp_path, offsets, **variant)
+@pytest.mark.parametrize(("settings", "offsets"), VARIANTS.values(), ids=VARIANTS)
+def test_variants(tmp_path, settings, offsets):
+    check_resuming(tmp_path, offsets, **settings)
 
 
 class Kill(TrainerCallback):
@@ -361,11 +334,9 @@ def test_other_errors_of_a_run_are_not_taken_for_a_full_disk(tmp_path):
 # Finished runs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "length", [{"max_steps": 3}, {"max_steps": -1, "num_train_epochs": 1}], ids=["steps", "epochs"]
-)
-def test_resuming_a_finished_run_learns_nothing(tmp_path, length, capsys):
-    settings = {**length, "steps_per_generation": 1, "eval_strategy": "no"}
+def test_resuming_a_finished_run_learns_nothing(tmp_path, capsys):
+    """Whose length is in epochs; in steps: test_preemption.py."""
+    settings = {"max_steps": -1, "num_train_epochs": 1, "steps_per_generation": 1}
     weights, history, _ = trained(tmp_path, num_prompts=8, **settings)
     capsys.readouterr()
     again, history_again, recorder = trained(tmp_path, resume=True, num_prompts=8, **settings)

@@ -14,54 +14,37 @@ from pacs_trl.rollouts.timing import PARTS, StepTimer
 from pacs_trl.update.forward_pass import ForwardPass
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-    def pass_(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
-def clock():
-    return Clock()
+def timer():
+    """With a clock that `wait` moves, and `seconds` that it has recorded last."""
+    seconds, clock = {}, SimpleNamespace(now=0.0)
+    timer = StepTimer(lambda name, value: seconds.update({name.removeprefix("time/"): value}), lambda: clock.now)
+    timer.seconds, timer.wait = seconds, lambda number: setattr(clock, "now", clock.now + number)
+    return timer
 
 
-@pytest.fixture
-def seconds():
-    """What the timer has recorded last."""
-    return {}
-
-
-@pytest.fixture
-def timer(clock, seconds):
-    return StepTimer(lambda name, value: seconds.update({name.removeprefix("time/"): value}), clock)
-
-
-def test_parts_of_a_step(timer, clock, seconds):
+def test_parts_of_a_step(timer):
     """10 s of generation with 3 s of weight sync inside, 2 s of nothing, 5 s of update: 7 + 3 + 2 + 5 = 17. Work
     between steps is not counted, a part that an error ends is, and an interrupted run leaves nothing."""
     timer.on_step_begin()
     timer.on_pre_optimizer_step()
-    clock.pass_(1)
+    timer.wait(1)
     timer.on_train_begin()
     with timer.part("generation"):
-        clock.pass_(100)
+        timer.wait(100)
     timer.on_step_begin()
     with timer.part("generation"):
-        clock.pass_(4)
+        timer.wait(4)
         with pytest.raises(KeyError), timer.part("weight_sync"):
-            clock.pass_(3)
+            timer.wait(3)
             raise KeyError
-        clock.pass_(3)
-    clock.pass_(2)
+        timer.wait(3)
+    timer.wait(2)
     with timer.part("update"):
-        clock.pass_(5)
+        timer.wait(5)
     timer.on_step_end()
     expected = {"generation": 7.0, "weight_sync": 3.0, "update": 5.0, "other": 2.0, "total": 17.0}
-    assert seconds == dict.fromkeys(PARTS, 0.0) | expected
+    assert timer.seconds == dict.fromkeys(PARTS, 0.0) | expected
 
 
 @pytest.mark.parametrize("steps_per_generation", [1, 2])
@@ -85,18 +68,18 @@ def test_trainer_logs_the_parts_of_every_step(tmp_path, steps_per_generation):
     assert (steps[0]["time/log_probs"] > 0.0) == (steps_per_generation == 2)
 
 
-def test_rates_by_hand(timer, clock, seconds):
+def test_rates_by_hand(timer):
     """300 of 2000 FLOP/s are 15 %; log-probs count as computation, generation does not."""
     timer.on_step_begin()
     with timer.part("generation"):
-        clock.pass_(5)
+        timer.wait(5)
     with timer.part("log_probs"):
-        clock.pass_(1)
+        timer.wait(1)
     with timer.part("update"):
-        clock.pass_(3)
+        timer.wait(3)
     timer.work.update(generated=50, trained=90, flops=1200, peak=2000)
     timer.on_step_end()
-    rates = {name.removeprefix("perf/"): value for name, value in seconds.items() if "perf/" in name}
+    rates = {name.removeprefix("perf/"): value for name, value in timer.seconds.items() if "perf/" in name}
     assert rates == {
         "generated_tok_s": 10.0,
         "forwarded_tok_s_fwd_bwd": 22.5,
