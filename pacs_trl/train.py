@@ -32,13 +32,11 @@ from .data.sets import MINIATURE
 from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
-from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
-from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts, max_lora_rank
+from .rollouts.checkpoint import check_complete, last_checkpoint
+from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.preemption import NAMES, stop_on_signal
-from .rollouts.publication import upload
 from .rollouts.tracking import tracked_run
-from .rollouts.vllm_checks import check_vllm
-from .settings.names import check_model_path, function_of_user, require_vllm
+from .settings.names import check_model_path, function_of_user
 from .update.step_sizes import Step
 
 
@@ -73,8 +71,6 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
     reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
     peft_config, tokenizer = _checked_model(recipe)
-    if checkpoint is not None:
-        check_same_adapter(checkpoint, peft_config)
     train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         tokenizer = _make_warm_start(recipe)
@@ -103,14 +99,15 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
             _leave(trainer, stopping.stopped)
-        trainer.save_model(_internal_call=True)  # no push yet
+        if training.push_to_hub:
+            trainer.push_to_hub()
+        else:
+            trainer.save_model()
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
         f"Saved in {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with "
         "all logged metrics."
     )
-    if training.push_to_hub:
-        upload(trainer, training.output_dir)
     return trainer
 
 
@@ -159,22 +156,11 @@ def _checked_model(recipe: Recipe):
     check_model_path(name, "training")
     check_model_path(vars(training).get("critic_model_name_or_path") or name)
     peft_config = get_peft_config(model)
-    lora_rank = max_lora_rank(training, None, peft_config)
-    if training.use_vllm and name.startswith(MINIATURE):
-        require_vllm("set use_vllm=False")  # the trainer checks the rest once the model exists
-    elif training.use_vllm:
-        check_vllm(training, name, lora_rank)
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
         # TRL turns a list of one name into a string, which peft reads as a regular expression
         peft_config.target_modules = {targets}
-    try:
-        return peft_config, load_tokenizer(recipe)
-    except OSError as error:  # no connection, no such model, or no access
-        raise ValueError(
-            f"The model {name!r} cannot be loaded: {' '.join(str(error).split())} Set model_name_or_path to a "
-            "directory with config.json and tokenizer, a Hub id, or miniature/TASK."
-        ) from error
+    return peft_config, load_tokenizer(recipe)
 
 
 def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], environment: Any):

@@ -32,9 +32,6 @@ class FakeLLM:
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
         self.requests: list[tuple[list[int], SamplingParams]] = []
 
-    def get_default_sampling_params(self):
-        return SamplingParams(max_tokens=1)
-
     def reset_prefix_cache(self):
         pass
 

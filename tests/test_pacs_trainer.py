@@ -30,8 +30,8 @@ from trl import GRPOConfig, GRPOTrainer
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.checks import as_numbers
 from pacs_trl.update.generation import faster_generation
+from pacs_trl.update.rollout import as_numbers
 
 
 def logged(trainer, name: str) -> list:
@@ -310,11 +310,11 @@ def test_reward_functions_whose_column_is_absent(tmp_path):
     async def later(completions, environments, **kwargs):
         return [1.0] * len(completions)
 
-    for reward, words in (([content, graded], "'graded' requires difficulty"), (later, "requires environments")):
+    for reward, words in (([content, graded], "'graded'.*'difficulty'"), (later, "'environments'")):
         with pytest.raises(ValueError, match=words):
             build_trainer(tmp_path, reward=reward)
     rows = addition_dataset().add_column("difficulty", [1] * 32)
-    with pytest.raises(ValueError, match=r"difficulty, but eval_dataset\['easy'\]"):
+    with pytest.raises(ValueError, match=r"eval_dataset\['easy'\].*'difficulty'"):
         more = {"train_dataset": rows, "eval_dataset": {"hard": rows, "easy": addition_dataset()}}
         build_trainer(tmp_path, reward=graded, more=more)
     build_trainer(tmp_path, reward=[content, graded], more={"train_dataset": rows})
@@ -350,10 +350,6 @@ REFUSED = {
     "a number for a reward": ({"model": "no/model", "reward": [digit_reward, 1.0]}, "reward_funcs"),
     "no prompt": ({"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
     "no prompt to evaluate": ({"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
-    "weights rounded": ({"bf16_full_eval": True}, "bf16_full_eval"),
-    "one seed for all": ({"generation_kwargs": {"seed": 3}, "use_vllm": True}, "'seed': 3"),
-    "unknown key": ({"generation_kwargs": {"temprature": 0.5}}, "temprature"),
-    "key with its own setting": ({"generation_kwargs": {"temperature": 0.5}}, "temperature"),
     "unknown key of the template": ({"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),
 }
 

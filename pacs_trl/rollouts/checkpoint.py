@@ -84,26 +84,26 @@ def request_seed(stream: str, index: int) -> int:
 
 def next_seeds(trainer: Any, num_requests: int) -> list[int]:
     """Return the seeds of the next `num_requests` vLLM requests of this process."""
-    # Processes that share an engine (tensor parallelism) need the same seeds; a server has one stream.
-    of_engine = trainer.accelerator.process_index // trainer.args.vllm_tensor_parallel_size
-    run = f"{trainer.args.seed}/{0 if trainer.vllm_mode == 'server' else of_engine}"
-    if trainer.model.training:
-        first = trainer._num_requests
-        trainer._num_requests += num_requests
-    else:  # evaluation has its own seeds, so that it does not change training
-        step, first = trainer._evaluation_requests
-        first = first if step == trainer.state.global_step else 0
-        trainer._evaluation_requests = (trainer.state.global_step, first + num_requests)
-        run += f"/evaluation/{trainer.state.global_step}"
+    if not trainer.model.training:  # an evaluation has seeded the generators, see `own_random_numbers`
+        return [random.getrandbits(31) for _ in range(num_requests)]
+    run = f"{trainer.args.seed}/{0 if trainer.vllm_mode == 'server' else _engine_of(trainer)}"
+    first = trainer._num_requests
+    trainer._num_requests += num_requests
     return [request_seed(run, first + i) for i in range(num_requests)]
+
+
+def _engine_of(trainer: Any) -> int:
+    """Return the number of the engine of this process; processes that share one (tensor parallelism) need equal
+    seeds."""
+    return trainer.accelerator.process_index // trainer.args.vllm_tensor_parallel_size
 
 
 def evaluation_seed(trainer: Any) -> int:
     """Return the seed of this process for an evaluation; several evaluations at one step get different seeds."""
     step, number = trainer._evaluations
     trainer._evaluations = (trainer.state.global_step, number + 1 if step == trainer.state.global_step else 1)
-    process, step = trainer.accelerator.process_index, trainer.state.global_step
-    return request_seed(f"{trainer.args.seed}/{process}/evaluation/{step}", trainer._evaluations[1])
+    stream = f"{trainer.args.seed}/{_engine_of(trainer)}/evaluation/{trainer.state.global_step}"
+    return request_seed(stream, trainer._evaluations[1])
 
 
 @contextmanager

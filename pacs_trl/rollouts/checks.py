@@ -17,13 +17,11 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     ProcessorMixin,
 )
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
-from trl.chat_template_utils import supports_tool_calling
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from .. import rewards
@@ -57,9 +55,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
         arguments |= given
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
-        if callable(function) and not isinstance(function, nn.Module):
-            check_reward_function(function, get_callable_name(function))
-        elif not isinstance(function, str | nn.Module | None) or function in vars(rewards):
+        if not (callable(function) or isinstance(function, str | None)) or function in vars(rewards):
             raise ValueError(
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
                 "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
@@ -70,8 +66,6 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
         check_dataset(name, arguments[name], given_by_data, passed)
         if not has_environment:  # an environment may modify the prompt
             check_prompts(name, arguments[name])
-    check_unsafe_settings(args)
-    check_generation_kwargs(args)
     check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
@@ -94,43 +88,28 @@ def max_lora_rank(args: RolloutConfig, model: Any, peft_config: Any) -> int | No
     return max(8, 1 << (config.r - 1).bit_length())  # the values of vLLM's setting
 
 
-def check_unsafe_settings(args: RolloutConfig) -> None:
-    """Raise a `ValueError` for settings of transformers that would publish secrets or change the run."""
-    unsafe = {
-        "hub_strategy": args.push_to_hub
-        and args.hub_strategy not in ("end", "every_save")
-        and "would upload the token and the optimizer, which checkpoints contain",
-        "enable_jit_checkpoint": "may save in the middle of an optimizer step, at another one on each process. "
-        "`pacs-trl train` and pacs_trl.rollouts.preemption.stop_on_signal() save between two steps",
-        "bf16_full_eval": "would round the trained weights themselves in an evaluation outside of training",
-        "fp16_full_eval": "would round the trained weights themselves in an evaluation outside of training",
-    }
-    for name, reason in unsafe.items():
-        if getattr(args, name) and reason:
-            raise ValueError(f"{name}={getattr(args, name)!s} {reason}. Remove the setting.")
-
-
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
-    """Raise a `ValueError` if a dataset (or one of a dict) has no column `prompt`, or lacks a column that a reward
-    function requires. `passed` are further keyword arguments of reward functions. Streaming datasets may not declare
-    their columns; these are checked when the first examples arrive."""
+    """Raise a `ValueError` if a dataset (or one of a dict) has no column `prompt`, or a reward function cannot be
+    called with its columns. `passed` are further keyword arguments, for functions with such a parameter. Streaming
+    datasets may not declare their columns; these are checked when the first examples arrive."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
     elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
         check_columns(name, dataset.column_names)
-        given = {*_ALWAYS_GIVEN, *passed, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
+        given = {*_ALWAYS_GIVEN, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
         for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
             if not callable(function) or isinstance(function, nn.Module):
                 continue
-            parameters = inspect.signature(function).parameters.values()
-            named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-            if missing := [p.name for p in named if p.default is p.empty and p.name not in given]:
+            signature = inspect.signature(function)
+            try:
+                signature.bind(**dict.fromkeys(given | (signature.parameters.keys() & set(passed))))
+            except TypeError as error:
                 raise ValueError(
-                    f"The reward function {get_callable_name(function)!r} requires {', '.join(missing)}, but {name} "
-                    f"only has the columns {', '.join(dataset.column_names)}. Rename a column, or give the parameter "
-                    "a default value."
-                )
+                    f"The reward function {get_callable_name(function)!r} cannot be called with the columns of "
+                    f"{name}, {', '.join(dataset.column_names)} ({error}). Write "
+                    "it as `def reward(completions, COLUMN, **kwargs)`; rename the column, or give it a default value."
+                ) from error
 
 
 def check_columns(name: str, columns: Iterable[str]) -> None:
@@ -204,33 +183,25 @@ def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
         )
 
 
-def check_evaluation_batch(per_device_eval_batch_size: int, num_processes: int, num_generations: int) -> None:
-    """Raise a `ValueError` if an evaluation batch would not hold whole groups."""
-    if per_device_eval_batch_size * num_processes % num_generations:
-        unit = num_generations // math.gcd(num_generations, num_processes)
-        raise ValueError(
-            f"A batch of an evaluation must hold whole groups of num_generations_eval={num_generations} completions, "
-            f"but has per_device_eval_batch_size={per_device_eval_batch_size} x {num_processes} processes. Set "
-            f"per_device_eval_batch_size to a multiple of {unit}."
-        )
-
-
-def shared_turns_error(args: RolloutConfig, num_processes: int, is_sharded: bool = False) -> str | None:
+def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | None:
     """Return an error message if several processes generate together: with tools they would deadlock, because a
     process requests another turn only while its own completions call tools."""
     alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
-    if alone or num_processes == 1:
+    if alone or args.world_size == 1:
         return None
     return (
-        f"tools with {num_processes} processes that generate together (a vLLM server, vllm_tensor_parallel_size above "
-        "1, or FSDP and ZeRO-3 without vLLM) would wait forever: a process whose completions call no tool asks for no "
-        "further turn. Set use_vllm: true, vllm_mode: colocate, and vllm_tensor_parallel_size: 1."
+        f"tools with {args.world_size} processes that generate together (a vLLM server, vllm_tensor_parallel_size "
+        "above 1, or FSDP and ZeRO-3 without vLLM) would wait forever: a process whose completions call no tool asks "
+        "for no further turn. Set use_vllm: true, vllm_mode: colocate, and vllm_tensor_parallel_size: 1."
     )
 
 
-def check_loaded(model: Any, dataset: Any, args: RolloutConfig, is_sharded: bool) -> None:
+def check_loaded(model: Any, dataset: Any, args: RolloutConfig, has_tools: bool, is_sharded: bool) -> None:
     """Raise a `ValueError` if a LoRA target matches no module (peft only raises if none matches at all), if faster
-    generation cannot have whole weights, or if the training set differs between processes or is too small."""
+    generation cannot have whole weights, if processes that generate together have tools, or if the training set
+    differs between processes or is too small."""
+    if has_tools and (error := shared_turns_error(args, is_sharded)):
+        raise ValueError(error)
     for config in getattr(model, "peft_config", {}).values():
         targets = vars(config).get("target_modules")  # prompt tuning has none
         targets = targets if isinstance(targets, set | list) else ()
@@ -266,8 +237,9 @@ def name_of(model: str | PreTrainedModel) -> str:
     return model if isinstance(model, str) else get_config_model_id(model.config)
 
 
-def check_model_type(config: PreTrainedConfig, processing_class: Any) -> None:
-    """Raise a `ValueError` for an encoder-decoder, and for a model whose prompts may contain images or sound."""
+def check_model_type(config: PreTrainedConfig, args: RolloutConfig, processing_class: Any) -> None:
+    """Raise a `ValueError` for an encoder-decoder, a model whose prompts may contain images or sound, and a mixture of
+    experts with an auxiliary loss."""
     is_multimodal = config.model_type in PROCESSOR_MAPPING_NAMES or hasattr(config, "vision_config")
     if isinstance(processing_class, ProcessorMixin) or (processing_class is None and is_multimodal):
         raise ValueError(
@@ -276,24 +248,26 @@ def check_model_type(config: PreTrainedConfig, processing_class: Any) -> None:
         )
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
+    config, weight = config.get_text_config(), args.router_aux_loss_coef
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
+    if hasattr(config, "output_router_logits") and weight != 0:
+        raise ValueError(
+            f"{config.model_type!r} models are mixtures of experts with an auxiliary loss of the router "
+            f"(router_aux_loss_coef={weight}), which would depend on the micro-batches. Set router_aux_loss_coef=0.0 "
+            "to train without it."
+        )
 
 
 def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
     """Check that prompts leave room for completions; this may download the model's config and tokenizer."""
-    tokenizer, environment = arguments["processing_class"], arguments["environment_factory"]
+    if arguments["environment_factory"] is not None or arguments["rollout_func"] is not None:
+        return
 
     def load_tokenizer():
         revision = (args.model_init_kwargs or {}).get("revision", "main")
         kwargs = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        return tokenizer or AutoTokenizer.from_pretrained(name_of(model), **kwargs)
+        return arguments["processing_class"] or AutoTokenizer.from_pretrained(name_of(model), **kwargs)
 
-    if (arguments["tools"] or environment) and not supports_tool_calling(load_tokenizer()):
-        raise ValueError(
-            "The chat template of the model renders no calls of tools. Choose a model that was trained to "
-            "call tools, or give the tokenizer such a template."
-        )
-    if environment is not None or arguments["rollout_func"] is not None:
-        return
     evaluation = arguments["eval_dataset"]
     datasets = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     datasets = {"train_dataset": arguments["train_dataset"], **datasets}
@@ -317,34 +291,6 @@ def checked_rollouts(rollout_func: Callable, end_empty: Callable) -> Callable:
         return output
 
     return call
-
-
-# Keys of `generation_kwargs` that have a setting of their own, which log-probs or batch sizes depend on.
-_HAVE_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-_HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length")
-_HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
-
-
-def check_generation_kwargs(args: RolloutConfig) -> None:
-    """Raise a `ValueError` if a key of `generation_kwargs` overrides a setting that log-probs depend on, would be
-    ignored, or is a seed with vLLM."""
-    given = args.generation_kwargs or {}
-    if "seed" in given and args.use_vllm:
-        raise ValueError(
-            f"generation_kwargs={{'seed': {given['seed']}}} would generate the same completion for a whole group. "
-            "Remove it: a seed for each request follows from `seed`."
-        )
-    if double := sorted(given.keys() & _HAVE_SETTINGS):
-        settings = ", ".join(dict.fromkeys(_HAVE_SETTINGS[key] for key in double))
-        raise ValueError(
-            f"generation_kwargs must not have {', '.join(double)}: log-probs would be computed with another value. "
-            f"Set {settings} instead."
-        )
-    if not args.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM rejects them itself
-        raise ValueError(
-            f"generation_kwargs has {', '.join(unknown)}, which transformers would ignore. Correct or remove it; the "
-            "keys are those of transformers.GenerationConfig."
-        )
 
 
 def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> None:
@@ -373,29 +319,3 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
             f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
             "single-turn generation on a finite dataset, with vllm_mode: server on GPUs."
         )
-
-
-def check_reward_function(function: Callable, name: str) -> None:
-    """Raise a `ValueError` if a reward function does not accept the arguments that TRL passes."""
-    try:
-        inspect.signature(function).bind_partial(**dict.fromkeys(_ALWAYS_GIVEN))
-    except TypeError as error:
-        raise ValueError(
-            f"The reward function {name!r} cannot be called with prompts, completions, and further columns ({error}). "
-            f"Write it as `def {name}(completions, **kwargs)`."
-        ) from error
-
-
-def as_numbers(rewards: Any, name: str) -> list[float | None]:
-    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
-    finite numbers and `None`: TRL would take NaN for a missing reward."""
-    try:
-        numbers = [None if entry is None else float(entry) for entry in rewards]
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError("NaN or infinity")
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
-        raise ValueError(
-            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
-            "completion: a finite number, or None for no verdict."
-        ) from error
-    return numbers

@@ -1,9 +1,11 @@
-"""Console output of a run: one short line per logged step, instead of Trainer's dict of all metrics.
+"""Console output of a run: one short line per logged step, instead of Trainer's dict of all metrics, and a warning if
+it has no gradient.
 
 With `disable_tqdm=True` Trainer prints its dict, and notebooks show Trainer's table.
 `remove_callback(ProgressCallback)` disables the lines and the progress bar.
 """
 
+import logging
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,13 +14,21 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 
 
+logger = logging.getLogger(__name__)
+
+PATIENCE = 10  # optimizer steps without a signal before the warning
+TRUNCATED = "completions/clipped_ratio"
+# Fraction of uniform groups: in the optimizer step (PACS), or in its generation batches.
+UNIFORM = ("pacs/uniform_group_fraction", "frac_reward_zero_std")
+DENSE = "process/mixed_fraction"  # with process labels, uniform groups have a gradient too
+
 # Label, metric, and format of each number, in print order.
 NUMBERS = {
     "reward": ("reward", ".2f"),
     "pass@1": ("pass@1", ".3f"),
     "entropy": ("entropy", ".2f"),
     "length": ("completions/mean_length", ".0f"),
-    "truncated": ("completions/clipped_ratio", ".2f"),
+    "truncated": (TRUNCATED, ".2f"),
     "grad_norm": ("grad_norm", ".2g"),
     "lag": ("async/lag_updates", ".0f"),
     "tokens/s": ("perf/forwarded_tok_s_wall_clock", ".0f"),
@@ -49,6 +59,43 @@ class ConsoleCallback(ProgressCallback):
         super().on_train_end(args, state, control, **kwargs)
         if state.is_world_process_zero and (line := change_of_reward(state.log_history)):
             print(line, flush=True)
+
+
+class NoSignalCallback(TrainerCallback):
+    """Log a warning after `PATIENCE` consecutive optimizer steps in which all groups were uniform or all completions
+    were truncated, once per run, resumed runs included."""
+
+    _none_in = 0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._none_in = self._last_step = 0
+        self._seen: dict[str, Any] = {}  # the last values; steps without a generation log none
+        for logs in state.log_history:
+            self._count(logs, logs["step"])
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        before = self._none_in
+        self._count(logs or {}, state.global_step)
+        if before < PATIENCE <= self._none_in and state.is_world_process_zero:
+            reward = self._seen.get("reward")  # None: no completion had a verdict
+            logger.warning(
+                f"There is nothing to learn from in {self._none_in} optimizer steps in a row: in each of them every "
+                "group had equal rewards or every completion was truncated (now: mean reward "
+                f"{'none' if reward is None else format(reward, '.2f')}, truncated share {self._seen[TRUNCATED]:.2f} "
+                f"with max_completion_length={args.max_completion_length}). The problems are too hard or too easy, "
+                "completions are cut off, or the reward function cannot read them. See docs/troubleshooting.md, 'The "
+                "reward is flat'."
+            )
+
+    def _count(self, logs: Mapping[str, Any], step: int) -> None:
+        if "loss" not in logs or self._none_in >= PATIENCE:  # of an evaluation, or after the warning
+            return
+        self._seen |= {name: logs[name] for name in (TRUNCATED, *UNIFORM, DENSE, "reward") if name in logs}
+        uniform = next((self._seen[name] for name in UNIFORM if name in self._seen), None) == 1.0
+        uniform = uniform and not (self._seen.get(DENSE) or 0.0) > 0
+        is_flat = uniform or self._seen.get(TRUNCATED) == 1.0
+        self._none_in = self._none_in + step - self._last_step if is_flat else 0
+        self._last_step = step
 
 
 def shorten_console(callbacks: list[TrainerCallback]) -> None:

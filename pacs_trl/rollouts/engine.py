@@ -57,12 +57,9 @@ class SeededLLM:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.llm, name)
 
-    def generate(self, prompts, sampling_params=None, **kwargs) -> list:
-        """Generate completions; arguments and result are those of `vllm.LLM.generate`."""
-        single = isinstance(prompts, str | dict) or isinstance(prompts[0], int)  # text, mapping or token ids
-        prompts = [prompts] if single else prompts
-        if sampling_params is None:
-            sampling_params = self.llm.get_default_sampling_params()
+    def generate(self, prompts: list, sampling_params, **kwargs) -> list:
+        """Generate completions of a list of prompts; other arguments and the result are those of
+        `vllm.LLM.generate`."""
         given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
         params = [each.clone() for each in given]
         seedless = [each for each in params if each.seed is None]

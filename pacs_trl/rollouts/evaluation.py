@@ -23,7 +23,7 @@ from ..evaluation.run import check_grading, grade_in_background, load_benchmarks
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..verification import completion_text
 from . import checkpoint
-from .checks import check_evaluation_batch, check_lengths
+from .checks import check_lengths
 
 
 class BenchmarkEvaluation:
@@ -56,7 +56,12 @@ class BenchmarkEvaluation:
     def get_eval_dataloader(self, eval_dataset=None):
         if eval_dataset is None and not self._has_examples and self._benchmarks:
             return []
-        check_evaluation_batch(self.args.eval_batch_size, self.accelerator.num_processes, self.num_generations_eval)
+        size, num_processes = self.args.eval_batch_size, self.accelerator.num_processes
+        if size * num_processes % self.num_generations_eval:
+            raise ValueError(
+                f"A batch of an evaluation must hold whole groups of num_generations_eval={self.num_generations_eval} "
+                f"completions, but has per_device_eval_batch_size={size} x {num_processes} processes. Change one."
+            )
         return super().get_eval_dataloader(eval_dataset)
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):

@@ -65,27 +65,15 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             )
 
     def _prepare_learning(self) -> None:
-        self._check_support()
-        self.update = self._create_update()
-        self.update.token_weights = self.token_weights()
-        self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
-
-    def _check_support(self) -> None:
-        asks = (
-            self.args.vllm_importance_sampling_correction
-            and not self._config_class.vllm_importance_sampling_correction
-        )
-        if asks and not self.use_vllm and self.rollout_func is None and not self.args.rollout_lag:
-            raise ValueError(
-                "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
-                "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
-            )
-        is_snapshot = self._reference == "snapshot"
-        if is_snapshot and self.args.reset_optimizer_on_reference_reset and self.is_deepspeed_enabled:
+        resets = self._reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
+        if resets and self.is_deepspeed_enabled:
             raise ValueError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in buffers of its own. Use DDP or FSDP2, or set it to False."
             )
+        self.update = self._create_update()
+        self.update.token_weights = self.token_weights()
+        self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
 
     @property
     def _reference(self) -> str:

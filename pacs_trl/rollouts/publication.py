@@ -52,7 +52,7 @@ class Publication:
                 self.state.save_to_json(str(directory / LOG_FILE))
             self._describe_model(directory)
         if self.args.push_to_hub and not _internal_call:
-            upload(self, directory, "Model save")
+            self._upload(directory, "Model save")
 
     def _describe_model(self, directory: Path) -> None:
         """Write provenance, recipe, and model card into the directory of a saved model."""
@@ -97,38 +97,23 @@ class Publication:
 
     def push_to_hub(self, commit_message="End of training", blocking=True, token=None, revision=None, **kwargs):
         """Save the model to `output_dir`, and upload the model files, card, log, and recipe to `hub_model_id`.
-        Arguments are those of [`~transformers.Trainer.push_to_hub`] and [`create_model_card`]."""
+        Arguments are those of [`~transformers.Trainer.push_to_hub`] and [`create_model_card`]. Returns
+        the paths of the files, or a future of them if `blocking` is `False`; `None` on all processes except the main
+        process."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         self.save_model(_internal_call=True)
         self.args.hub_private_repo = kwargs.pop("private", self.args.hub_private_repo)
         if kwargs:
             self.create_model_card(**kwargs)
-        return upload(self, self.args.output_dir, commit_message, blocking, token, revision)
+        return self._upload(Path(self.args.output_dir), commit_message, blocking, token, revision)
 
-
-def upload(
-    trainer: Any,
-    directory: str | Path,
-    commit_message: str | None = "End of training",
-    blocking: bool = True,
-    token: str | None = None,
-    revision: str | None = None,
-):
-    """Upload the directory of a saved model. Returns the paths of the files, or a future of them if `blocking` is
-    `False`; `None` on all processes except the main process."""
-    if not trainer.is_world_process_zero():
-        return None
-    token = token or trainer.args.hub_token
-    if trainer.hub_model_id is None:
-        trainer.init_hf_repo(token=token)
-    api = HfApi(token=token)
-    call = partial(
-        push,
-        Path(directory),
-        trainer.hub_model_id,
-        private=bool(trainer.args.hub_private_repo),
-        revision=revision or trainer.args.hub_revision,
-        commit_message=commit_message,
-        api=api,
-    )
-    return call() if blocking else api.run_as_future(call)
+    def _upload(self, directory: Path, commit_message: str | None, blocking=True, token=None, revision=None):
+        if not self.is_world_process_zero():
+            return None
+        token = token or self.args.hub_token
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        api, settings = HfApi(token=token), {"private": bool(self.args.hub_private_repo)}
+        settings |= {"revision": revision or self.args.hub_revision, "commit_message": commit_message, "api": api}
+        call = partial(push, directory, self.hub_model_id, **settings)
+        return call() if blocking else api.run_as_future(call)

@@ -4,6 +4,7 @@ without the training stack, as `pacs-trl plan` needs."""
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from ..evaluation.arguments import DEFAULT_KS
@@ -11,6 +12,17 @@ from ..evaluation.benchmarks import checked_name
 from ..redaction import published
 from ..settings import bounded, refuse_illegal_values
 from ..update.step_sizes import Step
+
+
+# Keys of `generation_kwargs` that have a setting of their own, which log-probs or batch sizes depend on.
+_HAVE_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+_HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length")
+_HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
+_UNSAFE = {
+    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "would round the trained weights in an evaluation"),
+    "enable_jit_checkpoint": "may save inside an optimizer step; `pacs-trl train` and "
+    "pacs_trl.rollouts.preemption.stop_on_signal() save between two",
+}
 
 
 @dataclass
@@ -89,7 +101,13 @@ class RolloutConfig(GRPOConfig):
 
     def errors(self, step: Step) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
-        errors = self._benchmark_errors()
+        errors = self._benchmark_errors() + self._generation_errors()
+        errors += [f"{name}=True {why}. Remove the key." for name, why in _UNSAFE.items() if getattr(self, name)]
+        if self.push_to_hub and self.hub_strategy not in ("end", "every_save"):
+            errors.append(
+                f"hub_strategy={self.hub_strategy.value!r} would be ignored: models are pushed at the end of "
+                "training, never with checkpoints, which contain the token and the optimizer. Remove the key."
+            )
         names = ("fast_generation", "generation_dtype") if self.use_vllm else ("vllm_sync_adapter",)
         if ignored := [name for name in names if getattr(self, name)]:
             errors.append(
@@ -116,6 +134,27 @@ class RolloutConfig(GRPOConfig):
         """Whether the trainer keeps a copy of the weights that a server generates with, for `stale_logps`."""
         return self.use_vllm and self.stale_logps == "recompute"
 
+    def _generation_errors(self) -> list[str]:
+        """Return one message per group of keys of `generation_kwargs` that is ignored, or overrides a setting."""
+        given, errors = self.generation_kwargs or {}, []
+        if "seed" in given and self.use_vllm:
+            errors.append(
+                f"generation_kwargs={{'seed': {given['seed']}}} would generate the same completion for a whole group. "
+                "Remove it: a seed for each request follows from `seed`."
+            )
+        if double := sorted(given.keys() & _HAVE_SETTINGS):
+            settings = ", ".join(dict.fromkeys(_HAVE_SETTINGS[key] for key in double))
+            errors.append(
+                f"generation_kwargs must not have {', '.join(double)}: log-probs would be computed with another "
+                f"value. Set {settings} instead."
+            )
+        elif not self.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM rejects them
+            errors.append(
+                f"generation_kwargs has {', '.join(unknown)}, which transformers would ignore. Correct or remove it; "
+                "the keys are those of transformers.GenerationConfig."
+            )
+        return errors
+
     def _benchmark_errors(self) -> list[str]:
         names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")
         given = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
@@ -123,8 +162,6 @@ class RolloutConfig(GRPOConfig):
         best = self.metric_for_best_model or ""
         if given and not self.eval_benchmarks:
             return [f"{', '.join(given)} would be ignored. Set eval_benchmarks, or remove the key."]
-        if self.eval_temperature == 0 and self.eval_num_samples > 1:
-            return ["eval_temperature=0 generates equal completions of a problem. Set eval_num_samples: 1."]
         if "pass@" in best and best.rpartition("pass@")[2].partition("_")[0] not in ks:
             return [
                 f"metric_for_best_model={best!r} would not be measured: k is {' or '.join(ks) or 'not measured'} "

@@ -27,14 +27,13 @@ from ..errors import FailedRun
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
-from ..update.rollout import Rollout, unpad_rollouts, weighted_rewards
+from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks
 from .adapter_sync import engine_with_lora
-from .console import shorten_console
+from .console import NoSignalCallback, shorten_console
 from .engine import ServerFailure, create_engine, failed_run
 from .evaluation import BenchmarkEvaluation
-from .no_signal import NoSignalCallback
 from .preemption import StepStart
 from .publication import Publication
 from .rollout_config import RolloutConfig
@@ -53,7 +52,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
-    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "signal")
+    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded")
     # Attributes that change inside an optimizer step, in addition to metrics and the token count.
     _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
@@ -72,7 +71,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
-        self._check_config(checks.config_of(model, args), args, arguments["processing_class"])
+        checks.check_model_type(checks.config_of(model, args), args, arguments["processing_class"])
         checks.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         with engine_with_lora(args, model, arguments["peft_config"]):
@@ -92,30 +91,17 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         checks.check_arguments(model, args, arguments)
 
-    def _check_config(self, config, args, processing_class) -> None:
-        checks.check_model_type(config, processing_class)
-        config, weight = config.get_text_config(), args.router_aux_loss_coef
-        weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
-        if hasattr(config, "output_router_logits") and weight != 0:
-            raise ValueError(
-                f"{config.model_type!r} models are mixtures of experts with an auxiliary loss of the router "
-                f"(router_aux_loss_coef={weight}), which would depend on the micro-batches. Set "
-                "router_aux_loss_coef=0.0 to train without it."
-            )
-
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
         for config in [each.config.get_text_config() for each in (self.model, self.ref_model) if each is not None]:
             if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
                 config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-        checks.check_loaded(self.model, self.train_dataset, self.args, is_sharded)
-        if self.tools and (error := checks.shared_turns_error(self.args, self.accelerator.num_processes, is_sharded)):
-            raise ValueError(error)
+        checks.check_loaded(self.model, self.train_dataset, self.args, bool(self.tools), is_sharded)
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)
-        self.add_callback(NoSignalCallback(self))
+        self.add_callback(NoSignalCallback())
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             checks.check_golds(self.train_dataset)
@@ -301,7 +287,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
                 "all processes make together, in one order. Write it as a plain function."
             )
         function = wraps(function)(partial(function, **own)) if own else function
-        return with_result(function, lambda rewards, given: checks.as_numbers(rewards, name))
+        return with_result(function, lambda rewards, given: as_numbers(rewards, name))
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter
@@ -354,8 +340,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             kept.clear()
         self._num_requests = 0  # vLLM requests of this process in training
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
-        self.signal: dict[str, float] = {"none_in": 0}  # see `NoSignalCallback`
-        self._evaluation_requests = (0, 0)  # optimizer step of the last evaluation, and its number of requests
         self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
         self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
 

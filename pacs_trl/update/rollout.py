@@ -4,6 +4,7 @@ TRL returns a generation batch as tensors padded to the longest completion. [`un
 to one [`Rollout`] without padding, so that it can be dropped, reordered, moved to another process, and saved.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,6 +68,21 @@ def from_state(state: dict) -> Rollout:
         return {name: v.numpy() if torch.is_tensor(v) else v for name, v in values.items()}
 
     return Rollout(**as_arrays(state) | {"extra": as_arrays(state["extra"])})
+
+
+def as_numbers(rewards: Any, name: str) -> list[float | None]:
+    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
+    finite numbers and `None`: TRL would take NaN for a missing reward."""
+    try:
+        numbers = [None if entry is None else float(entry) for entry in rewards]
+        if not all(number is None or math.isfinite(number) for number in numbers):
+            raise ValueError("NaN or infinity")
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
+        raise ValueError(
+            f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
+            "completion: a finite number, or None for no verdict."
+        ) from error
+    return numbers
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

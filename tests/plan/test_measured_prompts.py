@@ -66,7 +66,7 @@ def test_what_training_would_say_of_model_and_data(small, model, tmp_path, monke
     (tmp_path / "strict.py").write_text("def graded(completions, difficulty, **kwargs):\n    return []\n")
     monkeypatch.syspath_prepend(tmp_path)
     for changes, words in (
-        ({"reward_funcs": ["strict.graded"]}, "'graded' requires difficulty"),
+        ({"reward_funcs": ["strict.graded"]}, "'graded' cannot be called with the columns of the training set"),
         ({"problem_column": "question"}, "`problem_column` 'question' is not a column"),
         ({"max_tokens_per_micro_batch": 1010}, "do not fit into max_tokens_per_micro_batch=1010"),
         ({"max_prompt_length": 3}, "max_prompt_length=3"),

@@ -1,7 +1,5 @@
 """The line of a step by hand, rewards before and after, and what of Trainer's own output is left alone."""
 
-from types import SimpleNamespace
-
 import pytest
 from optional_packages import IPython  # noqa: F401 (skips without it)
 from transformers import PrinterCallback, ProgressCallback
@@ -52,15 +50,3 @@ def test_what_is_left_to_trainer():
         replaced = [new for old, new in zip(callbacks, shortened, strict=True) if new is not old]
         assert [type(callback) for callback in replaced] == [ConsoleCallback] * (len(callbacks) > 2)
         assert mine not in callbacks or mine in shortened
-
-
-def test_only_the_first_process_prints(capsys):
-    console = ConsoleCallback()
-    for is_first in (False, True):
-        state = SimpleNamespace(is_world_process_zero=is_first, global_step=1, max_steps=2)
-        state.log_history = [{"reward": 1.0}] * 2
-        console.on_train_begin(None, state, None)
-        console.on_log(None, state, None, logs=STEP)
-        console.on_train_end(None, state, None)
-        out, errors = capsys.readouterr()
-        assert len(out.splitlines()) == 2 * is_first and errors == ""  # no bar where standard error is no terminal

@@ -24,7 +24,7 @@ class Counting:
         return list(itertools.islice(self.counter, n))
 
 
-def test_every_legal_call_of_a_colocated_engine_gets_seeds():
+def test_every_request_of_a_colocated_engine_gets_a_seed():
     def params(tokens=1, seed=None):
         return SimpleNamespace(max_tokens=tokens, seed=seed, clone=lambda: params(tokens, seed))
 
@@ -34,25 +34,18 @@ def test_every_legal_call_of_a_colocated_engine_gets_seeds():
             generate=lambda prompts, sampling_params: calls.append(
                 [(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)]
             ),
-            get_default_sampling_params=params,
         ),
         Counting(),
     )
     llm.generate(["a", "b"], params(5))
     llm.generate(["a", "b"], [params(6), params(7)])
-    llm.generate("text", sampling_params=params(8))
-    llm.generate([5, 6, 7])
-    llm.generate([{"prompt_token_ids": [1]}])
     assert calls == [
         [("a", 0, 5), ("b", 1, 5)],
         [("a", 2, 6), ("b", 3, 7)],
-        [("text", 4, 8)],
-        [([5, 6, 7], 5, 1)],
-        [({"prompt_token_ids": [1]}, 6, 1)],
     ]
     # a request that has a seed keeps it, and takes none of the others
     llm.generate(["a", "b", "c"], (params(5, seed=99), params(5), params(5, seed=0)))
-    assert calls[-1] == [("a", 99, 5), ("b", 7, 5), ("c", 0, 5)]
+    assert calls[-1] == [("a", 99, 5), ("b", 4, 5), ("c", 0, 5)]
 
 
 def prompts(*ids):

@@ -22,14 +22,11 @@ TOKENIZER = build_tokenizer(tools=True)
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Models whose chat template has tools, and has none."""
-    path = tmp_path_factory.mktemp("models")
-    for name, tokenizer in (("tools", TOKENIZER), ("none", build_tokenizer())):
-        build_model(tokenizer, seed=shifted(0)).save_pretrained(path / name)
-        if name == "none":
-            tokenizer.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
-        tokenizer.save_pretrained(path / name)
+def model(tmp_path_factory):
+    """A model whose chat template has tools."""
+    path = tmp_path_factory.mktemp("model")
+    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(path)
+    TOKENIZER.save_pretrained(path)
     return path
 
 
@@ -40,7 +37,7 @@ def run(output_dir, model, *arguments, recipe="environment.yaml"):
 
 
 @pytest.mark.trains
-def test_the_miniature_environment(tmp_path, models, monkeypatch, confined):
+def test_the_miniature_environment(tmp_path, model, monkeypatch, confined):
     """A scripted model: of a product it asks the tool, or guesses; then it repeats what it was told."""
     monkeypatch.chdir(REPOSITORY)
     asked = []
@@ -57,7 +54,7 @@ def test_the_miniature_environment(tmp_path, models, monkeypatch, confined):
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     held_out = ["--eval_split_size", "2", "--eval_strategy", "steps", "--eval_steps", "1"]
-    trainer = run(tmp_path / "out", models / "tools", "--max_completion_length", "96", *held_out)
+    trainer = run(tmp_path / "out", model, "--max_completion_length", "96", *held_out)
     shared_code_verifier().close()
     groups = [turns[start : start + 4] for turns in asked for start in (0, 4)]
     assert all(len(set(group)) == 1 for group in groups)
@@ -157,32 +154,28 @@ def module(tmp_path, monkeypatch):
         (["--environment", "MODULE:mute"], "The environment failed .*shout"),
         (["--environment", "MODULE:stream"], "IterableDataset"),
         (["--environment", "MODULE:endless", "--max_steps", "-1"], "Set max_steps"),
-        (
-            ["--environment", "MODULE:fine", "--model_name_or_path", "NONE"],
-            "chat template of the model renders no calls",
-        ),
         (["--environment", "MODULE:fine", "--dataset_name", "gsm8k"], "dataset_name.* would be ignored"),
         (["--rollout_func", "MODULE:nothing"], "rollout_func: .*nothing"),
         (["--rollout_func", "MODULE:fine"], "rollout_func: .*not callable"),
     ],
 )
-def test_errors_before_the_model_is_loaded(tmp_path, models, module, arguments, message, monkeypatch):
+def test_errors_before_the_model_is_loaded(tmp_path, model, module, arguments, message, monkeypatch):
     monkeypatch.setattr(
         "trl.trainer.grpo_trainer.create_model_from_path", lambda *args, **kwargs: pytest.fail("loaded")
     )
-    arguments = [a.replace("MODULE", module).replace("NONE", str(models / "none")) for a in arguments]
+    arguments = [a.replace("MODULE", module) for a in arguments]
     recipe = "environment.yaml" if "--environment" in arguments else "pacs.yaml"
     with pytest.raises(ValueError, match=message) as error:
-        run(tmp_path / "out", models / "tools", *arguments, recipe=recipe)
+        run(tmp_path / "out", model, *arguments, recipe=recipe)
     assert str(error.value).rstrip(".").count(". ") in (1, 2)
 
 
 @pytest.mark.trains
-def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, models, module):
+def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, model, module):
     functions = ["--rollout_func", f"{module}:rollout", "--reward_funcs", f"{module}.seven"]
-    trainer = run(tmp_path / "rollout", models / "tools", *functions, recipe="pacs.yaml")
+    trainer = run(tmp_path / "rollout", model, *functions, recipe="pacs.yaml")
     assert [entry["reward"] for entry in trainer.state.log_history if "loss" in entry] == [1.0, 1.0]
-    trainer = run(tmp_path / "own", models / "tools", "--environment", f"{module}:fine")
+    trainer = run(tmp_path / "own", model, "--environment", f"{module}:fine")
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["rewards/Environment/mean"] for entry in logs] == [1.0, 1.0]
     assert trainer.train_dataset.column_names == ["prompt", "seed"]

@@ -238,19 +238,22 @@ def test_probabilities_of_answers_do_not_go_with_tools(tmp_path):
 
 
 NAMED = {"model_name_or_path": "m", "dataset_name": "gsm8k", "output_dir": "o", "use_cpu": True, "bf16": False}
+CALLS = {"max_tool_calling_iterations": 2}
+
+
+SERVER = {"tools": ["run_python"], "use_vllm": True, "vllm_mode": "server"}
 
 
 @pytest.mark.parametrize(
     ("settings", "processes", "message"),
     [
         ({"tools": []}, 1, "tools"),
-        ({"max_tool_calling_iterations": 2}, 1, "max_tool_calling_iterations"),
-        ({"tools": ["run_python"], "use_vllm": True, "vllm_mode": "server"}, 2, "tools with 2 processes"),
-        ({"tools": ["run_python"], "use_vllm": True, "vllm_tensor_parallel_size": 2}, 4, "tools with 4 processes"),
+        (CALLS, 1, "max_tool_calling_iterations"),
+        (SERVER, 2, "tools with 2 processes"),
+        (SERVER | {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, 4, "tools with 4 processes"),
     ],
 )
 def test_what_a_recipe_is_refused(settings, processes, message):
     with pytest.raises(ValueError, match=message):
         Recipe.from_settings(NAMED | settings, processes)
-    fine = {"tools": ["run_python"], "use_vllm": True, "vllm_mode": "colocate", "max_tool_calling_iterations": 2}
-    Recipe.from_settings(NAMED | fine, processes)
+    Recipe.from_settings(NAMED | CALLS | SERVER | {"vllm_mode": "colocate"}, processes)

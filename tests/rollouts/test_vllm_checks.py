@@ -2,7 +2,6 @@
 
 import socket
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from replay import Recorder, addition_dataset, assert_same_models, build_trainer, config, tiny_model
 from transformers import AutoModelForCausalLM
 
-from pacs_trl import PPOTrainer, train
+from pacs_trl import PPOTrainer
 from pacs_trl.rollouts.vllm_checks import check_port, check_vllm
 from pacs_trl.settings import names
 
@@ -23,13 +22,10 @@ def test_versions_that_trl_drives(monkeypatch, version):
         names.require_vllm("wait")
 
 
-def test_recipes_are_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
+def test_the_version_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
     monkeypatch.setattr(names, "installed_vllm", lambda: "0.12.0")
-    recipe = Path(__file__).parents[2] / "recipes" / "miniature" / "grpo.yaml"
-    given = {"model_name_or_path": "no/such-model", "use_vllm": True, "output_dir": tmp_path}
-    arguments = [part for key, value in given.items() for part in (f"--{key}", str(value))]
     with pytest.raises(ValueError, match="vLLM 0.12.0"):
-        train.main(["--config", str(recipe), *arguments])
+        build_trainer(tmp_path, model="no/such-model", use_vllm=True)
 
 
 @pytest.fixture
