@@ -1,4 +1,4 @@
-"""Settings that experimental methods reject, by the name of the key."""
+"""Settings that PPO and experimental methods reject, by the name of the key."""
 
 import pytest
 from replay import config
@@ -26,6 +26,13 @@ ET, REFILL, LINEAR = {"adaptive_rollouts": "equal_treatment"}, {"refill_uniform_
         ("verl", {"hidden_state_stride": 8}, "hidden_state_stride"),
         ("process_labels", {"score_estimator": "dr_grpo"}, "score_estimator"),
         ("process_labels", {"actor_term_coef": 0.5}, "actor_term_coef"),
+        ("ppo", {"scale_rewards": "batch"}, "scale_rewards"),
+        ("ppo", {"importance_sampling_level": "sequence"}, "importance_sampling_level"),
+        ("ppo", {"multi_objective_aggregation": "normalize_then_sum"}, "multi_objective_aggregation"),
+        ("ppo", {"off_policy_mask_threshold": 1.0}, "off_policy_mask_threshold"),
+        ("ppo", {"vespo_k_pos": 1.0}, "vespo_k_pos"),
+        ("ppo", {"loss_type": "cispo"}, "loss_type"),
+        ("ppo", {"fp16": True}, "fp16"),
     ],
 )
 def test_refused(method, settings, key):
