@@ -32,8 +32,7 @@ COMMANDS = [
     "plan --config recipe.yaml",
     "train --config recipe.yaml",
     f"evaluate --model outputs/run --output_dir outputs/evaluation {EVALUATION}",
-    "audit --completions outputs/evaluation/samples/miniature_addition.jsonl --benchmark miniature/addition "
-    "--protocols authors",
+    "audit --completions saved.json --protocols authors",
     "report outputs/evaluation/results.json --output_dir outputs/report",
     "push --model outputs/run --repo user/name --results outputs/evaluation/results.json --dry_run",
 ]
@@ -76,6 +75,7 @@ def installed(tmp_path_factory):
 @needs("matplotlib")
 def test_every_command_works_elsewhere(installed, tmp_path):
     (tmp_path / "recipe.yaml").write_text(RECIPE)
+    (tmp_path / "saved.json").write_text('[{"completion": "1", "solution": "2"}]')
     environment = os.environ | {"PYTHONPATH": str(installed)}
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False

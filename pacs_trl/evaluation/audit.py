@@ -3,10 +3,10 @@
     pacs-trl audit --completions outputs/run/completions/completions_00010.parquet
     pacs-trl audit --programs verifiable_coding
 
-The first form grades saved completions (tables of TRL's `log_completions`, sample files of `pacs-trl evaluate`
-together with `--benchmark`, or any JSON lines or Parquet file) with the authors' protocol and with TRL's
-`accuracy_reward`, and prints the outcomes side by side, beside labels by hand (`--true_column`). The second form runs
-the reference solutions of a set of programming problems against its tests and lists those that fail.
+The first form grades saved completions (tables of TRL's `log_completions`, or any JSON lines or Parquet file) with the
+authors' protocol and with TRL's `accuracy_reward`, and prints the outcomes side by side, beside labels by hand
+(`--true_column`). The second form runs the reference solutions of a set of programming problems against its tests and
+lists those that fail.
 """
 
 import argparse
@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from ..data import TRAINING_SETS
 from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows
@@ -25,7 +24,7 @@ from ..settings import Parser
 from ..verification import Outcome, completion_text
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier
-from .benchmarks import load_benchmark, name_and_path
+from .benchmarks import name_and_path
 
 
 EXAMPLES = 5  # disagreements that are printed for each pair of protocols
@@ -42,7 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
     parser.add_argument("--solution_column", default="solution", help="gold answer")
     parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
-    parser.add_argument("--benchmark", help="take gold answers from this benchmark, by the column `problem`")
     parser.add_argument("--protocols", nargs="+", choices=("authors", "trl", "number"), default=["authors", "trl"])
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
     parser.add_argument("--max_problems", type=int, help="--programs: number of problems to run")
@@ -56,17 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _audit_completions(args: argparse.Namespace) -> None:
     rows, column = read_rows(Path(args.completions)), args.completion_column
-    needed = {"completion_column": column, "true_column": args.true_column}
-    needed |= {} if args.benchmark else {"solution_column": args.solution_column}
-    _require_columns(args.completions, rows, needed)
-    # the first line of a sample file has no completion
-    found = [(row, completion_text(each)) for row in rows if column in row for each in _completions_of(row[column])]
-    rows, texts = [row for row, _ in found], [text for _, text in found]
+    named = {name: getattr(args, name) for name in ("completion_column", "solution_column", "true_column")}
+    _require_columns(args.completions, rows, named)
+    # a cell with a list of completions, but not a conversation, becomes several rows
+    cells = [(row, row.get(column)) for row in rows]
+    cells = [(row, c if isinstance(c, list) and not (c and isinstance(c[0], dict)) else [c]) for row, c in cells]
+    rows, texts = [row for row, cell in cells for _ in cell], [completion_text(c) for _, cell in cells for c in cell]
     golds = [row.get(args.solution_column) for row in rows]
-    if args.benchmark:
-        problems = {problem.id: problem for problem in load_benchmark(args.benchmark).problems}
-        known = [(problems.get(row.get("problem")), row.get("seed", 0)) for row in rows]
-        golds = [problem and problem.of_sample(seed)[1] for problem, seed in known]
     labels = [str(row.get(args.true_column)).lower() for row in rows] if args.true_column else []
     if unknown := [label for label in labels if label not in _LABELS]:
         raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
@@ -93,10 +87,6 @@ def _audit_completions(args: argparse.Namespace) -> None:
             print(f"  row {i}: " + ", ".join(f"{name} {graded[name][i].name.lower()}" for name in (first, second)))
             print(f"    gold       {str(golds[i])[:200]!r}")
             print(f"    completion ...{(texts[i] or '')[-200:]!r}")
-
-
-def _completions_of(cell: Any) -> list[Any]:
-    return cell if isinstance(cell, list) and not (cell and isinstance(cell[0], dict)) else [cell]
 
 
 def _require_columns(source: str, rows: Sequence[dict], columns: dict[str, str | None]) -> None:
@@ -139,7 +129,7 @@ def _audit_programs(args: argparse.Namespace) -> None:
     solutions = [row.get(args.reference_column) for row in rows]
     fenced = [f"```python\n{s}\n```" if isinstance(s, str) and last_program(s) is None else s for s in solutions]
     with CodeVerifier() as verifier:
-        print(f"{len(rows)} problems of {args.programs}, run with {verifier.level.text if verifier.level else ''}\n")
+        print(f"{len(rows)} problems of {args.programs}, run with {verifier.level}\n")
         grades = verifier.grade_detailed(fenced, tests)
     for outcome, count in Counter(grade.outcome for grade in grades).most_common():
         print(f"{outcome.name.lower():18}{count:10}")

@@ -34,6 +34,7 @@ from ..data.sets import (
     gold_answer,
     load_rows,
     own_columns,
+    read_rows,
 )
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
@@ -263,30 +264,27 @@ def load_benchmark(
     if ":" in spec and not name_and_path(spec)[1]:
         return _environment(spec, max_problems)
     name, path = checked_name(spec)
-    is_gym = not path and name.startswith(f"{gym.NAME}/")
-    if path:
-        entry, source = BENCHMARKS.get(name), {"file": Path(path).name}
-        if entry is None:
-            entry, source = ProblemSet("", title=name), source | dict(columns or {})
-    elif name.startswith(MINIATURE):
-        title = name.removeprefix(MINIATURE).replace("_", " ")
-        entry = ProblemSet("", split="test", title=title, instruction="")  # as its models are trained
-        source = {"generator": "pacs_trl.miniature", "split": "test"}
-    elif is_gym:
-        task = name.partition("/")[2]
-        config = ((gym_tasks or {}).get(task) or {}).get("config") or {}
-        columns_of_gym = {"problem_column": "question", "solution_column": "solution"}
-        entry = ProblemSet("", title=task.replace("_", " "), instruction=gym.INSTRUCTION, **columns_of_gym)
-        source = {"generator": "reasoning_gym", "config": config, "seed": gym.BENCHMARK_SEED}
-    else:
-        entry = BENCHMARKS[name]
-        source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
+    entry, given, kind = BENCHMARKS.get(name), dict(columns or {}), name.partition("/")[0] if not path else ""
     try:
-        rows = gym.benchmark(task, config, max_problems) if is_gym else load_rows(name, entry, path or None)
-        if path and name not in BENCHMARKS:
-            given = columns or {}
+        if kind == gym.NAME:
+            task = name.partition("/")[2]
+            config = ((gym_tasks or {}).get(task) or {}).get("config") or {}
+            columns_of_gym = {"problem_column": "question", "solution_column": "solution"}
+            entry = ProblemSet("", title=task.replace("_", " "), instruction=gym.INSTRUCTION, **columns_of_gym)
+            source = {"generator": gym.NAME, "config": config, "seed": gym.BENCHMARK_SEED}
+            rows = gym.benchmark(task, config, max_problems)
+        elif entry is None and path:
+            rows, source = read_rows(Path(path)), {"file": Path(path).name} | given
             names = list(dict.fromkeys(column for row in rows for column in row))
-            entry = own_columns(entry, names, given.get("problem_column"), given.get("solution_column"))
+            chosen = given.get("problem_column"), given.get("solution_column")
+            entry = own_columns(ProblemSet("", title=name), names, *chosen)
+        elif entry is None:
+            title = name.removeprefix(MINIATURE).replace("_", " ")
+            entry = ProblemSet("", split="test", title=title, instruction="")  # as its models are trained
+            rows, source = load_rows(name, entry), {"generator": "pacs_trl.miniature", "split": "test"}
+        else:
+            source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
+            rows, source = load_rows(name, entry, path or None), {"file": Path(path).name} if path else source
         problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     except KeyError as error:
         raise ValueError(

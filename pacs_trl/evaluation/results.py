@@ -31,15 +31,9 @@ class GradedSample(NamedTuple):
 
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
-    """
-    Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark.
-
-    A problem with a completion that could not be graded is listed under `unscorable` and excluded from pass@k, but not
-    from the share of truncated completions.
-
-    Raises:
-        `ValueError`: if no problem could be graded.
-    """
+    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark. A problem
+    with a completion that could not be graded is listed under `unscorable` and excluded from pass@k, but not from the
+    share of truncated completions. Raises a `ValueError` if no problem could be graded."""
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
@@ -94,18 +88,15 @@ class Document(dict):
 
 
 def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Document:
-    """
-    Parse a JSON object as nested [`Document`]s.
-
-    Raises:
-        `ValueError`: naming `where`, if it is not such an object or lacks one of the `fields`.
-    """
+    """Parse a JSON object as nested [`Document`]s. Raises a `ValueError` naming `where` if it is not such an object or
+    lacks one of the `fields`."""
     try:
         content = json.loads(text, object_hook=lambda found: Document(found, where))
+        problem = "" if isinstance(content, Document) else f"{content!r:.60}"
     except ValueError as error:  # JSON or UTF-8
-        raise ValueError(f"{where} is damaged: it is not JSON ({error}). Create it again.") from error
-    if not isinstance(content, Document):
-        raise ValueError(f"{where} is damaged: it is not a JSON object ({content!r:.60}). Create it again.")
+        problem = str(error)
+    if problem:
+        raise ValueError(f"{where} is damaged: it is not a JSON object ({problem}). Create it again.")
     for field in fields:
         content[field]
     return content
@@ -117,13 +108,8 @@ def read_json(path: Path, fields: Iterable[str] = ()) -> Document:
 
 
 def read_results(path: str | Path) -> Document:
-    """
-    Read a results file, or that of a directory.
-
-    Raises:
-        `OSError`: if there is none.
-        `ValueError`: if it is damaged, has another schema version, or a benchmark has no graded problem.
-    """
+    """Read a results file, or that of a directory. Raises an `OSError` if there is none, and a `ValueError` if it is
+    damaged, has another schema version, or a benchmark has no graded problem."""
     path = Path(path)
     results = read_json(path / "results.json" if path.is_dir() else path)
     if results["schema_version"] != RESULTS_SCHEMA:

@@ -36,7 +36,7 @@ class SampleStore(AbstractContextManager):
 
     Raises:
         `ValueError`: if the file has other settings (the message lists the differences), is being written by another
-            process, is damaged before its last line, or contains a completion twice.
+            process, or is damaged before its last line.
         `OSError`: if the file cannot be created or written.
     """
 
@@ -100,20 +100,14 @@ class SampleStore(AbstractContextManager):
         end = self._file.tell()
         for number, line in enumerate(iter(self._file.readline, b""), start=2):
             try:
-                record = json.loads(line)
-                key = record["problem"], record["sample"]
-                is_whole = line.endswith(b"\n")
+                record = json.loads(line) if line.endswith(b"\n") else {}  # the newline may be all that is missing
+                self.keys.add((record["problem"], record["sample"]))
             except (ValueError, KeyError, TypeError):
-                is_whole = False
-            if not is_whole and self._file.readline():
-                return f"is damaged in line {number}, which is not its last. Remove the line by hand"
-            if not is_whole:
+                if self._file.readline():
+                    return f"is damaged in line {number}, which is not its last. Remove the line by hand"
                 logger.warning(f"{self.path}: removed an incomplete last line; that sample is generated again.")
                 self._file.truncate(end)
                 return None
-            if key in self.keys:
-                return f"contains sample {key[1]} of problem {key[0]} twice. Remove line {number} by hand"
-            self.keys.add(key)
             end += len(line)
         return None
 

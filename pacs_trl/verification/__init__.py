@@ -6,18 +6,24 @@ CPU time, wall-clock time, and memory: `pool.py` watches them, and `worker.py` g
 trainer and evaluation. The workers import it too, so it needs only the standard library.
 """
 
+import json
 import os
 import re
+import socket
+import struct
+import subprocess
+import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import blake2b
+from multiprocessing.connection import Connection
 from numbers import Number
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
-
-from .client import PoolProcess
 
 
 class Outcome(IntEnum):
@@ -129,6 +135,66 @@ def default_num_workers() -> int:
     return min(16, max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
+def connection_of(own: socket.socket, send_seconds: float) -> Connection:
+    """Return a connection that owns a socket. Sending raises an `OSError` if the peer receives nothing for
+    `send_seconds`."""
+    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(send_seconds) + 1, 0))
+    return Connection(own.detach())
+
+
+class ChildProcess:
+    """A running `main` of a module of this folder, in a fresh interpreter with settings as JSON, and the connection
+    to it; it exits when the connection closes. `end` runs when the object is collected or the interpreter exits."""
+
+    def __init__(
+        self,
+        module: str,
+        connection: Any,
+        settings: dict[str, Any],
+        flags: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        **how: Any,
+    ):
+        self.connection = connection
+        # The package of this process, last on the path, where it hides no other module.
+        package_root = str(Path(__file__).resolve().parents[2])
+        start = f"import sys; sys.path.append({package_root!r}); "
+        start += f"from pacs_trl.verification.{module} import main; sys.path.pop(); main()"
+        # Ctrl-C in the terminal reaches only the trainer, which then ends the process. The variable makes the order
+        # of sets equal in every run, hence sympy's rewriting and the outputs of programs.
+        process = subprocess.Popen(
+            [sys.executable, *flags, "-P", "-c", start, json.dumps(settings | {"parent_pid": os.getpid()})],
+            start_new_session=True,
+            env={**(os.environ if env is None else env), "PYTHONHASHSEED": "0"},
+            **how,
+        )
+        self.pid = process.pid
+        self.end = weakref.finalize(self, _end_process, process, connection, os.getpid())
+
+
+def _end_process(process: subprocess.Popen, connection: Any, owner: int) -> None:
+    connection.close()
+    if os.getpid() != owner:
+        return
+    try:
+        process.wait(timeout=5.0)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+_verifiers: "weakref.WeakSet[BaseVerifier]" = weakref.WeakSet()
+
+
+def _reset_after_fork() -> None:
+    """Replace locks, which threads of the parent may hold, and workers, which answer to the parent."""
+    for verifier in _verifiers:
+        verifier._lock, verifier._pool = threading.Lock(), None
+
+
+os.register_at_fork(after_in_child=_reset_after_fork)
+
+
 @dataclass(eq=False)
 class BaseVerifier:
     """
@@ -159,6 +225,7 @@ class BaseVerifier:
         self._cache: OrderedDict[bytes, Grade] = OrderedDict()
         self._lock = threading.Lock()
         self._pool: Any = None
+        _verifiers.add(self)
 
     def __enter__(self):
         self.start()
@@ -303,23 +370,30 @@ class Verifier(BaseVerifier):
     def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
         """Send items to the pool and return its answer. If the pool fails, try once more with a new one."""
         for _ in range(2):
+            connection, failure = self._start().connection, "it does not answer"
             try:
-                return self._start().grade(items)
+                connection.send(items)
+                # The pool enforces its limits. If it stalls (a suspended process), the trainer must not.
+                if connection.poll(120.0 + len(items) * self.timeout_seconds / (self.num_workers or 1)):
+                    return connection.recv()
             except (OSError, EOFError) as error:
-                failure = error
-                self._end()
+                failure = repr(error)
             except BaseException:  # e.g. an interrupt: an answer may be half read, so this pool cannot be reused
                 self._end()
                 raise
+            self._end()
         raise RuntimeError(
-            f"The verification processes failed twice on a batch of {len(items)} completions ({failure!r}). See their "
+            f"The verification processes failed twice on a batch of {len(items)} completions ({failure}). See their "
             "messages on stderr."
-        ) from failure
+        )
 
-    def _start(self) -> PoolProcess:
+    def _start(self) -> ChildProcess:
         if self._pool is None:
             names = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
-            self._pool = PoolProcess(**{name: getattr(self, name) for name in names})
+            settings = {name: getattr(self, name) for name in names}
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._pool = ChildProcess("pool", connection_of(ours, 120.0), settings, stdin=theirs.fileno())
         return self._pool
 
     def _end(self) -> None:

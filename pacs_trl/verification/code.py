@@ -21,9 +21,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from . import MAX_CHARACTERS, BaseVerifier, Grade, Outcome
+from . import MAX_CHARACTERS, BaseVerifier, ChildProcess, Grade, Outcome
 from .cases import PASSED, ProblemTests, UnusableTests, is_expected, last_program, read_tests, runnable
-from .client import ChildProcess
 from .confinement import LAYERS, landlock_version, missing_layers
 
 
@@ -44,17 +43,12 @@ class Execution(NamedTuple):
         """Class of the exception, or outcome in lower case; empty for success."""
         if self.outcome is None:
             return ""
-        last = (self.messages.strip().splitlines() or [""])[-1].partition(":")[0]
+        last = self.messages.strip().rpartition("\n")[2].partition(":")[0]
         is_class = self.outcome is Outcome.ERROR and last.replace(".", "").isidentifier()
         return last[:80] if is_class else self.outcome.name.lower()
 
 
-class Level(NamedTuple):
-    """Confinement of programs: the layers that hold, and a description."""
-
-    layers: tuple[str, ...]
-    text: str
-
+_LIMITS = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
 
 # Tries to break out of each layer, and prints the layers that hold.
 _PROBE = """
@@ -95,7 +89,6 @@ class ProgramProcess(ChildProcess):
 
     def run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         """Run a program on an input, or on asserts. Raises an `OSError` if the worker has ended or does not answer."""
-        self.check_owner()
         contents = [content.encode("utf-8", "surrogatepass") for content in (program, text)] + [b"", b""]
         with ExitStack() as stack:
             files = []
@@ -160,7 +153,7 @@ class CodeVerifier(BaseVerifier):
 
     def __post_init__(self):
         super().__post_init__()
-        self.level: Level | None = None
+        self.level: str | None = None  # the measured confinement, for example "landlock 7 + seccomp + rlimits"
         self._stopping = False
 
     def run(self, programs: Sequence[str], inputs: Sequence[str]) -> list[Execution]:
@@ -171,9 +164,7 @@ class CodeVerifier(BaseVerifier):
 
     def facts(self) -> dict[str, Any]:
         """Return limits and confinement, for results files."""
-        names = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
-        level = self.level.text if self.level else None
-        return {"confinement": level, **{name: getattr(self, name) for name in names}}
+        return {"confinement": self.level} | {name: getattr(self, name) for name in _LIMITS}
 
     def _prepare(
         self, completion: Any, solution: Any, is_truncated: bool
@@ -221,7 +212,7 @@ class CodeVerifier(BaseVerifier):
     def _run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         if self._stopping:
             raise KeyboardInterrupt
-        worker, failure = self._pool.get(), None
+        worker = self._pool.get()
         try:
             for _ in range(2):
                 try:
@@ -251,48 +242,41 @@ class CodeVerifier(BaseVerifier):
         self._pool = None
 
     def _new_worker(self) -> ProgramProcess:
-        names = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
         layers = [layer for layer in self._layers if layer not in missing_layers()]
-        return ProgramProcess({"layers": layers} | {name: getattr(self, name) for name in names})
+        return ProgramProcess({"layers": layers} | {name: getattr(self, name) for name in _LIMITS})
 
-    def _start(self) -> Level:
+    def _start(self) -> None:
         """Start the workers and measure their confinement. Raises a `ValueError` if it is weaker than `isolation`, or
         no program can be run."""
-        if self._pool is not None and self.level is not None:
-            return self.level
+        if self._pool is not None:
+            return
         self._pool = queue.SimpleQueue()
         with ExitStack() as on_failure:
             on_failure.callback(self._end)
-            try:
-                for _ in range(self.num_workers or 1):
-                    self._pool.put(self._new_worker())
-                probe = self._run(_PROBE, str(self.memory_limit_mb << 20))
-            except (OSError, RuntimeError) as error:
-                raise ValueError(
-                    f"The workers for programs cannot be started ({error}). Check TMPDIR and the process limits."
-                ) from error
+            for _ in range(self.num_workers or 1):
+                self._pool.put(self._new_worker())
+            probe = self._run(_PROBE, str(self.memory_limit_mb << 20))
             holds = json.loads(probe.output) if probe.outcome is None else {"rlimits": False}
             if not holds["rlimits"]:
                 raise ValueError(
                     "The sandbox cannot run programs on this machine, or limit their memory ("
                     f"{probe.error or 'no limit'}: {probe.messages or 'no message'}). Use another machine."
                 )
-            layers = tuple(layer for layer in LAYERS if holds[layer])
+            layers = [layer for layer in LAYERS if holds[layer]]
             names = [f"landlock {landlock_version()}" if layer == "landlock" else layer for layer in layers]
-            level = Level(layers, " + ".join([*names, "rlimits"]) if layers else "rlimits only")
+            level = " + ".join([*names, "rlimits"]) if layers else "rlimits only"
             if lacking := sorted({*self.isolation.split("+")} - {*layers, "rlimits"}):
                 reasons = "; ".join(missing_layers().values()) or "switched off, or a program broke out"
                 raise ValueError(
                     f"code_isolation={self.isolation} needs {' and '.join(lacking)}, but programs would run with "
-                    f"{level.text} ({reasons}) and could read and write your files. Use kernel 5.13 or later with "
-                    "Landlock and a container profile that allows both, or, on a disposable machine, set "
-                    f"code_isolation to {'+'.join(layers) or 'rlimits'} (see docs/code.md)."
+                    f"{level} ({reasons}) and could read and write your files. Use kernel 5.13 or later with Landlock "
+                    "and a container profile that allows both, or, on a disposable machine, set code_isolation to "
+                    f"{'+'.join(layers) or 'rlimits'} (see docs/code.md)."
                 )
             on_failure.pop_all()
         if self.level != level:
-            logger.info("Programs run with %s.", level.text)
+            logger.info("Programs run with %s.", level)
         self.level = level
-        return level
 
 
 @lru_cache(maxsize=256)  # the completions of a prompt share their tests

@@ -1,6 +1,6 @@
 """Process between the trainer and the grading workers, which forks, feeds, watches, and replaces them.
 
-The trainer starts it as a fresh interpreter (`client.py`), so nothing of the trainer is forked or imported again (no
+The trainer starts it as a fresh interpreter, so nothing of the trainer is forked or imported again (no
 torch, CUDA, threads, or user `__main__`), and a notebook or `python -c` may be the parent. It imports math-verify once
 and forks a replacement for a killed worker in milliseconds. It never grades, so it always notices when its parent
 ends, and then ends its workers.
@@ -20,8 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from . import Grade, Outcome
-from .client import connection_of
+from . import Grade, Outcome, connection_of
 from .worker import grade_one, serve
 
 

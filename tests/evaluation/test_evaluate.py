@@ -110,7 +110,7 @@ def test_programs_run_in_the_sandbox(arguments, verifier, play):
     entry = results["benchmarks"]["miniature/programs"]
     assert [problem["c"] for problem in entry["problems"]] == [2, 2, 2]
     assert entry["verification"] == {"correct": 6, "wrong": 6}
-    assert entry["programs"]["confinement"] == programs.level.text and entry["programs"]["cpu_seconds"] == 2.0
+    assert entry["programs"]["confinement"] == programs.level and entry["programs"]["cpu_seconds"] == 2.0
 
 
 def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(arguments, verifier, play):

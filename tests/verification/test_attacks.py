@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from watching import block, children
+from watching import block, children, workers_of
 
 from pacs_trl.verification import Outcome
 from pacs_trl.verification.code import CodeVerifier
+from pacs_trl.verification.confinement import LAYERS
 
 
 class Attack(NamedTuple):
@@ -139,12 +140,15 @@ SERVERS = {
 }
 
 
+def layers_of(level):
+    return {layer for layer in LAYERS if layer in level}
+
+
 def is_stopped(attack, level):
     """Whether one of the layers that hold stops an attack."""
-    holding = {"limits", *level.layers} | ({"root"} if os.geteuid() == 0 else set())
-    if "landlock" in level.layers:
-        version = int(re.search(r"landlock (\d+)", level.text)[1])
-        holding |= {f"landlock {earlier}" for earlier in range(1, version + 1)}
+    holding = {"limits", *layers_of(level)} | ({"root"} if os.geteuid() == 0 else set())
+    if found := re.search(r"landlock (\d+)", level):
+        holding |= {f"landlock {earlier}" for earlier in range(1, int(found[1]) + 1)}
     return bool(holding & set(attack.stopped_by))
 
 
@@ -163,16 +167,13 @@ def test_attacks(layers, tmp_path, monkeypatch):
         programs = [around.program(number, attack) for number, attack in enumerate(ATTACKS)]
         tests = {"type": "stdin_stdout", "cases": [{"input": "nothing", "output": EXPECTED}]}
         verifier = stack.enter_context(started(layers))
-        if set(verifier.level.layers) != set(layers):
-            pytest.skip(f"this machine has {verifier.level.text}")
+        if layers_of(verifier.level) != set(layers):
+            pytest.skip(f"this machine has {verifier.level}")
         # What an earlier program and its right output leave behind is there to be found.
         earlier = block(f"print({EXPECTED!r}) # earlier-{os.urandom(8).hex()}")
         assert verifier.grade([earlier] * 2, [tests] * 2) == [1.0] * 2
         grades = verifier.grade_detailed([block(program) for program in programs], [tests] * len(programs))
-        workers = [verifier._pool.get() for _ in range(2)]
-        assert not any(children(worker.pid) for worker in workers)
-        for worker in workers:
-            verifier._pool.put(worker)
+        assert not any(map(children, workers_of(verifier)))
         assert not [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("pacs_trl_code_")]
         functions = {"type": "function", "name": "answer", "cases": [{"input": [], "output": EXPECTED}]}
         asserts = [{"type": "asserts", "code": code, "entry_point": "answer"} for code in ASSERTS]
@@ -186,7 +187,7 @@ def test_attacks(layers, tmp_path, monkeypatch):
             for attack, program in zip(ATTACKS, programs)
             if "BREACH" in verifier.executions[program.partition("\n")[0]].output
         }
-        print(f"\n{verifier.level.text}: {len(got_out)} of {len(ATTACKS)} succeed:", *sorted(got_out), sep="\n  ")
+        print(f"\n{verifier.level}: {len(got_out)} of {len(ATTACKS)} succeed:", *sorted(got_out), sep="\n  ")
         rewarded = [a.name for a, grade in zip(ATTACKS, grades) if grade.outcome.label != 0.0]
         assert not rewarded and labels == [[0.0] * len(FUNCTIONS)] * (1 + len(asserts))
         # Their limit is 1 second, theirs to stay are 20; how far apart the two lie depends on how busy the machine is.

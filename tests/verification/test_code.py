@@ -1,18 +1,18 @@
 """`CodeVerifier`: outcomes of programs, limits, levels of confinement, and what it leaves behind (nothing)."""
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
-from watching import block, children, is_running, wait_for
+from watching import block, children, is_running, wait_for, workers_of
 
 from pacs_trl import rewards
 from pacs_trl.rewards import MAX_REPLY, run_python
-from pacs_trl.verification import Grade, Outcome, code
+from pacs_trl.verification import Outcome, code
 from pacs_trl.verification.code import CodeVerifier
 
 
@@ -30,14 +30,6 @@ def verifier():
     limits = {"cpu_seconds": 0.4, "timeout_seconds": 2.0, "memory_limit_mb": 256}
     with CodeVerifier(num_workers=2, isolation="rlimits", **limits) as verifier:
         yield verifier
-
-
-def workers_of(verifier):
-    """Its workers, which stay in the pool."""
-    workers = [verifier._pool.get() for _ in range(verifier.num_workers)]
-    for worker in workers:
-        verifier._pool.put(worker)
-    return workers
 
 
 class TestOutcomes:
@@ -134,22 +126,9 @@ class TestOutcomes:
             assert other.run([program], [""])[0].output == verifier.run([program], [""])[0].output
 
 
-@pytest.mark.parametrize(("outcome", "num_runs"), [(Outcome.WRONG, 1), (Outcome.KILLED, 2)])
-def test_equal_programs_run_once_and_a_kill_is_not_cached(verifier, monkeypatch, outcome, num_runs):
-    runs = []
-    monkeypatch.setattr(CodeVerifier, "_grade_one", lambda self, *job: runs.append(job) or Grade(outcome, 0.1))
-    fresh = block(f"print('a program of this test', {outcome})")
-    assert verifier.grade([fresh, fresh], [SUM, json.dumps(SUM)]) == [0.0, 0.0]
-    assert verifier.grade([fresh], [SUM]) == [0.0]
-    assert len(runs) == num_runs
-    verifier.grade([fresh], [ADD])
-    assert len(runs) == num_runs + 1
-
-
 class TestLevels:
     def test_the_level_is_measured_and_told(self, verifier):
-        assert verifier.level.text.endswith("rlimits") or verifier.level.text == "rlimits only"
-        assert verifier.facts()["confinement"] == verifier.level.text
+        assert verifier.facts()["confinement"] == verifier.level and "rlimits" in verifier.level
 
     @pytest.mark.parametrize(
         ("layers", "missing"), [((), "landlock and seccomp"), (("seccomp",), "landlock"), (("landlock",), "seccomp")]
@@ -175,44 +154,8 @@ class TestProcesses:
         for number in range(200):
             verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
         for worker in workers_of(verifier):
-            assert not children(worker.pid) and len(os.listdir(f"/proc/{worker.pid}/fd")) < 10
+            assert not children(worker) and len(os.listdir(f"/proc/{worker}/fd")) < 10
         assert descriptors() == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
-
-    def test_closing_ends_everything(self):
-        with CodeVerifier(num_workers=2, isolation="rlimits") as verifier:
-            workers = workers_of(verifier)
-        assert not any(is_running(worker.pid) for worker in workers)
-        assert verifier.grade([block(READ + "print(a + b)")], [SUM]) == [1.0]  # starts anew
-        verifier.close()
-
-    def test_a_killed_worker_is_replaced(self):
-        with CodeVerifier(num_workers=1, isolation="rlimits") as verifier:
-            os.kill(workers_of(verifier)[0].pid, signal.SIGKILL)
-            assert verifier.grade([block(READ + f"print(a + b) # {i}") for i in range(2)], [SUM] * 2) == [1.0] * 2
-
-    def test_workers_that_cannot_start(self, monkeypatch, tmp_path):
-        with monkeypatch.context() as patch, pytest.raises(ValueError, match="TMPDIR"):
-            patch.setattr(sys, "executable", "/bin/false")
-            CodeVerifier(num_workers=2).start()
-        monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
-        with pytest.raises(ValueError, match="TMPDIR"):
-            CodeVerifier(num_workers=2).start()
-
-    def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self, verifier):
-        workers = workers_of(verifier)
-        for worker in workers:
-            os.kill(worker.pid, signal.SIGTERM)
-        assert verifier.grade([block(READ + "print(a + b) # after the signal")], [SUM]) == [1.0]
-        assert all(is_running(worker.pid) for worker in workers)
-
-    def test_a_forked_process_has_workers_of_its_own(self, verifier):
-        pid = os.fork()
-        if pid == 0:
-            right = verifier.grade([block(READ + "print(a + b) # in a fork")], [SUM]) == [1.0]
-            verifier.close()
-            os._exit(0 if right else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-        assert verifier.grade([block(READ + "print(a + b) # after a fork")], [SUM]) == [1.0]
 
     def test_an_interrupt_leaves_a_verifier_that_works(self, verifier):
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us with `&`
@@ -226,17 +169,18 @@ class TestProcesses:
 
     def test_workers_and_programs_end_with_their_parent(self, tmp_path):
         start = """
-import time
 from pacs_trl.verification.code import CodeVerifier
+from watching import workers_of
 verifier = CodeVerifier(num_workers=2, isolation="rlimits", cpu_seconds=60.0, timeout_seconds=60.0)
-verifier.start()
-workers = [verifier._pool.get() for _ in range(2)]
-for worker in workers:
-    verifier._pool.put(worker)
-print(*(worker.pid for worker in workers), flush=True)
+print(*workers_of(verifier), flush=True)
 verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
 """
-        how = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | {"TMPDIR": str(tmp_path)}}
+        how = {
+            "stdout": subprocess.PIPE,
+            "text": True,
+            "env": os.environ | {"TMPDIR": str(tmp_path)},
+            "cwd": Path(__file__).parent,
+        }
         with subprocess.Popen([sys.executable, "-c", start], **how) as process:
             pids = [int(pid) for pid in process.stdout.readline().split()]
             assert wait_for(lambda: all(map(children, pids)) and len(os.listdir(tmp_path)) == 2, 20)

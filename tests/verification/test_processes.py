@@ -1,4 +1,4 @@
-"""Limits, kills and shutdown of the verification processes. The attacks are data: `data/hostile.jsonl`."""
+"""Limits, kills and shutdown of the verification processes. Hostile answers are data: `data/hostile.jsonl`."""
 
 import json
 import os
@@ -8,15 +8,18 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from accelerate import Accelerator
 from processes import on_two
-from watching import box, children, is_running, wait_for
+from watching import block, box, children, is_running, wait_for, workers_of
 
 from pacs_trl.rewards import math_reward, shared_verifier
 from pacs_trl.verification import Outcome, Verifier
+from pacs_trl.verification.code import CodeVerifier
 
 
 HOSTILE = [
@@ -33,12 +36,6 @@ def text_of(row):
 
 def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def workers_of(verifier):
-    """Process ids of the workers, once they are there."""
-    verifier.grade([box(0)], [0])
-    return children(verifier._pool.pid)
 
 
 class InBackground:
@@ -145,18 +142,87 @@ class TestKilledProcesses:
             assert verifier._pool.pid != pool
             assert wait_for(lambda: not is_running(worker), 5)
 
-    def test_idle_worker(self):
-        with Verifier(num_workers=2) as verifier:
-            workers = workers_of(verifier)
-            for worker in workers:
-                os.kill(worker, signal.SIGKILL)
-            assert wait_for(lambda: not any(map(is_running, workers)), 5)
-            assert verifier.grade([box(i) for i in range(50)], range(50)) == [1.0] * 50
 
-    def test_pool_that_cannot_start(self, monkeypatch):
+class Kind(NamedTuple):
+    """A verifier, its correct answers, and their solutions."""
+
+    verifier: Verifier | CodeVerifier
+    answer: Callable[[int], str]
+    solution: Callable[[int], Any]
+
+    def grade(self, first, expected=0):
+        """Grades of ten answers, correct with `expected=0`."""
+        numbers = range(first, first + 10)
+        return self.verifier.grade([self.answer(i) for i in numbers], [self.solution(i + expected) for i in numbers])
+
+
+@pytest.fixture(params=["answers", "programs"])
+def kind(request):
+    if request.param == "answers":
+        found = Kind(Verifier(num_workers=2, cpu_seconds=2.0), box, str)
+    else:
+        verifier = CodeVerifier(num_workers=2, isolation="rlimits")
+
+        def tests(i):
+            return {"type": "stdin_stdout", "cases": [{"input": "", "output": str(i)}]}
+
+        found = Kind(verifier, lambda i: block(f"print({i})"), tests)
+    with found.verifier:
+        yield found
+
+
+class TestBothVerifiers:
+    def test_killed_workers_are_replaced(self, kind):
+        workers = workers_of(kind.verifier)
+        for worker in workers:
+            os.kill(worker, signal.SIGKILL)
+        assert wait_for(lambda: not any(map(is_running, workers)), 5)
+        assert kind.grade(0) == [1.0] * 10
+
+    def test_the_signal_that_a_scheduler_sends_to_all_disturbs_nothing(self, kind):
+        workers = workers_of(kind.verifier)
+        for worker in workers:
+            os.kill(worker, signal.SIGTERM)
+        assert kind.grade(0) == [1.0] * 10 and all(map(is_running, workers))
+
+    def test_a_closed_verifier_starts_again(self, kind):
+        workers = workers_of(kind.verifier)
+        kind.verifier.close()
+        assert wait_for(lambda: not any(map(is_running, workers)), 5)
+        assert kind.grade(0) == [1.0] * 10
+
+    def test_workers_that_cannot_start(self, kind, monkeypatch):
+        kind.verifier.close()
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        with pytest.raises(RuntimeError, match="failed twice"):
-            Verifier(num_workers=1).grade([box(1)], [1])
+        with pytest.raises(RuntimeError, match="failed"):
+            kind.grade(0)
+
+    @pytest.mark.parametrize("is_grading", [False, True])
+    def test_a_forked_process_has_workers_of_its_own(self, kind, monkeypatch, is_grading):
+        """Also if another thread holds the lock, which nobody would release in the child."""
+        workers, (started, answer) = workers_of(kind.verifier), (threading.Event(), threading.Event())
+        run_jobs = kind.verifier._run_jobs
+        waiting = threading.Thread(target=kind.grade, args=(0,), daemon=True)
+        if is_grading:
+            monkeypatch.setattr(
+                kind.verifier, "_run_jobs", lambda jobs: (started.set(), answer.wait(), run_jobs(jobs))[-1]
+            )
+            waiting.start()
+            assert started.wait(10)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # a child that hangs is ended
+            kind.verifier._run_jobs = run_jobs
+            right = kind.grade(20) == [1.0] * 10 and kind.grade(40, expected=1) == [0.0] * 10
+            right = right and not set(workers_of(kind.verifier)) & set(workers)
+            kind.verifier.close()
+            os._exit(0 if right else 1)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        answer.set()
+        if is_grading:
+            waiting.join(30)
+        assert code == 0
+        assert kind.grade(0) == [1.0] * 10 and workers_of(kind.verifier) == workers
 
 
 PROGRAM = """
@@ -226,30 +292,11 @@ class TestEndOfTheParent:
         assert ("oops" in errors) == ("oops" in ending)
         assert "Warning" not in errors
 
-    def test_close_and_forgetting_end_the_processes(self):
-        closed, forgotten = Verifier(num_workers=1), Verifier(num_workers=1)
-        pids = [*workers_of(closed), closed._pool.pid, *workers_of(forgotten), forgotten._pool.pid]
-        closed.close()
-        del forgotten
+    def test_forgetting_ends_the_processes(self):
+        verifier = Verifier(num_workers=1)
+        pids = [*workers_of(verifier), verifier._pool.pid]
+        del verifier
         assert wait_for(lambda: not any(map(is_running, pids)), 5)
-        assert closed.grade([box(1)], [1]) == [1.0]  # starts again
-        closed.close()
-
-
-class TestForkedParent:
-    def test_child_gets_processes_of_its_own(self):
-        with Verifier(num_workers=1) as verifier:
-            (worker,) = workers_of(verifier)
-            pool = verifier._pool.pid
-            child = os.fork()
-            if child == 0:
-                ok = verifier.grade([box(1), box(2)], [1, 1]) == [1.0, 0.0] and verifier._pool.pid != pool
-                verifier.close()
-                os._exit(0 if ok else 1)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-            assert is_running(pool) and is_running(worker)
-            assert verifier.grade([box(3)], [3]) == [1.0]
-            assert verifier._pool.pid == pool
 
 
 def grade_on_a_rank(directory):

@@ -14,12 +14,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from seeds import shifted
 from watching import box
 
-from pacs_trl.rewards import (
-    VerificationArguments,
-    configure_verification,
-    shared_arguments,
-    shared_verifier,
-)
+from pacs_trl.rewards import VerificationArguments, configure_verification, shared_arguments, shared_verifier
 from pacs_trl.verification import Outcome, Verifier, default_num_workers, gold_texts, last_boxed
 
 
@@ -66,7 +61,6 @@ class TestRealRows:
         answers = [row["answer"] for row in GSM8K]
         assert verifier.grade([box(gold) for gold in GSM8K_GOLDS], answers) == [1.0] * 200
         assert verifier.grade(answers, GSM8K_GOLDS) == [1.0] * 200
-        assert verifier.grade([r"\boxed{26}"] * 2, ["5 + 21 = 26. #### 26", "#### 26"]) == [1.0, 1.0]
 
     def test_no_gold_of_the_benchmarks_is_reported(self, verifier):
         rows = [row.get("answer", row.get("Answer")) for row in MATH + AIME_2024 + AIME_2025 + AMC + GSM8K]
@@ -84,10 +78,9 @@ class TestRealRows:
 
     @pytest.mark.parametrize(
         "golds",
+        # those of AMC are floats, as on the Hub
         [
-            [row["Answer"] for row in AIME_2024],
-            [row["answer"] for row in AIME_2025],
-            [row["answer"] for row in AMC],  # floats, as on the Hub
+            *([row.get("answer", row.get("Answer")) for row in rows] for rows in (AIME_2024, AIME_2025, AMC)),
             GSM8K_GOLDS,
         ],
         ids=["aime_2024", "aime_2025", "amc23", "gsm8k"],
@@ -108,13 +101,9 @@ class TestRealRows:
         pairs += [(row["answer"], gold) for row, gold in zip(GSM8K, GSM8K_GOLDS)]
         pairs += [(f"so {gold}", row["answer"]) for row, gold in zip(AIME_2025, MATH_GOLDS)]
         ours = verifier.grade(*zip(*pairs))
+        gold_config, configs = [LatexExtractionConfig()], [ExprExtractionConfig(), LatexExtractionConfig()]
         direct = [
-            float(
-                verify(
-                    parse(gold if "\\boxed" in gold else box(gold), [LatexExtractionConfig()]),
-                    parse(completion, [ExprExtractionConfig(), LatexExtractionConfig()]),
-                )
-            )
+            float(verify(parse(gold if "\\boxed" in gold else box(gold), gold_config), parse(completion, configs)))
             for completion, gold in pairs
         ]
         assert ours == direct
@@ -207,9 +196,6 @@ class TestBatches:
             assert len(asked) == 2
             assert verifier.grade([box(6), box(5), box(5)], [5, 5, 6]) == [0.0, 1.0, 0.0]
             assert asked[2:] == [(box(5), ("6",))]  # the same completion against another gold is another question
-
-    def test_cache_is_bounded(self):
-        with Verifier(num_workers=1) as verifier:
             verifier.cache_size = 10
             verifier.grade([box(i) for i in range(25)], range(25))
             assert len(verifier._cache) == 10
@@ -219,8 +205,8 @@ class TestBatches:
         answers = [gold if i % 3 else str(int(gold) + 1) for i, gold in enumerate(golds[:1_350])]
         answers += [MATH_GOLDS[i + i % 2] for i in range(150)]
         completions = [f"Attempt {i}: the answer is {box(answer)}" for i, answer in enumerate(answers)]
-        hostile = ["".join(text * count for text, count in row["parts"]) for row in read_jsonl("hostile.jsonl")]
-        for place, text in enumerate(hostile[:4]):
+        hostile = ["".join(text * count for text, count in row["parts"]) for row in read_jsonl("hostile.jsonl")[:4]]
+        for place, text in enumerate(hostile):
             completions[place * 330 + 3] = text
         labels = []
         for num_workers in (2, 3):  # other chunks, other neighbours
@@ -250,14 +236,11 @@ class TestCallers:
             thread.join(60)
         assert results == {name: [1.0 - name % 2] * 40 for name in range(8)}
 
-    def test_default_workers_share_the_node_between_ranks(self, monkeypatch):
+    @pytest.mark.parametrize(("ranks", "workers"), [(1, 16), (8, 6), (64, 1)])
+    def test_default_workers_share_the_node_between_ranks(self, monkeypatch, ranks, workers):
         monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(48)))
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-        assert default_num_workers() == 6
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-        assert default_num_workers() == 16
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", "64")
-        assert default_num_workers() == 1
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        assert default_num_workers() == workers
 
     def test_shared_verifier_is_one_and_can_be_configured(self):
         configure_verification(VerificationArguments(verification_protocol="trl", verification_max_failure_share=0.25))
@@ -275,18 +258,6 @@ class TestCallers:
 
 
 class TestText:
-    @pytest.mark.parametrize(
-        ("text", "content"),
-        [
-            (r"so \boxed{1} or rather \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
-            (r"\boxed {\sqrt{3^{2}}}", r"\sqrt{3^{2}}"),
-            (r"\boxed{2} and then \boxed{unclosed {3}", "2"),
-            ("nothing", None),
-        ],
-    )
-    def test_last_box_with_balanced_braces(self, text, content):
-        assert last_boxed(text) == content
-
     def test_last_box_against_a_search_from_every_opening(self):
         def search(text):
             for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
@@ -327,7 +298,6 @@ class TestText:
     )
     def test_only_a_closed_box_of_a_truncated_completion_counts(self, verifier, text, label, label_if_graded):
         assert verifier.grade([text, text], ["9", "9"], truncated=[True, False]) == [label, label_if_graded]
-        verifier.grade_detailed([text], ["9"], truncated=[True])
         verifier.grade_truncated = True
         try:
             assert verifier.grade([text], ["9"], truncated=[True]) == [label_if_graded]

@@ -53,9 +53,7 @@ class TestLog2LowerBound:
 class TestOutOfScale:
     def test_only_a_number_against_a_huge_one(self):
         tower = parsed(r"\boxed{9^{9^{9}}}")
-        assert is_out_of_scale(parsed(r"\boxed{42}"), tower)
-        assert is_out_of_scale(parsed(r"\boxed{\frac{1}{2}}"), tower)
-        assert is_out_of_scale(parsed(r"\boxed{0.25}"), tower)
+        assert all(is_out_of_scale(parsed(f"\\boxed{{{gold}}}"), tower) for gold in ("42", r"\frac{1}{2}", "0.25"))
         assert not is_out_of_scale(parsed(r"\boxed{x}"), tower)  # a symbol has no size
         assert not is_out_of_scale(parsed(r"\boxed{8^{8^{8}}}"), tower)  # nor has a gold that is not written out
         assert not is_out_of_scale(tower, tower)
@@ -94,23 +92,19 @@ class TestGradeOne:
             outcome = grade_one(f"$\\boxed{{{answer}}}$", (gold,), "authors")
             assert (outcome is Outcome.CORRECT) is equal, (answer, gold)
 
-    def test_extractor_that_raises_has_found_nothing(self, monkeypatch):
+    def test_an_extractor_or_comparison_that_raises_has_found_nothing(self, monkeypatch):
         worker._parsed_golds(("1",), "authors")  # the gold is read before the extractor breaks
+        worker._equal.cache_clear()
 
-        def broken(match, target):
-            raise RuntimeError("broken extractor")
+        def broken(*args, **kwargs):
+            raise RuntimeError("broken")
 
+        with monkeypatch.context() as patch:
+            patch.setattr(worker, "verify", broken)
+            assert grade_one("1", ("1",), "authors") is Outcome.WRONG
         monkeypatch.setattr(math_verify.parser, "extract_match", broken)
         assert grade_one("1", ("1",), "authors") is Outcome.NO_ANSWER
         assert grade_one("1", ("no such gold yet",), "authors") is Outcome.GOLD_UNPARSEABLE
-
-    def test_comparison_that_raises_is_no_equality(self, monkeypatch):
-        def broken(gold, answer, **kwargs):
-            raise RuntimeError("broken comparison")
-
-        monkeypatch.setattr(worker, "verify", broken)
-        worker._equal.cache_clear()
-        assert grade_one("1", ("1",), "authors") is Outcome.WRONG
 
     @pytest.mark.parametrize("name", ["parse", "verify"])
     def test_running_out_of_memory_is_neither(self, monkeypatch, name):

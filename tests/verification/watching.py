@@ -16,6 +16,17 @@ def children(pid):
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def workers_of(verifier):
+    """Process ids of the workers of a verifier of answers or programs, once they are there."""
+    if (pool := verifier.start()) is None:
+        workers = [verifier._pool.get() for _ in range(verifier.num_workers)]
+        for worker in workers:
+            verifier._pool.put(worker)
+        return sorted(worker.pid for worker in workers)
+    verifier.grade([box(0)], [0])
+    return children(pool.pid)
+
+
 def is_running(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
