@@ -169,10 +169,8 @@ class ServerEngine:
             "max_tokens": settings.max_new_tokens,
             "seed": request.seed,
         }
-        if settings.top_k:
-            body["top_k"] = settings.top_k
-        if self.chat_template_kwargs:
-            body["chat_template_kwargs"] = self.chat_template_kwargs
+        extensions = {"top_k": settings.top_k, "chat_template_kwargs": self.chat_template_kwargs}
+        body |= {key: value for key, value in extensions.items() if value}
         answer = self._post(body)
         choice, num_tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
         return Completion(choice["message"]["content"] or "", num_tokens, choice["finish_reason"])
@@ -183,18 +181,16 @@ class ServerEngine:
         for wait in (0.0, *self.waits_seconds):
             time.sleep(wait)
             try:
-                response = self._client.post("chat/completions", json=body)
+                return self._client.post("chat/completions", json=body).raise_for_status().json()
+            except httpx.HTTPStatusError as error:
+                status, reason = error.response.status_code, str(error)
+                if status not in (408, 429) and status < 500:
+                    raise ValueError(
+                        f"The server rejected a request ({status}): {error.response.text[:500]}. Correct the "
+                        "settings, and run the same command again."
+                    ) from error
             except httpx.TransportError as error:
-                reason = f"{type(error).__name__}: {error}"
-                continue
-            if response.is_success:
-                return response.json()
-            reason = f"status {response.status_code}"
-            if response.status_code not in (408, 429) and response.status_code < 500:
-                raise ValueError(
-                    f"The server rejected a request ({response.status_code}): {response.text[:500]}. Correct the "
-                    "settings, and run the same command again."
-                )
+                reason = repr(error)
         raise FailedRun(
             f"A request failed {len(self.waits_seconds) + 1} times, last with {reason}. Fix the server and run the "
             "same command again; stored samples are kept."

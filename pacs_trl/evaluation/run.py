@@ -23,7 +23,7 @@ from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
-from ..settings.names import check_model_path, require_vllm
+from ..settings.names import require_vllm
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
@@ -97,10 +97,7 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    if args.engine != "server":
-        check_model_path(args.model)
-    benchmarks, model = load_benchmarks(args), identify_model(args)
-    code_verifier = code_verifier or CodeVerifier()
+    model, benchmarks, code_verifier = identify_model(args), load_benchmarks(args), code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tools = None
     if args.calls_tools:
@@ -123,7 +120,7 @@ def evaluate(
             generator = ConversationEngine(engine, *tools, args, benchmark) if engine and tools else engine
             records = _records(args, store, missing, generator, bar)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
-            _check_failures(benchmark, outcomes, max_failure_share)
+            _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
             entries[benchmark.name] = {
                 "title": benchmark.title,
                 "source": benchmark.source,
@@ -253,12 +250,11 @@ def grade_in_background(
     return graded, outcomes
 
 
-def _check_failures(benchmark: LoadedBenchmark, outcomes: Counter[str], max_share: float) -> None:
-    kinds = (CodeVerifier if benchmark.is_code else Verifier).FAILURES
+def _check_failures(title: str, kinds: frozenset[Outcome], outcomes: Counter[str], max_share: float) -> None:
     failures = {o.name.lower(): outcomes[o.name.lower()] for o in kinds if outcomes[o.name.lower()]}
     if sum(failures.values()) > max_share * outcomes.total():
         raise ValueError(
-            f"{benchmark.title}: {failures} of {outcomes.total()} completions could not be verified, more than "
+            f"{title}: {failures} of {outcomes.total()} completions could not be verified, more than "
             f"verification_max_failure_share={max_share}. The samples are stored: check the gold answers and the "
             "verification limits, or raise the share, and run the same command again."
         )

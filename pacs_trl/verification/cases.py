@@ -79,16 +79,15 @@ def read_tests(value: Any) -> ProblemTests:
     if kind == "asserts":
         return _read_asserts(value.get("code"), value.get("entry_point"), prelude)
     is_function = kind == "function"
-    rules = (
-        ("type", kind, is_function or kind == "stdin_stdout", "'stdin_stdout', 'function', or 'asserts'"),
-        ("name", name, not is_function or isinstance(name, str) and name.isidentifier(), "the function to call"),
-        ("compare", compare, compare in get_args(Compare), f"one of {', '.join(get_args(Compare))}"),
-        ("cases", cases, isinstance(cases, list | tuple) and cases, "a list with at least one case"),
-        ("prelude", prelude, isinstance(prelude, str), "source text"),
-    )
-    for key, found, holds, allowed in rules:
-        if not holds:
-            raise ValueError(f"`{key}` of tests must be {allowed}, got {str(found)[:80]!r}.")
+    rules = {
+        "type": is_function or kind == "stdin_stdout",
+        "name": not is_function or isinstance(name, str) and name.isidentifier(),
+        "compare": compare in get_args(Compare),
+        "cases": isinstance(cases, list | tuple) and cases,
+        "prelude": isinstance(prelude, str),
+    }
+    if broken := [key for key, holds in rules.items() if not holds]:
+        raise ValueError(f"`{broken[0]}` of tests is {value.get(broken[0])!r:.80}. Set it as docs/code.md says.")
     read = tuple(_read_case(case, index, is_function) for index, case in enumerate(cases))
     return ProblemTests(name if is_function else None, read, compare, prelude)
 
@@ -100,13 +99,11 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
             return json.dumps(given), json.loads(json.dumps(expected))
         if not is_function and isinstance(given, str) and isinstance(expected, str):
             return given, expected
-        error: Exception | None = None
-    except (KeyError, TypeError, RecursionError) as raised:  # a set, deep nesting
-        error = raised
+        problem = "other types"
+    except (KeyError, TypeError, RecursionError) as error:  # a set, deep nesting
+        problem = repr(error)
     form = "the list of arguments and a value of JSON" if is_function else "text"
-    raise ValueError(
-        f"Case {index} of the tests must have `input` and `output`, {form}, got {str(case)[:80]!r}."
-    ) from error
+    raise ValueError(f"Case {index} of the tests ({problem}) must have `input` and `output`, {form}: {case!r:.80}.")
 
 
 def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:

@@ -28,6 +28,9 @@ from .confinement import LAYERS, landlock_version, missing_layers
 
 logger = logging.getLogger(__name__)
 
+_tests_of = lru_cache(maxsize=256)(read_tests)  # the completions of a prompt share their tests
+_LIMITS = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
+
 
 class Execution(NamedTuple):
     """Result of a program: outcome (`None` for success; else `ERROR`, `TIMEOUT`, or `KILLED`), output, end of standard
@@ -47,8 +50,6 @@ class Execution(NamedTuple):
         is_class = self.outcome is Outcome.ERROR and last.replace(".", "").isidentifier()
         return last[:80] if is_class else self.outcome.name.lower()
 
-
-_LIMITS = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
 
 # Tries to break out of each layer, and prints the layers that hold.
 _PROBE = """
@@ -89,15 +90,13 @@ class ProgramProcess(ChildProcess):
 
     def run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         """Run a program on an input, or on asserts. Raises an `OSError` if the worker has ended or does not answer."""
-        contents = [content.encode("utf-8", "surrogatepass") for content in (program, text)] + [b"", b""]
         with ExitStack() as stack:
             files = []
-            for content in contents:
-                file = stack.enter_context(open(os.memfd_create("program"), "wb")).fileno()
-                files.append(file)
-                with open(file, "wb", closefd=False) as stream:
-                    stream.write(content)
-                os.lseek(file, 0, os.SEEK_SET)
+            for content in (program, text, "", ""):
+                file = stack.enter_context(open(os.memfd_create("program"), "w+b"))
+                file.write(content.encode("utf-8", "surrogatepass"))
+                file.seek(0)  # also writes the buffer
+                files.append(file.fileno())
             for file in files[2:]:
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
             socket.send_fds(self.connection, [b"asserts" if has_asserts else b"run"], files)
@@ -171,11 +170,9 @@ class CodeVerifier(BaseVerifier):
     ) -> Grade | tuple[bytes, tuple[str, ProblemTests]]:
         try:
             text = solution if isinstance(solution, str) else json.dumps(solution)
-        except (TypeError, ValueError, RecursionError) as error:  # a set, a circle, depth
-            return Grade(Outcome.GOLD_UNPARSEABLE, error=f"Tests must be plain data, as JSON has them ({error}).")
-        tests = _tests_of(text)
-        if isinstance(tests, ValueError):
-            return Grade(Outcome.GOLD_UNPARSEABLE, error=str(tests))
+            tests = _tests_of(text)
+        except (TypeError, ValueError, RecursionError) as error:  # a set, a circle, depth, or unreadable tests
+            return Grade(Outcome.GOLD_UNPARSEABLE, error=str(error))
         if isinstance(completion, str) and len(completion) > MAX_CHARACTERS:
             return Grade(Outcome.TOO_LONG)
         program = last_program(completion) if isinstance(completion, str) else None
@@ -277,11 +274,3 @@ class CodeVerifier(BaseVerifier):
         if self.level != level:
             logger.info("Programs run with %s.", level)
         self.level = level
-
-
-@lru_cache(maxsize=256)  # the completions of a prompt share their tests
-def _tests_of(text: str) -> ProblemTests | ValueError:
-    try:
-        return read_tests(text)
-    except ValueError as error:
-        return error

@@ -7,7 +7,6 @@ import pandas as pd
 import pytest
 
 from pacs_trl.evaluation.audit import main
-from pacs_trl.evaluation.benchmarks import load_benchmark
 
 
 DATA = Path(__file__).parents[1] / "data"
@@ -49,9 +48,6 @@ def test_protocols_side_by_side(path, capsys):
     assert "accuracy              0.8000    0.5000" in output
 
 
-PROBLEM = load_benchmark("miniature/addition").problems[0]
-
-
 @pytest.mark.parametrize(
     ("name", "rows", "settings", "counted"),
     [
@@ -66,16 +62,6 @@ PROBLEM = load_benchmark("miniature/addition").problems[0]
             [{"completions": [r"\boxed{1}", r"\boxed{2}", None], "solution": 1}],
             ["--completion-column", "completions"],
             (3, 1),
-        ),
-        (  # a sample file takes its golds from the benchmark
-            "samples.jsonl",
-            [
-                {"settings": "first line"},
-                {"problem": PROBLEM.id, "sample": 0, "completion": f"\\boxed{{{PROBLEM.solution}}}"},
-                {"problem": PROBLEM.id, "sample": 1, "completion": r"\boxed{-1}"},
-            ],
-            ["--benchmark", "miniature/addition"],
-            (2, 1),
         ),
     ],
 )

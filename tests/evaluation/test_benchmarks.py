@@ -45,11 +45,8 @@ def test_real_rows(name, file, size, first_answer):
 
 def test_livecodebench(confined):
     benchmark = load_benchmark(f"livecodebench={DATA / 'livecodebench.jsonl'}")
-    assert [problem.id for problem in benchmark.problems] == [
-        "difference",
-        "pair_sum",
-        "mean",
-    ]  # its first and last day too
+    ids = [problem.id for problem in benchmark.problems]
+    assert ids == ["difference", "pair_sum", "mean"]  # its first and last day too
     assert benchmark.is_code and "```python" in benchmark.instruction
     stdin, function, _ = (read_tests(problem.solution) for problem in benchmark.problems)
     assert stdin.cases == (("5 3\n", "2\n"), ("3 5\n", "-2\n"), ("0 0\n", "0\n")) and stdin.compare == "lines"
@@ -141,9 +138,8 @@ def test_a_file_of_ones_own(tmp_path):
     write(path, [{"question": "1+1", "gold": 2}])
     columns = {"problem_column": "question", "solution_column": "gold"}
     other = load_benchmark(str(path), columns=columns)
-    assert [(p.problem, p.solution) for p in other.problems] == [
-        ("1+1", "2")
-    ] and columns.items() <= other.source.items()
+    assert [(p.problem, p.solution) for p in other.problems] == [("1+1", "2")]
+    assert columns.items() <= other.source.items()
     assert load_benchmark("miniature/addition", max_problems=1, columns=columns).source.keys().isdisjoint(columns)
     with pytest.raises(ValueError, match="problem_column"):
         load_benchmark(str(path))

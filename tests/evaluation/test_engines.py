@@ -13,16 +13,11 @@ from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, 
 SETTINGS = SamplingSettings(0.7, 0.9, 5, 8)
 
 
-def make_requests(problems=4, n=3):
-    return [
-        Request(f"p{i}", j, sample_seed(0, f"p{i}", j), [{"role": "user", "content": f"{i}+2"}])
-        for i in range(problems)
-        for j in range(n)
-    ]
-
-
-def by_key(answers):
-    return {(request.problem_id, request.sample): completion for request, completion in answers}
+REQUESTS = [
+    Request(f"p{i}", j, sample_seed(0, f"p{i}", j), [{"role": "user", "content": f"{i}+2"}])
+    for i in range(4)
+    for j in range(3)
+]
 
 
 class FakeServer(BaseHTTPRequestHandler):
@@ -63,22 +58,19 @@ def server():
 
 def test_server_engine(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    requests = make_requests()
     engine = ServerEngine(server, "tiny", concurrency=4, chat_template_kwargs={"enable_thinking": False})
-    answers = by_key(engine.generate(requests, SETTINGS))
+    answers = {request[:2]: completion for request, completion in engine.generate(REQUESTS, SETTINGS)}
     engine.close()
-    assert answers == {
-        (r.problem_id, r.sample): Completion(f"{r.prompt[0]['content']} {r.seed}", 7, "stop") for r in requests
-    }
+    assert answers == {r[:2]: Completion(f"{r.prompt[0]['content']} {r.seed}", 7, "stop") for r in REQUESTS}
     bodies = {body["seed"]: body for body in FakeServer.bodies}
-    assert bodies[requests[5].seed] == {
+    assert bodies[REQUESTS[5].seed] == {
         "model": "tiny",
-        "messages": requests[5].prompt,
+        "messages": REQUESTS[5].prompt,
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
         "max_tokens": 8,
-        "seed": requests[5].seed,
+        "seed": REQUESTS[5].seed,
         "chat_template_kwargs": {"enable_thinking": False},
         "authorization": "Bearer secret",
     }
@@ -88,14 +80,14 @@ def test_server_engine_repeats_what_can_pass_and_gives_up_with_the_reason(server
     FakeServer.failures = [503, 429, 500]
     monkeypatch.setattr(ServerEngine, "waits_seconds", (0.001,) * 4)
     engine = ServerEngine(server, "tiny", concurrency=1)
-    assert len(list(engine.generate(make_requests(), SETTINGS))) == 12
+    assert len(list(engine.generate(REQUESTS, SETTINGS))) == 12
     assert FakeServer.failures == []
     FakeServer.failures = [503] * 5
     with pytest.raises(RuntimeError, match="503"):
-        list(engine.generate(make_requests(1, 1), SETTINGS))
+        list(engine.generate(REQUESTS[:1], SETTINGS))
     FakeServer.failures = [400]
     with pytest.raises(ValueError, match="400.*busy"):
-        list(engine.generate(make_requests(1, 1), SETTINGS))
+        list(engine.generate(REQUESTS[:1], SETTINGS))
 
 
 def test_server_engine_checks_the_address_and_the_model(server):

@@ -188,17 +188,15 @@ def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
         ({"problem_column": "question"}, "problem_column"),
         ({"top_p": 0}, "top_p"),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
-        ({"model": "NO_WEIGHTS"}, "NO_WEIGHTS"),
     ],
 )
 def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, key, capsys):
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("the engine was loaded"))
     monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: pytest.fail("the Hub was searched"))
     monkeypatch.chdir(tmp_path)
-    for directory in ("ADAPTER", "NO_WEIGHTS", "SHARDS/pytorch_model_fsdp_0"):
+    for directory in ("ADAPTER", "SHARDS/pytorch_model_fsdp_0"):
         (tmp_path / directory).mkdir(parents=True)
     (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
-    (tmp_path / "NO_WEIGHTS" / "config.json").write_text("{}")
     assert main(command_line(arguments, **changes)) == 2
     assert key in capsys.readouterr().err
 

@@ -9,14 +9,21 @@ import signal
 import time
 from pathlib import Path
 
-from kill_child import evaluate_and_be_killed, evaluate_to_the_end
 from processes import start
 from seeds import shifted
 
+from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.run import evaluate
+from pacs_trl.verification import Verifier
 
 
 NUM_KILLS = int(os.environ.get("PACS_NUM_KILLS", "3"))
+
+
+def evaluate_to_the_end(arguments):
+    with Verifier(num_workers=1) as verifier:
+        evaluate(EvaluationArguments(**arguments), verifier, progress=False)
 
 
 def test_counts_survive_any_kill(arguments, tmp_path):
@@ -33,7 +40,7 @@ def test_counts_survive_any_kill(arguments, tmp_path):
     stored: list[int] = []
     for kills_left in range(NUM_KILLS, 0, -1):
         before = count_lines(store)
-        child = start(evaluate_and_be_killed, killed, output=output)
+        child = start(evaluate_to_the_end, killed, output=output)
         # Let some more lines appear, then strike: within a line, within a forward pass, while the file is read back.
         target = before + rng.randint(0, max(1, (total - before) // kills_left))
         deadline = time.monotonic() + 60

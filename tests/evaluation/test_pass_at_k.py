@@ -66,19 +66,10 @@ def test_arrays_and_ragged_n():
     assert np.all(np.diff(values, axis=1) >= 0)
 
 
-@pytest.mark.parametrize(
-    ("n", "c", "k"),
-    [
-        (4, 2, 5),
-        (4, 2, 0),
-        ([8, 3], [1, 1], 4),
-        (4, 5, 1),
-        (4, -1, 1),
-        (0, 0, 1),
-        (4, 2.0, 1),
-        (*[np.array([], int)] * 2, 1),
-    ],
-)
+IMPOSSIBLE = [(4, 2, 5), (4, 2, 0), ([8, 3], [1, 1], 4), (4, 5, 1), (4, -1, 1), (0, 0, 1), (4, 2.0, 1), ([], [], 1)]
+
+
+@pytest.mark.parametrize(("n", "c", "k"), IMPOSSIBLE)
 def test_refuses_impossible_counts(n, c, k):
     with pytest.raises(ValueError):
         pass_at_k(n, c, k)

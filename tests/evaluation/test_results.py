@@ -4,13 +4,7 @@ import json
 
 import pytest
 
-from pacs_trl.evaluation.results import (
-    RESULTS_SCHEMA,
-    GradedSample,
-    read_results,
-    require_same_protocol,
-    summarize,
-)
+from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, read_results, require_same_protocol, summarize
 
 
 def samples(problem, outcomes, **changes):
