@@ -245,26 +245,28 @@ verifier.grade([r"\boxed{9^{9^9} - 1}", r"\boxed{9^{9^9} - 2}"], ["42", "42"])
 def start_program(*parts):
     """A parent that was given to the interpreter with -c: it has no file that a child could import again."""
     program = "".join(textwrap.dedent(part) for part in parts)
-    process = subprocess.Popen(
-        [sys.executable, "-c", program.replace("\\\\", "\\")],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, "-c", program.replace("\\\\", "\\")], **how)
     pids = [int(pid) for pid in process.stdout.readline().split()]
     assert len(pids) >= 3, process.stderr.read()
     return process, pids
 
 
 class TestEndOfTheParent:
-    @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-    def test_signals_while_busy(self, signal_number):
-        process, pids = start_program(PROGRAM, BUSY)
-        time.sleep(0.3)
-        assert all(map(is_running, pids))
-        process.send_signal(signal_number)
+    @pytest.mark.parametrize(
+        "ending",
+        [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "", "exit(3)", "raise RuntimeError('oops')", "os._exit(0)"],
+    )
+    def test_end_without_close(self, ending):
+        is_signal = isinstance(ending, int)
+        process, pids = start_program(PROGRAM, BUSY if is_signal else f"print(pool, *workers, flush=True)\n{ending}")
+        if is_signal:
+            time.sleep(0.3)
+            assert all(map(is_running, pids))
+            process.send_signal(ending)
         assert wait_for(lambda: not any(map(is_running, pids)), 5)
-        process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=30)
+        assert is_signal or ("oops" in errors) == ("oops" in ending) and "Warning" not in errors
 
     def test_kill_while_another_child_holds_the_connection(self):
         """A forked data loader inherits the parent's end of it, so the pool sees no end of file."""
@@ -283,14 +285,6 @@ class TestEndOfTheParent:
         assert is_running(sleeper)
         os.kill(sleeper, signal.SIGKILL)
         process.communicate(timeout=30)
-
-    @pytest.mark.parametrize("ending", ["", "raise SystemExit(3)", "raise RuntimeError('oops')", "os._exit(0)"])
-    def test_ordinary_ends_without_close(self, ending):
-        process, pids = start_program(PROGRAM, "print(pool, *workers, flush=True)\n", ending)
-        _, errors = process.communicate(timeout=30)
-        assert wait_for(lambda: not any(map(is_running, pids)), 5)
-        assert ("oops" in errors) == ("oops" in ending)
-        assert "Warning" not in errors
 
     def test_forgetting_ends_the_processes(self):
         verifier = Verifier(num_workers=1)
