@@ -93,10 +93,10 @@ class ProgramProcess(ChildProcess):
         with ExitStack() as stack:
             files = []
             for content in (program, text, "", ""):
-                file = stack.enter_context(open(os.memfd_create("program"), "w+b"))
-                file.write(content.encode("utf-8", "surrogatepass"))
-                file.seek(0)  # also writes the buffer
-                files.append(file.fileno())
+                stream = stack.enter_context(open(os.memfd_create("program"), "w+b"))
+                stream.write(content.encode("utf-8", "surrogatepass"))
+                stream.seek(0)  # also writes the buffer
+                files.append(stream.fileno())
             for file in files[2:]:
                 fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)
             socket.send_fds(self.connection, [b"asserts" if has_asserts else b"run"], files)
