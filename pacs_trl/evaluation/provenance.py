@@ -29,14 +29,19 @@ _BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an 
 def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights and
     `text_digest` of tokenizer, chat template, and generation settings, or, for a Hub id, `revision` (a commit). Raises
-    a `ValueError` or `OSError` if the model does not exist."""
+    a `ValueError` if the model does not exist."""
     path = Path(model)
     check_model_path(model)
     if path.is_dir():
         return {"name": path.resolve().name, "digest": checkpoint_digest(path), "text_digest": _text_digest(path)}
     from transformers import AutoConfig
 
-    return {"name": model, "revision": AutoConfig.from_pretrained(model, revision=revision)._commit_hash or revision}
+    try:
+        config = AutoConfig.from_pretrained(model, revision=revision)
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"The model {model!r} cannot be loaded from the Hub ({reason}). Correct model.") from error
+    return {"name": model, "revision": config._commit_hash or revision}
 
 
 def checkpoint_digest(path: Path) -> str:

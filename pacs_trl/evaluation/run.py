@@ -23,7 +23,7 @@ from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
-from ..settings.names import require_vllm
+from ..settings.names import check_model_path, require_vllm
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
@@ -97,7 +97,10 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    model, benchmarks, code_verifier = identify_model(args), load_benchmarks(args), code_verifier or CodeVerifier()
+    if args.engine != "server":
+        check_model_path(args.model)
+    benchmarks, model = load_benchmarks(args), identify_model(args)
+    code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tools = None
     if args.calls_tools:
