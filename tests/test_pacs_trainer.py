@@ -334,7 +334,8 @@ def test_reward_functions_are_told_what_is_truncated(tmp_path):
         ids = [[4, ends[i % 4]] for i in range(len(prompts))]
         return {"prompt_ids": [[3]] * len(ids), "completion_ids": ids, "logprobs": [[0.0, 0.0]] * len(ids)}
 
-    trainer = build_trainer(tmp_path, reward=reward, replay=rollout, max_steps=1)
+    more = {"train_dataset": addition_dataset(32).to_iterable_dataset()}  # which trains like others
+    trainer = build_trainer(tmp_path, reward=reward, replay=rollout, max_steps=1, more=more)
     trainer.train()
     assert set(told) == {True, False}
     assert trainer.state.log_history[0]["completions/clipped_ratio"] == trainer.state.log_history[0]["reward"] == 0.5
@@ -597,9 +598,3 @@ def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
     trainer = PACSTrainer(model, digit_reward, train_dataset=addition_dataset(64))
     assert trainer.args.output_dir == "model-PACS" and trainer.args.num_generations == 8
     assert trainer.processing_class.eos_token == TOKENIZER.eos_token
-
-
-def test_iterable_dataset(tmp_path):
-    trainer = build_trainer(tmp_path, more={"train_dataset": addition_dataset(32).to_iterable_dataset()})
-    trainer.train()
-    assert trainer.state.global_step == 2

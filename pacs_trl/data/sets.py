@@ -178,10 +178,9 @@ def report_unreadable_golds(
     if not (found := verifier.unreadable_golds(golds)):
         return
     shown = ", ".join(f"row {i if rows is None else rows[i]}: {golds[i]!r:.60}" for i in found[:_MAX_SHOWN])
-    more = f", and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
     logger.warning(
         f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions "
-        f"({shown}{more}), so that no completion is graded correct unless its box has the same text. Write the final "
+        f"({shown}), so that no completion is graded correct unless its box has the same text. Write the final "
         "answer only."
     )
 

@@ -274,11 +274,6 @@ def set_environment(settings: Mapping[str, Any]) -> None:
 
 
 _PACKAGE = Path(__file__).parents[1]
-_OF_THE_LIBRARIES = (
-    "All fields of trl.GRPOConfig (with transformers.TrainingArguments) and of trl.ModelConfig are settings too "
-    "(learning_rate, max_steps, num_generations, use_vllm, use_peft, ...): see `trl grpo --help`, "
-    "https://huggingface.co/docs/trl/grpo_trainer and https://huggingface.co/docs/transformers/main_classes/trainer ."
-)
 
 
 def asks_for_help(argv: Sequence[str]) -> bool:
@@ -294,7 +289,11 @@ def answer_train_help(argv: Sequence[str]) -> None:
             "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
             "Train from a recipe. Keys on the command line override the file. This help lists the settings of this "
             f"package for method {method}; use `--method NAME --help` for another one. On several processes, run "
-            f"accelerate launch -m pacs_trl.train with the same arguments. {_OF_THE_LIBRARIES}",
+            "accelerate launch -m pacs_trl.train with the same arguments. All fields of trl.GRPOConfig (with "
+            "transformers.TrainingArguments) and of trl.ModelConfig are settings too (learning_rate, max_steps, "
+            "num_generations, use_vllm, use_peft, ...): see `trl grpo --help`, "
+            "https://huggingface.co/docs/trl/grpo_trainer and "
+            "https://huggingface.co/docs/transformers/main_classes/trainer .",
             ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
         )
 

@@ -25,10 +25,9 @@ def installed_vllm() -> str | None:
 def require_vllm(remedy: str) -> None:
     """Raise a `ValueError` unless a vLLM that TRL supports is installed; `remedy` is the alternative."""
     version = installed_vllm()
-    numbers = re.match(r"(\d+)\.(\d+)", version or "")
-    is_known = numbers is None or _FIRST_VLLM <= tuple(map(int, numbers.groups())) <= _LAST_VLLM
-    if version is None or not is_known:
-        found = "vLLM is not installed" if version is None else f"vLLM {version} is installed"
+    numbers = re.match(r"(\d+)\.(\d+)", version or "0.0")
+    if numbers and not _FIRST_VLLM <= tuple(map(int, numbers.groups())) <= _LAST_VLLM:
+        found = f"vLLM {version} is installed" if version else "vLLM is not installed"
         raise ValueError(
             f"{found}, but TRL 1.16 needs vLLM 0.22 to 0.31. Run `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` "
             f"(CUDA) or `make env-vllm` (CPU), or {remedy}."

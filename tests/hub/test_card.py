@@ -102,9 +102,16 @@ def test_it_is_the_same_after_pushing_and_its_snippet_and_command_run(
     assert (program, command) == ("pacs-trl", "train")
     monkeypatch.chdir(repository)
     monkeypatch.setattr(warm_start, "warm_start", lambda task: untrained)
-    again = train.main(argv)
+    pushing = "--push_to_hub true --hub_model_id user/again --hub_token hf_x".split()
+    again = train.main([*argv, *pushing])
     weights = Path(again.args.output_dir) / "model.safetensors"
     assert weights.read_bytes() == (trained / "model.safetensors").read_bytes()
+    files = hub.files["user/again"]  # the recipe pushes, too
+    assert len(hub.commits["user/again"]) == 1
+    assert {"model.safetensors", "README.md", "recipe.yaml", "provenance.json"} <= set(files)
+    recipe, card = yaml.safe_load(files["recipe.yaml"]), files["README.md"].decode()
+    assert recipe["hub_model_id"] == "user/again" and "hub_token" not in recipe
+    assert "fine-tuned with PACS" in card and "Trained with 1 process on" in card
 
 
 def test_names_break_neither_tables_nor_fences():

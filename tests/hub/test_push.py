@@ -11,7 +11,7 @@ from huggingface_hub import HfApi, ModelCard
 from results_world import make_results
 from seeds import shifted
 
-from pacs_trl import PACSConfig, PACSTrainer, train
+from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.cli import run
 from pacs_trl.errors import FailedRun
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
@@ -168,26 +168,6 @@ def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch
     trainer.hub_model_id, trainer.args.hub_model_id, trainer.args.hub_private_repo = None, "org/other", False
     trainer.push_to_hub(private=True)
     assert hub.private["org/other"]
-
-
-@pytest.mark.parametrize("method", ["pacs", pytest.param("grpo", marks=pytest.mark.slow)])
-def test_push_to_hub_in_a_recipe(method, tmp_path, tokenizer, hub):
-    model, output_dir = tmp_path / "model", tmp_path / "out"
-    tokenizer.save_pretrained(model)
-    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(model)
-    recipe = Path(__file__).parents[2] / "recipes" / "miniature" / f"{method}.yaml"
-    sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5"
-    sizes += " --max_train_samples 64"
-    pushing = f"--push_to_hub true --hub_model_id {REPO} --hub_token hf_x"
-    places = ["--config", str(recipe), "--model_name_or_path", str(model), "--output_dir", str(output_dir)]
-    train.main([*places, *sizes.split(), *pushing.split()])
-    assert len(hub.commits[REPO]) == 1
-    files = hub.files[REPO]
-    assert {"model.safetensors", "README.md", "recipe.yaml", "provenance.json"} <= set(files)
-    recipe = yaml.safe_load(files["recipe.yaml"])
-    assert recipe["hub_model_id"] == REPO and "hub_token" not in recipe
-    card = files["README.md"].decode()
-    assert f"fine-tuned with {method.upper()}" in card and "Trained with 1 process on" in card
 
 
 SECRET = "s3cr3tValue42"
