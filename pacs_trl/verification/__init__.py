@@ -99,8 +99,6 @@ def _plain(text: str) -> str:
 PROTOCOLS = ("authors", "trl", "number", "reasoning_gym")
 # Longer completions are never parsed.
 MAX_CHARACTERS = 200_000
-# Completions per message to the pool, which bounds the memory of messages.
-_MAX_MESSAGE_ITEMS = 2048
 _MAX_GOLDS = 4096  # about 20 CPU seconds
 
 _BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
@@ -340,7 +338,7 @@ class Verifier(BaseVerifier):
         with self._lock:
             items = [("", golds) for golds in rows_of_golds]
             items = items[:: -(-len(items) // _MAX_GOLDS) or 1]
-            for (_, golds), grade in zip(items, self._run_jobs(items), strict=True):
+            for (_, golds), grade in zip(items, self._run_jobs(items) if items else (), strict=True):
                 found += rows_of_golds[golds] if grade.outcome is not Outcome.NO_ANSWER else []
         return sorted(found)
 
@@ -364,17 +362,13 @@ class Verifier(BaseVerifier):
         return text if not is_cut else "" if content is None else f"\\boxed{{{content}}}"
 
     def _run_jobs(self, jobs: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
-        batches = (jobs[start : start + _MAX_MESSAGE_ITEMS] for start in range(0, len(jobs), _MAX_MESSAGE_ITEMS))
-        return [grade for batch in batches for grade in self._request(batch)]
-
-    def _request(self, items: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
-        """Send items to the pool and return its answer. If the pool fails, try once more with a new one."""
+        """Send jobs to the pool and return its answer. If the pool fails, try once more with a new one."""
         for _ in range(2):
             connection, failure = self._start().connection, "it does not answer"
             try:
-                connection.send(items)
+                connection.send(jobs)
                 # The pool enforces its limits. If it stalls (a suspended process), the trainer must not.
-                if connection.poll(120.0 + len(items) * self.timeout_seconds / (self.num_workers or 1)):
+                if connection.poll(120.0 + len(jobs) * self.timeout_seconds / (self.num_workers or 1)):
                     return connection.recv()
             except (OSError, EOFError) as error:
                 failure = repr(error)
@@ -383,7 +377,7 @@ class Verifier(BaseVerifier):
                 raise
             self._end()
         raise RuntimeError(
-            f"The verification processes failed twice on a batch of {len(items)} completions ({failure}). See their "
+            f"The verification processes failed twice on a batch of {len(jobs)} completions ({failure}). See their "
             "messages on stderr."
         )
 

@@ -9,6 +9,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,20 +39,10 @@ def resident_mb():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
-class InBackground:
-    """Grades a batch on another thread, so that the test can interfere."""
-
-    def __init__(self, verifier, completions, golds):
-        self.grades = None
-        self.thread = threading.Thread(target=self.work, args=(verifier, completions, golds), daemon=True)
-        self.thread.start()
-
-    def work(self, verifier, completions, golds):
-        self.grades = verifier.grade_detailed(completions, golds)
-
-    def outcomes(self):
-        self.thread.join(60)
-        return [grade.outcome for grade in self.grades]
+def in_background(verifier, completions, golds):
+    """The future outcomes of a batch that another thread grades, so that the test can interfere."""
+    grade = verifier.grade_detailed
+    return ThreadPoolExecutor(1).submit(lambda: [each.outcome for each in grade(completions, golds)])
 
 
 class TestHostile:
@@ -100,12 +91,12 @@ class TestLimits:
         with Verifier(num_workers=1, cpu_seconds=0.5, timeout_seconds=30.0) as verifier:
             (worker,) = workers_of(verifier)
             pool = verifier._pool.pid
-            batch = InBackground(verifier, [ENDLESS], ["42"])
+            batch = in_background(verifier, [ENDLESS], ["42"])
             time.sleep(0.1)
             os.kill(pool, signal.SIGSTOP)
             assert wait_for(lambda: not is_running(worker), 10)
             os.kill(pool, signal.SIGCONT)
-            assert batch.outcomes() == [Outcome.TIMEOUT]
+            assert batch.result(60) == [Outcome.TIMEOUT]
 
     def test_memory(self):
         large = "x" * 100_000_000  # cannot even be read within the limit
@@ -120,11 +111,11 @@ class TestKilledProcesses:
         def interfere(first, *pids, number=signal.SIGKILL):
             """Outcomes of a hanging item and two others while processes get a signal."""
             numbers = range(first, first + 3)
-            batch = InBackground(verifier, [ENDLESS.replace("1", str(first)), *map(box, numbers[1:])], numbers)
+            batch = in_background(verifier, [ENDLESS.replace("1", str(first)), *map(box, numbers[1:])], numbers)
             time.sleep(0.2)
             for pid in pids:
                 os.kill(pid, number)
-            return batch.outcomes()
+            return batch.result(60)
 
         with Verifier(num_workers=1, cpu_seconds=1.0) as verifier:
             (worker,) = workers_of(verifier)

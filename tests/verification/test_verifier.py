@@ -190,8 +190,8 @@ class TestBatches:
     def test_duplicates_and_repetitions_are_graded_once(self):
         with Verifier(num_workers=1) as verifier:
             asked = []
-            request = verifier._request
-            verifier._request = lambda items: asked.extend(items) or request(items)
+            run_jobs = verifier._run_jobs
+            verifier._run_jobs = lambda jobs: asked.extend(jobs) or run_jobs(jobs)
             assert verifier.grade([box(5), box(6), box(5)], [5, 5, 5]) == [1.0, 0.0, 1.0]
             assert len(asked) == 2
             assert verifier.grade([box(6), box(5), box(5)], [5, 5, 6]) == [0.0, 1.0, 0.0]
