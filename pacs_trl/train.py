@@ -33,7 +33,7 @@ from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.checkpoint import check_complete, last_checkpoint
-from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
+from .rollouts.checks import OWN_PARAMETERS, check_dataset
 from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.tracking import tracked_run
 from .settings.names import check_model_path, function_of_user
@@ -171,7 +171,6 @@ def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], envi
         found = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
     else:
         found = load_training_data(data, tokenizer, training.chat_template_kwargs)
-    check_number_of_prompts(len(found[0]), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
         check_dataset("the training set", found[0], reward_funcs, OWN_PARAMETERS)
     return found

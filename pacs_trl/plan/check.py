@@ -172,7 +172,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         lengths = prompt_lengths(dataset["prompt"][:], tokenizer, training.chat_template_kwargs, tools)
         prompts = Prompts(len(dataset), lengths)
         datasets = {"train_dataset": dataset, "eval_dataset": evaluation}
-        check_prompt_lengths(datasets, training, lambda: tokenizer, tools, contexts)
+        check_prompt_lengths(datasets, training, tokenizer, tools, contexts)
         functions = [reward_function(name) for name in recipe.run.reward_funcs]
         check_dataset("the training set", dataset, functions, OWN_PARAMETERS)
     except ValueError as error:

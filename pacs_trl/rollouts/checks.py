@@ -142,7 +142,7 @@ def check_golds(dataset: Any) -> None:
 def check_prompt_lengths(
     datasets: dict[str, Any],
     args: RolloutConfig,
-    load_tokenizer: Callable[[], Any],
+    tokenizer: Any,
     tools: list[Callable] | None,
     contexts: dict[str, int | None],
 ) -> None:
@@ -158,7 +158,7 @@ def check_prompt_lengths(
         limits = bounds | (of_training if name == "train_dataset" else {})
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
         prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the chat template
-        lengths = prompt_lengths(prompts, load_tokenizer(), args.chat_template_kwargs, tools)
+        lengths = prompt_lengths(prompts, tokenizer, args.chat_template_kwargs, tools)
         if overlong := [i for i, length in enumerate(lengths) if length + completion > room]:
             remedy = f"Raise it to {max(lengths) + completion}"
             if limit in contexts:
@@ -170,17 +170,6 @@ def check_prompt_lengths(
                 f"{limit}={room}. {remedy}, or remove prompts of more than {max(room - completion, 0)} tokens (in a "
                 "recipe: max_prompt_length)."
             )
-
-
-def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
-    """Raise a `ValueError` if a generation batch needs more distinct prompts than the training set has."""
-    needed = args.generation_batch_size // args.num_generations
-    if num_prompts < needed:
-        raise ValueError(
-            f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more "
-            "prompts, or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
-        )
 
 
 def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | None:
@@ -224,7 +213,14 @@ def check_loaded(model: Any, dataset: Any, args: RolloutConfig, has_tools: bool,
                 f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
                 "the same data with the same seed, or groups would be incomplete."
             )
-        check_number_of_prompts(len(dataset), args)
+        needed = args.generation_batch_size // args.num_generations
+        if len(dataset) < needed:
+            raise ValueError(
+                f"The training set has {len(dataset)} prompts, but a generation batch needs {needed} different ones "
+                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use "
+                "more prompts, or lower steps_per_generation, gradient_accumulation_steps or "
+                "per_device_train_batch_size."
+            )
 
 
 def config_of(model: str | PreTrainedModel, args: RolloutConfig) -> PreTrainedConfig:
@@ -263,34 +259,14 @@ def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: 
     if arguments["environment_factory"] is not None or arguments["rollout_func"] is not None:
         return
 
-    def load_tokenizer():
-        revision = (args.model_init_kwargs or {}).get("revision", "main")
-        kwargs = {"revision": revision, "trust_remote_code": args.trust_remote_code}
-        return arguments["processing_class"] or AutoTokenizer.from_pretrained(name_of(model), **kwargs)
-
+    tokenizer = arguments["processing_class"]
+    if tokenizer is None:
+        kwargs = {"revision": (args.model_init_kwargs or {}).get("revision", "main")}
+        tokenizer = AutoTokenizer.from_pretrained(name_of(model), trust_remote_code=args.trust_remote_code, **kwargs)
     evaluation = arguments["eval_dataset"]
     datasets = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     datasets = {"train_dataset": arguments["train_dataset"], **datasets}
-    check_prompt_lengths(datasets, args, load_tokenizer, arguments["tools"], context_lengths(config_of(model, args)))
-
-
-def checked_rollouts(rollout_func: Callable, end_empty: Callable) -> Callable:
-    """Wrap a rollout function to check its number of completions, and to call `end_empty` with completions, log-probs,
-    and masks."""
-
-    def call(prompts, trainer):
-        output = rollout_func(prompts, trainer)
-        if "completion_ids" in output:  # TRL raises an error for missing keys
-            completion_ids = output["completion_ids"]
-            if len(completion_ids) != len(prompts):
-                raise ValueError(
-                    f"rollout_func returned {len(completion_ids)} completions for {len(prompts)} prompts. The batch "
-                    "contains each prompt once per generation already; return exactly one completion for each."
-                )
-            end_empty(completion_ids, output.get("logprobs"), output.get("env_mask"))
-        return output
-
-    return call
+    check_prompt_lengths(datasets, args, tokenizer, arguments["tools"], context_lengths(config_of(model, args)))
 
 
 def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> None:

@@ -111,7 +111,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if self.use_vllm:
             self.vllm_generation = create_engine(self)
         if self.rollout_func is not None:
-            self.rollout_func = checks.checked_rollouts(self.rollout_func, self._end_empty)
+            self.rollout_func = partial(self._roll_out, self.rollout_func)
         check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
         self.forward_pass = self.create_forward_pass(self.model, self.temperature)
         if self.ref_model is not None:  # of the KL term
@@ -228,6 +228,18 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self._end_empty(completion_ids, logprobs)
         return completion_ids, logprobs
 
+    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
+        """Call a rollout function, and check its number of completions."""
+        output = rollout_func(prompts, trainer)
+        if "completion_ids" in output:  # TRL raises an error for missing keys
+            if (number := len(output["completion_ids"])) != len(prompts):
+                raise ValueError(
+                    f"rollout_func returned {number} completions for {len(prompts)} prompts. The batch contains each "
+                    "prompt once per generation already; return exactly one completion for each."
+                )
+            self._end_empty(output["completion_ids"], output.get("logprobs"), output.get("env_mask"))
+        return output
+
     def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
         """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
         this token return empty completions."""
@@ -331,7 +343,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def _reset_run(self) -> None:
-        """Reset the state of a run, at its start."""
         self._step = 0
         self._buffered_inputs = None
         self._current_train_step_time = 0.0
@@ -364,7 +375,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
 
     def _load_own_state(self, directory: Path, state: dict[str, Any]) -> None:
-        """Load the state that `_own_state` returned."""
         self._buffered_inputs = self._prepare_input(state["rollouts"])
 
     def _save_run(self, directory: Path) -> None:
