@@ -122,19 +122,6 @@ def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path
     assert not torch.equal(seen[0][2][0], seen[1][2][0])
 
 
-def test_a_column_called_compute_logps_is_still_a_column(tmp_path, model_path):
-    seen = []
-
-    def stored(completions, compute_logps, **kwargs):
-        seen.append(compute_logps)
-        return compute_logps
-
-    data = addition_dataset().map(lambda row, i: {"compute_logps": (i % 2) / 2}, with_indices=True)
-    trainer = build_trainer(tmp_path, reward=stored, more={"train_dataset": data}, max_steps=1)
-    trainer.train()
-    assert set(seen[0]) <= {0.0, 0.5}
-
-
 def test_an_asynchronous_reward_cannot_have_compute_logps(tmp_path):
     async def likely(completions, compute_logps, **kwargs):
         return [0.0 for _ in completions]
