@@ -6,7 +6,7 @@ elsewhere (`plan`). Reading a recipe loads neither model nor data, and needs no 
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pkgutil import iter_modules
@@ -100,6 +100,8 @@ class Recipe(NamedTuple):
             near = did_you_mean(str(method), method_names())
             raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
         parts = (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
+        if foreign := _foreign_keys(method, settings.keys() - {f.name for part in parts for f in fields(part)}):
+            raise ValueError(" ".join(foreign))
         environment = settings.get("environment")
         own_data = {"dataset_name": environment} if environment else {}
         values = typed_values(own_data | settings, parts, f"method {method}")
@@ -176,6 +178,19 @@ def _class_of(method: str, kind: Literal["Config", "Trainer"]) -> type:
     module = import_module(f"{__package__}.{modules[kind == 'Trainer']}")
     name = f"{method.replace('_', '')}{kind}".lower()
     return next(each for key, each in vars(module).items() if key.lower() == name)
+
+
+def _foreign_keys(method: str, unknown: Set[str]) -> list[str]:
+    """Return one message per unknown key that is a setting of other methods of `METHODS`."""
+    found: dict[str, list[str]] = {}
+    for other in METHODS if unknown else ():
+        for name in unknown & {f.name for f in fields(config_class(other))}:
+            found.setdefault(name, []).append(other)
+    return [
+        f"`{name}` is a setting of method {' and '.join(found[name])}, not of {method}. Remove the key, or change "
+        "`method`."
+        for name in sorted(found)
+    ]
 
 
 def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any, given: dict) -> list[str]:

@@ -136,6 +136,12 @@ def find_conflicts(
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
     elif does_not_fit := estimate.memory_conflict():
         conflicts.append(does_not_fit)
+    if training.use_vllm and training.vllm_mode == "colocate":
+        if launch.num_processes % training.vllm_tensor_parallel_size:
+            conflicts.append(
+                f"vllm_tensor_parallel_size={training.vllm_tensor_parallel_size} must divide the number of processes "
+                f"({launch.num_processes})."
+            )
     return conflicts, notes
 
 

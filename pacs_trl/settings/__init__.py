@@ -212,7 +212,9 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
         else:
             words[key].append(word)
     path = words.pop("config", None)
-    settings = {} if path is None else read_mapping((path or [""])[0], "recipe")
+    if path == []:
+        raise ValueError("--config needs a file. Write --config RECIPE.yaml.")
+    settings = {} if path is None else read_mapping(path[0], "recipe")
     for key, values in words.items():
         settings[key] = values if len(values) > 1 else None if values == ["null"] else values[0] if values else True
     return settings

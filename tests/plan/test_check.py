@@ -11,7 +11,7 @@ ZERO2 = ("--accelerate-config", "recipes/accelerate_configs/zero2.yaml")
 NOBODY, THREE, EIGHT, SIXTY_FOUR = (("--num-processes", n) for n in ("0", "3", "8", "64"))
 WHOLE = (*EIGHT, "--gradient_accumulation_steps", "32", "--steps_per_generation=128")
 BF16, GRPO, PPO, FEW = {"dtype": "bfloat16"}, {"method": "grpo"}, {"method": "ppo"}, {"max_train_samples": 1000}
-WRITTEN = {"expected_processes": 64}
+WRITTEN, PAIRS = {"expected_processes": 64}, {"use_vllm": True, "vllm_tensor_parallel_size": 2}
 BIG, SMALL, UNKNOWN = ({"model_name_or_path": n} for n in ("Qwen/Qwen3-8B", "Qwen/Qwen3-0.6B", "someone/something"))
 NO_EXPRESSION, SCORE = {"lora_target_modules": ["*_proj"], "use_peft": True}, {"score_estimator": "grpo"}
 BAD, FIVE = (
@@ -49,6 +49,7 @@ SAID = {
     "launch": (NOBODY, {}, 1, "1 conflict(s)", "--num_processes"),
     "two names": ((), BAD, 1, "2 conflict(s)", "run_pyton", "maths_reward"),
     "contradiction": ((), SCORE, 1, "1 conflict(s)", "score_estimator"),
+    "vLLM over processes": (THREE, PAIRS, 1, "vllm_tensor_parallel_size=2"),
     "three processes": (THREE, FIVE, 1, "gradient_accumulation_steps=4"),
     "bfloat16": ((), BF16, 1, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
     "bfloat16, LoRA": ((), BF16 | {"use_peft": True}, 0),
