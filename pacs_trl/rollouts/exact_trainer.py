@@ -27,7 +27,7 @@ from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import Objective, StepRollouts, split_into_steps
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from .checkpoint import merge_rollouts, rollouts_to_save, state_name
-from .late_batches import LateGeneration, set_generating_logps
+from .late_generation import LateGeneration, set_generating_logps
 from .rollout_trainer import RolloutTrainer
 
 
@@ -71,6 +71,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in buffers of its own. Use DDP or FSDP2, or set it to False."
             )
+        self._keeps_generating_policy = self.args.keeps_generating_policy
         self.update = self._create_update()
         self.update.token_weights = self.token_weights()
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
@@ -119,7 +120,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
             first = self._generate_rollouts(generation_batch)
             rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
-            if num_steps <= 1 and self.num_iterations == 1 and not self.args.keeps_generating_policy:
+            if num_steps <= 1 and self.num_iterations == 1 and not self._keeps_generating_policy:
                 self._pending = self._pending + rollouts
             else:
                 self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
@@ -129,7 +130,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
     def _generate_rollouts(self, generation_batch) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
         rollouts = unpad_rollouts(self._generate_and_score_completions(generation_batch))
-        if self.args.rollout_lag and not self.args.keeps_generating_policy:
+        if self.args.rollout_lag and not self._keeps_generating_policy:
             set_generating_logps(rollouts, self._generating_logps)
         return rollouts
 
@@ -146,7 +147,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         """Compute the log-probs at rollout time that later updates need, before the policy changes."""
         has_ratio, has_weights = self.update.objective.has_ratio, bool(self.update.token_weights)
         is_late = self.args.rollout_lag > 0
-        if self.args.keeps_generating_policy:
+        if self._keeps_generating_policy:
             self._recompute_generating_logps()
         names = ["ref_logps"] * (self._reads_rollout_reference and not is_late)
         if not (has_ratio and is_late):
@@ -296,7 +297,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
-        if self._reference == "snapshot" or self.args.keeps_generating_policy:
+        if self._reference == "snapshot" or self._keeps_generating_policy:
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
             self._snapshot = self._take_snapshot(self.model_wrapped)
