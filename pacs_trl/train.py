@@ -192,7 +192,9 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
     functions = [reward_function(name) for name in run.reward_funcs] or reward_functions_of(environment)
     tools = [tool_function(name) for name in run.tools] if run.tools else None
     if rewards.code_reward in functions or run_python in (tools or []):
-        PartialState().print(f"Programs run with {shared_code_verifier().start().text}.")
+        verifier = shared_code_verifier()
+        verifier.start()
+        PartialState().print(f"Programs run with {verifier.level}.")
     return functions, tools, run.rollout_func and function_of_user(run.rollout_func, "rollout_func")
 
 
