@@ -232,10 +232,10 @@ class BaseVerifier:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def start(self) -> None:
+    def start(self) -> Any:
         """Start the worker processes."""
         with self._lock:
-            self._start()
+            return self._start()
 
     def close(self) -> None:
         """End the worker processes. A later call starts new ones and keeps the cache."""
