@@ -9,6 +9,7 @@ import time
 from multiprocessing import get_context
 from pathlib import Path
 
+import pytest
 from processes import run_and_save, start
 
 
@@ -115,6 +116,7 @@ def is_alive(pid: int) -> bool:
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
+@pytest.mark.slow
 def test_what_a_test_computes_ends_with_it(tmp_path):
     """SIGKILL to the process of the tests: nothing keeps the GPU."""
     parent, end = start(start_and_sleep, tmp_path, output=tmp_path / "parent"), time.monotonic() + 120

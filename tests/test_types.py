@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from optional_packages import needs
 
 import pacs_trl
@@ -40,6 +41,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.slow
 def test_a_misspelt_argument_is_found(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "mypy.ini").write_text(SETTINGS)

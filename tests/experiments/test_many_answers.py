@@ -48,6 +48,7 @@ def test_metrics_at_equal_pass_1():
     assert found[7]["pass@64"] == pytest.approx(0.8) and found[7]["updates"] == pytest.approx(30)
 
 
+@pytest.mark.slow
 def test_recorded_arms_are_not_trained_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(many_answers, "warm_start", build)
     wanted = [(Arm("PACS", reset=2), 1e-3), (Arm("GRPO", kl=0.1), 1e-3)]
