@@ -32,11 +32,11 @@ from .data.sets import MINIATURE
 from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
-from .rollouts.checkpoint import check_complete, last_checkpoint
-from .rollouts.checks import OWN_PARAMETERS, check_dataset
+from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
+from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.preemption import NAMES, stop_on_signal
 from .rollouts.tracking import tracked_run
-from .settings.names import check_model_path, function_of_user
+from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step
 
 
@@ -71,6 +71,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
     reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
     peft_config, tokenizer = _checked_model(recipe)
+    if checkpoint is not None:
+        check_same_adapter(checkpoint, peft_config)
     train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         tokenizer = _make_warm_start(recipe)
@@ -99,15 +101,14 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
             _leave(trainer, stopping.stopped)
-        if training.push_to_hub:
-            trainer.push_to_hub()
-        else:
-            trainer.save_model()
+        trainer.save_model(_internal_call=True)  # no push yet
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
         f"Saved in {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with "
         "all logged metrics."
     )
+    if training.push_to_hub:
+        trainer.upload(Path(training.output_dir), "End of training")
     return trainer
 
 
@@ -156,6 +157,8 @@ def _checked_model(recipe: Recipe):
     check_model_path(name, "training")
     check_model_path(vars(training).get("critic_model_name_or_path") or name)
     peft_config = get_peft_config(model)
+    if training.use_vllm and name.startswith(MINIATURE):
+        require_vllm("set use_vllm=False")  # before the warm start; the trainer checks the rest
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
         # TRL turns a list of one name into a string, which peft reads as a regular expression
@@ -171,6 +174,7 @@ def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], envi
         found = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
     else:
         found = load_training_data(data, tokenizer, training.chat_template_kwargs)
+    check_number_of_prompts(len(found[0]), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
         check_dataset("the training set", found[0], reward_funcs, OWN_PARAMETERS)
     return found

@@ -349,6 +349,10 @@ REFUSED = {
     "too few prompts": ({"steps_per_generation": 2, "more": {"train_dataset": addition_dataset(3)}}, "3 prompts"),
     "a reward's name": ({"model": "no/model", "reward": "math_reward"}, "reward_funcs"),
     "a number for a reward": ({"model": "no/model", "reward": [digit_reward, 1.0]}, "reward_funcs"),
+    "a correction of nothing": (
+        {"model": "no/model", "vllm_importance_sampling_correction": True},
+        "nothing to correct",
+    ),
     "no prompt": ({"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
     "no prompt to evaluate": ({"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
     "unknown key of the template": ({"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),

@@ -78,6 +78,7 @@ REFUSED = [
     ({"eval_strategy": "steps"}, "eval_split_size"),
     ({"eval_benchmarks": ["math_500"]}, "`eval_benchmarks` would be ignored: eval_strategy is no"),
     (MEASURES | {"eval_benchmarks": ["math_50"]}, "There is no benchmark 'math_50'. Did you mean `math_500`"),
+    (MEASURES | {"eval_temperature": 0}, "eval_num_samples: 1"),
     (MEASURES | {"eval_num_samples": 0}, "eval_num_samples must be at least 1"),
     (MEASURES | {"metric_for_best_model": "eval/pass@64"}, "eval_pass@64.*1 or 4 or 8"),
     (EVALUATES | {"metric_for_best_model": "eval/pass@1"}, "eval_pass@1.*eval_benchmarks=None"),

@@ -184,6 +184,8 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--dataset_name", "BROKEN.jsonl"], "BROKEN.jsonl', line 2"),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "problem_column"),
         (["--dataset_name", "./rows"], "./rows"),
+        (["--max_train_samples", "1"], "1 prompts"),
+        (["--use_vllm", "true"], "vLLM"),
         (["--report_to", "wandbb"], "wandbb"),
         (["--model_name_or_path", "miniature/additoin"], "additoin"),
         (["--model_name_or_path", "ADAPTER"], "./no/base"),

@@ -72,6 +72,12 @@ class ActorCriticConfig(RolloutConfig):
 
     def errors(self, step: Step) -> list[str]:
         errors = [*super().errors(step), *ignored_settings(self, _SHAPES_ONLY_GRPO)]
+        highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
+        if self.delta is not None and self.delta <= highest_ratio:
+            errors.append(
+                f"delta={self.delta} would also clip positive advantages: it must be above 1 + epsilon_high = "
+                f"{highest_ratio}. The authors use 3.0; None turns it off."
+            )
         if self.fp16:
             errors.append(
                 "fp16=True is not supported with a critic: policy and critic would share one loss scale. Set "

@@ -213,14 +213,18 @@ def check_loaded(model: Any, dataset: Any, args: RolloutConfig, has_tools: bool,
                 f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
                 "the same data with the same seed, or groups would be incomplete."
             )
-        needed = args.generation_batch_size // args.num_generations
-        if len(dataset) < needed:
-            raise ValueError(
-                f"The training set has {len(dataset)} prompts, but a generation batch needs {needed} different ones "
-                f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use "
-                "more prompts, or lower steps_per_generation, gradient_accumulation_steps or "
-                "per_device_train_batch_size."
-            )
+        check_number_of_prompts(len(dataset), args)
+
+
+def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
+    """Raise a `ValueError` if a generation batch needs more distinct prompts than the training set has."""
+    needed = args.generation_batch_size // args.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
+            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more "
+            "prompts, or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
+        )
 
 
 def config_of(model: str | PreTrainedModel, args: RolloutConfig) -> PreTrainedConfig:

@@ -5,6 +5,7 @@ seeds of training are not changed: a run has the same bits with and without eval
 """
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,9 +59,11 @@ class BenchmarkEvaluation:
             return []
         size, num_processes = self.args.eval_batch_size, self.accelerator.num_processes
         if size * num_processes % self.num_generations_eval:
+            unit = self.num_generations_eval // math.gcd(self.num_generations_eval, num_processes)
             raise ValueError(
                 f"A batch of an evaluation must hold whole groups of num_generations_eval={self.num_generations_eval} "
-                f"completions, but has per_device_eval_batch_size={size} x {num_processes} processes. Change one."
+                f"completions, but has per_device_eval_batch_size={size} x {num_processes} processes. Set "
+                f"per_device_eval_batch_size to a multiple of {unit}."
             )
         return super().get_eval_dataloader(eval_dataset)
 

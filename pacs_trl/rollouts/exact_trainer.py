@@ -63,6 +63,12 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 f"{type(self).__name__} overrides {own[0]}, which the exact update does not call in training. "
                 "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
             )
+        corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
+        if corrects and not (args.use_vllm or args.rollout_lag or arguments["rollout_func"]):
+            raise ValueError(
+                "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
+                "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
+            )
 
     def _prepare_learning(self) -> None:
         resets = self._reference == "snapshot" and self.args.reset_optimizer_on_reference_reset

@@ -52,7 +52,7 @@ class Publication:
                 self.state.save_to_json(str(directory / LOG_FILE))
             self._describe_model(directory)
         if self.args.push_to_hub and not _internal_call:
-            self._upload(directory, "Model save")
+            self.upload(directory, "Model save")
 
     def _describe_model(self, directory: Path) -> None:
         """Write provenance, recipe, and model card into the directory of a saved model."""
@@ -105,9 +105,10 @@ class Publication:
         self.args.hub_private_repo = kwargs.pop("private", self.args.hub_private_repo)
         if kwargs:
             self.create_model_card(**kwargs)
-        return self._upload(Path(self.args.output_dir), commit_message, blocking, token, revision)
+        return self.upload(Path(self.args.output_dir), commit_message, blocking, token, revision)
 
-    def _upload(self, directory: Path, commit_message: str | None, blocking=True, token=None, revision=None):
+    def upload(self, directory: Path, commit_message: str | None, blocking=True, token=None, revision=None):
+        """Upload the directory of a saved model; arguments and result are those of [`push_to_hub`]."""
         if not self.is_world_process_zero():
             return None
         token = token or self.args.hub_token

@@ -162,6 +162,8 @@ class RolloutConfig(GRPOConfig):
         best = self.metric_for_best_model or ""
         if given and not self.eval_benchmarks:
             return [f"{', '.join(given)} would be ignored. Set eval_benchmarks, or remove the key."]
+        if self.eval_temperature == 0 and self.eval_num_samples > 1:
+            return ["eval_temperature=0 generates equal completions of a problem. Set eval_num_samples: 1."]
         if "pass@" in best and best.rpartition("pass@")[2].partition("_")[0] not in ks:
             return [
                 f"metric_for_best_model={best!r} would not be measured: k is {' or '.join(ks) or 'not measured'} "

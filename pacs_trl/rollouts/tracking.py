@@ -32,7 +32,8 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     Yields the callback to add to the trainer, which must be constructed inside the context.
 
     The id in `output_dir/run_id` is the wandb run id, part of the trackio run name, and the folder of TensorBoard's
-    events. Trackers receive `settings`, the resolved recipe, filtered by [`~redaction.published`].
+    events. Trackers receive `settings`, the resolved recipe, filtered by [`~redaction.published`]. Raises a
+    `ValueError` if wandb has no API key and stdin is not a terminal.
     """
     callback = TrackingCallback(settings)
     if not training.report_to or not PartialState().is_main_process:
@@ -51,6 +52,8 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
     os.environ.update(added)
     words, sys.argv = sys.argv, sys.argv[:1]  # wandb sends the command line, which may have secrets
     try:
+        if "wandb" in training.report_to:
+            _require_key(importlib.import_module("wandb"))
         yield callback
     finally:
         sys.argv = words
@@ -58,6 +61,16 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
             del os.environ[name]
         if "wandb" in training.report_to:
             importlib.import_module("wandb").finish()  # otherwise the next run of this process would continue it
+
+
+def _require_key(wandb) -> None:
+    if sys.stdin is not None and sys.stdin.isatty() or wandb.setup().settings.mode != "online":
+        return
+    if not wandb.login(prompt=False, verify=False):
+        raise ValueError(
+            "report_to names wandb, which has no API key here. Run `wandb login`, set WANDB_API_KEY, or "
+            "WANDB_MODE=offline to keep the run on this machine, or remove wandb from report_to."
+        )
 
 
 class TrackingCallback(TrainerCallback):

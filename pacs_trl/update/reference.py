@@ -92,8 +92,13 @@ class SnapshotReference:
         """Return this process's shards of the copies, in the order of the model's trainable parameters."""
         return self._copies
 
-    @torch.no_grad()
     def load_state_dict(self, copies: list[torch.Tensor]) -> None:
-        """Load the copies of [`state_dict`], which must be of the same parameters and shards."""
+        """Load the copies of [`state_dict`]. Raises a `ValueError` if their shapes do not match the model's trainable
+        parameters on this process."""
+        if [copy.shape for copy in copies] != [copy.shape for copy in self._copies]:  # `copy_` would broadcast
+            raise ValueError(
+                f"The {len(copies)} weights in the snapshot of the checkpoint do not fit the {len(self._copies)} that "
+                "are trained. Resume with the model, adapter, and number of processes the checkpoint was written with."
+            )
         for own, saved in zip(self._copies, copies, strict=True):
             own.copy_(saved)

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import struct
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -218,6 +220,23 @@ def test_a_new_run_has_a_new_identity_and_a_resumed_one_the_old(tmp_path, monkey
     monkeypatch.setenv("WANDB_RUN_ID", "mine")
     assert identity_of(tmp_path, resuming=False)[0] == "mine" == (tmp_path / "run_id").read_text().strip()
     assert os.environ["WANDB_RUN_ID"] == "mine"
+
+
+def test_wandb_without_a_key(tmp_path, monkeypatch):
+    """Said before the trainer is built, with the words of the command line that wandb may see."""
+    import wandb
+
+    seen = []
+    monkeypatch.setattr("sys.argv", ["train.py", "--hub_token", SECRET])
+    monkeypatch.setattr(
+        wandb, "setup", lambda: seen.append(list(sys.argv)) or SimpleNamespace(settings=SimpleNamespace(mode="online"))
+    )
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: False)
+    with pytest.raises(ValueError, match="report_to.*wandb"):
+        identity_of(tmp_path, resuming=False, report_to="wandb")
+    assert seen == [["train.py"]]
+    monkeypatch.setattr(wandb, "login", lambda prompt, verify: True)
+    assert identity_of(tmp_path, resuming=False, report_to="wandb")[1] is not None
 
 
 def test_without_a_tracker_nothing_is_written(tmp_path):

@@ -47,6 +47,14 @@ def model(request):
     return get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
+def test_weights_of_another_shape_are_refused():
+    """Also those that `copy_` would broadcast."""
+    snapshot = SnapshotReference(tiny_model())
+    for wrong in (snapshot.state_dict()[1:], [copy[:1] for copy in snapshot.state_dict()]):
+        with pytest.raises(ValueError, match="snapshot of the checkpoint"):
+            snapshot.load_state_dict([copy.clone() for copy in wrong])
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_stands_in_for_the_policy_and_gives_it_back(model, offload):
     """Also after an exception; parameters keep their memory, and the copies are of trained parameters alone."""
