@@ -5,6 +5,8 @@
 The arms start from the warm starts of `many_answers.py` and have its seeds, so that both pages' records are paired.
 """
 
+from argparse import ArgumentParser
+
 import torch
 
 from experiments.many_answers import (
@@ -59,4 +61,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    ArgumentParser(description=__doc__).parse_args()  # no options but --help
     main()
