@@ -125,7 +125,7 @@ def measured(model: Path, output_dir: Path) -> dict[str, list[int]]:
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = EvaluationArguments(
         model=str(model),
-        benchmarks=",".join(map(str, files.values())),
+        evaluation_keys={"benchmarks": ",".join(map(str, files.values()))},
         output_dir=str(output_dir),
         engine="transformers",
         n=max(KS),

@@ -5,11 +5,12 @@
 All arms of a seed start from the same weights and see the same prompts. Each method first takes the best of three
 learning rates, by pass@1 with a seed that is not reported. Held out: 64 problems of the task, 16 completions each at
 temperature 1. Finished runs are read from `--results_dir`, so the command can be stopped and repeated. One cell
-alone: `--arms PACS --seeds 0 --rate 2e-5`.
+alone: `--arms PACS --seeds 0 --rate 2e-5`. `--task` chooses sums or a task of reasoning-gym (with the extra `gym`).
 """
 
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -18,14 +19,21 @@ from experiments.figures import save
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Cell, Records, Run
 from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
+from pacs_trl.data import gym
 from pacs_trl.report import plots
 from pacs_trl.report.tables import pass_at_k_cells
 
 
-RECIPE, BASELINE = "smollm2-135m/sums", "smollm2-135m/sums_grpo"
 START, RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), 9
 HALF = {"gradient_accumulation_steps": 2}  # updates of 64 completions
-SIZES = {"evaluation": "evaluation/smollm2_sums"}
+TASKS: dict[str, dict] = {
+    "sums": {},
+    "chain_sum": {"chain_sum": {"config": {"max_terms": 2, "max_digits": 2}, "answer": "last_number"}},
+    "lcm": {"lcm": {"config": {"max_value": 12}, "answer": "last_number"}},
+    "three_terms": {
+        "chain_sum": {"config": {"min_terms": 3, "max_terms": 3, "max_digits": 1}, "answer": "last_number"}
+    },
+}
 ARMS: dict[str, dict] = {
     START: {},
     "PACS": {"method": "pacs"},
@@ -40,12 +48,26 @@ KS = (1, 4, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
 
 
-def cell_of(arm: str, rate: float, steps: int) -> Cell:
+def cell_of(task: str, arm: str, rate: float, steps: int) -> Cell:
+    folder, settings = "pretrained" if task == "sums" else f"pretrained/{task}", {"reasoning_gym": TASKS[task]}
+    is_sums, is_pacs = task == "sums", arm in (START, "PACS") or "kept" in arm
+    recipe = f"smollm2-135m/{('sums' if is_pacs else 'sums_grpo') if is_sums else 'chain_sum'}"
+    settings = {} if is_sums else settings
     if arm == START:
-        return Cell(arm, RECIPE, trained=False, name="pretrained/before")
-    settings = ARMS[arm] | HALF | {"max_steps": steps, "learning_rate": rate}
-    name = f"pretrained/{run_name(arm)}_{rate:g}_{steps}"
-    return Cell(arm, RECIPE if arm.startswith("PACS") else BASELINE, settings=settings, name=name)
+        return Cell(arm, recipe, trained=False, name=f"{folder}/before", settings=settings)
+    settings |= ARMS[arm] | HALF | {"max_steps": steps, "learning_rate": rate}
+    return Cell(arm, recipe, settings=settings, name=f"{folder}/{run_name(arm)}_{rate:g}_{steps}")
+
+
+def sizes_of(task: str) -> dict[str, Any]:
+    """Return the evaluation of a task, as it is trained."""
+    sizes: dict[str, Any] = {"evaluation": "evaluation/smollm2_sums", "curves": CURVES}
+    if task == "sums":
+        return sizes
+    tasks = TASKS[task]
+    names = ",".join(f"{gym.NAME}/{name}" for name in tasks)
+    keys = {"benchmarks": names, gym.NAME: tasks, "prompt_instruction": gym.INSTRUCTION}
+    return sizes | {"evaluation_keys": keys}
 
 
 def passes(run: Run) -> list[float]:
@@ -54,19 +76,19 @@ def passes(run: Run) -> list[float]:
     return [100 * benchmark["pass_at_k"][str(k)]["value"] for k in KS if str(k) in benchmark["pass_at_k"]]
 
 
-def best_rate(records: Records, arm: str, steps: int) -> float:
+def best_rate(records: Records, task: str, arm: str, steps: int) -> float:
     """Return the learning rate with the highest pass@1 of those that were run with `SWEPT_SEED`."""
     found = {}
     for rate in RATES:
-        runs = records.runs(cell_of(arm, rate, steps).run, arm)
+        runs = records.runs(cell_of(task, arm, rate, steps).run, arm)
         found.update((rate, passes(run)[0]) for run in runs if run.seed == SWEPT_SEED)
     return max(found, key=lambda rate: found[rate])
 
 
-def runs_of(options: Options, rates: dict[str, float], steps: int) -> dict[str, dict[int, Run]]:
+def runs_of(options: Options, task: str, rates: dict[str, float], steps: int) -> dict[str, dict[int, Run]]:
     """Return the recorded runs by arm and seed, for the arms that have any."""
     records = Records(options.results_dir)
-    found = {arm: records.runs(cell_of(arm, rate, steps).run, arm) for arm, rate in rates.items()}
+    found = {arm: records.runs(cell_of(task, arm, rate, steps).run, arm) for arm, rate in rates.items()}
     by_seed = {arm: {run.seed: run for run in runs if run.seed in options.seeds} for arm, runs in found.items()}
     return {arm: runs for arm, runs in by_seed.items() if runs}
 
@@ -93,9 +115,9 @@ def draw(found: dict[str, dict[int, Run]], path: Path) -> None:
         save(figure, path)
 
 
-def report(options: Options, rates: dict[str, float], steps: int) -> list[str]:
+def report(options: Options, task: str, rates: dict[str, float], steps: int) -> list[str]:
     """Return a table with a row per arm: pass@k by seed, the paired difference from PACS, entropy, and seconds."""
-    rows, found = [], runs_of(options, rates, steps)
+    rows, found = [], runs_of(options, task, rates, steps)
     for arm, runs in found.items():
         columns = zip(*(passes(run) for run in runs.values()), strict=True)
         cells = [f"{mean(column):.1f} ({', '.join(f'{x:.1f}' for x in column)})" for column in columns]
@@ -121,22 +143,23 @@ def report(options: Options, rates: dict[str, float], steps: int) -> list[str]:
 
 def main() -> None:
     parser = arms_parser(__doc__, "pretrained", ARMS)
+    parser.add_argument("--task", choices=TASKS, default="sums")
     parser.add_argument("--steps", type=int, default=20, help="updates of a run")
     parser.add_argument("--rate", type=float, help="learning rate of all arms, instead of the best of three")
     args = parser.parse_args()
-    options = options_of(args, curves=CURVES, **SIZES)
+    options = options_of(args, **sizes_of(args.task))
     rates = {}
     for arm in args.arms:
         if arm != START and args.rate is None:
             for rate in RATES:
-                run_cell(cell_of(arm, rate, args.steps), SWEPT_SEED, options)
+                run_cell(cell_of(args.task, arm, rate, args.steps), SWEPT_SEED, options)
         swept = arm != START and args.rate is None
-        rates[arm] = best_rate(Records(args.results_dir), arm, args.steps) if swept else args.rate or 0.0
+        rates[arm] = best_rate(Records(args.results_dir), args.task, arm, args.steps) if swept else args.rate or 0.0
     for seed in args.seeds:
         for arm in args.arms:
-            run_cell(cell_of(arm, rates[arm], args.steps), seed, options)
-            publish(Path(args.results_dir) / "table.md", report(options, rates, args.steps))
-    draw(runs_of(options, rates, args.steps), Path(args.results_dir) / "pretrained.png")
+            run_cell(cell_of(args.task, arm, rates[arm], args.steps), seed, options)
+            publish(Path(args.results_dir) / f"{args.task}.md", report(options, args.task, rates, args.steps))
+    draw(runs_of(options, args.task, rates, args.steps), Path(args.results_dir) / f"{args.task}.png")
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ Files stay in the work directory of the run; the numbers for tables go to the re
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from experiments.diversity import correct_responses, hashing_embedder, problem_diversities
@@ -34,7 +35,7 @@ class Options(NamedTuple):
     max_problems: int | None = None
     results_dir: Path = Path("docs/results/miniature")  # records, tables and figures
     work_dir: Path = Path("outputs/tables")  # models, logs and samples: all that a run leaves
-    benchmarks: str | None = None  # instead of the evaluation recipe's
+    evaluation_keys: Mapping[str, Any] = MappingProxyType({})  # instead of the evaluation recipe's
     evaluation: str = "evaluation/miniature_tables"  # recipe of the evaluation
     curves: tuple[str, ...] = CURVES  # quantities of the training log that are recorded
 
@@ -94,8 +95,8 @@ def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[
 def evaluation_settings(options: Options) -> dict[str, Any]:
     """Return the settings of the evaluation in the size of the options, with every k up to n."""
     settings = read_mapping(RECIPES / f"{options.evaluation}.yaml", "evaluation")
-    given = {"n": options.num_samples, "max_problems": options.max_problems, "benchmarks": options.benchmarks}
-    settings |= {key: value for key, value in given.items() if value is not None}
+    given = {"n": options.num_samples, "max_problems": options.max_problems}
+    settings |= {key: value for key, value in given.items() if value is not None} | dict(options.evaluation_keys)
     settings["k"] = [k for k in map(int, str(settings["k"]).split(",")) if k <= settings["n"]]
     return settings
 

@@ -107,8 +107,8 @@ class DataArguments:
         max_train_samples (`int`, *optional*): Number of problems to use, chosen after the shuffle.
         dataset_seed (`int`): Seed of the shuffle.
         eval_split_size (`int`): Number of problems held out for evaluation during training; 0 for none.
-        reasoning_gym (`dict`, *optional*): Tasks of `dataset_name: reasoning_gym`, each with `weight` and
-            `config`: `{chain_sum: {weight: 1, config: {max_terms: 2}}}`.
+        reasoning_gym (`dict`, *optional*): Tasks of `dataset_name: reasoning_gym`, each with `weight`,
+            `config`, and `answer`: `{chain_sum: {weight: 1, config: {max_terms: 2}, answer: last_number}}`.
         dataset_size (`int`, *optional*): Number of problems that reasoning-gym generates; 1000 by default. Their
             seeds are `dataset_seed` and the following ones.
     """

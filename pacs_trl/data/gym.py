@@ -50,15 +50,18 @@ def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) 
 
 def gym_rows(tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int) -> list[dict[str, Any]]:
     """Return `size` problems with `question` and `solution`, the name of the entry as JSON; of each task as many as
-    its `weight` (default 1) says."""
+    its `weight` (default 1) says. With `answer: last_number`, the last number of an answer is graded."""
     weights = {task: float((settings or {}).get("weight", 1)) for task, settings in tasks.items()}
     rows: list[dict[str, Any]] = []
     for number, (task, settings) in enumerate(tasks.items(), 1):
-        if unknown := sorted(set(settings or {}) - {"weight", "config"}):
-            raise ValueError(f"`reasoning_gym`: {task} has the key {unknown[0]!r}. Its keys are weight and config.")
+        answer = {key: value for key, value in (settings or {}).items() if key not in ("weight", "config")}
+        if answer not in ({}, {"answer": "last_number"}):
+            raise ValueError(
+                f"`reasoning_gym`: {task} has {answer}. Its keys are weight, config, and answer: last_number."
+            )
         share = sum(list(weights.values())[:number]) / sum(weights.values())
         config, count = dict((settings or {}).get("config") or {}), round(share * size) - len(rows)
-        name = {"task": task, "config": config, "seed": seed, "size": max(count, 1)}
+        name = {"task": task, "config": config, "seed": seed, "size": max(count, 1), **answer}
         entries = checked_dataset(task, config, seed, max(count, 1))
         rows += [
             {"question": entries[i]["question"], "solution": json.dumps(name | {"index": i}), "task": task}
@@ -67,9 +70,9 @@ def gym_rows(tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int) -> li
     return rows
 
 
-def benchmark(task: str, config: Mapping[str, Any], max_problems: int | None) -> list[dict[str, Any]]:
+def benchmark(task: str, settings: Mapping[str, Any], max_problems: int | None) -> list[dict[str, Any]]:
     """Return the problems of a benchmark, whose seeds no training run uses."""
     size = max_problems or BENCHMARK_SIZE
     if size > MAX_BENCHMARK_SIZE:
         raise ValueError(f"A benchmark of reasoning-gym has at most {MAX_BENCHMARK_SIZE} problems, not {size}.")
-    return gym_rows({task: {"config": config}}, size, BENCHMARK_SEED)
+    return gym_rows({task: settings}, size, BENCHMARK_SEED)

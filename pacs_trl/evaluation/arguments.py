@@ -53,7 +53,7 @@ class EvaluationArguments:
         problem_column (`str`, *optional*): Problem column of your own files; by default as in training.
         solution_column (`str`, *optional*): Answer column of your own files; by default as in training.
         max_problems (`int`, *optional*): Evaluate only the first problems of each benchmark, for a quick try.
-        reasoning_gym (`dict`, *optional*): `config` of the tasks of `reasoning_gym/<task>`, as in training.
+        reasoning_gym (`dict`, *optional*): Tasks of the benchmarks `reasoning_gym/<task>`, as in training.
     """
 
     model: str

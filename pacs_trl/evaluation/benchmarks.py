@@ -258,8 +258,8 @@ def load_benchmark(
     `spec` is a name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or `.parquet`
     file; a PATH alone (or with another name) for a file of your own, with `problem_column` and `solution_column` in
     `columns`; `miniature/<task>` for the test split of a miniature task; `reasoning_gym/<task>` for 100 problems of
-    it, with its `config` in `gym_tasks`; or `module:attribute` for an environment. Raises a `ValueError` for an
-    unknown name, a missing file or column, an empty benchmark, problem, or answer, or two rows with one id.
+    it, with its `config` and `answer` in `gym_tasks`; or `module:attribute` for an environment. Raises a `ValueError`
+    for an unknown name, a missing file or column, an empty benchmark, problem, or answer, or two rows with one id.
     """
     if ":" in spec and not name_and_path(spec)[1]:
         return _environment(spec, max_problems)
@@ -268,11 +268,12 @@ def load_benchmark(
     try:
         if kind == gym.NAME:
             task = name.partition("/")[2]
-            config = ((gym_tasks or {}).get(task) or {}).get("config") or {}
+            settings = {"config": {}} | ((gym_tasks or {}).get(task) or {})
             columns_of_gym = {"problem_column": "question", "solution_column": "solution"}
             entry = ProblemSet("", title=task.replace("_", " "), instruction=gym.INSTRUCTION, **columns_of_gym)
-            source = {"generator": gym.NAME, "config": config, "seed": gym.BENCHMARK_SEED}
-            rows = gym.benchmark(task, config, max_problems)
+            facts = {key: value for key, value in settings.items() if key != "weight"}
+            source = {"generator": gym.NAME, "seed": gym.BENCHMARK_SEED, **facts}
+            rows = gym.benchmark(task, settings, max_problems)
         elif entry is None and path:
             rows, source = read_rows(Path(path)), {"file": Path(path).name} | given
             names = list(dict.fromkeys(column for row in rows for column in row))

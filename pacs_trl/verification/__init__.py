@@ -72,6 +72,7 @@ def completion_text(completion: Any) -> str | None:
 _AFTER_HASHES = re.compile(r"(?:\A|\s)####\s*([^\n\"]+)\Z")
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
+_LAST_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?!.*\d)", re.DOTALL)
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
@@ -125,6 +126,12 @@ def final_answer(text: str) -> str | None:
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     return text[start + len("<answer>") : end] if start >= 0 else last_boxed(text)
+
+
+def last_number(text: str) -> str:
+    """Return the last number in the last 1,000 characters of a text, empty if there is none."""
+    found = _LAST_NUMBER.search(text[-1000:])
+    return found.group() if found else ""
 
 
 def default_num_workers() -> int:

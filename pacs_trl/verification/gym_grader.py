@@ -13,7 +13,7 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from . import Outcome, confinement
+from . import Outcome, confinement, last_number
 
 
 @lru_cache(maxsize=64)
@@ -29,11 +29,13 @@ def grade_entry(answer: str, solution: str, cpu_seconds: float) -> tuple[Outcome
     process, so that an answer that takes it over changes no other grade."""
     try:
         name = json.loads(solution)
-        index = name.pop("index")
+        index, is_number = name.pop("index"), name.pop("answer", "") == "last_number"
         entries = _stored_dataset(json.dumps(name, sort_keys=True))
         entry = entries[index]
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):
         return Outcome.GOLD_UNPARSEABLE, 0.0
+    if is_number and not (answer := last_number(answer)):
+        return Outcome.NO_ANSWER, 0.0
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -5,7 +5,6 @@ the kernel enforces: CPU time per item and address space. The pool enforces wall
 """
 
 import math
-import re
 import resource
 import signal
 from collections.abc import Callable, Sequence
@@ -19,7 +18,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Integer, Mul, Number, Pow, Rational, factorial
 
-from . import Outcome
+from . import Outcome, last_number
 from .gym_grader import grade_entry
 
 
@@ -50,12 +49,10 @@ _TRL_LATEX = LatexExtractionConfig(
     normalization_config=NormalizationConfig(units=True), boxed_match_priority=0, try_extract_without_anchor=False
 )
 
-_LAST_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?!.*\d)", re.DOTALL)
-
 
 def _last_number(text: str) -> list:
-    found = _LAST_NUMBER.search(text[-1000:])
-    return [Rational(found.group())] if found else []
+    number = last_number(text)
+    return [Rational(number)] if number else []
 
 
 PROTOCOLS = {

@@ -3,18 +3,19 @@
 import pytest
 
 from experiments.paper.cells import RECIPES
-from experiments.pretrained import ARMS, START, cell_of
+from experiments.pretrained import ARMS, START, TASKS, cell_of
 from pacs_trl.recipe import read_recipe
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != START])
-def test_arms_differ_only_in_their_objective(arm):
+@pytest.mark.parametrize("task", TASKS)
+def test_arms_differ_only_in_their_objective(arm, task):
     """Same model, prompts, sampling, batch, and schedule; the settings of the given run win over the recipe's."""
     shared = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
     shared += ("temperature", "learning_rate", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_iterations")
     found = []
     for each in ("PACS", arm):
-        cell = cell_of(each, 3e-5, 7)
+        cell = cell_of(task, each, 3e-5, 7)
         recipe = read_recipe(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
         found.append((recipe.data, recipe.model, [getattr(recipe.training, name) for name in shared]))
     assert found[0] == found[1]
