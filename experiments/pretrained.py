@@ -66,7 +66,7 @@ def sizes_of(task: str) -> dict[str, Any]:
         return sizes
     tasks = TASKS[task]
     names = ",".join(f"{gym.NAME}/{name}" for name in tasks)
-    keys = {"benchmarks": names, gym.NAME: tasks, "prompt_instruction": gym.INSTRUCTION}
+    keys = {"benchmarks": names, gym.NAME: tasks, "prompt_instruction": gym.INSTRUCTION, "n": 8, "k": "1,2,4,8"}
     return sizes | {"evaluation_keys": keys}
 
 
