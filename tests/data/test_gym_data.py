@@ -22,6 +22,8 @@ def test_benchmark_has_seeds_of_its_own():
     loaded = load_benchmark("reasoning_gym/chain_sum", max_problems=3, gym_tasks=SUMS)
     entries = reasoning_gym.create_dataset("chain_sum", seed=1_000_000, size=3, min_terms=2, max_terms=2)
     assert [problem.problem for problem in loaded.problems] == [entry["question"] for entry in entries]
+    numbers = load_benchmark("reasoning_gym/chain_sum", gym_tasks={"chain_sum": {"answer": "last_number"}})
+    assert numbers.source["answer"] == "last_number" and '"last_number"' in numbers.problems[0].solution
     assert loaded.source["config"] == SUMS["chain_sum"]["config"] and not loaded.is_code
     with pytest.raises(ValueError, match="1000"):
         load_benchmark("reasoning_gym/chain_sum", max_problems=1001)
@@ -34,6 +36,7 @@ def test_benchmark_has_seeds_of_its_own():
         ({"chain_sum": {"config": {"max_term": 2}}}, "max_term"),
         ({"chain_sum": {"config": {"max_terms": 1}}}, "max_terms must be >= min_terms"),
         ({"chain_sum": {"weights": 2}}, "weights"),
+        ({"chain_sum": {"answer": "last"}}, "answer: last_number"),
     ],
 )
 def test_unknown_tasks_and_keys_are_refused(tasks, named):

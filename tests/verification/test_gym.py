@@ -54,6 +54,17 @@ def test_partial_scores_and_missing_answers(verifier):
     assert 0 < grades[0].share < 1 == grades[1].share
 
 
+def test_last_number(verifier):
+    """`answer: last_number` grades the last number of what would be the answer; a cut completion has none."""
+    (row,) = gym_rows({"chain_sum": {"config": {"min_digits": 2}, "answer": "last_number"}}, 1, shifted(5))
+    answer = reasoning_gym.create_dataset("chain_sum", seed=shifted(5), size=1, min_digits=2)[0]["answer"]
+    right, wrong = (f"3 + 4 = {answer}.", f"The answer is {answer}"), (f"{answer}, or {answer}0", f"-{answer}1")
+    texts = [*right, *wrong, "no number", "<answer> it is {answer} </answer> 5".format(answer=answer), right[0]]
+    grades = verifier.grade_detailed(texts, [row["solution"]] * 7, [False] * 6 + [True])
+    names = ["CORRECT"] * 2 + ["WRONG"] * 2 + ["NO_ANSWER", "CORRECT", "NO_ANSWER"]
+    assert [grade.outcome.name for grade in grades] == names
+
+
 def test_attacks_change_nothing_but_their_own_grade(verifier, tmp_path):
     mark = str(tmp_path / "mark")
     attacks = {
