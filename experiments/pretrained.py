@@ -41,6 +41,7 @@ ARMS: dict[str, dict] = {
     "RLOO": {"method": "rloo"},
     "MaxRL": {"method": "maxrl"},
     "REAL": {"method": "real"},
+    "PPO": {"method": "ppo"},
     "PACS, kept, beta 0.3": {"method": "pacs", "reference": "snapshot", "pacs_beta": 0.3},
     "GRPO, KL 0.1": {"method": "grpo", "beta": 0.1},
 }
