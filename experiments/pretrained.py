@@ -45,36 +45,41 @@ ARMS: dict[str, dict] = {
     "PACS, kept, beta 0.3": {"method": "pacs", "reference": "snapshot", "pacs_beta": 0.3},
     "GRPO, KL 0.1": {"method": "grpo", "beta": 0.1},
 }
-KS = (1, 4, 16)
+KS = (1, 4, 8, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
 
 
 def cell_of(task: str, arm: str, rate: float, steps: int) -> Cell:
-    folder, settings = "pretrained" if task == "sums" else f"pretrained/{task}", {"reasoning_gym": TASKS[task]}
-    is_sums, is_pacs = task == "sums", arm in (START, "PACS") or "kept" in arm
-    recipe = f"smollm2-135m/{('sums' if is_pacs else 'sums_grpo') if is_sums else 'chain_sum'}"
-    settings = {} if is_sums else settings
+    folder, recipe, settings = f"pretrained/{task}", "chain_sum", {"reasoning_gym": TASKS[task]}
+    if task == "sums":
+        folder, recipe, settings = "pretrained", "sums" if arm.startswith("PACS") or arm == START else "sums_grpo", {}
     if arm == START:
-        return Cell(arm, recipe, trained=False, name=f"{folder}/before", settings=settings)
+        return Cell(arm, f"smollm2-135m/{recipe}", trained=False, name=f"{folder}/before", settings=settings)
     settings |= ARMS[arm] | HALF | {"max_steps": steps, "learning_rate": rate}
-    return Cell(arm, recipe, settings=settings, name=f"{folder}/{run_name(arm)}_{rate:g}_{steps}")
+    name = f"{folder}/{run_name(arm)}_{rate:g}_{steps}"
+    return Cell(arm, f"smollm2-135m/{recipe}", settings=settings, name=name)
 
 
 def sizes_of(task: str) -> dict[str, Any]:
-    """Return the evaluation of a task, as it is trained."""
-    sizes: dict[str, Any] = {"evaluation": "evaluation/smollm2_sums", "curves": CURVES}
-    if task == "sums":
-        return sizes
-    tasks = TASKS[task]
-    names = ",".join(f"{gym.NAME}/{name}" for name in tasks)
-    keys = {"benchmarks": names, gym.NAME: tasks, "prompt_instruction": gym.INSTRUCTION, "n": 8, "k": "1,2,4,8"}
-    return sizes | {"evaluation_keys": keys}
+    """Return evaluation and curves of a task, which is evaluated as it is trained."""
+    keys = {
+        "benchmarks": ",".join(f"{gym.NAME}/{name}" for name in TASKS[task]),
+        gym.NAME: TASKS[task],
+        "prompt_instruction": gym.INSTRUCTION,
+        "n": 8,
+        "k": "1,2,4,8",
+    }
+    return {
+        "evaluation": "evaluation/smollm2_sums",
+        "evaluation_keys": keys if TASKS[task] else {},
+        "curves": CURVES,
+    }
 
 
-def passes(run: Run) -> list[float]:
-    """Return pass@k in percent for each of `KS`."""
+def passes(run: Run) -> dict[int, float]:
+    """Return pass@k in percent for each of `KS` that was measured."""
     (benchmark,) = run.results["benchmarks"].values()
-    return [100 * benchmark["pass_at_k"][str(k)]["value"] for k in KS if str(k) in benchmark["pass_at_k"]]
+    return {k: 100 * benchmark["pass_at_k"][str(k)]["value"] for k in KS if str(k) in benchmark["pass_at_k"]}
 
 
 def best_rate(records: Records, task: str, arm: str, steps: int) -> float:
@@ -82,7 +87,7 @@ def best_rate(records: Records, task: str, arm: str, steps: int) -> float:
     found = {}
     for rate in RATES:
         runs = records.runs(cell_of(task, arm, rate, steps).run, arm)
-        found.update((rate, passes(run)[0]) for run in runs if run.seed == SWEPT_SEED)
+        found.update((rate, passes(run)[1]) for run in runs if run.seed == SWEPT_SEED)
     return max(found, key=lambda rate: found[rate])
 
 
@@ -120,25 +125,18 @@ def report(options: Options, task: str, rates: dict[str, float], steps: int) -> 
     """Return a table with a row per arm: pass@k by seed, the paired difference from PACS, entropy, and seconds."""
     rows, found = [], runs_of(options, task, rates, steps)
     for arm, runs in found.items():
-        columns = zip(*(passes(run) for run in runs.values()), strict=True)
+        columns = zip(*(passes(run).values() for run in runs.values()), strict=True)
         cells = [f"{mean(column):.1f} ({', '.join(f'{x:.1f}' for x in column)})" for column in columns]
         pairs = [(run, found["PACS"][seed]) for seed, run in runs.items() if seed in found.get("PACS", {})]
-        differences = [passes(run)[0] - passes(pacs)[0] for run, pacs in pairs] if arm not in (START, "PACS") else []
+        differences = [passes(run)[1] - passes(pacs)[1] for run, pacs in pairs] if arm not in (START, "PACS") else []
         logs = [run.training["log_history"] for run in runs.values() if run.training]
         ends = [mean([y for _, y in plots.series(history, "entropy")][-5:]) for history in logs]
         seconds = [mean([y for _, y in plots.series(history, "step_time")][1:]) for history in logs]
         measured = [f"{mean(column):.{digits}f}" if column else "" for column, digits in ((ends, 2), (seconds, 1))]
         rate = f"{rates[arm]:g}" if arm != START else ""
         rows.append([arm, rate, ", ".join(map(str, runs)), *cells, mean_difference(differences), *measured])
-    heads = [
-        "",
-        "learning rate",
-        "seeds",
-        *(f"pass@{k}" for k in KS),
-        "pass@1 minus PACS",
-        "entropy, nats",
-        "s / update",
-    ]
+    ks = [f"pass@{k}" for k in passes(next(run for runs in found.values() for run in runs.values()))]
+    heads = ["", "learning rate", "seeds", *ks, "pass@1 minus PACS", "entropy, nats", "s / update"]
     return markdown(heads, rows, 3)
 
 
