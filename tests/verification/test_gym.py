@@ -59,7 +59,7 @@ def test_last_number(verifier):
     (row,) = gym_rows({"chain_sum": {"config": {"min_digits": 2}, "answer": "last_number"}}, 1, shifted(5))
     answer = reasoning_gym.create_dataset("chain_sum", seed=shifted(5), size=1, min_digits=2)[0]["answer"]
     right, wrong = (f"3 + 4 = {answer}.", f"The answer is {answer}"), (f"{answer}, or {answer}0", f"-{answer}1")
-    texts = [*right, *wrong, "no number", "<answer> it is {answer} </answer> 5".format(answer=answer), right[0]]
+    texts = [*right, *wrong, "no number", f"<answer> it is {answer} </answer> 5", right[0]]
     grades = verifier.grade_detailed(texts, [row["solution"]] * 7, [False] * 6 + [True])
     names = ["CORRECT"] * 2 + ["WRONG"] * 2 + ["NO_ANSWER", "CORRECT", "NO_ANSWER"]
     assert [grade.outcome.name for grade in grades] == names
