@@ -1,8 +1,10 @@
 """Every causal language model of transformers, made small."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from seeds import shifted
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -47,57 +49,9 @@ WINDOWS = dict.fromkeys(
     WINDOW,
 ) | {"window_size": WINDOW, "index_block_size": WINDOW // 2, "index_topk_blocks": 2}
 
-HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
-MLA = {"num_key_value_heads": 4}
-MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 1}
-WIDE_MAMBA = {**MAMBA, "mamba_expand": 2}
-SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "axk2", "deepseek_v2", "deepseek_v3", "deepseek_v32"), MLA),
-    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "minicpm3", "youtu", "kimi_linear"), MLA),
-    "bamba": {**WIDE_MAMBA, "attn_layer_indices": [1]},
-    "bert": {"is_decoder": True},
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}}
-    },
-    "codegen": {"rotary_dim": 8},
-    "falcon_h1": {**MAMBA, "mamba_d_ssm": 64},
-    "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_hidden_layers": 4,
-        "num_kv_shared_layers": 2,
-        "vocab_size_per_layer_input": 128,
-        "hidden_size_per_layer_input": 8,
-        "laurel_rank": 8,
-    },
-    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "gptj": {"rotary_dim": 8},
-    "granitemoehybrid": {**WIDE_MAMBA, "layer_types": ["mamba", "attention"]},
-    "kimi_linear": {
-        **MLA,
-        "layer_types": ["linear_attention", "full_attention"],
-        "linear_num_heads": 4,
-        "linear_head_dim": 8,
-    },
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "longcat_flash": {"num_layers": 1, "zero_expert_num": 2, "expert_ffn_hidden_size": 32, "num_key_value_heads": 4},
-    "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
-    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1, "chunk_size": 16},
-    "reformer": {"axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 16)},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"], "mamba_d_state": 8},
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), HYBRID),
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "roc_bert": {
-        "pronunciation_vocab_size": 8,
-        "shape_vocab_size": 8,
-        "pronunciation_embed_dim": 8,
-        "shape_embed_dim": 8,
-    },
-    "xmod": {"default_language": "en_XX"},
-    "zaya": {"num_experts_per_tok": 1},
-}
+SPECIAL: dict[str, dict[str, Any]] = yaml.safe_load(
+    (Path(__file__).parent / "data" / "architectures.yaml").read_text()
+)
 # Keys that are properties of the configuration.
 FIXED = {
     "falcon": "head_dim",

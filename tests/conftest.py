@@ -75,20 +75,23 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def tokenizer():
-    from replay import TOKENIZER
-
-    return TOKENIZER
+def model_path(tmp_path_factory):
+    """The tiny model on disk, with its tokenizer."""
+    return save_tiny_model(tmp_path_factory)
 
 
 @pytest.fixture(scope="session")
-def model_path(tmp_path_factory):
-    """The tiny model on disk, with its tokenizer."""
-    from replay import TOKENIZER, tiny_model
+def tool_model_path(tmp_path_factory):
+    """The tiny model on disk; the chat template of its tokenizer has tools."""
+    return save_tiny_model(tmp_path_factory, tools=True)
+
+
+def save_tiny_model(tmp_path_factory, tools: bool = False) -> str:
+    from replay import build_tokenizer, tiny_model
 
     path = tmp_path_factory.mktemp("saved") / "model"
     tiny_model().save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
+    build_tokenizer(tools=tools).save_pretrained(path)
     return str(path)
 
 

@@ -7,10 +7,9 @@ stopped. It can be told to fail.
 import json
 import random
 from collections.abc import Callable
-from http.server import BaseHTTPRequestHandler
 from urllib.parse import urlparse
 
-from loopback import Loopback
+from loopback import Call, Loopback
 from replay import TOKENIZER
 from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
@@ -89,9 +88,12 @@ class LoopbackVLLM(Loopback):
         self.num_updates = 0
         self.loaded: dict[str, str] = {}
         self.prompt_logps: Callable | None = None
-        super().__init__(_make_handler(self))
+        super().__init__()
 
-    def answer(self, path: str, body: dict) -> tuple[int, dict]:
+    def answer(self, call: Call) -> None:
+        call.reply(*self._answer(urlparse(call.path).path, json.loads(call.body() or b"{}")))
+
+    def _answer(self, path: str, body: dict) -> tuple[int, dict]:
         self.calls.append(path)
         if path in self.answers:
             return self.answers[path], {"error": "as told"}
@@ -136,25 +138,3 @@ class LoopbackVLLM(Loopback):
                     }
                 )
         return 200, {"choices": choices}
-
-
-def _make_handler(server: LoopbackVLLM) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def _reply(self):
-            length = int(self.headers.get("Content-Length") or 0)
-            body = json.loads(self.rfile.read(length) or b"{}")
-            status, answer = server.answer(urlparse(self.path).path, body)
-            content = json.dumps(answer).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        do_GET = do_POST = _reply
-
-        def log_message(self, *args):
-            pass
-
-    return Handler

@@ -18,7 +18,6 @@ from pacs_trl.settings import Parser, read_mapping, read_settings
 
 
 RECIPE = "recipes/miniature/pacs.yaml"
-ACCELERATE = "recipes/accelerate_configs/single_gpu.yaml"
 
 
 def called(monkeypatch, capsys, *argv: str) -> tuple[int, str, str]:

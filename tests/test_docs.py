@@ -237,11 +237,6 @@ def test_readme_has_the_numbers_of_the_hardware_page():
     assert set(shown) <= {tuple(row[1:4]) for row in HARDWARE}
 
 
-def test_readme_shows_both_commands_and_their_durations():
-    shown = re.findall(r"^(make \w+) +# .*\d+ minutes", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    assert shown == ["make quickstart", "make test"]
-
-
 def test_each_page_and_notebook_stands_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
     for page in (index, (ROOT / "README.md").read_text()):

@@ -6,15 +6,11 @@ That they run is the business of `make notebooks`.
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from optional_packages import needs
-from transformers import TrainerControl, TrainerState
 
-from notebook_tools import LivePlot, pacs_trl
+from notebook_tools import pacs_trl
 
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
@@ -49,34 +45,6 @@ def test_executed_in_order_and_clean(path):
     for output in outputs:
         assert not re.search(NOISE, texts(output)), texts(output)[:300]
     assert path.stat().st_size < 1_500_000
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_first_cell_without_the_package(path):
-    first = "".join(cells_of(path, "code")[0]["source"])
-    code = f"import sys; sys.modules['pacs_trl'] = None; exec({first!r})"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: This notebook needs the package. Run `pip install -e '.[report,dev]'`")
-
-
-@needs("matplotlib")
-def test_live_plot_shares_panels_and_draws_at_the_end(monkeypatch):
-    drawn = []
-    live = LivePlot(["reward", "entropy"], every=2)
-    monkeypatch.setattr(live, "draw", lambda: drawn.append(live.figure()))
-    for name in ("A", "B"):
-        follower = live.follow(name)
-        for step in range(1, 4):
-            state = TrainerState(global_step=step)
-            follower.on_log(None, state, TrainerControl(), logs={"reward": 0.1 * step, "loss": 1.0})
-        follower.on_train_end(None, state, TrainerControl())
-    assert len(drawn) == 4  # after two logs and at the end, for each run
-    reward, entropy = drawn[-1].axes
-    thick = [line for line in reward.lines if not line.get_label().startswith("_")]
-    assert [line.get_label() for line in thick] == ["A", "B"]
-    assert thick[1].get_xydata().tolist() == [pytest.approx([s, 0.1 * s]) for s in (1, 2, 3)]
-    assert len(entropy.lines) == 0
 
 
 def test_a_command_that_fails_ends_the_cell(capsys):

@@ -6,13 +6,10 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
 from optional_packages import needs
 from seeds import shifted
 
 from pacs_trl import cli
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 ROOT = Path(__file__).parents[1]
@@ -24,14 +21,6 @@ SHORTER = {
 }
 
 
-@pytest.fixture
-def model(tmp_path) -> str:
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, "tiny", seed=shifted(0)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    return str(tmp_path / "model")
-
-
 def commands() -> list[list[str]]:
     page = (ROOT / "docs/your_own_problems.md").read_text()
     block = re.search(r"```bash\n(.*?)```", page, flags=re.DOTALL)[1]
@@ -39,7 +28,7 @@ def commands() -> list[list[str]]:
 
 
 @needs("matplotlib")
-def test_train_evaluate_report(tmp_path, monkeypatch, capsys, model):
+def test_train_evaluate_report(tmp_path, monkeypatch, capsys, model_path):
     rng = random.Random(shifted(0))
     pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(50)]
     lines = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3}) + "\n" for a, b in pairs]
@@ -50,8 +39,8 @@ def test_train_evaluate_report(tmp_path, monkeypatch, capsys, model):
     names = []
     for program, name, *arguments in commands():
         assert program == "pacs-trl"
-        named = ["--model_name_or_path", model] if name == "train" else []
-        arguments = [model if word == "miniature/addition" else word for word in arguments]
+        named = ["--model_name_or_path", model_path] if name == "train" else []
+        arguments = [model_path if word == "miniature/addition" else word for word in arguments]
         monkeypatch.setattr("sys.argv", [program, name, *arguments, *named, *SHORTER[name]])
         assert cli.main() == 0, capsys.readouterr().err
         names.append(name)

@@ -1,5 +1,7 @@
 """Recipes as values: what is refused, for a run and for a launch elsewhere, and what written settings repeat."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 from transformers import HfArgumentParser, TrainingArguments
@@ -34,77 +36,7 @@ def test_a_key_that_stands_twice():
     assert parse_mapping("seed: 1\ngeneration_kwargs: {seed: 2}\n", "recipe 'x'")["seed"] == 1
 
 
-REFUSED = [
-    # ranges
-    ({"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
-    ({"gradient_accumulation_steps": 4.5}, "gradient_accumulation_steps"),
-    ({"num_iterations": -2}, "num_iterations"),
-    ({"learning_rate": float("nan")}, "learning_rate"),
-    ({"learning_rate": "-1e-6"}, "learning_rate"),
-    ({"max_train_samples": 0}, "max_train_samples"),
-    # types
-    ({"learning_rate": None}, "learning_rate"),
-    ({"bf16": [True]}, "bf16"),
-    ({"save_strategy": False}, "save_strategy"),
-    ({"reward_weights": ["a"]}, "reward_weights"),
-    # choices
-    # names
-    ({"dataset_name": "absent"}, "dataset_name"),
-    ({"model_name_or_path": "absent"}, "model_name_or_path"),
-    ({"pacs_betta": 1.0}, "Did you mean `pacs_beta`"),
-    ({"method": "grpo", "pacs_beta": 2}, "`pacs_beta` is a setting of method pacs, not of grpo"),
-    ({"method": "pacs", "tau": 2.0}, "`tau` is a setting of method real"),
-    ({"method": "rloo", "delta": 2.0}, "delta=2.0.*method: grpo"),
-    ({"method": "maxrl", "scale_rewards": "none"}, "scale_rewards='none'"),
-    ({"method": "grpo", "loss_type": "ppo"}, "loss_type"),
-    ({"method": "grpo", "importance_sampling_level": "word"}, "importance_sampling_level"),
-    ({"method": "grpo", "entropy_coef": 0.1}, "entropy_coef"),
-    ({"method": "grpo", "router_aux_loss_coef": 0.1}, "router_aux_loss_coef"),
-    ({"method": "real", "group_loss": "hinge"}, "group_loss"),
-    # relations
-    ({"reward_weights": [0.5, 0.5]}, "reward_weights"),
-    ({"reward_weights": [0.5]}, "reward_weights"),
-    ({"generation_kwargs": {"temprature": 0.5}}, "temprature"),
-    ({"generation_kwargs": {"seed": 3}, "use_vllm": True}, "'seed': 3"),
-    ({"generation_kwargs": {"top_k": 5}}, "top_k"),
-    ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint"),
-    ({"bf16_full_eval": True}, "bf16_full_eval"),
-    ({"generation_kwargs": "{top_k: 5}"}, "top_k"),
-    ({"model_init_kwargs": '{"dtype": "bfloat16"'}, "setting `model_init_kwargs` is not YAML"),
-    ({"method": "ppo", "rollout_lag": 1}, "rollout_lag=1 is not supported by PPOConfig"),
-    ({"per_device_train_batch_size": 3}, "num_generations"),
-    ({"steps_per_generation": None, "generation_batch_size": 100}, "generation_batch_size"),
-    ({"generation_batch_size": 128}, "generation_batch_size"),
-    ({"eval_strategy": "steps"}, "eval_split_size"),
-    ({"eval_benchmarks": ["math_500"]}, "`eval_benchmarks` would be ignored: eval_strategy is no"),
-    (MEASURES | {"eval_benchmarks": ["math_50"]}, "There is no benchmark 'math_50'. Did you mean `math_500`"),
-    (MEASURES | {"eval_temperature": 0}, "eval_num_samples: 1"),
-    (MEASURES | {"eval_num_samples": 0}, "eval_num_samples must be at least 1"),
-    (MEASURES | {"metric_for_best_model": "eval/pass@64"}, "eval_pass@64.*1 or 4 or 8"),
-    (EVALUATES | {"metric_for_best_model": "eval/pass@1"}, "eval_pass@1.*eval_benchmarks=None"),
-    # by transformers and TRL, without a GPU of this machine
-    ({"fp16": True, "bf16": True}, "fp16"),
-    ({"auto_find_batch_size": True}, "auto_find_batch_size"),
-    ({"log_completions_hub_repo": "a/b"}, "log_completions_hub_repo"),
-    ({"vllm_importance_sampling_clip_min": 4.0}, "vllm_importance_sampling_clip_min"),
-    ({"logging_steps": 2.5}, "logging_steps"),
-    ({"load_best_model_at_end": True}, "load_best_model_at_end"),
-    (EVALUATES | {"per_device_eval_batch_size": 3}, "eval batch size"),
-    ({"eval_strategy": "sometimes"}, "eval_strategy"),
-    ({"optim": "adam_fast"}, "optim"),
-    ({"accelerator_config": {"a": 1}}, "'a'"),
-    ({"accelerator_config": "no.json"}, "no.json"),
-    # by the libraries without a word, or after the model is loaded
-    ({"optim": "adamw_torch", "optim_args": "a=1"}, "optim_args"),
-    ({"lr_scheduler_type": "constant", "warmup_steps": 5}, "warmup_steps"),
-    ({"eval_on_start": True}, "eval_on_start"),
-    ({"fsdp_config": {"min_num_params": 1}}, "fsdp_config"),
-    (
-        {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
-        | {"vllm_importance_sampling_clip_max": None},
-        "vllm_importance_sampling_mode",
-    ),
-]
+REFUSED = yaml.safe_load((Path(__file__).parent / "data" / "refused_recipes.yaml").read_text())
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED)

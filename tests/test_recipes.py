@@ -7,14 +7,11 @@ GPU that can do it.
 
 import re
 import shlex
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
-from seeds import shifted
 
 from experiments.paper.command import read_table, table_names
 from experiments.paper.published import TABLES
@@ -242,29 +239,6 @@ def test_rlpr_asks_for_the_tags_of_its_authors():
     assert [turn["role"] for turn in prompt] == ["system", "user"] and prompt[1]["content"] == "Why?"
     assert is_well_formed("<think> a </think> <answer> b </answer>", prompt)
     assert not is_well_formed("<answer> b </answer>", prompt)
-
-
-@pytest.mark.trains
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, partial(torch.optim.AdamW, eps=0.0)], ids=["SGD", "AdamW"])
-def test_clipping_a_mean_over_8_rows_at_an_eighth_is_clipping_their_sum_at_1(optimizer):
-    """Under AdamW, which ignores the scale that is left, the weights are the same; plain SGD learns 8 times slower."""
-    weights = []
-    for divisor, max_norm, rate in (
-        (1, 1.0, 1.0),
-        (8, CLIPPED["max_grad_norm"], 8.0 if optimizer is torch.optim.SGD else 1.0),
-    ):
-        weight = torch.nn.Parameter(torch.zeros(5, dtype=torch.float64))
-        update = optimizer([weight], lr=0.01 * rate, weight_decay=0.0)
-        generator = torch.Generator().manual_seed(shifted(0))
-        for scale in (0.01, 3.0, 0.1, 40.0):  # norms below and above the bound
-            rows = scale * torch.randn(8, 5, generator=generator, dtype=torch.float64)
-            weight.grad = rows.sum(0) / divisor
-            torch.nn.utils.clip_grad_norm_([weight], max_norm)
-            update.step()
-        weights.append(weight.detach())
-    # Four steps of 0.01, which may cancel. Clipping adds 1e-6 to a norm, which differs by 8; at most 7e-8 over 2,000
-    # seeds.
-    torch.testing.assert_close(weights[1], weights[0], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)

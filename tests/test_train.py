@@ -9,49 +9,25 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from seeds import shifted
-from trl import GRPOTrainer
+from scripted import play_products, run_recipe
 
-from pacs_trl import PACSTrainer, train
+from pacs_trl import PACSTrainer
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.data.tasks import CALL
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
 
 
 DATA = Path(__file__).parent / "data"
-RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, seed=shifted(0)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+def run(output_dir, model_path, *words, **settings):
+    small = {"max_completion_length": 8, "max_train_samples": 64}
+    return run_recipe(output_dir, model_path, *words, **(small | settings))
 
 
-def run(output_dir, model_path, *arguments, recipe="pacs.yaml"):
-    small = ["--per_device_train_batch_size", "8", "--num_generations", "4", "--max_completion_length", "8"]
-    small += ["--seed", str(shifted(42)), "--max_train_samples", "64"]
-    named = {"config": RECIPES / recipe, "model_name_or_path": model_path, "output_dir": output_dir}
-    fixed = [word for name, path in named.items() for word in (f"--{name}", str(path))]
-    return train.main([*fixed, *small, "--max_steps", "2", *arguments])
-
-
-REAL_PROBLEMS = {
-    "gsm8k": ["--dataset_name", "gsm8k", "--dataset_path", str(next(DATA.glob("gsm8k*.jsonl")))],
-    "math_500": ["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "problem"]
-    + ["--solution_column", "answer"],
-}
-
-
-@pytest.mark.parametrize("name", REAL_PROBLEMS)
-def test_two_steps_on_real_problems(tmp_path, model_path, name):
+def test_two_steps_on_real_problems(tmp_path, model_path):
+    problems = ["--dataset_name", "gsm8k", "--dataset_path", str(DATA / "gsm8k_test_200.jsonl")]
     instruction = ["--prompt_instruction", PROMPT_INSTRUCTION, "--max_prompt_length", "400"]
-    trainer = run(tmp_path, model_path, *REAL_PROBLEMS[name], *instruction)
+    trainer = run(tmp_path, model_path, *problems, *instruction)
     assert type(trainer) is PACSTrainer
     prompt = trainer.train_dataset[0]["prompt"]
     assert prompt[-1]["content"].endswith(" " + PROMPT_INSTRUCTION)
@@ -74,24 +50,11 @@ def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
 
 
 @pytest.mark.trains
-def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
-    """A scripted model: of a product it asks the tool, in the sandbox, or guesses, as the generator says."""
-    tokenizer = build_tokenizer(tools=True)
-    build_model(tokenizer, seed=shifted(0)).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-
-    def generate(self, prompt_ids, *args, **kwargs):
-        said = []
-        for prompt in tokenizer.batch_decode(prompt_ids, skip_special_tokens=False):
-            *_, turn = prompt.split("<|im_start|>user\n")
-            asked, is_product = turn.partition("<|im_end|>")[0].strip(), "*" in turn
-            calls = is_product and torch.rand(1) < 0.5
-            said.append((CALL.format(asked) if calls else rf"\boxed{{{'1' if is_product else asked}}}") + "<|im_end|>")
-        return [tokenizer(text)["input_ids"] for text in said], None
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined, tool_model_path):
+    """Of a product it asks the tool, in the sandbox, or guesses."""
+    play_products(monkeypatch)
     saving = ["--max_completion_length", "96", "--save_strategy", "steps", "--save_steps", "1"]
-    straight = run(tmp_path / "straight", tmp_path / "model", *saving, recipe="agent.yaml")
+    straight = run(tmp_path / "straight", tool_model_path, *saving, recipe="agent.yaml")
     assert "Programs run with landlock" in capsys.readouterr().out
     logs = [entry for entry in straight.state.log_history if "loss" in entry]
     calls = [entry["tools/call_frequency"] for entry in logs]
@@ -101,9 +64,8 @@ def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined):
     assert "trained to call `run_python` before it answers" in (tmp_path / "straight" / "README.md").read_text()
     shutil.rmtree(tmp_path / "straight" / "checkpoint-2")
     (tmp_path / "straight" / "trainer_state.json").unlink()
-    resumed = run(
-        tmp_path / "straight", tmp_path / "model", *saving, "--resume_from_checkpoint", "last", recipe="agent.yaml"
-    )
+    saving += ["--resume_from_checkpoint", "last"]
+    resumed = run(tmp_path / "straight", tool_model_path, *saving, recipe="agent.yaml")
     shared_code_verifier().close()
     weights = straight.model.state_dict()
     assert all(torch.equal(value, weights[name]) for name, value in resumed.model.state_dict().items())

@@ -10,11 +10,11 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
+from long_way import RaggedGroups
 from peft import LoraConfig
 from replay import (
     DarsAndGuidanceTrainer,
     Parity,
-    RaggedGroups,
     Recorder,
     Replay,
     SteerAndVerlTrainer,

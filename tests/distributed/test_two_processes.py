@@ -1,7 +1,7 @@
 """Two processes learn what one does: DDP, FSDP2 and ZeRO-3 over gloo, groups straddling the processes.
 
 One launch runs all scenarios of a kind (see scenarios.py), because starting processes takes longer than training. Each
-test reads what both processes saw and compares it with the long way over all rows (see replay.py).
+test reads what both processes saw and compares it with the long way over all rows (see long_way.py).
 """
 
 from pathlib import Path
@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
+from long_way import in_graph_step
 from optional_packages import require
 from peft import get_peft_model
 from processes import on_two
-from replay import (
-    RELATIVE,
-    TOKENIZER,
-    Replay,
-    config,
-    in_graph_step,
-    relative_error,
-    tiny_model,
-)
+from replay import RELATIVE, TOKENIZER, Replay, config, relative_error, tiny_model
 from scenarios import (
     FSDP2,
     GRPO,

@@ -1,19 +1,18 @@
 """`pacs-trl evaluate` with tools and in environments: records, rewards, continued runs, and refusals."""
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from seeds import shifted
 
 from pacs_trl.data import gym
 from pacs_trl.data.tasks import CALL
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.run import evaluate, main
-from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
 
@@ -22,20 +21,16 @@ PRODUCTS = "experiments.products:environment"
 TOKENIZER = build_tokenizer(tools=True)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A model whose chat template has tools."""
-    path = tmp_path_factory.mktemp("model")
-    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return str(path)
-
-
 @pytest.fixture
-def settings(model, tmp_path, monkeypatch):
+def settings(tool_model_path, tmp_path, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     sizes = {"n": 4, "k": "1,4", "max_problems": 3, "max_new_tokens": 60, "batch_size": 5}
-    return {"model": model, "output_dir": str(tmp_path), "engine": "transformers", "prompt_instruction": ""} | sizes
+    return {
+        "model": tool_model_path,
+        "output_dir": str(tmp_path),
+        "engine": "transformers",
+        "prompt_instruction": "",
+    } | sizes
 
 
 def records(directory):
@@ -111,11 +106,10 @@ def test_a_model_in_an_environment(settings, verifier):
 def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, changes, message):
     monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("started"))
     if changes.get("model"):
-        plain = build_tokenizer()
-        plain.chat_template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
-        build_model(plain, seed=0).save_pretrained(tmp_path / "PLAIN")
-        plain.save_pretrained(tmp_path / "PLAIN")
-        changes = changes | {"model": str(tmp_path / "PLAIN")}
+        plain = shutil.copytree(settings["model"], tmp_path / "PLAIN")
+        template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
+        (plain / "chat_template.jinja").write_text(template)
+        changes = changes | {"model": str(plain)}
     given = settings | changes
     given = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     argv = [part for key, values in given.items() for part in (f"--{key}", *values)]

@@ -1,7 +1,6 @@
 """The engine of an OpenAI-compatible server, on this machine."""
 
 import json
-from http.server import BaseHTTPRequestHandler
 
 import pytest
 from loopback import Loopback
@@ -20,49 +19,40 @@ REQUESTS = [
 ]
 
 
-class FakeServer(BaseHTTPRequestHandler):
+class Server(Loopback):
     """Answers like `vllm serve`: the text repeats what was asked. `failures` statuses are sent first."""
 
-    failures: list[int] = []
-    bodies: list[dict] = []
+    def __init__(self):
+        self.failures: list[int] = []
+        self.bodies: list[dict] = []
+        super().__init__()
+        self.url += "/v1"
 
-    def do_GET(self):
-        self.answer(200, {"data": [{"id": "tiny"}]})
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if FakeServer.failures:
-            return self.answer(FakeServer.failures.pop(), {"error": "busy"})
-        FakeServer.bodies.append({**body, "authorization": self.headers["Authorization"]})
+    def answer(self, call):
+        body = json.loads(call.body() or b"{}")
+        if call.command == "GET":
+            return call.reply(200, {"data": [{"id": "tiny"}]})
+        if self.failures:
+            return call.reply(self.failures.pop(), {"error": "busy"})
+        self.bodies.append({**body, "authorization": call.headers["Authorization"]})
         text = f"{body['messages'][-1]['content']} {body['seed']}"
         message = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        self.answer(200, {"choices": [message], "usage": {"completion_tokens": 7}})
-
-    def answer(self, status, content):
-        payload = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, *args):
-        pass
+        call.reply(200, {"choices": [message], "usage": {"completion_tokens": 7}})
 
 
 @pytest.fixture
 def server():
-    FakeServer.failures, FakeServer.bodies = [], []
-    with Loopback(FakeServer) as loopback:
-        yield f"{loopback.url}/v1"
+    with Server() as server:
+        yield server
 
 
 def test_server_engine(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
-    engine = ServerEngine(server, "tiny", concurrency=4, chat_template_kwargs={"enable_thinking": False})
+    engine = ServerEngine(server.url, "tiny", concurrency=4, chat_template_kwargs={"enable_thinking": False})
     answers = {request[:2]: completion for request, completion in engine.generate(REQUESTS, SETTINGS)}
     engine.close()
     assert answers == {r[:2]: Completion(f"{r.prompt[0]['content']} {r.seed}", 7, "stop") for r in REQUESTS}
-    bodies = {body["seed"]: body for body in FakeServer.bodies}
+    bodies = {body["seed"]: body for body in server.bodies}
     assert bodies[REQUESTS[5].seed] == {
         "model": "tiny",
         "messages": REQUESTS[5].prompt,
@@ -77,21 +67,21 @@ def test_server_engine(server, monkeypatch):
 
 
 def test_server_engine_repeats_what_can_pass_and_gives_up_with_the_reason(server, monkeypatch):
-    FakeServer.failures = [503, 429, 500]
+    server.failures = [503, 429, 500]
     monkeypatch.setattr(ServerEngine, "waits_seconds", (0.001,) * 4)
-    engine = ServerEngine(server, "tiny", concurrency=1)
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
     assert len(list(engine.generate(REQUESTS, SETTINGS))) == 12
-    assert FakeServer.failures == []
-    FakeServer.failures = [503] * 5
+    assert server.failures == []
+    server.failures = [503] * 5
     with pytest.raises(RuntimeError, match="503"):
         list(engine.generate(REQUESTS[:1], SETTINGS))
-    FakeServer.failures = [400]
+    server.failures = [400]
     with pytest.raises(ValueError, match="400.*busy"):
         list(engine.generate(REQUESTS[:1], SETTINGS))
 
 
 def test_server_engine_checks_the_address_and_the_model(server):
     with pytest.raises(ValueError, match="'huge'.*tiny"):
-        ServerEngine(server, "huge")
+        ServerEngine(server.url, "huge")
     with pytest.raises(ValueError, match="base_url"):
         ServerEngine("http://127.0.0.1:9/v1", "tiny")

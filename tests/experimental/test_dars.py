@@ -2,14 +2,11 @@
 
 import json
 import math
-from functools import lru_cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from pacs_trl.experimental.dars import additional_completions, within_budget
-from pacs_trl.objective import proxy_coefficients
 
 
 VECTORS = json.loads((Path(__file__).parents[1] / "data" / "dars_vectors.json").read_text())
@@ -61,56 +58,3 @@ def test_budget_goes_to_the_hardest_first():
     assert within_budget(wanted, hardness, 60) == [1, 24, 0, 24, 11]
     assert within_budget(wanted, hardness, 1000) == wanted
     assert within_budget([], [], 5) == []
-
-
-@lru_cache
-def group_weight(right: int, size: int, weighting: str) -> float:
-    """Sum of the absolute coefficients of a group at proxy 0, times the number of completions that the loss is divided
-    by."""
-    labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
-    found = proxy_coefficients(0 * labels, labels, num_generations=size, class_weighting=weighting)
-    return size * found.abs().sum().item()
-
-
-def expectations(rate: float, schedule: dict | None) -> dict[str, float]:
-    """Of a prompt with a success rate, exactly: completions, share of mixed groups, mean label, weight of its
-    group."""
-    found = dict.fromkeys(("completions", "mixed", "label", "none", "balanced"), 0.0)
-    for first in range(9):
-        more = additional_completions(first, 8, **schedule) if schedule else 0
-        for second in range(more + 1):
-            right, size = first + second, 8 + more
-            ways = math.comb(8, first) * math.comb(more, second)
-            chance = ways * rate**right * (1 - rate) ** (size - right)
-            found["completions"] += chance * size
-            found["mixed"] += chance * (0 < right < size)
-            found["label"] += chance * right / size
-            for weighting in ("none", "balanced"):
-                found[weighting] += chance * group_weight(right, size, weighting)
-    return found
-
-
-def test_the_table_of_the_docs():
-    """Group sizes that depend on the first outcomes: what they cost, what they find, and their bias."""
-    text = (Path(__file__).parents[2] / "docs" / "adaptive_rollouts.md").read_text()
-    for denominator in (64, 8, 2):
-        rate = 1 / denominator
-        for name, schedule in (("off", None), ("equal_treatment", EQUAL), ("hardness_weighted", WEIGHTED)):
-            found = expectations(rate, schedule)
-            same = round(found["completions"])
-            fixed = 1 - (1 - rate) ** same - rate**same
-            cells = [f"1/{denominator}", name, f"{found['completions']:.1f}", f"{found['mixed']:.0%}", f"{fixed:.0%}"]
-            cells += [f"{found['label'] / rate:.2f}", f"{found['none']:.2f}", f"{found['balanced']:.2f}"]
-            assert f"| {' | '.join(cells).replace('%', ' %')} |" in text, cells
-    rates = (1 / 16, 1 / 8, 1 / 4, 1 / 2)
-    for weighting in ("none", "balanced"):
-        cells = [f"{expectations(rate, EQUAL)[weighting]:.2f}" for rate in rates]
-        assert f"| `equal_treatment`, `{weighting}` | {' | '.join(cells)} |" in text
-    plain = [expectations(rate, None)["none"] for rate in rates]
-    assert plain == pytest.approx([0.9375, 1.75, 3.0, 4.0], rel=1e-6)  # 2 N p (1 - p)
-    evenly = [expectations((i + 0.5) / 500, schedule) for schedule in (None, EQUAL) for i in range(500)]
-    plain, equal = evenly[:500], evenly[500:]
-    ratio = sum(each["completions"] for each in equal) / sum(each["completions"] for each in plain)
-    mixed = [sum(each["mixed"] for each in half) / 500 for half in (plain, equal)]
-    assert (f"{ratio:.2f}", [f"{share:.2f}" for share in mixed]) == ("1.54", ["0.78", "0.86"])
-    assert "54 % more" in text and "86 % instead of 78 %" in " ".join(text.split())

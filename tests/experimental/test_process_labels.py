@@ -17,7 +17,6 @@ from pacs_trl.experimental.process_labels import (
     checked_labels,
     token_coefficients,
 )
-from pacs_trl.objective import loss_from_proxies, proxy_coefficients
 from pacs_trl.update.step import Groups
 
 
@@ -58,12 +57,11 @@ def test_on_paper():
     assert loss.item() == pytest.approx(sum(softplus) / 4)
 
 
-def random_case(seed, with_steps=True):
+def random_case(seed):
     generator = torch.Generator().manual_seed(shifted(seed))
-    numbers = torch.randint(1, 5 if with_steps else 2, (12,), generator=generator).tolist()
+    numbers = torch.randint(1, 5, (12,), generator=generator).tolist()
     labels = [(torch.rand(n, generator=generator) > 0.5).double().tolist() for n in numbers]
-    if with_steps:
-        labels[3][-1] = math.nan  # no verdict
+    labels[3][-1] = math.nan  # no verdict
     proxies = torch.randn(sum(numbers), generator=generator, dtype=torch.float64)
     return proxies, labels, [0] * 5 + [1] * 6 + [2]
 
@@ -79,18 +77,6 @@ def test_coefficients_are_the_total_derivative(seed, class_weighting):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
     assert found.abs().max() > 1e-3
     assert (found[(prefixes.row == 3) | (prefixes.row == 11)] == 0).all()  # without a verdict, alone in its group
-
-
-def test_one_position_is_plain_pacs():
-    """Trainers call the functions of objective.py then (`test_policy_update.py` compares bits); these agree with
-    them."""
-    proxies, labels, _ = random_case(0, with_steps=False)
-    groups, outcomes = [i // 4 for i in range(12)], double([y for (y,) in labels])
-    loss, scores = prefixes_of(labels, groups).loss(proxies)
-    expected = loss_from_proxies(proxies, outcomes, num_generations=4)
-    torch.testing.assert_close((loss, scores), expected, rtol=1e-12, atol=1e-12)
-    found = prefixes_of(labels, groups).coefficients(proxies)
-    torch.testing.assert_close(found, proxy_coefficients(proxies, outcomes, num_generations=4), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("size", [3, 7, 11])

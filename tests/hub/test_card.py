@@ -17,7 +17,6 @@ from results_world import make_results
 from pacs_trl import train
 from pacs_trl.hub import build_card, kept_readme, license_of, push
 from pacs_trl.miniature import warm_start
-from pacs_trl.miniature.model import build_model
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "miniature" / "pacs.yaml"
@@ -54,22 +53,13 @@ def run_snippet(directory: Path, text: str, monkeypatch, capsys) -> str:
 
 
 @pytest.fixture(scope="module")
-def untrained(tmp_path_factory, tokenizer):
-    """In the place of the warm start."""
-    directory = tmp_path_factory.mktemp("start") / "base"
-    build_model(tokenizer, "tiny").save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def trained(untrained, tmp_path_factory):
+def trained(model_path, tmp_path_factory):
     """The folder of a run from a shipped recipe, with a checkpoint inside."""
     directory = tmp_path_factory.mktemp("runs") / "pacs"
     sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5 --disable_tqdm true"  # noqa: E501
     saves = "--save_strategy steps --save_steps 5 --save_total_limit 1"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_start, "warm_start", lambda task: untrained)
+        patch.setattr(warm_start, "warm_start", lambda task: Path(model_path))
         train.main(["--config", str(RECIPE), "--output_dir", str(directory), *sizes.split(), *saves.split()])
     return directory
 
@@ -85,7 +75,7 @@ def test_the_card_of_a_trained_model(trained):
 
 
 def test_it_is_the_same_after_pushing_and_its_snippet_and_command_run(
-    trained, untrained, hub, tmp_path, monkeypatch, capsys
+    trained, model_path, hub, tmp_path, monkeypatch, capsys
 ):
     here = (trained / "README.md").read_text()
     assert run_snippet(trained, here, monkeypatch, capsys)
@@ -101,7 +91,7 @@ def test_it_is_the_same_after_pushing_and_its_snippet_and_command_run(
     program, command, *argv = shlex.split(block(pushed, "bash"))
     assert (program, command) == ("pacs-trl", "train")
     monkeypatch.chdir(repository)
-    monkeypatch.setattr(warm_start, "warm_start", lambda task: untrained)
+    monkeypatch.setattr(warm_start, "warm_start", lambda task: Path(model_path))
     pushing = "--push_to_hub true --hub_model_id user/again --hub_token hf_x".split()
     again = train.main([*argv, *pushing])
     weights = Path(again.args.output_dir) / "model.safetensors"
@@ -126,12 +116,12 @@ def test_names_break_neither_tables_nor_fences():
     assert build_card("name", training={**FACTS, "settings": settings}).count("\n````") == 2
 
 
-def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch, capsys):
+def test_an_adapter_that_was_trained_in_python(model_path, tmp_path, monkeypatch, capsys):
     """PEFT writes a draft with the path of the base model over README.md; ours stands there, or text by hand."""
     directory = tmp_path / "lora"
     trainer = build_trainer(
         directory,
-        model=str(untrained),
+        model=model_path,
         more={"peft_config": LoraConfig(r=4, target_modules="all-linear")},
         max_steps=1,
         save_strategy="steps",
@@ -146,7 +136,7 @@ def test_an_adapter_that_was_trained_in_python(untrained, tmp_path, monkeypatch,
     for text in ((directory / "README.md").read_text(), (directory / "checkpoint-1" / "README.md").read_text()):
         card = valid_metadata(text)
         assert card.data.base_model is None and card.data.library_name == "peft" and "PEFT" not in text
-        assert "`base`" in text and str(tmp_path) not in text
+        assert "`model`" in text and str(tmp_path) not in text
         settings = yaml.safe_load(block(text, "yaml"))
         assert settings["max_steps"] == 1 and settings["model_init_kwargs"] == {"dtype": "float32"}
         assert "output_dir" not in text and "AcceleratorConfig" not in text

@@ -8,15 +8,14 @@ import pytest
 import yaml
 from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard
+from replay import TOKENIZER, tiny_model
 from results_world import make_results
-from seeds import shifted
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.cli import run
 from pacs_trl.errors import FailedRun
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import push
-from pacs_trl.miniature.model import build_model
 
 
 main = partial(run, "push")
@@ -120,7 +119,7 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
 
 
 @pytest.fixture
-def trainer(tmp_path, tokenizer, hub):
+def trainer(tmp_path, hub):
     """A trainer that pushes, made as `pacs_trl.train` makes it, with results and recipe of its output directory."""
     output_dir = tmp_path / "trained"
     settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 5}
@@ -129,8 +128,8 @@ def trainer(tmp_path, tokenizer, hub):
     args = PACSConfig(str(output_dir), **settings, **hub_settings)
     prompts = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
     return PACSTrainer(
-        model=build_model(tokenizer, "tiny", seed=shifted(0)),
-        processing_class=tokenizer,
+        model=tiny_model(),
+        processing_class=TOKENIZER,
         reward_funcs=lambda completions, **kwargs: [float(len(c[0]["content"]) % 2) for c in completions],
         args=args,
         train_dataset=Dataset.from_list(prompts),

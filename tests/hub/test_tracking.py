@@ -13,11 +13,8 @@ import pandas as pd
 import pytest
 import yaml
 from optional_packages import needs
-from seeds import shifted
 
 from pacs_trl import PACSConfig, train
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.redaction import published
 from pacs_trl.rollouts import tracking
 
@@ -48,19 +45,16 @@ def train_steps(output_dir, model, max_steps, *more):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, model_path):
     """Two steps, and two more after resuming: the output folder, wandb's folders of both parts, the log, the
     recipe."""
     folder = tmp_path_factory.mktemp("tracking")
-    model, output_dir = folder / "model", folder / "run"
-    tokenizer = build_tokenizer()
-    build_model(tokenizer, seed=shifted(0)).save_pretrained(model)
-    tokenizer.save_pretrained(model)
+    output_dir = folder / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_DIR", str(folder))
         patch.delenv("WANDB_RUN_ID", raising=False)
-        train_steps(output_dir, model, 2)
-        trainer = train_steps(output_dir, model, 4, "--resume_from_checkpoint", "last")
+        train_steps(output_dir, model_path, 2)
+        trainer = train_steps(output_dir, model_path, 4, "--resume_from_checkpoint", "last")
         assert "WANDB_RUN_ID" not in os.environ
         importlib.import_module("wandb").teardown()  # its process writes the last rows after `finish`
     parts = sorted((folder / "wandb").glob("offline-run-*"))

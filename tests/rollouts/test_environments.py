@@ -4,57 +4,21 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
-from seeds import shifted
-from trl import GRPOTrainer
+from scripted import play_products, run_recipe
 
-from pacs_trl import train
 from pacs_trl.data.environments import prepare_environments
-from pacs_trl.data.tasks import CALL
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
 
 
-REPOSITORY = Path(__file__).parents[2]
-RECIPES = REPOSITORY / "recipes" / "miniature"
-TOKENIZER = build_tokenizer(tools=True)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A model whose chat template has tools."""
-    path = tmp_path_factory.mktemp("model")
-    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return path
-
-
-def run(output_dir, model, *arguments, recipe="environment.yaml"):
-    given = {"config": RECIPES / recipe, "model_name_or_path": model, "output_dir": output_dir, "max_steps": 2}
-    given |= {"per_device_train_batch_size": 8, "num_generations": 4, "seed": shifted(42)}
-    return train.main([part for key, value in given.items() for part in (f"--{key}", str(value))] + list(arguments))
+ENVIRONMENT = {"recipe": "environment.yaml"}
 
 
 @pytest.mark.trains
-def test_the_miniature_environment(tmp_path, model, monkeypatch, confined):
-    """A scripted model: of a product it asks the tool, or guesses; then it repeats what it was told."""
-    monkeypatch.chdir(REPOSITORY)
-    asked = []
-
-    def generate(self, prompt_ids, images, fields, num_generations, **kwargs):
-        turns = [text.split("<|im_start|>user\n")[-1] for text in TOKENIZER.batch_decode(prompt_ids)]
-        turns = [turn.partition("<|im_end|>")[0].strip() for turn in turns]
-        asked.extend([turns] if num_generations > 1 else [])
-        said = []
-        for turn in turns:
-            calls = "*" in turn and torch.rand(1) < 0.5
-            said.append((CALL.format(turn) if calls else rf"\boxed{{{'1' if '*' in turn else turn}}}") + "<|im_end|>")
-        return [TOKENIZER(text)["input_ids"] for text in said], None
-
-    monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
+def test_the_miniature_environment(tmp_path, tool_model_path, monkeypatch, confined):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    asked = play_products(monkeypatch)
     held_out = ["--eval_split_size", "2", "--eval_strategy", "steps", "--eval_steps", "1"]
-    trainer = run(tmp_path / "out", model, "--max_completion_length", "96", *held_out)
+    trainer = run_recipe(tmp_path / "out", tool_model_path, *held_out, **ENVIRONMENT, max_completion_length=96)
     shared_code_verifier().close()
     groups = [turns[start : start + 4] for turns in asked for start in (0, 4)]
     assert all(len(set(group)) == 1 for group in groups)
@@ -159,23 +123,23 @@ def module(tmp_path, monkeypatch):
         (["--rollout_func", "MODULE:fine"], "rollout_func: .*not callable"),
     ],
 )
-def test_errors_before_the_model_is_loaded(tmp_path, model, module, arguments, message, monkeypatch):
+def test_errors_before_the_model_is_loaded(tmp_path, tool_model_path, module, arguments, message, monkeypatch):
     monkeypatch.setattr(
         "trl.trainer.grpo_trainer.create_model_from_path", lambda *args, **kwargs: pytest.fail("loaded")
     )
     arguments = [a.replace("MODULE", module) for a in arguments]
     recipe = "environment.yaml" if "--environment" in arguments else "pacs.yaml"
     with pytest.raises(ValueError, match=message) as error:
-        run(tmp_path / "out", model, *arguments, recipe=recipe)
+        run_recipe(tmp_path / "out", tool_model_path, *arguments, recipe=recipe)
     assert str(error.value).rstrip(".").count(". ") in (1, 2)
 
 
 @pytest.mark.trains
-def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, model, module):
+def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, tool_model_path, module):
     functions = ["--rollout_func", f"{module}:rollout", "--reward_funcs", f"{module}.seven"]
-    trainer = run(tmp_path / "rollout", model, *functions, recipe="pacs.yaml")
+    trainer = run_recipe(tmp_path / "rollout", tool_model_path, *functions)
     assert [entry["reward"] for entry in trainer.state.log_history if "loss" in entry] == [1.0, 1.0]
-    trainer = run(tmp_path / "own", model, "--environment", f"{module}:fine")
+    trainer = run_recipe(tmp_path / "own", tool_model_path, "--environment", f"{module}:fine", **ENVIRONMENT)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["rewards/Environment/mean"] for entry in logs] == [1.0, 1.0]
     assert trainer.train_dataset.column_names == ["prompt", "seed"]

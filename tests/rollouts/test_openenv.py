@@ -4,23 +4,17 @@ import json
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from optional_packages import openenv  # noqa: F401 (skips without it)
-from seeds import shifted
+from scripted import TOKENIZER, run_recipe
 from trl import GRPOTrainer
 
-from pacs_trl import train
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification import Verifier
 
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "miniature" / "environment.yaml"
-TOKENIZER = build_tokenizer(tools=True)
 USER = '''
 from echo_env import EchoAction, EchoEnv
 
@@ -98,10 +92,8 @@ def server(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch):
+def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch, tool_model_path):
     asked = []
-    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(tmp_path / "model")
 
     def generate(self, prompt_ids, images, fields, num_generations, **kwargs):
         """Say a word of as many letters as the row, then stop."""
@@ -113,20 +105,24 @@ def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch):
             said = ["done"] * len(texts)
         return [TOKENIZER(text + "<|im_end|>")["input_ids"] for text in said], None
 
-    model, output_dir = str(tmp_path / "model"), str(tmp_path / "out")
-    given = {"config": RECIPE, "model_name_or_path": model, "output_dir": output_dir, "max_steps": 2}
-    given |= {"environment": "echo_of_a_user:spec", "per_device_train_batch_size": 8, "num_generations": 4}
-    argv = [part for key, value in given.items() for part in (f"--{key}", str(value))]
+    given = {"recipe": "environment.yaml", "environment": "echo_of_a_user:spec"}
     with monkeypatch.context() as scripted:
         scripted.setattr(GRPOTrainer, "_generate_single_turn", generate)
-        trainer = train.main(argv)
+        trainer = run_recipe(tmp_path / "out", tool_model_path, **given)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["rewards/Echo/mean"] for entry in logs] == [pytest.approx((0.4 + 0.6 + 0.8 + 1.0) / 4)] * 2
     assert [entry["tools/failure_frequency"] for entry in logs] == [0, 0]
     groups = [rows[start : start + 4] for rows in asked for start in (0, 4)]
     assert sorted(group[0] for group in groups) == list("0123") and all(len(set(group)) == 1 for group in groups)
 
-    settings = {"model": model, "engine": "transformers", "n": 2, "k": "1", "max_problems": 2, "max_new_tokens": 20}
+    settings = {
+        "model": tool_model_path,
+        "engine": "transformers",
+        "n": 2,
+        "k": "1",
+        "max_problems": 2,
+        "max_new_tokens": 20,
+    }
     args = EvaluationArguments(benchmarks="echo_of_a_user:spec", output_dir=str(tmp_path / "results"), **settings)
     with Verifier(num_workers=1) as verifier:
         evaluate(args, verifier, progress=False)
@@ -136,4 +132,4 @@ def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch):
 
     server.advances = True
     with pytest.raises(ValueError, match="`reset` of the environment Echo returned two observations for one example"):
-        train.main([*argv, "--output_dir", str(tmp_path / "advancing")])
+        run_recipe(tmp_path / "advancing", tool_model_path, **given)

@@ -16,7 +16,15 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from processes import start
-from replay import Recorder, addition_dataset, build_trainer, digit_reward, tiny_model, trainable_weights
+from replay import (
+    Recorder,
+    addition_dataset,
+    assert_same_models,
+    build_trainer,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
 from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -37,25 +45,22 @@ FOUR_UPDATES = {  # of two groups of four, per generation
     "max_steps": 9,
     "temperature": 1.3,
 }
+ADAPTER = LoraConfig(r=4, target_modules="all-linear")
 HISTORY = ("loss", "grad_norm", "reward", "entropy", "pacs/proxy_abs_mean", "pacs/score_std", "learning_rate")
 
 
-def trained(
-    output_dir, *, resume=None, num_prompts=64, lora=False, model=None, adapter=False, reward=None, **settings
-):
+def trainer_of(output_dir, *, num_prompts=64, lora=False, adapter=False, callbacks=(), **settings):
+    """`lora` lets the trainer make an adapter, `adapter` gives it a model that has one."""
+    if adapter:
+        settings["model"] = get_peft_model(tiny_model(), ADAPTER)
+    more = {"train_dataset": addition_dataset(num_prompts), "eval_dataset": addition_dataset(4)}
+    more |= {"peft_config": ADAPTER if lora else None, "callbacks": list(callbacks)}
+    return build_trainer(output_dir, more=more, **(FOUR_UPDATES | settings))
+
+
+def trained(output_dir, *, resume=None, **settings):
     recorder = Recorder()
-    trainer = build_trainer(
-        output_dir,
-        model=get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear")) if adapter else model,
-        reward=reward,
-        more={
-            "train_dataset": addition_dataset(num_prompts),
-            "eval_dataset": addition_dataset(4),
-            "peft_config": LoraConfig(r=4, target_modules="all-linear") if lora else None,
-            "callbacks": [recorder],
-        },
-        **(FOUR_UPDATES | settings),
-    )
+    trainer = trainer_of(output_dir, callbacks=[recorder], **settings)
     trainer.train(resume_from_checkpoint=resume)
     history = [{name: e.get(name) for name in HISTORY} for e in trainer.state.log_history if "loss" in e]
     return trainable_weights(trainer.model), history, recorder
@@ -125,8 +130,7 @@ class Kill(TrainerCallback):
 
 
 def train_and_save(directory, resume):
-    more = {"train_dataset": addition_dataset(64), "callbacks": [] if resume else [Kill()]}
-    trainer = build_trainer(directory, more=more, **FOUR_UPDATES)
+    trainer = trainer_of(directory, callbacks=[] if resume else [Kill()])
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
 
@@ -150,15 +154,6 @@ def test_killed_process(tmp_path):
 # Twice with one trainer -------------------------------------------------------------------------------------------
 
 
-def same_weights(first, second) -> bool:
-    return all(torch.equal(weight, second.get_parameter(name)) for name, weight in first.named_parameters())
-
-
-def trainer_of(output_dir, **settings):
-    data = {"train_dataset": addition_dataset(64), "eval_dataset": addition_dataset(4)}
-    return build_trainer(output_dir, more=data, **(FOUR_UPDATES | settings))
-
-
 def test_a_used_trainer_resumes_like_a_fresh_one(tmp_path):
     """The snapshot was renewed after the checkpoint had been written."""
     settings = {"reference": "snapshot", "reference_reset_steps": 3, "max_steps": 5}
@@ -166,7 +161,7 @@ def test_a_used_trainer_resumes_like_a_fresh_one(tmp_path):
     used.train()
     for trainer in (used, fresh):
         trainer.train(resume_from_checkpoint=str(tmp_path / "used" / "checkpoint-2"))
-    assert same_weights(used.model, fresh.model)
+    assert_same_models(used, fresh)
     assert used.state.log_history[2]["loss"] == fresh.state.log_history[2]["loss"]
 
 
@@ -183,7 +178,7 @@ def test_a_second_run_starts_from_nothing_but_the_weights(tmp_path):
     for trainer in (used, fresh):
         torch.manual_seed(shifted(3))
         trainer.train()
-    assert same_weights(used.model, fresh.model)
+    assert_same_models(used, fresh)
     first = next(log for log in used.state.log_history if "loss" in log)
     assert first["pacs/proxy_abs_mean"] == 0.0 and first["pacs/non_finite_steps"] == 0
 
@@ -218,7 +213,7 @@ def test_evaluation_at_the_start_compares_with_the_snapshot_of_the_checkpoint(tm
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     found = next(log for log in resumed.state.log_history if "eval_loss" in log)
     assert found["eval_pacs/proxy_abs_mean"] > 0 and abs(found["eval_loss"] - math.log(2)) > 1e-4
-    assert same_weights(first.model, resumed.model)
+    assert_same_models(first, resumed)
 
 
 # Killed while writing ---------------------------------------------------------------------------------------------
@@ -249,6 +244,11 @@ def test_the_last_complete_checkpoint_is_taken(tmp_path, checkpoint, damage, cap
     assert "checkpoint-10 is not complete" in caplog.text and "checkpoint-2 " not in caplog.text
     with pytest.raises(ValueError, match="Resume from .*checkpoint-2"):
         trained(tmp_path, resume=str(tmp_path / "checkpoint-10"), max_steps=3)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    damage(tmp_path / "checkpoint-2")
+    assert last_checkpoint(tmp_path) is None and last_checkpoint(tmp_path / "nowhere") is None
+    with pytest.raises(ValueError, match="no complete checkpoint"):
+        trained(tmp_path, resume=True, max_steps=3)
 
 
 def test_a_truncated_checkpoint_is_passed_over_and_written_again(tmp_path):
@@ -259,14 +259,6 @@ def test_a_truncated_checkpoint_is_passed_over_and_written_again(tmp_path):
     assert len(recorder.weights) == 2 and history == history_again
     assert all(torch.equal(weights[name], again[name]) for name in weights)
     assert last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
-
-
-def test_nothing_complete(tmp_path, checkpoint):
-    shutil.copytree(checkpoint, tmp_path / "checkpoint-2")
-    truncate(tmp_path / "checkpoint-2" / "pacs_state_0.pt")
-    assert last_checkpoint(tmp_path) is None and last_checkpoint(tmp_path / "nowhere") is None
-    with pytest.raises(ValueError, match="no complete checkpoint"):
-        trained(tmp_path, resume=True, max_steps=3)
 
 
 def test_a_checkpoint_that_is_written_over_is_not_complete_meanwhile(tmp_path, monkeypatch):
@@ -390,7 +382,6 @@ def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
         trained(tmp_path / "again", resume=adapter, max_steps=2)
     with pytest.raises(ValueError, match="use_peft: false"):
         trained(tmp_path / "again", resume=str(checkpoint), max_steps=3, lora=True)
-    same = LoraConfig(r=4, target_modules="all-linear")
     for other, key in (
         (LoraConfig(r=8, target_modules="all-linear"), "r: 4"),
         (LoraConfig(r=4, lora_alpha=1, target_modules="all-linear"), "lora_alpha: 8"),
@@ -398,11 +389,11 @@ def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
     ):
         with pytest.raises(ValueError, match=key):
             trained(tmp_path / "again", resume=adapter, max_steps=2, model=get_peft_model(tiny_model(), other))
-    wide = get_peft_model(tiny_model(hidden_size=64), same)
+    wide = get_peft_model(tiny_model(hidden_size=64), ADAPTER)
     for given, model in ((adapter, wide), (str(checkpoint), tiny_model(hidden_size=64))):
         with pytest.raises(RuntimeError, match="size mismatch for"):
             trained(tmp_path / "again", resume=given, max_steps=3, model=model)
-    base = get_peft_model(tiny_model(), same)
+    base = get_peft_model(tiny_model(), ADAPTER)
     base.peft_config["default"].base_model_name_or_path = "models/other"
     file = tmp_path / "lora" / "checkpoint-1" / "adapter_config.json"
     file.write_text(file.read_text().replace('"base_model_name_or_path": null', '"base_model_name_or_path": "a/one"'))

@@ -5,16 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import (
-    Recorder,
-    Replay,
-    build_trainer,
-    in_graph_step,
-    load_weights,
-    logps_and_entropies,
-    rows_of_update,
-    tiny_model,
-)
+from long_way import in_graph_step
+from replay import Recorder, Replay, build_trainer, load_weights, logps_and_entropies, rows_of_update, tiny_model
 
 from pacs_trl.objective import group_scores
 from pacs_trl.pacs_trainer import critic_metrics

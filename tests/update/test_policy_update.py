@@ -1,7 +1,7 @@
 """One optimizer step of the trainer equals autograd through the loss of all its rows.
 
 Every case trains a few updates on recorded rollouts and compares each gradient and each logged loss with the long way
-in float64 (see replay.py). 2e-5 of the norm is what rounding explains; it leaves no room for a wrong factor, mask,
+in float64 (see long_way.py). 2e-5 of the norm is what rounding explains; it leaves no room for a wrong factor, mask,
 label or row.
 """
 
@@ -12,24 +12,20 @@ from functools import partial
 import pytest
 import torch
 import transformers
+from long_way import SIZES, TWO_UPDATES, RaggedGroups, WeightedTokens, train_and_compare
 from peft import get_peft_model
 from replay import (
     LORA,
     RELATIVE,
-    SIZES,
     TOKENIZER,
-    TWO_UPDATES,
-    RaggedGroups,
     Recorder,
     Replay,
-    WeightedTokens,
     assert_resumes,
     build_trainer,
     logps_and_entropies,
     relative_error,
     rows_of_update,
     tiny_model,
-    train_and_compare,
     trainable_weights,
 )
 from seeds import shifted

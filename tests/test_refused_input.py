@@ -1,0 +1,194 @@
+"""Rewards, datasets, models, and settings that PACSTrainer refuses, before anything expensive where it can."""
+
+import contextlib
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from replay import (
+    MAX_COMPLETION_LENGTH,
+    TOKENIZER,
+    Replay,
+    addition_dataset,
+    build_trainer,
+    digit_reward,
+    tiny_model,
+)
+from transformers import CONFIG_MAPPING
+from trl import GRPOConfig
+
+from pacs_trl import PACSTrainer
+from pacs_trl.data.prompts import prompt_lengths
+from pacs_trl.update.rollout import as_numbers
+
+
+RESULTS = {
+    "nothing": None,
+    "a number": 0.5,
+    "text": "right",
+    "a mapping": {"right": 1.0},
+    "texts": ["right"] * 8,
+    "a list": [1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0],
+    "NaN": [None, math.nan, 1.0, np.float32("nan")] * 2,
+    "infinity": [0.0, -math.inf] * 4,
+}
+
+
+@pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
+def test_reward_function_that_returns_no_rewards(result):
+    with pytest.raises(ValueError, match="'reward' returned"):
+        as_numbers(result, "reward")
+
+
+def test_results_of_asynchronous_reward_functions_are_checked_too(tmp_path):
+    async def fair_reward(completions, **kwargs):
+        return RESULTS["NaN"]
+
+    with pytest.raises(ValueError, match="'fair_reward' returned"):
+        build_trainer(tmp_path, reward=(fair_reward,)).train()
+
+
+def test_rewards_of_any_numeric_kind():
+    kinds = [torch.tensor([0.0, 1.0]), np.array([0, 1]), (False, True), [np.float32(0.0), 1]]
+    assert [as_numbers(kind, "reward") for kind in kinds] == [[0.0, 1.0]] * 4
+
+
+def test_reward_functions_whose_column_is_absent(tmp_path):
+    def graded(completions, difficulty, **kwargs):
+        return [1.0] * len(completions)
+
+    def content(prompts, completions, solution, *, trainer_state, compute_logps, hint=None, **kwargs):
+        return [1.0] * len(completions)
+
+    async def later(completions, environments, **kwargs):
+        return [1.0] * len(completions)
+
+    for reward, words in (([content, graded], "'graded'.*'difficulty'"), (later, "'environments'")):
+        with pytest.raises(ValueError, match=words):
+            build_trainer(tmp_path, reward=reward)
+    rows = addition_dataset().add_column("difficulty", [1] * 32)
+    with pytest.raises(ValueError, match=r"eval_dataset\['easy'\].*'difficulty'"):
+        more = {"train_dataset": rows, "eval_dataset": {"hard": rows, "easy": addition_dataset()}}
+        build_trainer(tmp_path, reward=graded, more=more)
+    build_trainer(tmp_path, reward=[content, graded], more={"train_dataset": rows})
+    build_trainer(tmp_path, reward=graded, replay=Replay())  # a rollout function may add the column
+
+
+QUESTIONS = Dataset.from_dict({"question": ["1+1"] * 32, "solution": ["2"] * 32})
+
+
+REFUSED = {
+    "LoRA target": ({"more": {"peft_config": LoraConfig(target_modules=["q_proj", "k_prog"])}}, "k_prog"),
+    "too few prompts": ({"steps_per_generation": 2, "more": {"train_dataset": addition_dataset(3)}}, "3 prompts"),
+    "a reward's name": ({"model": "no/model", "reward": "math_reward"}, "reward_funcs"),
+    "a number for a reward": ({"model": "no/model", "reward": [digit_reward, 1.0]}, "reward_funcs"),
+    "a correction of nothing": (
+        {"model": "no/model", "vllm_importance_sampling_correction": True},
+        "nothing to correct",
+    ),
+    "no prompt": ({"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
+    "no prompt to evaluate": ({"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
+    "unknown key of the template": ({"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_training(tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        build_trainer(tmp_path, **settings)
+
+
+class OverridesLoss(PACSTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return 0 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_models_overrides_and_arguments_that_are_refused_before_weights_are_loaded(tmp_path):
+    """From directories that contain a configuration alone."""
+    for model_type, changes, words in (
+        ("qwen2_vl", {"processing_class": None}, "'qwen2_vl'.*processing_class"),
+        ("t5", {}, "'t5' models are encoder-decoders"),
+        ("mixtral", {}, "'mixtral'.*router_aux_loss_coef=0.001"),
+    ):
+        CONFIG_MAPPING[model_type]().save_pretrained(tmp_path / model_type)
+        with pytest.raises(ValueError, match=words):
+            build_trainer(tmp_path, model=str(tmp_path / model_type), more=changes)
+    tiny_model().config.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="OverridesLoss overrides compute_loss"):
+        build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)
+    with pytest.raises(TypeError, match="PACSConfig"):
+        PACSTrainer(str(tmp_path / "model"), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
+
+
+@pytest.mark.parametrize("size", [6, 3])
+def test_evaluation_with_incomplete_groups_or_without_prompts(tmp_path, size):
+    more = {"eval_dataset": addition_dataset(6)}
+    trainer = build_trainer(tmp_path, more=more, num_generations_eval=4, per_device_eval_batch_size=size)
+    with pytest.raises(ValueError, match="per_device_eval_batch_size"):
+        trainer.evaluate()
+    with pytest.raises(ValueError, match="`prompt`"):
+        build_trainer(tmp_path).evaluate(QUESTIONS)
+
+
+@pytest.mark.parametrize("is_path", [True, False])
+def test_messages_without_template_and_prompts_beyond_the_context(tmp_path, is_path):
+    """From a directory without weights: it is found before they are loaded."""
+    config = tiny_model().config
+    config.architectures = ["Qwen3ForCausalLM"]
+    config.save_pretrained(tmp_path / "model")
+    given = {"model": str(tmp_path / "model") if is_path else tiny_model(), "reward": digit_reward}
+    plain = copy.deepcopy(TOKENIZER)
+    plain.chat_template = None
+    with pytest.raises(ValueError, match="chat template"):
+        build_trainer(tmp_path, more={"processing_class": plain}, **given)
+    longest = max(prompt_lengths(addition_dataset()["prompt"][:], TOKENIZER))
+    with pytest.raises(ValueError, match=f"max_position_embeddings=512.*max_completion_length to {512 - longest}"):
+        build_trainer(tmp_path, max_completion_length=513 - longest, **given)
+    with pytest.raises(OSError, match="model.safetensors") if is_path else contextlib.nullcontext():
+        build_trainer(tmp_path, max_completion_length=512 - longest, **given)
+
+
+@pytest.mark.parametrize("prompt", [None, "", [], [{"content": "1+1"}]], ids=repr)
+def test_a_prompt_that_is_no_prompt(tmp_path, prompt):
+    text = [{"role": "user", "content": "2+2"}] if isinstance(prompt, list) else "2+2"
+    rows = Dataset.from_list([{"prompt": text, "solution": "4"}] * 7 + [{"prompt": prompt, "solution": "2"}])
+    with pytest.raises(ValueError, match="Row 7 of train_dataset"):
+        build_trainer(tmp_path, model="no/model", more={"train_dataset": rows})
+
+
+def test_prompts_over_the_token_budget_are_found_at_startup(tmp_path):
+    rows = Dataset.from_list([{"prompt": "1+1" * (9 if i in (5, 6) else 1)} for i in range(8)])
+    longest, more = 27 + MAX_COMPLETION_LENGTH, {"train_dataset": rows}
+    with pytest.raises(ValueError, match=f"Row 5 .*max_tokens_per_micro_batch={longest - 1}.* {longest}"):
+        build_trainer(tmp_path, more=more, max_tokens_per_micro_batch=longest - 1)
+    build_trainer(tmp_path, more=more, max_tokens_per_micro_batch=longest)
+    more = {"train_dataset": rows.to_iterable_dataset()}  # checked when they are generated
+    build_trainer(tmp_path, more=more, max_tokens_per_micro_batch=longest - 1)
+
+
+def long_row(row):
+    row.prompt_ids, row.completion_ids = [1] * 12, [2] * MAX_COMPLETION_LENGTH
+    return row
+
+
+LONG = Replay(edit=lambda generation, rows: [*rows[:-1], long_row(rows[-1])])
+
+
+def losing_rows(prompts, trainer):
+    return {name: value and value[:-1] for name, value in Replay()(prompts, trainer).items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"replay": LONG, "max_tokens_per_micro_batch": 17}, "max_tokens_per_micro_batch=17 .*at least 28"),
+        ({"replay": losing_rows}, "rollout_func returned 7"),
+    ],
+)
+def test_refused_in_training(tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        build_trainer(tmp_path, **settings).train()
