@@ -48,8 +48,8 @@ def expectations(rate: float, schedule: dict | None) -> dict[str, float]:
 
 
 def wrong_signs(num_tokens: int) -> float:
-    """Share of sampled tokens at which STEER's estimate has another sign than the first-order change of the entropy, of
-    random logits: beside the sampled token's logit all others fall."""
+    """Share of sampled tokens of random logits where STEER's estimate has another sign than the first-order change of
+    the entropy: beside the sampled token's logit all others fall."""
     generator = torch.Generator().manual_seed(0)
     logits = (3 * torch.randn(8000, num_tokens, generator=generator, dtype=torch.float64)).requires_grad_()
     logps = logits.log_softmax(-1)
@@ -82,9 +82,8 @@ def main() -> None:
     rates = [(i + 0.5) / 500 for i in range(500)]
     plain, equal = ([expectations(rate, SCHEDULES[name]) for rate in rates] for name in ("off", "equal_treatment"))
     for key in ("completions", "mixed"):
-        print(
-            f"rates spread evenly, {key}: {sum(e[key] for e in plain) / 500:.2f}, {sum(e[key] for e in equal) / 500:.2f}"
-        )
+        means = [f"{sum(each[key] for each in half) / 500:.2f}" for half in (plain, equal)]
+        print(f"rates spread evenly, {key}, off and equal_treatment: {', '.join(means)}")
     print("STEER, other sign, 32 and 1,000 tokens:", *(f"{wrong_signs(number):.0%}" for number in (32, 1000)))
 
 

@@ -41,7 +41,6 @@ REFUSED = yaml.safe_load((Path(__file__).parent / "data" / "refused_recipes.yaml
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED)
 def test_what_is_refused(changes, words):
-    """Beside the commands of golden_messages.yaml."""
     with pytest.raises(ValueError, match=words):
         read(**changes)
 

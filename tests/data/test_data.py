@@ -273,33 +273,6 @@ class TestLengthSplitAndShuffle:
         assert len(few) == 3 and same["solution"][:] == evaluation["solution"][:]
 
 
-GYM, SUMS = {"dataset_name": "reasoning_gym"}, {"chain_sum": {"config": {"min_terms": 2, "max_terms": 2}}}
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"max_prompt_length": 0}, "max_prompt_length"),
-        ({"eval_split_size": -1}, "eval_split_size"),
-        ({"dataset_path": "x.jsonl"}, "dataset_path"),
-        ({"dataset_name": "x.jsonl", "dataset_split": "test"}, "dataset_split"),
-        ({"dataset_name": "gsm8k", "dataset_path": "x.jsonl", "dataset_revision": "v1"}, "dataset_revision"),
-        ({"dataset_name": "miniature/addition", "dataset_config": "en"}, "dataset_config"),
-        ({"dataset_name": "gsm8k", "reasoning_gym": SUMS}, "reasoning_gym.*ignored"),
-        ({"dataset_name": "gsm8k", "dataset_size": 5}, "dataset_size.*ignored"),
-        (GYM | {"dataset_config": "main", "reasoning_gym": SUMS}, "dataset_config.*ignored"),
-        (GYM, "reasoning_gym.*tasks"),
-        (
-            GYM | {"reasoning_gym": SUMS, "dataset_size": 2000, "dataset_seed": 999_000},
-            "999000 to 1000999.*1000000 to",
-        ),
-    ],
-)
-def test_refused_settings(settings, key):
-    with pytest.raises(ValueError, match=key):
-        DataArguments(**{"dataset_name": "some/hub_id", **settings})
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [

@@ -11,7 +11,6 @@ from seeds import shifted
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.errors import FailedRun
-from pacs_trl.experimental.genac import GenACConfig
 from pacs_trl.rollouts.adapter_sync import AdapterSync
 from pacs_trl.rollouts.checks import max_lora_rank
 from pacs_trl.update.forward_pass import ForwardPass
@@ -38,10 +37,6 @@ def test_ranks_and_settings(tmp_path):
     ranks = [max_lora_rank(config(tmp_path, **SYNC), None, LoraConfig(r=r)) for r in (1, 8, 9, 512)]
     assert ranks == [8, 8, 16, 512]
     assert max_lora_rank(config(tmp_path), None, None) is None
-    with pytest.raises(ValueError, match="vllm_sync_adapter would be ignored with use_vllm: false"):
-        config(tmp_path, vllm_sync_adapter=True)
-    with pytest.raises(ValueError, match="vllm_sync_adapter=True would be ignored.*critic"):
-        GenACConfig(str(tmp_path), use_cpu=True, bf16=False, **SYNC)
 
 
 def answers(model, ids):

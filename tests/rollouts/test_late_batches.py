@@ -14,14 +14,12 @@ from forked_engine import forked_engine
 from late_runs import assert_equal, check_logps, trainer_of
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_two, start
-from replay import TOKENIZER, Recorder, addition_dataset, build_trainer, config, digit_reward, trainable_weights
+from replay import TOKENIZER, Recorder, addition_dataset, build_trainer, digit_reward, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer
-from pacs_trl.baselines.ppo_config import PPOConfig
+from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
-from pacs_trl.experimental.dars import DARSConfig
 from pacs_trl.rollouts import late_batches
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
@@ -321,29 +319,6 @@ def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer
             resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
             assert_equal(straight.model, trainable_weights(resumed.model))
         check_logps(straight, recorder, 1, recomputed=True)
-
-
-@pytest.mark.parametrize(
-    ("config_class", "settings", "named"),
-    [
-        (PACSConfig, {"rollout_lag": 0, "stale_logps": "engine"}, "stale_logps is for rollout_lag"),
-        (
-            PACSConfig,
-            {"use_vllm": True, "vllm_mode": "server", "stale_logps": "recompute", "reference": "snapshot"},
-            "stale_logps: recompute would be ignored",
-        ),
-        (PACSConfig, {"rollout_lag": 3}, "rollout_lag must be one of 0, 1, 2"),
-        (DARSConfig, {}, "not supported by DARSConfig.* Use pacs"),
-        (PPOConfig, {}, "not supported by PPOConfig"),
-        (PACSConfig, {"use_vllm": True, "vllm_mode": "colocate"}, "vllm_mode: server"),
-        (PACSConfig, {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 2}, "Set rollout_lag: 1"),
-        (GRPOConfig, {"gradient_accumulation_steps": 4}, "steps_per_generation"),
-        (PACSConfig, {"score_estimator": "grpo", "first_update_score": "dr_grpo"}, "reference='snapshot'"),
-    ],
-)
-def test_settings_that_do_not_fit(tmp_path, config_class, settings, named):
-    with pytest.raises(ValueError, match=named):
-        config(tmp_path, config_class, **({"rollout_lag": 1, "steps_per_generation": 2} | settings))
 
 
 @pytest.mark.parametrize(

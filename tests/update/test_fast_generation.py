@@ -1,7 +1,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from replay import TOKENIZER, build_trainer, config, tiny_model, trainable_weights
+from replay import TOKENIZER, build_trainer, tiny_model, trainable_weights
 from seeds import shifted
 from transformers import GenerationConfig
 
@@ -63,8 +63,3 @@ def test_training_from_the_same_completions_does_not_change_by_a_bit(tmp_path, p
         weights.append(trainable_weights(trainer.model))
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-
-
-def test_settings_that_vllm_ignores_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="fast_generation and generation_dtype would be ignored"):
-        config(tmp_path, use_vllm=True, fast_generation=True, generation_dtype="bfloat16")

@@ -1,6 +1,7 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
 import json
+from pathlib import Path
 
 import pytest
 from optional_packages import needs
@@ -22,37 +23,7 @@ def verifier():
         yield verifier
 
 
-YES = """
-class Yes{base}:
-    __eq__ = __ne__ = __lt__ = __gt__ = __contains__ = lambda self, other: True
-    __sub__ = __rsub__ = __add__ = lambda self, other: 0
-    __abs__ = __len__ = __hash__ = lambda self: 0
-    __getattr__ = lambda self, name: lambda *a, **k: True
-"""
-OBJECTS = [
-    YES.format(base=base) + "def {name}(*a): return " + value
-    for base, value in (("", "Yes()"), ("(str)", "Yes('x')"), ("(list)", "Yes()"), ("(float)", "Yes()"))
-]
-FORGED = [
-    *OBJECTS,
-    "def {name}(*a): return True",
-    "def {name}(*a): return a[0]",
-    "def {name}(*a): raise SystemExit(0)",
-    "def {name}(*a): raise StopIteration",
-    "def {name}(*a): raise AssertionError('passed')",
-    "import os\nos._exit(0)",
-    "import os\ndef {name}(*a): os._exit(0)",
-    "import os\ndef {name}(*a): os.closerange(0, 64)",
-    "import os\n[os.write(file, b'passed') for file in (1, 2)]\ndef {name}(*a): print('passed')",
-    "import atexit, os\natexit.register(os._exit, 0)\ndef {name}(*a): raise SystemExit",
-    "def check(candidate): pass\ndef {name}(*a): pass",
-    "import sys\nsys.modules['__main__'].check = lambda f: None\ndef {name}(*a): pass",
-    "import builtins, math\nbuiltins.abs = builtins.all = math.fabs = lambda *a: 0\ndef {name}(*a): return 0",
-    "import pacs_trl.verification.calls as c\nc.encode = c.decode = lambda *a: True\ndef {name}(*a): pass",
-    "import sys\ndef {name}(*a):\n    frame = sys._getframe()\n    while frame.f_back: frame = frame.f_back\n"
-    "    frame.f_globals.update(check=print, candidate=print)\n    return None",
-    "def {name}(*a):\n    while True: print('passed' * 1000)",
-]  # fmt: skip
+FORGED = (Path(__file__).parents[1] / "data" / "forgeries.txt").read_text().split("\n### ")[1:]
 
 
 @pytest.mark.slow
@@ -71,7 +42,10 @@ def test_humaneval(verifier):
     assert labels([row["prompt"] + row["canonical_solution"] for row in rows]) == [1.0] * 164
     assert labels([row["prompt"] + "    pass\n" for row in rows]) == [0.0] * 164
     assert labels(["raise SystemExit(0)"] * 164) == [0.0] * 164
-    forged = [source.replace("{name}", row["entry_point"]) for source, row in zip(FORGED, rows, strict=False)]
+    forged = [
+        source.partition("\n")[2].replace("{name}", row["entry_point"])
+        for source, row in zip(FORGED, rows, strict=False)
+    ]
     assert labels(forged) == [0.0] * 20
 
 
