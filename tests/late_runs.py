@@ -1,8 +1,7 @@
 """Trainers with a lag that keep what they generate, and what their batches are compared with."""
 
 import torch
-from peft import LoraConfig
-from replay import addition_dataset, build_trainer, trainable_weights
+from replay import LORA, addition_dataset, build_trainer, trainable_weights
 from seeds import shifted
 
 from pacs_trl import PACSTrainer
@@ -31,9 +30,8 @@ class Keeping:
 
 def trainer_of(directory, trainer_class=None, lora=False, callbacks=(), rollout_func=None, **settings):
     kept = type("Kept", (Keeping, trainer_class or PACSTrainer), {})
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
     more = {"train_dataset": addition_dataset(12), "eval_dataset": None if rollout_func else addition_dataset(4)}
-    more |= {"callbacks": list(callbacks), "peft_config": adapter, "rollout_func": rollout_func}
+    more |= {"callbacks": list(callbacks), "peft_config": LORA if lora else None, "rollout_func": rollout_func}
     torch.manual_seed(shifted(5))  # of the adapter
     return build_trainer(directory, trainer_class=kept, more=more, **(SETTINGS | settings))
 

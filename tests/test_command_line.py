@@ -78,15 +78,6 @@ for argv, expected in {calls}:
     assert all(name in text for name in ("trl.GRPOConfig", "TrainingArguments", "trl grpo --help"))
 
 
-@pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_names_the_command_and_what_it_takes(monkeypatch, capsys, name):
-    texts = {called(monkeypatch, capsys, name, flag) for flag in ("--help", "-h")}
-    ((status, text, errors),) = texts
-    assert status == 0 and text.startswith(f"usage: pacs-trl {name} ") and not errors
-    assert ("--config" in text) == (name in ("train", "plan", "evaluate"))
-    assert ":\n\n" not in text + "\n"  # no empty section
-
-
 GOLDEN = yaml.safe_load((Path(__file__).parent / "golden_messages.yaml").read_text())
 
 

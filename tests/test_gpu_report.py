@@ -2,12 +2,14 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import run_and_save, start
@@ -90,13 +92,15 @@ def test_a_killed_run_continues(tmp_path):
     assert calls.read_text().split()[5:] == ["fails", "measures", "hangs"]
 
 
-def test_without_a_gpu(tmp_path):
+def test_without_a_gpu(tmp_path, monkeypatch):
     """It says what is missing and what to do, and writes no report."""
-    command = [sys.executable, "-m", "pytest", str(GPU_TESTS), "--gpu-report", str(tmp_path / "report")]
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ended.returncode == 2 and not (tmp_path / "report").exists()
-    assert "no CUDA device" in ended.stdout + ended.stderr
+    monkeypatch.syspath_prepend(GPU_TESTS)
+    conftest = runpy.run_path(str(GPU_TESTS / "conftest.py"))
+    conftest["pytest_configure"].__globals__["DEVICE"] = "cpu"
+    config = SimpleNamespace(addinivalue_line=print, getoption=lambda *name: tmp_path / "report")
+    with pytest.raises(pytest.exit.Exception, match="no CUDA device") as ended:
+        conftest["pytest_configure"](config)
+    assert ended.value.returncode == 2 and not (tmp_path / "report").exists()
 
 
 def note_and_sleep(file: Path) -> None:

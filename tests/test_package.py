@@ -61,7 +61,20 @@ def test_what_is_imported_is_asked_for():
     assert outside - {spelled.get(name, name) for name in asked} - with_them == set()
 
 
-def test_importing_the_package_is_light():
-    code = "import sys, pacs_trl; print([m for m in ('torch', 'trl', 'transformers', 'vllm') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
+PLAN = "from pacs_trl.plan.check import main; main(['--config', 'recipes/miniature/pacs.yaml'])"
+LIGHT = [  # what is run, one after the other in one interpreter, and what is not imported by then
+    ("import pacs_trl", "torch trl transformers vllm"),
+    ("import pacs_trl.verification", "math_verify sympy torch trl"),
+    ("import pacs_trl.verification.pool", "torch trl transformers datasets"),
+    ("import pacs_trl.evaluation.pass_at_k, pacs_trl.evaluation.results", "torch vllm transformers trl"),
+    ("from pacs_trl.evaluation import pass_at_k; pass_at_k(2, 1, 1)", "torch"),  # the function, not the module
+    (PLAN, "pacs_trl.train pacs_trl.rollouts.rollout_trainer trl.trainer.grpo_trainer transformers.trainer"),
+]
+
+
+def test_imports_are_light():
+    lines = ["import sys"]
+    for code, absent in LIGHT:
+        lines += [code, f"assert not {set(absent.split())} & set(sys.modules), {code!r}"]
+    result = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == 0, result.stderr

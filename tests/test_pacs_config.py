@@ -17,13 +17,6 @@ def make(**settings):
     return PACSConfig("out", **({"bf16": False, "use_cpu": True} | settings))
 
 
-def test_defaults_are_the_authors_objective():
-    args = make()
-    assert (args.pacs_beta, args.score_estimator, args.class_weighting) == (1.0, "rloo", "balanced")
-    assert (args.proxy, args.reference, args.actor_term_coef, args.beta) == ("log_ratio", "rollout", 0.0, 0.0)
-    assert args.disable_dropout
-
-
 OFF_DEFAULT = {
     "delta": 2.0,
     "epsilon": 0.3,

@@ -16,7 +16,7 @@ from actor_critics import CriticRecorder, assert_close_gradients
 from replay import TOKENIZER, Replay, load_weights, tiny_model, trainable_weights
 from tolerances import rounding_atol
 
-from pacs_trl import PPOConfig, PPOTrainer
+from pacs_trl import PPOTrainer
 
 
 pytestmark = pytest.mark.trains
@@ -188,11 +188,3 @@ def test_only_the_critic_learns_during_warmup(tmp_path, model_path):
     assert any(not torch.equal(weight, trainer.model.get_parameter(name)) for name, weight in start.items())
     for before, after in zip(recorder.critics, recorder.critics[1:]):
         assert any(not torch.equal(before[name], after[name]) for name in before)
-
-
-def test_defaults_are_the_settings_of_the_authors():
-    args = PPOConfig("unused", use_cpu=True, bf16=False, report_to="none")
-    assert (args.critic_learning_rate, args.critic_warmup_steps, args.value_clip_range) == (1e-5, 0, 0.5)
-    assert (args.gamma, args.gae_lambda, args.whiten_advantages) == (1.0, 1.0, True)
-    assert (args.epsilon, args.epsilon_high, args.delta, args.loss_type) == (0.2, None, 3.0, "dr_grpo")
-    assert args.vllm_importance_sampling_correction is False

@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 import torch
 from long_way import RaggedGroups
-from peft import LoraConfig
 from replay import (
+    LORA,
     DarsAndGuidanceTrainer,
     Parity,
     Recorder,
@@ -46,7 +46,6 @@ CORRECTION = {
     "vllm_importance_sampling_clip_max": 100.0,
 }
 ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
-LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 # Two ranks and 16 rows per generation, so two optimizer steps of two groups of four each.
 HALF = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
@@ -54,10 +53,8 @@ QUARTER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "
 EIGHTH = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
 
 REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
-    "4 rows x 1": (HALF, {}),
     "2 rows x 2": (QUARTER, {}),
     "1 row x 4": (EIGHTH, {}),
-    "padded": ({**QUARTER, "padding_free": "never"}, {}),
     "padded, idle process": ({**HALF, "padding_free": "never"}, {"uniform_groups": 3}),
     "whole groups": ({**HALF, "group_layout": "whole"}, {}),
     "split groups, no verdicts, tools": ({**HALF, "group_layout": "split"}, {"unverifiable": 0.3, "tools": True}),
@@ -191,14 +188,9 @@ def resumed(rank, directory, lora=False, more=None, reward=None, steps=(1, 3, 4,
     return {"final": straight, "again": again, "history": history}
 
 
-def resumed_snapshot(rank, directory):
-    return resumed(rank, directory, reference="snapshot", reference_reset_steps=3)
-
-
-def resumed_shards(rank, directory, **how):
-    """In the middle of a generation, where the snapshot is renewed, and at its border; after every step with DDP,
-    above."""
-    return resumed(rank, directory, reference="snapshot", steps=(3, 4), **how)
+def resumed_snapshot(rank, directory, **how):
+    """In the middle of a generation, where the snapshot is renewed, and at its border."""
+    return resumed(rank, directory, reference="snapshot", reference_reset_steps=3, steps=(3, 4), **how)
 
 
 def weighted(rank, directory, **how):
@@ -316,7 +308,7 @@ SHARDED = (
 )
 FSDP2 = {name: partial(replayed, name=name, **FSDP_SETTINGS) for name in SHARDED} | {
     name: partial(scenario, **FSDP_SETTINGS)
-    for name, scenario in (BY_ALL | GENERATING | {"resumed snapshot": resumed_shards}).items()
+    for name, scenario in (BY_ALL | GENERATING | {"resumed snapshot": resumed_snapshot}).items()
 }
 
 
@@ -368,7 +360,7 @@ ZERO3 = {
     f"{name}, {threshold}": partial(replayed, name=name, **zero3_settings(threshold)) for name, threshold in GATHERED
 }
 ZERO3 |= {name: partial(scenario, **zero3_settings(0)) for name, scenario in BY_ALL.items()}
-ZERO3 |= {"resumed snapshot": partial(resumed_shards, **zero3_settings(0))}
+ZERO3 |= {"resumed snapshot": partial(resumed_snapshot, **zero3_settings(0))}
 
 
 def run_all(output: Path, kind: str):

@@ -16,12 +16,13 @@ from processes import on_two
 from replay import RELATIVE, TOKENIZER, Replay, config, relative_error, tiny_model
 from scenarios import (
     FSDP2,
+    GATHERED,
     GRPO,
     LORA,
     QUARTER,
     RAGGED,
     REPLAYED,
-    ZERO3,
+    SHARDED,
     benchmarks,
     probabilities,
     run_all,
@@ -100,8 +101,7 @@ def check(tmp_path, results, settings, replay_settings, model=tiny_model, ragged
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_ddp_equals_one_process(tmp_path, ddp, name):
-    settings, replay_settings = REPLAYED[name]
-    check(tmp_path, both(ddp, name), settings, replay_settings)
+    check(tmp_path, both(ddp, name), *REPLAYED[name])
 
 
 def test_lora(tmp_path, ddp):
@@ -156,7 +156,14 @@ def test_both_processes_stop_with_the_same_message(ddp, name, message):
 def test_resumed_run_ends_with_the_same_bits(ddp, name):
     first, second = both(ddp, name)
     assert all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
-    assert first["again"] == second["again"] == {1: True, 3: True, 4: True, 5: True}
+    assert first["again"] == second["again"] == dict.fromkeys((3, 4) if "snapshot" in name else (1, 3, 4, 5), True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_shards_resume_snapshot_and_rows(request, kind):
+    first, second = both(request.getfixturevalue(kind), "resumed snapshot")
+    assert first["again"] == second["again"] == {3: True, 4: True}
 
 
 @pytest.mark.parametrize("kind", TWO_KINDS)
@@ -214,19 +221,16 @@ def test_hard_prompts_of_one_process_are_drawn_by_both(request, kind):
     assert sum(e.get("guidance/attempted", 0) for e in first["history"]) > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in FSDP2 if name in REPLAYED])
-def test_fsdp2_equals_one_process(tmp_path, fsdp2, name):
-    settings, replay_settings = REPLAYED[name]
-    results = both(fsdp2, name)
-    assert all(result["sharded"] for result in results)
-    check(tmp_path, results, settings, replay_settings)
+REPLAYED_SHARDS = [("fsdp2", name, name) for name in SHARDED]
+REPLAYED_SHARDS += [("zero3", f"{name}, {threshold}", name) for name, threshold in GATHERED]
 
 
 @pytest.mark.slow
-def test_fsdp2_resumes_snapshot_and_rows(fsdp2):
-    first, second = both(fsdp2, "resumed snapshot")
-    assert first["again"] == second["again"] == {3: True, 4: True}
+@pytest.mark.parametrize(("kind", "scenario", "name"), REPLAYED_SHARDS)
+def test_shards_equal_one_process(request, tmp_path, kind, scenario, name):
+    results = both(request.getfixturevalue(kind), scenario)
+    assert all(result["sharded"] == (kind == "fsdp2") for result in results)
+    check(tmp_path, results, *REPLAYED[name])
 
 
 @pytest.mark.slow
@@ -254,16 +258,3 @@ def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
         assert set(result["policies"]) == {"pacs policy", "grpo policy", "ppo policy", "ppo critic"}
         for policies in result["policies"].values():
             assert policies == {MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ZERO3 if name.rsplit(", ", 1)[0] in REPLAYED])
-def test_zero3_equals_one_process(tmp_path, zero3, name):
-    settings, replay_settings = REPLAYED[name.rsplit(", ", 1)[0]]
-    check(tmp_path, both(zero3, name), settings, replay_settings)
-
-
-@pytest.mark.slow
-def test_zero3_resumes_snapshot_and_rows(zero3):
-    first, second = both(zero3, "resumed snapshot")
-    assert first["again"] == second["again"] == {3: True, 4: True}

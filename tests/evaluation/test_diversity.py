@@ -117,6 +117,3 @@ def test_the_command_line(arguments, verifier, tmp_path, capsys):
     for words, message in ((["--problem", "9+9"], "9\\+9"), (["--benchmark", "aime_2024"], "aime_2024")):
         with pytest.raises(ValueError, match=message):
             diversity.main([*argv, *words])
-    (tmp_path / "a" / "grades" / "math_500.json").unlink()
-    with pytest.raises(ValueError, match="math_500.json"):
-        diversity.main(argv)

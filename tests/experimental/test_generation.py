@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from peft import LoraConfig
 from replay import (
+    LORA,
     TOKENIZER,
     DarsAndGuidanceTrainer,
     addition_dataset,
@@ -61,12 +61,11 @@ HINTS = {"guidance": "hint", "max_guided_fraction": 0.25}
 FEEDBACK = {"guidance": "feedback", "max_guided_fraction": 0.5, "guided_weight": 0.5}
 REFILL = {"refill_uniform_groups": True, "max_refill_rounds": 2}
 TWICE = {"num_iterations": 2, "steps_per_generation": 1, "group_layout": "split"}
-LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
 RUNS = {  # engine, settings, what else the trainer gets
     "adaptive": ("colocate", ADAPTIVE | TWICE, {}),
     "adaptive with a budget": ("server", WEIGHTED | {"reference": "snapshot"}, {}),
     "hints": ("server", HINTS | {"vllm_importance_sampling_correction": True}, {}),
-    "feedback": ("transformers", FEEDBACK | TWICE, LORA),
+    "feedback": ("transformers", FEEDBACK | TWICE, {"peft_config": LORA}),
     "refill": ("colocate", REFILL, {}),
     "all, several generations in a step": (
         "colocate",

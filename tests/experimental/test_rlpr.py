@@ -1,12 +1,14 @@
 """The probability of reference answers as a label, and the filter of groups whose labels lie close together."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig
+import yaml
 from replay import (
+    LORA,
     TOKENIZER,
     addition_dataset,
     assert_resumes,
@@ -28,25 +30,10 @@ from pacs_trl.experimental.rlpr import (
 )
 
 
-TEXTS = {  # text: with the answer "six pm" in its place, well formed
-    "tags": ("So <answer> noon </answer>", "So <answer> six pm </answer>", True),
-    "no space": ("<answer>noon</answer>", "<answer> six pm </answer>", True),
-    "new line": ("a\n<answer>\n\nnoon</answer> b", "a\n<answer>\n\nsix pm </answer>", True),
-    "not closed": ("<answer> noon", "<answer> six pm </answer>", False),
-    "twice": ("<answer> a </answer> <answer> b </answer>", None, False),
-    "only closed": ("noon </answer>", None, False),
-    "wrong order": ("</answer> <answer> a", "</answer> <answer> six pm </answer>", False),
-    "box": (r"1+1=\boxed{2}", r"1+1=\boxed{six pm}", True),
-    "open box": (r"1+1=\boxed{2", r"1+1=\boxed{six pm}", False),
-    "two boxes": (r"\boxed{2} \boxed{3}", None, False),
-    "tags and a box": (r"\boxed{2} <answer> a </answer>", r"\boxed{2} <answer> six pm </answer>", True),
-    "neither": ("noon", None, False),
-    "empty": ("", None, False),
-    "no text": (None, None, False),
-}
+CASES = yaml.safe_load((Path(__file__).parents[1] / "data" / "answer_formats.yaml").read_text())
 
 
-@pytest.mark.parametrize(("text", "expected", "well_formed"), TEXTS.values(), ids=TEXTS)
+@pytest.mark.parametrize(("text", "expected", "well_formed"), CASES["texts"].values(), ids=CASES["texts"])
 def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed):
     found = with_reference(text, "six pm")
     assert (found and found[0]) == expected and is_well_formed(text) is well_formed
@@ -56,22 +43,9 @@ def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed
 
 THINKING = [{"role": "user", "content": "Reason in <think> </think>, answer in <answer> </answer>. What is it?"}]
 ANSWERING = "Put the answer between <answer> and </answer>. What is it?"
-# text: well formed after a prompt that asks for think and answer tags, and after one for answer tags alone
-FORMATS = {
-    "both": ("<think>a</think>\n<answer> b </answer>", True, True),
-    "text behind": ("<think>a</think> so <answer> b </answer>.", True, True),
-    "text in front": ("Well <think>a</think> <answer> b </answer>", False, True),
-    "no thought": ("<answer> b </answer>", False, True),
-    "thought twice": ("<think>a</think> <think>a</think> <answer> b </answer>", False, True),
-    "thought behind": ("<answer> b </answer> <think>a</think>", False, True),
-    "thought is open": ("<think>a <answer> b </answer>", False, True),
-    "answer twice": ("<think>a</think> <answer> b </answer> <answer> c </answer>", False, False),
-    "answer is open": ("<think>a</think> <answer> b", False, False),
-    "box": (r"<think>a</think> \boxed{b}", False, False),
-}
 
 
-@pytest.mark.parametrize(("text", "thinking", "answering"), FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize(("text", "thinking", "answering"), CASES["formats"].values(), ids=CASES["formats"])
 def test_the_form_is_the_one_that_the_prompt_names(text, thinking, answering):
     """`format_mode` R1 (the authors' script for Qwen) and R1_nothink (Llama, Gemma)."""
     assert is_well_formed(text, THINKING) is thinking and is_well_formed(text, ANSWERING) is answering
@@ -99,7 +73,6 @@ def test_the_label_on_paper():
     )
 
 
-LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 SETTINGS = {"max_completion_length": 12, "steps_per_generation": 1, "max_steps": 3, "learning_rate": 0.5}
 PROMPT = [{"role": "user", "content": "1+1"}]
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from long_way import TWO_UPDATES, train_and_compare
-from peft import LoraConfig
-from replay import Replay, SteerAndVerlTrainer, assert_resumes, build_trainer
+from replay import LORA, Replay, SteerAndVerlTrainer, assert_resumes, build_trainer
 from seeds import shifted
 
 from pacs_trl.experimental.steer import STEERTrainer, SteerWeights, entropy_sensitivities, steer_weights
@@ -91,9 +90,6 @@ def test_metrics_on_paper():
     steer(TokenValues(*values[:5], coefficients[1:], part.bool()))
     metrics = steer.metrics(Accelerator(cpu=True))
     assert metrics == pytest.approx({"steer/weight_mean": (1 + 0.8 ** (LN2 / 0.75) + 0.8) / 3}, rel=1e-5)
-
-
-LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
 @pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])

@@ -3,7 +3,6 @@
 import itertools
 from types import SimpleNamespace
 
-import pytest
 import torch
 from fake_llm import SamplingParams, play_colocated
 from replay import addition_dataset, build_trainer, digit_reward
@@ -48,46 +47,20 @@ def test_every_request_of_a_colocated_engine_gets_a_seed():
     assert calls[-1] == [("a", 99, 5), ("b", 4, 5), ("c", 0, 5)]
 
 
-def prompts(*ids):
-    return [{"prompt_token_ids": list(each)} for each in ids]
-
-
-def trainer_of(output_dir, model_path, settings, **more):
-    arguments = {"train_dataset": addition_dataset(64), **more.pop("arguments", {})}
-    reward = more.pop("reward", digit_reward)
-    training = {"learning_rate": 3e-3, "optim": "adamw_torch", "steps_per_generation": 2, "max_steps": 4}
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
-    return build_trainer(output_dir, model=model, reward=reward, more=arguments, **(training | settings | more))
-
-
-@pytest.fixture
-def colocated(monkeypatch):
-    return play_colocated(monkeypatch)
-
-
-def seeds_of(trainer):
-    return [params.seed for _, params in trainer.vllm_generation.llm.requests]
-
-
-def test_a_rollout_function_gets_seeds_too(tmp_path, model_path, colocated):
+def test_a_rollout_function_gets_seeds_too_of_which_an_evaluation_takes_none(tmp_path, model_path, monkeypatch):
     def rollout(given, trainer):
         ids = [trainer._tokenizer(prompt[0]["content"])["input_ids"] for prompt in given]
-        drawn = trainer.vllm_generation.llm.generate(prompts(*ids), SamplingParams(max_tokens=8), use_tqdm=False)
+        prompts = [{"prompt_token_ids": each} for each in ids]
+        drawn = trainer.vllm_generation.llm.generate(prompts, SamplingParams(max_tokens=8), use_tqdm=False)
         return {"prompt_ids": ids, "completion_ids": [o.outputs[0].token_ids for o in drawn], "logprobs": None}
 
-    trainer = trainer_of(tmp_path, model_path, colocated, arguments={"rollout_func": rollout})
-    trainer.train()
-    assert seeds_of(trainer) == [request_seed(f"{shifted(42)}/0", i) for i in range(32)]
-
-
-def test_an_evaluation_takes_no_seeds_from_training(tmp_path, model_path, colocated):
-    trainer = trainer_of(tmp_path, model_path, colocated, num_generations_eval=2, per_device_eval_batch_size=2)
+    settings = play_colocated(monkeypatch) | {"num_generations_eval": 2, "per_device_eval_batch_size": 2}
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    more = {"train_dataset": addition_dataset(64), "rollout_func": rollout}
+    trainer = build_trainer(tmp_path, model=model, reward=digit_reward, more=more, steps_per_generation=2, **settings)
     for _ in range(2):
         trainer.evaluate(addition_dataset(2))
-    of_evaluation = seeds_of(trainer)
-    assert len(set(of_evaluation)) == 8 and trainer._num_requests == 0
     trainer.train()
-    of_training = seeds_of(trainer)[8:]
-    assert of_training == [request_seed(f"{shifted(42)}/0", i) for i in range(32)] and not set(of_training) & set(
-        of_evaluation
-    )
+    seeds = [params.seed for _, params in trainer.vllm_generation.llm.requests]
+    expected = [request_seed(f"{shifted(42)}/0", i) for i in range(16)]
+    assert len(set(seeds[:8])) == 8 and not set(seeds[:8]) & set(expected) and seeds[8:] == expected

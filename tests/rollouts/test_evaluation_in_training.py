@@ -5,8 +5,8 @@ import random
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig
 from replay import (
+    LORA,
     Parity,
     Recorder,
     addition_dataset,
@@ -140,10 +140,9 @@ def test_the_best_checkpoint_by_pass_at_1(tmp_path, model_path, lora):
     """Also in a run that is resumed after its second step."""
     found, recorder = [], Recorder()
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "load_best_model_at_end": True}
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False) if lora else None
     for directory, resume in (("straight", None), ("again", tmp_path / "straight" / "checkpoint-2")):
         torch.manual_seed(0)
-        more = {"eval_dataset": None, "peft_config": adapter, "callbacks": [] if resume else [recorder]}
+        more = {"eval_dataset": None, "peft_config": LORA if lora else None, "callbacks": [] if resume else [recorder]}
         settings = EVALUATING | saving | {"eval_on_start": False, "metric_for_best_model": "eval/pass@1"}
         trainer = build(PACSTrainer, tmp_path / directory, model_path, more, **settings)
         trainer.train(resume_from_checkpoint=resume and str(resume))

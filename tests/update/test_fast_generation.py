@@ -1,14 +1,13 @@
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from replay import TOKENIZER, build_trainer, tiny_model, trainable_weights
+from peft import get_peft_model
+from replay import LORA, TOKENIZER, build_trainer, tiny_model, trainable_weights
 from seeds import shifted
 from transformers import GenerationConfig
 
 from pacs_trl.update.generation import faster_generation
 
 
-LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=TOKENIZER.pad_token_id)
 
 

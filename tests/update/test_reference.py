@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
-from replay import tiny_model
+from peft import get_peft_model
+from replay import LORA, tiny_model
 from seeds import shifted
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,7 +44,7 @@ def model(request):
     if request.param == "full":
         return tiny_model()
     torch.manual_seed(shifted(0))
-    return get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    return get_peft_model(tiny_model(), LORA)
 
 
 def test_weights_of_another_shape_are_refused():

@@ -40,27 +40,15 @@ def test_padding_is_removed_on_both_sides():
     assert rollout_lengths([first, second, first], 0.5) == ([1, 3, 1], [2, 1, 2], [0, 1, 0], 0.5)
 
 
-def test_tool_results_stay_in_the_row_but_not_in_the_loss():
-    first, _ = unpad_rollouts(scored_batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1]])))
-    assert first.completion_ids.tolist() == [20, 21] and first.loss_mask.tolist() == [True, False]
-
-
-def test_log_probabilities_of_the_engine():
-    rows = unpad_rollouts(scored_batch(sampling_per_token_logps=torch.tensor([[-0.5, -2.0, 9.0], [-3.0, 9.0, 9.0]])))
+def test_tool_results_and_log_probabilities_of_the_engine():
+    masked = {"tool_mask": torch.tensor([[1, 0, 1], [1, 1, 1]])}
+    logps = torch.tensor([[-0.5, -2.0, 9.0], [-3.0, 9.0, 9.0]])
+    rows = unpad_rollouts(scored_batch(sampling_per_token_logps=logps, **masked))
+    assert rows[0].completion_ids.tolist() == [20, 21] and rows[0].loss_mask.tolist() == [True, False]
     assert [row.sampling_logps.tolist() for row in rows] == [[-0.5, -2.0], [-3.0]]
     assert collate(rows, torch.device("cpu")).sampling_logps[0].tolist() == [-0.5, -2.0]
     (without,) = collate(unpad_rollouts(scored_batch())[:1], torch.device("cpu")).sampling_logps.tolist()
     assert all(map(math.isnan, without))
-
-
-def test_collating_undoes_unpadding():
-    batch = scored_batch(tool_mask=torch.tensor([[1, 0, 1], [1, 1, 1]]))
-    micro_batch = collate(unpad_rollouts(batch), torch.device("cpu"))
-    width = micro_batch.loss_mask.shape[1]
-    for i, row in enumerate(micro_batch.rollouts):
-        for part, ids in (("prompt", row.prompt_ids), ("completion", row.completion_ids)):
-            assert ids.tolist() == batch[f"{part}_ids"][i][batch[f"{part}_mask"][i].bool()].tolist()
-    assert torch.equal(micro_batch.loss_mask, (batch["completion_mask"] * batch["tool_mask"])[:, :width].bool())
 
 
 def test_rows_of_a_prompt_share_it_however_they_were_drawn():

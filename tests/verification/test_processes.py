@@ -300,17 +300,3 @@ def test_two_ranks_have_a_pool_each(tmp_path):
     pools = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]
     assert pools[0] != pools[1]
     assert wait_for(lambda: not any(map(is_running, pools)), 5)
-
-
-class TestImports:
-    @pytest.mark.parametrize(
-        ("module", "absent"),
-        [
-            ("pacs_trl.verification", ["math_verify", "sympy", "torch", "trl"]),
-            ("pacs_trl.verification.pool", ["torch", "trl", "transformers", "datasets"]),
-        ],
-    )
-    def test_processes_stay_light(self, module, absent):
-        program = f"import sys, {module}; print([name for name in {absent} if name in sys.modules])"
-        output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-        assert output.strip() == "[]"
