@@ -12,25 +12,12 @@ from optional_packages import needs
 
 
 ROOT = Path(__file__).parents[1]
-RECIPE = """\
-model_name_or_path: model
-dataset_name: miniature/addition
-prompt_instruction: ""
-num_generations: 4
-per_device_train_batch_size: 8
-max_completion_length: 8
-max_steps: 1
-logging_steps: 1
-output_dir: outputs/run
-use_cpu: true
-bf16: false
-report_to: none
-disable_tqdm: true
-"""
+RECIPE = ROOT / "recipes/miniature/pacs.yaml"
+SMALL = "--model_name_or_path model --num_generations 4 --per_device_train_batch_size 8 --max_completion_length 8"
 EVALUATION = "--benchmarks miniature/addition --max_problems 2 --n 2 --k 1 --max_new_tokens 8 --engine transformers"
 COMMANDS = [
-    "plan --config recipe.yaml",
-    "train --config recipe.yaml",
+    f"plan --config recipe.yaml {SMALL}",
+    f"train --config recipe.yaml {SMALL} --max_steps 1 --output_dir outputs/run --disable_tqdm true",
     f"evaluate --model outputs/run --output_dir outputs/evaluation {EVALUATION}",
     "audit --completions saved.json --protocols authors",
     "report outputs/evaluation/results.json --output_dir outputs/report",
@@ -74,7 +61,7 @@ def installed(tmp_path_factory):
 @pytest.mark.slow
 @needs("matplotlib")
 def test_every_command_works_elsewhere(installed, tmp_path):
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    shutil.copy(RECIPE, tmp_path / "recipe.yaml")
     (tmp_path / "saved.json").write_text('[{"completion": "1", "solution": "2"}]')
     environment = os.environ | {"PYTHONPATH": str(installed)}
     result = subprocess.run(

@@ -10,13 +10,13 @@ import yaml
 from actor_critics import assert_same_logs
 from peft import LoraConfig
 from replay import assert_same_models, digit_reward, tiny_model, trainable_weights
+from scripted import run_recipe
 from seeds import shifted
 from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
 from pacs_trl.rollouts.checkpoint import last_checkpoint
-from pacs_trl.train import main
 
 
 def test_lora_policy_with_a_full_critic(tmp_path, model_path):
@@ -118,41 +118,29 @@ class TestCritic:
             PPOTrainer(tiny_model(), digit_reward, args=PPOConfig(str(tmp_path), **actor_critics.SETTINGS))
 
 
-RECIPES = {
-    "ppo": ({}, {"value_loss", "value_clip_fraction", "value_mean", "return_mean"}),
+METHODS = {  # recipe, settings, metrics of one method only
+    "ppo": ("sums-0.1m/ppo.yaml", {}, {"value_loss", "value_clip_fraction", "value_mean", "return_mean"}),
     "genac": (
-        {"critic_prompt": "miniature", "critic_max_new_tokens": 6, "critic_pretraining_steps": 0},
+        "genac.yaml",
+        {"critic_max_new_tokens": 6, "critic_pretraining_steps": 0},
         {"critic_loss", "critic_reward", "brier", "unparsed", "segments", "answer_length"},
     ),
 }
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize("method", METHODS)
 def test_a_recipe_trains_both_models_on_the_miniature_world(tmp_path, model_path, monkeypatch, method):
     """Through the same entry point as the large runs: data, verifier, checkpoints, card."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "miniature").mkdir()  # of the same name as a template of GenAC
-    names = ("use_cpu", "bf16", "max_completion_length", "gradient_checkpointing", "num_generations", "logging_steps")
-    recipe = {name: actor_critics.SETTINGS[name] for name in (*names, "per_device_train_batch_size")} | {
-        "method": method,
-        "model_name_or_path": model_path,
-        "dataset_name": "miniature/addition",
-        "prompt_instruction": "",
-        "reward_funcs": ["math_reward", "replay.digit_reward"],
-        "reward_weights": [0.5, 0.5],
-        "output_dir": str(tmp_path / "run"),
-        "steps_per_generation": 2,
-        "max_steps": 2,
-        "learning_rate": 1e-3,
-        "critic_learning_rate": 1e-3,
-    }
-    settings, metrics = RECIPES[method]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe | settings))
-    trainer = main(["--config", str(tmp_path / "recipe.yaml")])
+    recipe, settings, metrics = METHODS[method]
+    settings |= {"steps_per_generation": 2, "max_completion_length": 16, "warmup_steps": 0, "learning_rate": 1e-3}
+    rewards = "--reward_funcs math_reward replay.digit_reward --reward_weights 0.5 0.5".split()
+    trainer = run_recipe(tmp_path / "run", model_path, *rewards, recipe=recipe, **settings)
     for name, weight in tiny_model().named_parameters():
         assert not torch.equal(weight, trainer.model.get_parameter(name)), name
     kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert kept.get("critic_prompt") == settings.get("critic_prompt")
+    assert kept.get("critic_prompt") == ("miniature" if method == "genac" else None)
     assert f"fine-tuned with {trainer._name}" in (tmp_path / "run" / "README.md").read_text()
     logged = {name for entry in trainer.state.log_history for name in entry}
     shared = {"critic_grad_norm", "approx_kl", "explained_variance"}

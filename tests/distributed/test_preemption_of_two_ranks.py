@@ -7,13 +7,12 @@ import re
 import signal
 from pathlib import Path
 
-import yaml
 from processes import start
 from replay import TOKENIZER, digit_reward, tiny_model
+from scripted import run_recipe
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pacs_trl.rollouts.checkpoint import last_checkpoint
-from pacs_trl.train import main
 
 
 def reward(completions, trainer_state, **kwargs):
@@ -28,7 +27,14 @@ def reward(completions, trainer_state, **kwargs):
     return digit_reward(completions)
 
 
-def launcher(words):
+def train(directory):
+    settings = {"reward_funcs": "test_preemption_of_two_ranks.reward", "per_device_train_batch_size": 4}
+    settings |= {"steps_per_generation": 2, "max_completion_length": 8, "max_steps": 1000, "disable_tqdm": True}
+    settings |= {"lr_scheduler_type": "constant", "warmup_steps": 0, "resume_from_checkpoint": "last"}
+    run_recipe(directory / "run", directory / "start", **settings)
+
+
+def launcher(directory):
     """What torchrun does, but for ranks that are forked."""
     config = LaunchConfig(
         min_nodes=1,
@@ -40,12 +46,12 @@ def launcher(words):
         max_restarts=0,
         monitor_interval=0.1,
     )
-    elastic_launch(config, main)(words)
+    elastic_launch(config, train)(directory)
 
 
 def launch(tmp_path, target, after=0) -> str:
-    words, output = ["--config", str(tmp_path / "recipe.yaml")], tmp_path / "output"
-    process = start(launcher, words, output=output, STOPPING=target, AFTER=str(after), ACCELERATE_USE_CPU="true")
+    output = tmp_path / "output"
+    process = start(launcher, tmp_path, output=output, STOPPING=target, AFTER=str(after), ACCELERATE_USE_CPU="true")
     process.join(600)
     process.kill()
     return output.read_text()
@@ -54,29 +60,6 @@ def launch(tmp_path, target, after=0) -> str:
 def test_both_ranks_stop_after_the_same_step(tmp_path):
     tiny_model().save_pretrained(tmp_path / "start")
     TOKENIZER.save_pretrained(tmp_path / "start")
-    recipe = {
-        "method": "pacs",
-        "model_name_or_path": str(tmp_path / "start"),
-        "output_dir": str(tmp_path / "run"),
-        "dataset_name": "miniature/addition",
-        "reward_funcs": ["test_preemption_of_two_ranks.reward"],
-        "use_cpu": True,
-        "bf16": False,
-        "num_generations": 4,
-        "per_device_train_batch_size": 4,
-        "steps_per_generation": 2,
-        "max_completion_length": 8,
-        "max_steps": 1000,
-        "lr_scheduler_type": "constant",
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "gradient_checkpointing": False,
-        "resume_from_checkpoint": "last",
-    }
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-
     # rewards are asked for in the first step of a generation, which has two: the signal comes in the third step
     printed = launch(tmp_path, "one rank")
     assert "Stopped by SIGTERM after optimizer step 3 of 1000" in printed, printed[-3000:]

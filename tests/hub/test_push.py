@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard
-from replay import TOKENIZER, tiny_model
+from replay import build_trainer
 from results_world import make_results
 
-from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.cli import run
 from pacs_trl.errors import FailedRun
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
@@ -121,19 +119,8 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
 @pytest.fixture
 def trainer(tmp_path, hub):
     """A trainer that pushes, made as `pacs_trl.train` makes it, with results and recipe of its output directory."""
-    output_dir = tmp_path / "trained"
-    settings = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 4, "max_steps": 5}
-    settings |= {"save_steps": 1, "logging_steps": 1, "report_to": "none", "use_cpu": True}
-    hub_settings = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": True, "hub_token": "hf_x"}
-    args = PACSConfig(str(output_dir), **settings, **hub_settings)
-    prompts = [{"prompt": [{"role": "user", "content": f"{a}+1"}]} for a in range(8)]
-    return PACSTrainer(
-        model=tiny_model(),
-        processing_class=TOKENIZER,
-        reward_funcs=lambda completions, **kwargs: [float(len(c[0]["content"]) % 2) for c in completions],
-        args=args,
-        train_dataset=Dataset.from_list(prompts),
-    )
+    settings = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": True, "hub_token": "hf_x"}
+    return build_trainer(tmp_path / "trained", max_steps=5, save_strategy="steps", save_steps=1, **settings)
 
 
 def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch):

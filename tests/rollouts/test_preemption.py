@@ -10,8 +10,8 @@ import pytest
 import torch
 from replay import digit_reward
 from safetensors.torch import load_file
+from scripted import run_recipe
 
-from pacs_trl import train
 from pacs_trl.errors import exit_code
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.preemption import stop_on_signal
@@ -37,19 +37,13 @@ def default_handler():
     signal.signal(signal.SIGINT, before)
 
 
-SETTINGS = {"dataset_name": "miniature/addition", "max_train_samples": 64, "reward_funcs": "test_preemption.reward"}
-SETTINGS |= {"use_cpu": True, "bf16": False, "num_generations": 4, "per_device_train_batch_size": 8}
-SETTINGS |= {"steps_per_generation": 2, "max_completion_length": 8, "max_steps": 4, "learning_rate": 1e-3}
-SETTINGS |= {"save_strategy": "no", "logging_steps": 1, "report_to": "none", "disable_tqdm": True}
-SETTINGS |= {"gradient_checkpointing": False, "resume_from_checkpoint": "last"}
-
-
-def run(output_dir, model_path, *arguments, method="pacs", at=None, signals=(signal.SIGTERM,)):
+def run(output_dir, model_path, *words, method="pacs", at=None, signals=(signal.SIGTERM,)):
     global send_at, send
     send_at, send = at, signals
-    settings = {"method": method, "model_name_or_path": model_path, "output_dir": output_dir, **SETTINGS}
-    words = [str(word) for name, value in settings.items() for word in (f"--{name}", value)]
-    return train.main([*words, *arguments])
+    settings = {"method": method, "reward_funcs": "test_preemption.reward", "max_train_samples": 64, "max_steps": 4}
+    settings |= {"steps_per_generation": 2, "max_completion_length": 8, "learning_rate": 1e-3, "warmup_steps": 0}
+    settings |= {"lr_scheduler_type": "linear", "disable_tqdm": True, "resume_from_checkpoint": "last"}
+    return run_recipe(output_dir, model_path, *words, **settings)
 
 
 def weights(directory):
