@@ -8,9 +8,7 @@ from replay import (
     RELATIVE,
     Recorder,
     Replay,
-    assert_resumes,
     build_trainer,
-    digit_reward,
     load_weights,
     logps_and_entropies,
     relative_error,
@@ -19,7 +17,7 @@ from replay import (
 )
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer, MaxRLTrainer, RLOOTrainer
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer, MaxRLTrainer
 from pacs_trl.baselines.real_trainer import REALTrainer
 from pacs_trl.objective import disco_loss, maxrl_advantages, real_loss
 from pacs_trl.update.step import FILLER
@@ -102,29 +100,6 @@ def test_any_micro_batch_gives_the_same_weights(tmp_path, loss_type):
     before, reference, _ = found[0]
     for _, weights, _ in found[1:]:
         assert difference(weights, reference, before) < 1e-10
-
-
-RESUMED = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 6}
-
-
-@pytest.mark.parametrize(
-    ("trainer_class", "settings"),
-    [
-        (GRPOTrainer, {"beta": 0.1}),
-        (GRPOTrainer, {"loss_type": "cispo", "top_entropy_quantile": 0.5}),
-        (RLOOTrainer, {"beta": 0.1}),
-        (REALTrainer, {}),
-    ],
-    ids=["grpo", "cispo", "rloo", "real"],
-)
-def test_a_resumed_run_is_bit_identical(tmp_path, model_path, trainer_class, settings):
-    """Completions are sampled; two minibatches are used twice each: within a generation, and between two."""
-
-    def build(output_dir):
-        given = {"model": model_path, "trainer_class": trainer_class, "reward": digit_reward}
-        return build_trainer(output_dir, **given, **RESUMED, **settings)
-
-    assert_resumes(build, tmp_path, 1, 3, 4)
 
 
 @pytest.mark.parametrize("settings", [EIGHT, FOUR_MINIBATCHES, REUSED], ids=["aligned", "minibatches", "reused"])

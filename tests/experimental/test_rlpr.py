@@ -8,17 +8,14 @@ import pytest
 import torch
 import yaml
 from replay import (
-    LORA,
     TOKENIZER,
     addition_dataset,
-    assert_resumes,
     boxed,
     build_trainer,
     digit_reward,
     tiny_model,
     trainable_weights,
 )
-from seeds import shifted
 
 from pacs_trl.experimental.rlpr import (
     RLPRTrainer,
@@ -129,27 +126,6 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
     assert len(trainer._without_reasoning) == 32  # the whole training set, once
     logged = trainer.state.log_history[0]
     assert 0 < logged["probability/format"] < 1 and logged["time/log_probs"] > 0
-
-
-@pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])
-def test_a_run_and_its_continuation(tmp_path, more):
-    """Alone, and beside a reward that looks at the completion."""
-    settings = {
-        "spread_filter": 0.5,
-        "save_strategy": "steps",
-        "save_steps": 1,
-        "more": {"rollout_func": boxed} | more,
-    }
-    if more:
-        settings |= {"reward": [probability_reward, digit_reward], "reward_weights": [0.5, 0.5]}
-
-    def seeded(output_dir):
-        torch.manual_seed(shifted(0))
-        return build(output_dir, **settings)
-
-    straight, again = assert_resumes(seeded, tmp_path, 1)
-    assert again._spreads == straight._spreads != [0.0]
-    assert again._without_reasoning == straight._without_reasoning
 
 
 @pytest.mark.trains

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from long_way import TWO_UPDATES, train_and_compare
-from replay import LORA, Replay, SteerAndVerlTrainer, assert_resumes, build_trainer
+from replay import Replay
 from seeds import shifted
 
 from pacs_trl.experimental.steer import STEERTrainer, SteerWeights, entropy_sensitivities, steer_weights
@@ -90,23 +90,6 @@ def test_metrics_on_paper():
     steer(TokenValues(*values[:5], coefficients[1:], part.bool()))
     metrics = steer.metrics(Accelerator(cpu=True))
     assert metrics == pytest.approx({"steer/weight_mean": (1 + 0.8 ** (LN2 / 0.75) + 0.8) / 3}, rel=1e-5)
-
-
-@pytest.mark.parametrize("more", [{}, {"peft_config": LORA}], ids=["all weights", "LoRA"])
-def test_a_run_and_its_continuation(tmp_path, more):
-    """From the middle of a generation, where old log-probabilities and entropies are no longer those of the policy;
-    with the running means of VERL."""
-    settings = {"reference": "snapshot", "hidden_state_stride": 3, "steps_per_generation": 2, "num_iterations": 2}
-    settings |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
-
-    def build(output_dir, **changed):
-        torch.manual_seed(shifted(0))
-        given = {"trainer_class": SteerAndVerlTrainer, "replay": Replay(), "more": more}
-        return build_trainer(output_dir, **given, **(settings | changed))
-
-    assert_resumes(build, tmp_path, 2)
-    with pytest.raises(ValueError, match="token_weight_min"):
-        build(tmp_path, token_weight_min=0.7).train(str(tmp_path / "straight" / "checkpoint-2"))
 
 
 STEER = {"token_weight_min": 0.5, "max_steps": 4, "trainer_class": STEERTrainer}

@@ -1,6 +1,6 @@
 """Environments and rollout functions of a recipe: from `module:attribute` to the gradient, and refusals."""
 
-import textwrap
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,68 +31,11 @@ def test_the_miniature_environment(tmp_path, tool_model_path, monkeypatch, confi
     assert "trained in `experiments.products:environment`" in (tmp_path / "out" / "README.md").read_text()
 
 
-MODULE = '''
-from datasets import Dataset
-
-class Environment:
-    """An environment with one tool."""
-    def __init__(self):
-        self.resets = 0
-
-    def reset(self, prompt, seed=0, **columns):
-        return f" {seed}"
-
-    def look(self) -> str:
-        """Look around."""
-        return "nothing"
-
-    def get_reward(self):
-        return 1.0
-
-class Strict(Environment):
-    def reset(self, observation):
-        return None
-
-class Next(Environment):
-    def reset(self, **columns):
-        self.resets += 1
-        return str(self.resets)
-
-class Down(Environment):
-    def reset(self, **columns):
-        raise ConnectionError("no server at port 1")
-
-class Mute(Environment):
-    def shout(self, word):
-        return word
-
-class Spec:
-    train_dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": f"{i}"}] for i in range(4)]})
-    def __init__(self, factory):
-        self.environment_factory = factory
-
-fine, strict, advancing, down, mute = map(Spec, (Environment, Strict, Next, Down, Mute))
-no_environment = Spec(object)
-stream = Spec(Environment)
-stream.train_dataset = Spec.train_dataset.to_iterable_dataset()
-endless = Spec(Environment)
-endless.train_dataset = None
-
-def rollout(prompts, trainer):
-    ids = trainer.processing_class("7<|im_end|>")["input_ids"]
-    return {"prompt_ids": [[5]] * len(prompts), "completion_ids": [list(ids) for _ in prompts], "logprobs": None,
-            "source": ["rollout"] * len(prompts)}
-
-def seven(completions, source, **columns):
-    return [float(name == "rollout") for name in source]
-'''
-
-
 @pytest.fixture
 def module(tmp_path, monkeypatch):
     """A module of a user in the working directory."""
     name = "environments_of_a_user"
-    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODULE))
+    shutil.copy(Path(__file__).parents[1] / "data" / "environments.txt", tmp_path / f"{name}.py")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, name, raising=False)
