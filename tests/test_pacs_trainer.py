@@ -99,9 +99,6 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
     assert logged(trainer, "pacs/forwarded_fraction") == [0.5, 0.5]
 
 
-# Evaluation -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.trains
 @pytest.mark.parametrize(("num_generations_eval", "reference"), [(1, "rollout"), (2, "snapshot")])
 def test_evaluation(tmp_path, num_generations_eval, reference):
@@ -380,8 +377,6 @@ def test_every_completion_truncated_and_masked(tmp_path):
     assert same(before, trainable_weights(trainer.model))
     assert logged(trainer, "pacs/unscorable_fraction") == [1.0, 1.0]
 
-
-# Ten lines --------------------------------------------------------------------------------------------------------
 
 README = Path(__file__).parent.parent / "README.md"
 # The script of README, with a model that is here and sizes that take seconds on a CPU.
