@@ -5,32 +5,15 @@ from typing import Any, Literal
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .rollouts.rollout_config import RolloutConfig
-from .settings import OF_OTHER_LOSSES, bounded, ignored_settings
+from .settings import SHAPES_ONLY_GRPO, bounded, ignored_settings
 from .update.step_sizes import Step
 
 
 # Settings of GRPOConfig that no exact update supports.
-NOT_SUPPORTED = {
-    **dict.fromkeys(
-        ("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-        + ("use_adaptive_entropy",),
-        "the exact update has no entropy bonus",
-    ),
-    "router_aux_loss_coef": "the exact update has no router loss; 0.0 trains a mixture of experts without it",
-}
-
-# Settings of GRPOConfig that shape GRPO's own loss. PACS has no ratio, no clipping and no advantage to apply them to.
-SHAPES_ONLY_GRPO = {
-    **dict.fromkeys(("delta", "epsilon", "epsilon_high"), "PACS does not clip probability ratios"),
-    "importance_sampling_level": "PACS has no probability ratio",
-    "loss_type": "the loss is binary cross-entropy on the score",
-    "scale_rewards": "rewards are labels and are not normalized",
-    "multi_objective_aggregation": "labels are the weighted sum of the reward functions",
-    "top_entropy_quantile": "the proxy sums over all tokens of a completion",
-    "off_policy_mask_threshold": "PACS does not mask off-policy sequences",
-    "use_bias_correction_kl": "PACS has no probability ratio to correct the KL term with",
-    **OF_OTHER_LOSSES,
-}
+NOT_SUPPORTED = (
+    *("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+    *("use_adaptive_entropy", "router_aux_loss_coef"),
+)
 
 
 @dataclass
@@ -56,11 +39,12 @@ class ExactUpdateConfig(RolloutConfig):
     max_non_finite_steps: int = bounded(3, least=1)
 
     def errors(self, step: Step) -> list[str]:
-        refused = dict(NOT_SUPPORTED)
+        refused = set(NOT_SUPPORTED)
         if self.router_aux_loss_coef == 0.0:  # which leaves it out, as the update does
-            del refused["router_aux_loss_coef"]
+            refused.remove("router_aux_loss_coef")
+        reason = "the exact update has no entropy bonus and no router loss (router_aux_loss_coef: 0.0 trains without)"
         errors = [*super().errors(step), *step.errors()]
-        errors += ignored_settings(self, refused, instead="`trl.GRPOTrainer`")
+        errors += ignored_settings(self, sorted(refused), reason, "`trl.GRPOTrainer`")
         room, longest = self.max_tokens_per_micro_batch, self.max_completion_length or 0
         if room is not None and room <= longest:
             errors.append(
@@ -151,18 +135,19 @@ class PACSConfig(ExactUpdateConfig):
     vllm_importance_sampling_correction: bool = False
 
     def errors(self, step: Step) -> list[str]:
-        errors = [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO)]
+        reason = "the loss is binary cross-entropy on the score, without probability ratios, clipping, and advantages"
+        errors = [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO, reason)]
         errors += _first_update_errors(self, step)
         if self.reference == "rollout":
             names = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
             reason = "the policy that generated is the reference, which changes with every generation"
-            errors += ignored_settings(self, dict.fromkeys(names, reason), "`reference: snapshot`")
+            errors += ignored_settings(self, names, reason, "`reference: snapshot`")
         elif self.proxy == "mean_logp":
-            reason = {"reference": "proxy='mean_logp' has no reference"}
-            errors += ignored_settings(self, reason, "`proxy: log_ratio`")
+            reason = "proxy='mean_logp' has no reference"
+            errors += ignored_settings(self, ["reference"], reason, "`proxy: log_ratio`")
         if self.reference_reset_steps is None and self.reference == "snapshot":
-            reason = {"reset_optimizer_on_reference_reset": "the reference is never reset"}
-            errors += ignored_settings(self, reason, "`reference_reset_steps`")
+            names = ["reset_optimizer_on_reference_reset"]
+            errors += ignored_settings(self, names, "the reference is never reset", "`reference_reset_steps`")
         return errors
 
 
@@ -181,8 +166,8 @@ def _first_update_errors(given: Any, step: Step) -> list[str]:
             "'snapshot', score_estimator='rloo' or 'dr_grpo', or first_update_score='dr_grpo' for that update."
         ]
     if not undefined:
-        reason = {"first_update_score": "it is for reference='rollout' and proxy='log_ratio'"}
-        return ignored_settings(given, reason, "`score_estimator: grpo`")
+        reason = "it is for reference='rollout' and proxy='log_ratio'"
+        return ignored_settings(given, ["first_update_score"], reason, "`score_estimator: grpo`")
     if first is not None and step.updates_per_generation == 1:
         return [
             f"first_update_score={first!r} needs a second update on a rollout, but with steps_per_generation="

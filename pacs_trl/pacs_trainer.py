@@ -156,14 +156,6 @@ class PACSTrainer(ExactUpdateTrainer):
             }"""),
     }
 
-    @property
-    def _own_shared_settings(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The settings of the objective, and all that a related method adds to [`PACSConfig`]."""
-        added = type(self.args).__dataclass_fields__.keys() - PACSConfig.__dataclass_fields__.keys()
-        objective = ("pacs_beta", "score_estimator", "first_update_score", "class_weighting", "proxy")
-        reference = ("reference", "reference_reset_steps", "reset_optimizer_on_reference_reset")
-        return (*objective, "actor_term_coef", *reference, *sorted(added))
-
     def create_objective(self) -> PACSObjective:
         args = self.args
         return PACSObjective(

@@ -29,8 +29,7 @@ from .update.step_sizes import Step
 # Modules of configuration and trainer; every other method is a module of `pacs_trl.experimental`.
 METHODS = {
     "pacs": ("pacs_config", "pacs_trainer"),
-    **dict.fromkeys(("grpo", "rloo", "maxrl"), ("baselines.grpo_config", "baselines.grpo_trainer")),
-    "real": ("baselines.grpo_config", "baselines.real_trainer"),
+    **dict.fromkeys(("grpo", "rloo", "maxrl", "real"), ("baselines.grpo_config", "baselines.grpo_trainer")),
     "ppo": ("baselines.ppo_config", "baselines.ppo_trainer"),
 }
 

@@ -32,10 +32,9 @@ from .data.sets import MINIATURE
 from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
+from .rollouts.callbacks import NAMES, stop_on_signal, tracked_run
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
-from .rollouts.preemption import NAMES, stop_on_signal
-from .rollouts.tracking import tracked_run
 from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step
 

@@ -4,7 +4,7 @@ import os
 import socket
 from unittest.mock import patch
 
-from processes import CONTEXT
+from processes import CONTEXT, ensure_server
 
 from pacs_trl.rollouts import engine_process
 
@@ -14,6 +14,7 @@ def _serve(connection: socket.socket) -> None:
 
 
 def start_forked(connection: socket.socket):
+    ensure_server()
     process = CONTEXT.Process(target=_serve, args=(connection,), daemon=True)
     process.start()
     process.wait = process.join

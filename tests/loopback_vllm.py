@@ -14,7 +14,7 @@ from replay import TOKENIZER
 from requests.adapters import HTTPAdapter
 from trl.generation import vllm_client, vllm_generation
 
-from pacs_trl.rollouts import vllm_checks
+from pacs_trl.rollouts import checks
 from pacs_trl.settings import names
 
 
@@ -25,7 +25,7 @@ def play_installed(patch: Callable) -> None:
     `patch(owner, name, value)` is `setattr`, or that of a monkeypatch.
     """
     patch(names, "installed_vllm", lambda: "0.31.0")
-    patch(vllm_checks, "_SECONDS_BETWEEN_TRIES", 0.05)
+    patch(checks, "_SECONDS_BETWEEN_TRIES", 0.05)
     for module in (vllm_client, vllm_generation):
         patch(module, "is_vllm_available", lambda: True)
     patch(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)

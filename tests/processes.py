@@ -56,11 +56,16 @@ def _end_with_parent() -> None:
     os.killpg(0, signal.SIGKILL)
 
 
+def ensure_server() -> None:
+    """Start the fork server, unless it runs; it finds the modules that this process finds."""
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+        forkserver.ensure_running()
+
+
 def start(function: Callable, *arguments, output: Path, **environment: str) -> BaseProcess:
     """A process that runs `function(*arguments)`; what it prints goes to the file `output`."""
     if CONTEXT.get_start_method() == "forkserver":
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # the server finds what this process finds
-            forkserver.ensure_running()
+        ensure_server()
     process = CONTEXT.Process(target=_begin, args=(function, arguments, output, environment))
     with patch.dict(os.environ, environment):  # a new interpreter imports libraries before it runs `_begin`
         process.start()

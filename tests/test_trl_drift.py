@@ -18,17 +18,18 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
-from pacs_trl.baselines.actor_critic import ActorCriticTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
+from pacs_trl.baselines.ppo_trainer import ActorCriticTrainer
 from pacs_trl.experimental._generation import ExtendingTrainer
 from pacs_trl.experimental.dars import DARSTrainer
 from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer
-from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import NOT_SUPPORTED
 from pacs_trl.rollouts.evaluation import BenchmarkEvaluation
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.rollouts.publication import Publication
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
+from pacs_trl.settings import SHAPES_ONLY_GRPO
 
 
 TRAINERS = (
@@ -130,10 +131,6 @@ KEPT = set(
     use_transformers_paged vllm_importance_sampling_cap
     """.split()
 )
-
-
-def test_checkpoints_of_grpo_name_what_its_loss_reads():
-    assert set(BaselineGRPOTrainer._own_shared_settings) == set(SHAPES_ONLY_GRPO)
 
 
 def test_every_setting_of_grpo_is_kept_or_refused():

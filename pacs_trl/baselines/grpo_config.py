@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from ..objective import GROUP_LOSSES
-from ..pacs_config import SHAPES_ONLY_GRPO, ExactUpdateConfig
-from ..settings import bounded, ignored_settings
+from ..pacs_config import ExactUpdateConfig
+from ..settings import SHAPES_ONLY_GRPO, bounded, ignored_settings
 from ..surrogate import LOSS_TYPES
 from ..update.step_sizes import Step
 
@@ -30,19 +30,14 @@ class GRPOConfig(ExactUpdateConfig):
     importance_sampling_level: str = field(default="token", metadata={"choices": ["token", "sequence"]})
 
 
-_NORMALIZES_REWARDS = {
-    "scale_rewards": "the advantage has its own normalization",
-    "multi_objective_aggregation": "the reward is the weighted sum of the reward functions",
-}
-
-
 @dataclass
 class MaxRLConfig(GRPOConfig):
     """Configuration class for the [`MaxRLTrainer`]: every parameter of [`GRPOConfig`] except those that normalize
     rewards."""
 
     def errors(self, step: Step) -> list[str]:
-        return [*super().errors(step), *ignored_settings(self, _NORMALIZES_REWARDS)]
+        names, reason = ("scale_rewards", "multi_objective_aggregation"), "the advantage has its own normalization"
+        return [*super().errors(step), *ignored_settings(self, names, reason)]
 
 
 @dataclass
@@ -74,9 +69,9 @@ class RLOOConfig(ExactUpdateConfig):
     vllm_importance_sampling_correction: bool = False
 
     def errors(self, step: Step) -> list[str]:
-        refused = {name: why for name, why in SHAPES_ONLY_GRPO.items() if name not in ("epsilon", "epsilon_high")}
-        reasons = dict.fromkeys(refused, "RLOO clips the ratio of a whole completion and has no such setting")
-        return [*super().errors(step), *ignored_settings(self, reasons)]
+        names = [name for name in SHAPES_ONLY_GRPO if name not in ("epsilon", "epsilon_high")]
+        reason = "RLOO clips the ratio of a whole completion and has no such setting"
+        return [*super().errors(step), *ignored_settings(self, names, reason)]
 
 
 @dataclass
@@ -102,5 +97,5 @@ class REALConfig(ExactUpdateConfig):
     vllm_importance_sampling_correction: bool = False
 
     def errors(self, step: Step) -> list[str]:
-        reasons = dict.fromkeys(SHAPES_ONLY_GRPO, "the loss compares the completions of a group and has no advantage")
-        return [*super().errors(step), *ignored_settings(self, reasons)]
+        reason = "the loss compares the completions of a group and has no advantage"
+        return [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO, reason)]

@@ -1,4 +1,5 @@
-"""Trainers of GRPO, RLOO, and MaxRL on the exact update, with the ratio losses of `surrogate.py`."""
+"""Trainers on the exact update: GRPO, RLOO, and MaxRL with the ratio losses of `surrogate.py`, and REAL and DisCO with
+the group losses of `objective.py`."""
 
 import math
 from collections.abc import Sequence
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 import trl
 
-from ..objective import maxrl_advantages, rloo_advantages
-from ..pacs_config import SHAPES_ONLY_GRPO
+from ..objective import GROUP_LOSSES, maxrl_advantages, rloo_advantages, sequence_proxies
 from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..surrogate import (
@@ -24,9 +24,9 @@ from ..surrogate import (
 )
 from ..update.forward_pass import logps_in_batches
 from ..update.rollout import Rollout, unpad_rollouts
-from ..update.step import Objective
+from ..update.step import Groups, Objective
 from ..update.token_weights import HighEntropyTokens, Mismatch, TokenValues, TokenWeights, correction_weights
-from .grpo_config import GRPOConfig, MaxRLConfig, RLOOConfig
+from .grpo_config import GRPOConfig, MaxRLConfig, REALConfig, RLOOConfig
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,6 @@ class GRPOTrainer(ExactUpdateTrainer):
 
     args: GRPOConfig
     _config_class: type = GRPOConfig
-    _own_shared_settings: tuple[str, ...] = tuple(SHAPES_ONLY_GRPO)
 
     def create_objective(self) -> RatioObjective:
         args = self.args
@@ -190,7 +189,6 @@ class RLOOTrainer(GRPOTrainer):
     """
 
     _config_class = RLOOConfig
-    _own_shared_settings = ("epsilon", "epsilon_high", "normalize_advantages", "reward_clip_range")
     _name = "RLOO"
     _tag_names = ["trl", "rloo"]
     _paper = trl.RLOOTrainer._paper
@@ -223,7 +221,64 @@ class RLOOTrainer(GRPOTrainer):
             both = [logps_in_batches(partial(each, self.model_wrapped), *rows) for each in functions]
         values = [(of_policy - of_reference).sum() for of_policy, of_reference in zip(*both, strict=True)]
         kl = self.accelerator.gather(torch.stack(values).to(self.accelerator.device))
-        metrics = self._metrics["train" if self.model.training else "eval"]
         tokens = self.accelerator.reduce(torch.tensor(float(sum(len(rollout.completion_ids) for rollout in rollouts))))
-        metrics["kl"].append(kl.sum().item() / max(tokens.item(), 1.0))
+        self.record_metrics({"kl": kl.sum().item() / max(tokens.item(), 1.0)})
         return kl
+
+
+@dataclass(frozen=True)
+class GroupObjective(Objective):
+    """Objective of a loss in `objective.GROUP_LOSSES`, for [`PolicyUpdate`]."""
+
+    group_loss: str = "real"
+    tau: float = 0.5
+    kl_coef: float = 0.0
+
+    @property
+    def has_reference(self) -> bool:  # type: ignore[override]
+        return GROUP_LOSSES[self.group_loss][1] != "mean_logp"
+
+    def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return sequence_proxies(logps.detach(), ref_logps, mask, proxy=GROUP_LOSSES[self.group_loss][1])
+
+    def loss(self, groups: Groups, proxies: torch.Tensor) -> torch.Tensor:
+        return groups.apply(GROUP_LOSSES[self.group_loss][0], proxies, tau=self.tau)
+
+    @torch.enable_grad()
+    def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        proxies = proxies.detach().requires_grad_()
+        return torch.autograd.grad(self.loss(groups, proxies), proxies)[0] / num_tokens.clamp(min=1)
+
+    def size(self, groups: Groups) -> int:
+        return int(groups.labeled.sum())
+
+    def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        loss, mean = self.loss(groups, proxies).item(), lambda values: values.float().mean().item()
+        uniform, labels = ~groups.mixed[groups.labeled], groups.labels[groups.scorable]
+        return loss, {"pacs/uniform_group_fraction": mean(uniform), "pacs/label_mean": mean(labels)}
+
+
+class REALTrainer(ExactUpdateTrainer):
+    """
+    Trainer for REAL (https://huggingface.co/papers/2602.05630): rewards are the labels of a classification, whose
+    logits are length-normalized log-ratios. Takes the arguments of [`~trl.GRPOTrainer`], `args` a [`REALConfig`];
+    rewards must be 0, 1, or `None`. Groups may be spread over micro-batches and processes.
+    """
+
+    args: REALConfig
+    _config_class = REALConfig
+    _name = "REAL"
+    _tag_names = ["trl", "real"]
+    _paper = {"title": "Rewards as Labels: Revisiting RLVR from a Classification Perspective", "id": "2602.05630"}
+
+    def create_objective(self) -> GroupObjective:
+        return GroupObjective(self.args.group_loss, self.args.tau, self.args.beta)
+
+    def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        labels = super()._labels_of(rewards_per_func)
+        if ((labels > 0) & (labels < 1)).any():
+            raise ValueError(
+                "REAL needs rewards of 0 or 1, but some rewards are between 0 and 1. Use a binary reward function, or "
+                "method pacs, which supports soft labels."
+            )
+        return labels

@@ -8,13 +8,7 @@ from ..update.step_sizes import Step
 
 
 # Settings of GRPOConfig that only affect GRPO's advantage, or losses without PPO's clipping.
-_SHAPES_ONLY_GRPO = {
-    "scale_rewards": "rewards are not normalized within a group; see whiten_advantages",
-    "multi_objective_aggregation": "the reward is the weighted sum of the reward functions",
-    "importance_sampling_level": "the ratio of each token is clipped",
-    "off_policy_mask_threshold": "it needs one advantage per completion",
-    **OF_OTHER_LOSSES,
-}
+_IGNORED = ("scale_rewards", "multi_objective_aggregation", "importance_sampling_level", "off_policy_mask_threshold")
 
 
 @dataclass
@@ -71,7 +65,8 @@ class ActorCriticConfig(RolloutConfig):
     vllm_importance_sampling_correction: bool = False
 
     def errors(self, step: Step) -> list[str]:
-        errors = [*super().errors(step), *ignored_settings(self, _SHAPES_ONLY_GRPO)]
+        reason = "advantages come from the critic (see whiten_advantages), and the ratio of each token is clipped"
+        errors = [*super().errors(step), *ignored_settings(self, (*_IGNORED, *OF_OTHER_LOSSES), reason)]
         highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         if self.delta is not None and self.delta <= highest_ratio:
             errors.append(

@@ -1,12 +1,274 @@
-"""PPOTrainer: proximal policy optimization with a value-head critic."""
+"""PPOTrainer, and the base trainer of actor-critic methods: TRL's GRPOTrainer with per-token advantages from a critic.
+
+The parent class provides generation, rewards, the clipped policy loss, the KL term, and logging, so these methods
+differ from GRPO only in the advantage. A subclass implements the critic (`_create_critic`), its values for the tokens
+of a generation batch (`_value_tokens`), and its loss on a micro-batch (`_train_critic`). All forward passes use a
+[`ForwardPass`], without padding where the model supports packing.
+"""
+
+import contextlib
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForTokenClassification, PreTrainedModel, set_seed
+import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
+from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
+from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rollout import without_padding
-from .actor_critic import ActorCriticTrainer, load_critic, padded
-from .gae import clipped_value_losses
-from .ppo_config import PPOConfig
+from ..update.startup_check import choose_forward_pass, disable_noise
+from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
+from .ppo_config import ActorCriticConfig, PPOConfig
+
+
+def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
+    """Return the path of the critic: `critic_model_name_or_path`, or by default that of the policy. Raises a
+    `ValueError` if the policy was built in memory."""
+    own = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if path := args.critic_model_name_or_path or own:
+        return path
+    raise ValueError(
+        "The policy was built in memory, so there is no path from which its critic could be loaded. Save it and pass "
+        "the directory as `model`, or set critic_model_name_or_path."
+    )
+
+
+def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
+    """Load a critic from [`critic_path`] for training, in float32; by default with the checkpoint's own
+    `architecture`. `model_init_kwargs` apply to it too, except `revision` if `critic_model_name_or_path` is set;
+    `more` are further arguments of `from_pretrained`."""
+    kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
+    kwargs.setdefault("trust_remote_code", args.trust_remote_code)
+    if args.critic_model_name_or_path is not None:
+        kwargs.pop("revision", None)
+    if not isinstance(policy, str):
+        kwargs.setdefault("attn_implementation", policy.config._attn_implementation)
+    critic = create_model_from_path(critic_path(policy, args), architecture=architecture, **kwargs)
+    if args.disable_dropout:
+        disable_dropout_in_model(critic)
+        disable_noise(critic)
+    if args.gradient_checkpointing:
+        critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    return critic.train()
+
+
+class ActorCriticTrainer(RolloutTrainer):
+    """[`RolloutTrainer`] with a critic, configured by an [`ActorCriticConfig`]."""
+
+    args: ActorCriticConfig
+    _critic_has_values = False  # whether the critic has one output per token instead of logits
+    _own_shared_settings = ("world_size",)
+
+    def _prepare_learning(self) -> None:
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ValueError(
+                f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
+            )
+        self._critic_pass = self.create_forward_pass(self.critic, temperature=1.0)
+        decayed = set(self.get_decay_parameter_names(self.critic))
+        groups = [
+            {
+                "params": [p for name, p in self.critic.named_parameters() if (name in decayed) == decay],
+                "weight_decay": self.args.weight_decay if decay else 0.0,
+            }
+            for decay in (True, False)
+        ]
+        optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.critic)
+        optimizer = optimizer_class(groups, **kwargs | {"lr": self.args.critic_learning_rate})
+        self.critic, self._critic_optimizer = self.accelerator.prepare(self.critic, optimizer)
+
+    def _prepare_loading(self, model, args, arguments):
+        if args.deepspeed_plugin is not None:
+            raise ValueError(
+                f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or "
+                "FSDP2 (recipes/accelerate_configs)."
+            )
+        super()._prepare_loading(model, args, arguments)
+        # Created before the policy, which sets the seed again, so that rollouts are the same as those of GRPO.
+        self.critic = self._create_critic(model, args, arguments)
+
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        self._critic_scheduler = get_scheduler(
+            self.args.lr_scheduler_type,
+            optimizer=self._critic_optimizer,
+            num_warmup_steps=self.args.get_warmup_steps(num_training_steps),
+            num_training_steps=num_training_steps,
+            scheduler_specific_kwargs=self.args.lr_scheduler_kwargs,
+        )
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _choose_forward_passes(self) -> None:
+        if not self._forward_passes_are_chosen and self.args.startup_check:
+            training, values = self.args.disable_dropout, self._critic_has_values
+            choose_forward_pass(self._critic_pass, self.critic, values=values, training=training)
+        super()._choose_forward_passes()
+
+    @abstractmethod
+    def _create_critic(self, policy: str | PreTrainedModel, args, arguments: dict[str, Any]) -> torch.nn.Module:
+        """Create the critic from the policy or its path; `arguments` are those of `_prepare_loading`."""
+
+    @abstractmethod
+    def _value_tokens(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
+        """Return the values of the tokens of a generation batch, `(B, T)`, and lambda for [`generalized_advantages`].
+        Entries added to `batch` are passed to `_train_critic`."""
+
+    @abstractmethod
+    def _train_critic(self, inputs: dict) -> None:
+        """Back-propagate the critic loss of a micro-batch, and update the critic after the last one of a step."""
+
+    def _generate_and_score_completions(self, inputs):
+        output = super()._generate_and_score_completions(inputs)
+        rewards = output["labels"]
+        output["has_verdict"] = ~rewards.isnan()
+        mask = self._value_mask(output)
+        values, gae_lambda = self._value_tokens(inputs, output)
+        advantages, returns = generalized_advantages(
+            rewards.nan_to_num(0.0), values, mask, gamma=self.args.gamma, gae_lambda=gae_lambda
+        )
+        self._log_values(
+            explained_variance=explained_variance(values, returns, mask, self._sum).item(),
+            value_mean=masked_mean_and_variance(values, mask, self._sum)[0].item(),
+            return_mean=masked_mean_and_variance(returns, mask, self._sum)[0].item(),
+        )
+        if self.args.whiten_advantages:
+            advantages = whiten(advantages, mask, self._sum)
+        means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
+        self._log_advantages(self.accelerator.gather(means).tolist())
+        return output | {"values": values, "returns": returns, "advantages": advantages}
+
+    def _value_mask(self, batch: dict) -> torch.Tensor:
+        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+        return mask.bool() & batch["has_verdict"].unsqueeze(1)
+
+    def _sum(self, total: torch.Tensor) -> torch.Tensor:
+        return self.accelerator.reduce(total, reduction="sum")
+
+    def _log_values(self, **metrics: float) -> None:
+        self.record_metrics({f"{self._name.lower()}/{name}": value for name, value in metrics.items()})
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        with contextlib.ExitStack() as self._until_backward:
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    def _compute_loss(self, model, inputs):
+        if not self.model.training:
+            return super()._compute_loss(model, inputs)
+        self._until_backward.enter_context(self.forward_pass.attention())
+        self._train_critic(inputs)  # first, so that its activations are freed before the policy's pass
+        loss = super()._compute_loss(model, inputs)
+        log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
+        mask = self._value_mask(inputs)
+        self._add_to_step(approx_kl=(log_ratio.exp() - 1.0 - log_ratio)[mask].sum(), tokens=mask.sum())
+        if self.accelerator.sync_gradients:
+            self._log_step()
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
+    ):
+        """Compute the parent's log-probs and entropies with a [`ForwardPass`], which packs completions."""
+        forward_pass = self.ref_pass if model is self.ref_model else self.forward_pass
+        width = input_ids.size(1) - logits_to_keep
+        prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
+        completions = without_padding(input_ids[:, width:], attention_mask[:, width:])
+        size = batch_size or len(prompts)
+        with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
+            passes = [
+                forward_pass.compute_logps(model, prompts[i : i + size], completions[i : i + size])
+                for i in range(0, len(prompts), size)
+            ]
+        logps, entropies = ([row for rows in part for row in rows] for part in zip(*passes, strict=True))
+        padded_logps = padded(logps, logits_to_keep)
+        self._last_logps = padded_logps.detach()
+        return padded_logps, padded(entropies, logits_to_keep) if entropies else None, None
+
+    def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
+        """Return the divisor of the summed token losses, as in the parent; losses are then averaged over processes."""
+        if self.loss_type == "dr_grpo":
+            rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
+            return rows * self.max_completion_length
+        return self._share_of_generation(inputs["num_items_in_batch"])
+
+    def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the divisor for a mean over the tokens of an optimizer step, from those of the generation batch."""
+        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
+
+    def _add_to_step(self, **totals: torch.Tensor) -> None:
+        for name, total in totals.items():
+            self._step_sums[name] = self._step_sums.get(name, 0.0) + total.float()
+
+    def _log_step(self) -> None:
+        totals = self._sum(torch.stack([*self._step_sums.values()])).tolist()
+        means = dict(zip(self._step_sums, totals, strict=True))
+        self._step_sums = {}
+        tokens = max(means.pop("tokens"), 1)
+        self._log_values(**{name: total / tokens for name, total in means.items()})
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        if self.state.global_step < self.args.critic_alone_steps:
+            model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
+        return grad_norm
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._last_logps: torch.Tensor | None = None
+        self._step_sums: dict[str, Any] = {}  # metrics of an optimizer step, summed over its tokens
+
+    # The critic: its optimizer is of the type of the policy's, and its gradient is clipped to the same maximum norm.
+
+    def _accumulating_critic(self, last: bool = True) -> contextlib.AbstractContextManager:
+        """Return the context for forward and backward pass of a micro-batch or a part of it. Gradients are
+        synchronized across processes only after the last one of an optimizer step."""
+        synchronizes = last and self.accelerator.sync_gradients
+        return contextlib.nullcontext() if synchronizes else self.accelerator.no_sync(self.critic)
+
+    def _step_critic(self) -> float:
+        """Update the critic, and return the norm of its gradient before clipping."""
+        max_norm = self.args.max_grad_norm if self.args.max_grad_norm else math.inf
+        grad_norm = self.accelerator.clip_grad_norm_(self.critic.parameters(), max_norm)
+        self._critic_optimizer.step()
+        self._critic_scheduler.step()
+        self._critic_optimizer.zero_grad()
+        return float(grad_norm)
+
+    @contextlib.contextmanager
+    def _critic_in_place_of_policy(self) -> Iterator[None]:
+        """Let `Trainer` save and load the critic as it does the policy, sharded or not."""
+        policy = self.model, self.model_wrapped, self.optimizer, self.lr_scheduler
+        self.model, self.model_wrapped = self.accelerator.unwrap_model(self.critic), self.critic
+        self.optimizer, self.lr_scheduler = self._critic_optimizer, self._critic_scheduler
+        try:
+            yield
+        finally:
+            self.model, self.model_wrapped, self.optimizer, self.lr_scheduler = policy
+
+    def _save_optimizer_and_scheduler(self, output_dir):
+        super()._save_optimizer_and_scheduler(output_dir)
+        directory = str(Path(output_dir) / "critic")
+        with self._critic_in_place_of_policy():
+            self.save_weights(directory, is_checkpoint=True)
+            super()._save_optimizer_and_scheduler(directory)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            directory = str(Path(checkpoint) / "critic")
+            with self._critic_in_place_of_policy():
+                self._load_from_checkpoint(directory, self.model)
+                super()._load_optimizer_and_scheduler(directory)
+
+
+def padded(rows: list[torch.Tensor], length: int) -> torch.Tensor:
+    """Pad `B` sequences on the right with 0 to `(B, length)`."""
+    values = pad_sequence(rows, batch_first=True)
+    return F.pad(values, (0, length - values.size(1)))
 
 
 class PPOTrainer(ActorCriticTrainer):
@@ -26,7 +288,6 @@ class PPOTrainer(ActorCriticTrainer):
     """
 
     args: PPOConfig
-    _own_shared_settings = (*ActorCriticTrainer._own_shared_settings, "value_clip_range", "critic_warmup_steps")
     _critic_has_values = True
     _tag_names = ["trl", "ppo"]
     _name = "PPO"

@@ -74,10 +74,6 @@ class ExtendingTrainer(PACSTrainer):
                 del metrics[name]
         return [generated[i % num_processes * share + i // num_processes] for i in range(len(slots))]
 
-    def log_generation(self, metrics: dict[str, float]) -> None:
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(float(value))
-
     def _prepare_generation(self) -> None:
         super()._prepare_generation()
         for name, kept in self._logs.items():  # TRL bounds tables by the number of first completions

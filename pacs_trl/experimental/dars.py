@@ -111,12 +111,12 @@ class DARSConfig(PACSConfig):
             errors.append("`method: dars` does nothing yet. Set adaptive_rollouts, refill_uniform_groups, or both.")
         if self.adaptive_rollouts is None:
             names = ("max_generations", "adaptive_rollouts_budget")
-            errors += ignored_settings(self, dict.fromkeys(names, "no schedule is set"), "`adaptive_rollouts`")
+            errors += ignored_settings(self, names, "no schedule is set", "`adaptive_rollouts`")
         elif most is None or most <= size:
             errors.append(f"max_generations={most} must be above num_generations={size}. The authors use 32 and 64.")
         if not self.refill_uniform_groups:
-            reason = {"max_refill_rounds": "there is no refill"}
-            errors += ignored_settings(self, reason, "`refill_uniform_groups: true`")
+            instead = "`refill_uniform_groups: true`"
+            errors += ignored_settings(self, ["max_refill_rounds"], "there is no refill", instead)
         return errors
 
 
@@ -125,7 +125,6 @@ class DARSTrainer(ExtendingTrainer):
 
     _name = "DARS"
     _config_class = DARSConfig
-    _counters = (*ExtendingTrainer._counters, "num_refilled")
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 
     def extend(self, num_steps: int) -> None:
@@ -147,7 +146,7 @@ class DARSTrainer(ExtendingTrainer):
         slots = [(group, self.inputs[group]) for group, number in numbers.items() for _ in range(number)]
         for rollout in self.generate_for(slots, "adaptive"):
             self.groups[rollout.group].append(rollout)
-        self.log_generation(
+        self.record_metrics(
             {
                 "adaptive/wanted": sum(wanted),
                 "adaptive/additional": sum(granted),
@@ -171,7 +170,7 @@ class DARSTrainer(ExtendingTrainer):
             replaced += len(uniform)
         generations = 1 + self._step // (self.args.steps_per_generation * self.num_iterations)
         epochs = (generations * len(self.groups) + self.num_refilled) / len(self.train_dataset)
-        self.log_generation({"refill/rounds": rounds, "refill/prompts": replaced, "refill/epochs": epochs})
+        self.record_metrics({"refill/rounds": rounds, "refill/prompts": replaced, "refill/epochs": epochs})
 
     def _next_prompts(self, number: int) -> list[dict]:
         """Return the next dataset rows that are not in the generation batch, or any after a whole epoch."""

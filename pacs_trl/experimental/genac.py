@@ -3,7 +3,7 @@ stating a value.
 
 The critic is a causal language model. Before each segment of a completion it is prompted for the chance that the
 completion will be correct (`_critic.py`), and its answer ends with an integer. REINFORCE trains it towards the
-outcome. Everything else is PPO's (`baselines/actor_critic.py`). No official code exists. With vLLM one engine serves
+outcome. Everything else is PPO's (`baselines/ppo_trainer.py`). No official code exists. With vLLM one engine serves
 both models in turn. See docs/genac.md.
 """
 
@@ -18,30 +18,17 @@ from transformers import AutoTokenizer, PreTrainedModel
 from trl.models.utils import unwrap_model_for_generation
 from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
-from ..baselines.actor_critic import ActorCriticTrainer, critic_path, load_critic, padded
 from ..baselines.ppo_config import ActorCriticConfig
+from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic, padded
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.checkpoint import request_seed
-from ..rollouts.engine import ServerFailure
+from ..rollouts.engine import ServerFailure, stop_without_engine
 from ..rollouts.timing import PARTS
 from ..settings import bounded, ignored_settings
 from ..update.rollout import labels_from_rewards, without_padding
 from ..update.step_sizes import Step
-from ._critic import (
-    Actor,
-    CriticPrompt,
-    State,
-    border_lambdas,
-    check_critic,
-    critic_rewards,
-    generate_answers,
-    problem_of,
-    question_ids,
-    reinforce_losses,
-    reinforce_weights,
-    segment_starts,
-    values_of_tokens,
-)
+from . import _critic
+from ._critic import State
 
 
 _SUCCESS_RATE_DECAY = 0.9
@@ -92,7 +79,7 @@ class GenACConfig(ActorCriticConfig):
 
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)
-        errors += ignored_settings(self, {"vllm_sync_adapter": "the critic's weights are sent to vLLM, too"})
+        errors += ignored_settings(self, ["vllm_sync_adapter"], "the critic's weights are sent to vLLM, too")
         if self.max_completion_length is None:
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "
@@ -108,12 +95,6 @@ class GenACTrainer(ActorCriticTrainer):
     """
 
     args: GenACConfig
-    _own_shared_settings = (
-        *ActorCriticTrainer._own_shared_settings,
-        *("critic_prompt", "critic_max_new_tokens", "segment_probability", "segment_length", "max_segments"),
-        "critic_pretraining_steps",
-    )
-    _counters = (*ActorCriticTrainer._counters, "_success_rate", "_num_answers")
     _saved_attributes = (*ActorCriticTrainer._saved_attributes, "_success_rate", "_num_answers")
     _tag_names = ["trl", "genac"]
     _name = "GenAC"
@@ -124,14 +105,14 @@ class GenACTrainer(ActorCriticTrainer):
     }
 
     def _create_critic(self, policy: str | PreTrainedModel, args: GenACConfig, arguments: dict[str, Any]):
-        self._prompt = CriticPrompt(args.critic_prompt)
+        self._prompt = _critic.CriticPrompt(args.critic_prompt)
         path, tokenizer = critic_path(policy, args), arguments["processing_class"]
         if tokenizer is None or args.critic_model_name_or_path is not None:
             trust = {"trust_remote_code": args.trust_remote_code}
             tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trust)
         self._critic_tokenizer, dataset = tokenizer, arguments["train_dataset"]
         prompts = dataset["prompt"] if hasattr(dataset, "__len__") else []
-        check_critic(policy, path, args, tokenizer, self._prompt, prompts)
+        _critic.check_critic(policy, path, args, tokenizer, self._prompt, prompts)
         critic = load_critic(policy, args)
         add_fused_lm_head(critic, outputs=("log_probs",))
         return critic
@@ -165,8 +146,8 @@ class GenACTrainer(ActorCriticTrainer):
         lambdas = torch.ones(mask.shape, device=mask.device)
         for i, own in enumerate(owns):
             if own:
-                of_completions[i, own] = values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
-                lambdas[i, own] = border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
+                of_completions[i, own] = _critic.values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
+                lambdas[i, own] = _critic.border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
         self._log_answers(questions, values, answers)
         if self.model.training:
             self._store_answers(batch, questions, answers, values)
@@ -189,7 +170,7 @@ class GenACTrainer(ActorCriticTrainer):
                 logps = padded(self.compute_logps(*ids), length)
             probabilities = logps.exp().nan_to_num(1.0).cpu()
         rules = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
-        return [segment_starts(probabilities[i, own].tolist(), **rules) for i, own in enumerate(owns)]
+        return [_critic.segment_starts(probabilities[i, own].tolist(), **rules) for i, own in enumerate(owns)]
 
     def _questions(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[State]:
         """Return a question per segment, and in training one for the state before the last token."""
@@ -200,7 +181,7 @@ class GenACTrainer(ActorCriticTrainer):
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
         questions = []
         for i, own in enumerate(owns):
-            problem = problem_of(inputs[i]["prompt"])
+            problem = _critic.problem_of(inputs[i]["prompt"])
             segments: list[tuple[int | None, int]] = list(enumerate(starts[i]))
             if training and own and starts[i][-1] != len(own) - 1:
                 segments.append((None, len(own) - 1))
@@ -214,9 +195,9 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _generate_answers(self, states: Sequence[State]) -> list[tuple[list[int], list[int], list[float]]]:
         """Return the token ids of prompt and answer for each state, and the log-probs of the answer."""
-        actor = Actor(self._actor_name, self.max_completion_length, self._success_rate)
+        actor = _critic.Actor(self._actor_name, self.max_completion_length, self._success_rate)
         texts = [self._prompt.render(state, actor) for state in states]
-        prompts = question_ids(self._critic_tokenizer, texts, self.args.chat_template_kwargs)
+        prompts = _critic.question_ids(self._critic_tokenizer, texts, self.args.chat_template_kwargs)
         # Processes generate together, so each needs equally many prompts; padding samples are discarded.
         counts = gather_object([len(prompts)])
         if max(counts) == 0:  # no completion has a verdict
@@ -229,7 +210,7 @@ class GenACTrainer(ActorCriticTrainer):
             with self.timer.part("critic"):
                 answers = self._use_engine(padded) if self.use_vllm else self._use_model(padded, seeds)
         except ServerFailure as failure:
-            self._stop_without_server(failure)
+            stop_without_engine(self, failure)
         return [(prompt, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
 
     def _use_model(self, prompts: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
@@ -241,7 +222,7 @@ class GenACTrainer(ActorCriticTrainer):
             unwrap_model_for_generation(self.critic, self.accelerator, **checkpointing) as critic,
             self._dist.summon_full_params(self.critic, recurse=False),
         ):
-            return generate_answers(critic, self._critic_tokenizer, prompts, seeds, settings, **options)
+            return _critic.generate_answers(critic, self._critic_tokenizer, prompts, seeds, settings, **options)
 
     def _use_engine(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
         sampling = {
@@ -268,7 +249,7 @@ class GenACTrainer(ActorCriticTrainer):
         num_completions = sum(gather_object([len({each.row for each in questions})]))
         found, outcomes = (torch.tensor([each[i] for each in known]) for i in range(2))
         self._log_values(
-            critic_reward=critic_rewards(found, outcomes).double().mean().item(),
+            critic_reward=_critic.critic_rewards(found, outcomes).double().mean().item(),
             brier=(outcomes - found.double().nan_to_num(0.0)).square().mean().item(),
             unparsed=found.isnan().double().mean().item(),
             segments=sum(each[2] for each in known) / max(num_completions, 1),
@@ -279,8 +260,8 @@ class GenACTrainer(ActorCriticTrainer):
     def _store_answers(self, batch: dict, questions: list[State], answers, values: torch.Tensor) -> None:
         """Store the answers with their completions, so that both are shuffled and saved together."""
         outcomes, device = torch.tensor([each.outcome for each in questions]), self.accelerator.device
-        rewards = critic_rewards(values, outcomes).to(device)
-        weights = reinforce_weights(rewards, outcomes.to(device), self._sum).tolist()
+        rewards = _critic.critic_rewards(values, outcomes).to(device)
+        weights = _critic.reinforce_weights(rewards, outcomes.to(device), self._sum).tolist()
         batch["answers"] = [[] for _ in batch["labels"]]
         for each, (prompt, ids, logps), weight in zip(questions, answers, weights, strict=True):
             batch["answers"][each.row].append({"prompt": prompt, "ids": ids, "logps": logps, "weight": weight})
@@ -312,7 +293,7 @@ class GenACTrainer(ActorCriticTrainer):
         logps = torch.cat(scores.logps)
         old_logps = torch.tensor([x for answer in answers for x in answer["logps"]], device=logps.device)
         weights = torch.tensor([a["weight"] for a in answers for _ in a["ids"]], device=logps.device)
-        return reinforce_losses(logps, old_logps, weights, _RATIO_CAP)
+        return _critic.reinforce_losses(logps, old_logps, weights, _RATIO_CAP)
 
     def _reset_run(self) -> None:
         super()._reset_run()

@@ -113,7 +113,7 @@ class GuidanceTrainer(ExtendingTrainer):
         for attempt in solved:
             rollouts = self.groups[attempt.group]
             rollouts[max(i for i, other in enumerate(rollouts) if "guided" not in other.extra)] = attempt
-        self.log_generation({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
+        self.record_metrics({"guidance/attempted": len(slots), "guidance/solved": len(solved), **counts})
 
     def _guided_prompts(self, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
         """Return pairs of group and guided prompt, and metrics."""

@@ -255,8 +255,7 @@ class RLPRTrainer(PACSTrainer):
         if share is None or not self.model.training:
             return labels
         labels, metrics, self._spreads = filter_by_spread(labels, self.num_generations, share, self._spreads)
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        self.record_metrics(metrics)
         return labels
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):

@@ -141,8 +141,8 @@ class STEERConfig(PACSConfig):
     def errors(self, step: Step) -> list[str]:
         errors, exponential = super().errors(step), self.token_weight_mapping == "exponential"
         if exponential:
-            reason = {"token_weight_max": "exponential weights are at most 1"}
-            errors += ignored_settings(self, reason, "`token_weight_mapping: linear`")
+            instead = "`token_weight_mapping: linear`"
+            errors += ignored_settings(self, ["token_weight_max"], "exponential weights are at most 1", instead)
         if self.token_weight_min >= (1 if exponential else self.token_weight_max):
             errors.append("token_weight_min must be below the largest weight. The authors use 0.8.")
         return errors

@@ -25,10 +25,12 @@ from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
 from transformers.utils import ADAPTER_CONFIG_NAME
+from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
 from ..errors import NO_ROOM, FailedRun
-from ..update.rollout import Rollout, from_state, to_state
+from ..settings import SHAPES_ONLY_GRPO
+from ..update.rollout import Rollout, with_arrays, with_tensors
 
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ torch.serialization.register_package(
     50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
 
-# Settings that must be equal in a checkpoint and in the run that resumes from it, for every method.
+# Settings of TRL that must be equal in a checkpoint and in the run that resumes from it.
 SHARED_SETTINGS = (
     # the data of a step
     *("seed", "shuffle_dataset", "num_generations", "num_iterations", "steps_per_generation"),
@@ -50,9 +52,15 @@ SHARED_SETTINGS = (
     *("beta", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout"),
     *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
     *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    *SHAPES_ONLY_GRPO,
     # the optimizer: values from the checkpoint would silently override new ones
     *("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
 )
+# Settings of this package that may differ: where something is computed or kept, and measured. All others are shared.
+_FREE = {"fast_generation", "generation_dtype", "vllm_sync_adapter", "rollout_engine", "startup_check"}
+_FREE |= {"eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p"}
+_FREE |= {"max_tokens_per_micro_batch", "padding_free", "max_non_finite_steps", "reference_offload", "group_layout"}
+_FREE |= {"critic_model_name_or_path", "critic_batch_size"}
 
 
 # Seeds --------------------------------------------------------------------------------------------------------------
@@ -128,7 +136,7 @@ def rollouts_to_save(
     """Return the completions of a generation batch that this process saves, keyed by (optimizer step, index): those
     with the log-probs that only this process has, and its share of the others."""
     return {
-        (k, i): to_state(rollout)
+        (k, i): with_tensors(vars(rollout))
         for k, rollouts in enumerate(steps)
         for i, rollout in enumerate(rollouts)
         if rollout.ref_logps is not None or rollout.old_logps is not None or i % num_processes == process
@@ -144,7 +152,7 @@ def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Ro
                 states[index] = state
     steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in states), default=-1))]
     for k, i in sorted(states):
-        steps[k].append(from_state(states[k, i]))
+        steps[k].append(Rollout(**with_arrays(states[k, i])))
     return steps
 
 
@@ -269,20 +277,10 @@ def load_state(trainer: Any, directory: Path) -> None:
         trainer._saved_step = trainer.state.global_step
 
 
-def is_finished(trainer: Any, checkpoint: str, max_steps: int) -> bool:
-    """Return whether the run of a checkpoint is finished, and print where the run continues."""
-    step = f"optimizer step {trainer.state.global_step}"
-    if trainer.state.global_step >= max_steps:
-        trainer.accelerator.print(f"{checkpoint} is the end of a finished run ({step}), so nothing is left to train.")
-        return True
-    trainer.accelerator.print(f"Continuing from {checkpoint}, after {step} of {max_steps}.")
-    return False
-
-
 def _shared_settings(trainer: Any) -> dict[str, Any]:
-    names = *SHARED_SETTINGS, "rollout_lag", "stale_logps", *trainer._own_shared_settings
-    settings = plain_settings(trainer.args, names)
-    return settings | {"reward functions": trainer.reward_func_names}
+    own = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)} - _FREE
+    names = *SHARED_SETTINGS, *sorted(own), *trainer._own_shared_settings
+    return plain_settings(trainer.args, names) | {"reward functions": trainer.reward_func_names}
 
 
 # Files --------------------------------------------------------------------------------------------------------------
@@ -362,7 +360,11 @@ def reporting_full_disk(output_dir: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not _cannot_write(error):
+        # safetensors and torch raise generic errors; only the message tells
+        texts = [f"os error {n})" for n in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
+        of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
+        cannot_write = of_library and any(text in str(error) for text in texts)
+        if not (error.errno in NO_ROOM if isinstance(error, OSError) else cannot_write):
             raise
         last = last_checkpoint(output_dir)
         where = f"from {last}" if last else "from the beginning: no checkpoint is complete"
@@ -370,12 +372,3 @@ def reporting_full_disk(output_dir: str) -> Iterator[None]:
             f"The run in {output_dir} can no longer write files: {str(error).splitlines()[0].rstrip('.')}. Free some "
             f"space, and continue with `--resume_from_checkpoint last`, {where}."
         ) from error
-
-
-def _cannot_write(error: BaseException) -> bool:
-    if isinstance(error, OSError):
-        return error.errno in NO_ROOM
-    # safetensors and torch raise generic errors; only the message tells
-    texts = [f"os error {number})" for number in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
-    of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
-    return of_library and any(text in str(error) for text in texts)

@@ -5,22 +5,21 @@ model and generated completions, without saying what to change.
 """
 
 import inspect
+import logging
 import math
 import os
+import socket
+import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
+from huggingface_hub.utils import httpx
 from peft import LoraConfig
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    ProcessorMixin,
-)
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
@@ -33,8 +32,11 @@ from ..settings.names import require_vllm
 from ..update.context_length import context_lengths
 from ..update.step_sizes import Step
 from .rollout_config import RolloutConfig
-from .vllm_checks import check_vllm
 
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_TRIES = 2.0  # of questions to a vLLM server
 
 # Keyword arguments that TRL and this package pass to every reward function in addition to dataset columns.
 _ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
@@ -64,8 +66,6 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
     for name in ("train_dataset", "eval_dataset"):
         check_dataset(name, arguments[name], given_by_data, passed)
-        if not has_environment:  # an environment may modify the prompt
-            check_prompts(name, arguments[name])
     check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
@@ -89,14 +89,22 @@ def max_lora_rank(args: RolloutConfig, model: Any, peft_config: Any) -> int | No
 
 
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
-    """Raise a `ValueError` if a dataset (or one of a dict) has no column `prompt`, or a reward function cannot be
-    called with its columns. `passed` are further keyword arguments, for functions with such a parameter. Streaming
-    datasets may not declare their columns; these are checked when the first examples arrive."""
+    """Raise a `ValueError` if a dataset (or one of a dict) has no column `prompt`, a prompt in memory is neither text
+    nor a list of messages, or a reward function cannot be called with its columns. `passed` are further keyword
+    arguments, for functions with such a parameter. Columns of streams are checked when the first examples arrive."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
     elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
         check_columns(name, dataset.column_names)
+        checks_prompts = isinstance(dataset, Dataset) and "environments" not in passed  # which may modify prompts
+        for i, prompt in enumerate(dataset["prompt"][:] if checks_prompts else ()):
+            messages = prompt if isinstance(prompt, list) else []
+            if not (prompt and isinstance(prompt, str) or messages and all(each.get("role") for each in messages)):
+                raise ValueError(
+                    f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that "
+                    "each have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
+                )
         given = {*_ALWAYS_GIVEN, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
         for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
             if not callable(function) or isinstance(function, nn.Module):
@@ -120,17 +128,6 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
             f"{name} has no column `prompt`, the model input, only {', '.join(columns) or 'none'}. Rename the column "
             "of problems, or make it with `pacs_trl.data.build_prompt`."
         )
-
-
-def check_prompts(name: str, dataset: Any) -> None:
-    """Raise a `ValueError` if a prompt is neither text nor a list of messages. Streaming datasets are skipped."""
-    for i, prompt in enumerate(dataset["prompt"][:] if isinstance(dataset, Dataset) else ()):
-        messages = prompt if isinstance(prompt, list) else []
-        if not (prompt and isinstance(prompt, str) or messages and all(message.get("role") for message in messages)):
-            raise ValueError(
-                f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that each "
-                "have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
-            )
 
 
 def check_golds(dataset: Any) -> None:
@@ -299,3 +296,76 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
             f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
             "single-turn generation on a finite dataset, with vllm_mode: server on GPUs."
         )
+
+
+# vLLM: what would hang, or fail late or in a subprocess ------------------------------------------------------------
+
+
+def server_url(args: RolloutConfig) -> str:
+    """Return the server URL of a run in server mode, without a trailing slash."""
+    return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
+
+
+def serve_command(model: str, lora_rank: int | None = None) -> str:
+    """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters."""
+    loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
+    if lora_rank is not None:
+        loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"
+    return f"VLLM_SERVER_DEV_MODE=1 {loading} --logprobs-mode processed_logprobs --max-logprobs -1"
+
+
+def check_vllm(args: RolloutConfig, model: str, lora_rank: int | None = None) -> None:
+    """Raise a `ValueError` if the vLLM version, a port, or the server is unsuitable for the policy with the name or
+    path `model`."""
+    require_vllm("set use_vllm=False to generate with transformers")
+    if args.process_index != 0:
+        return
+    if args.vllm_mode == "server":
+        check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
+        check_server(args, model, lora_rank)
+        return
+    is_own = torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
+    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and not is_own:
+        remedy = "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`."
+        check_port(int(port), "MASTER_PORT", remedy)
+
+
+def check_port(port: int, setting: str, remedy: str) -> None:
+    """Raise a `ValueError` if another process listens on `port` of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise ValueError(
+                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
+                f"another run, holds the port. {remedy}"
+            ) from error
+
+
+def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) -> None:
+    """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, where TRL may
+    wait forever, or if it serves another model."""
+    url, command = server_url(args), serve_command(model, lora_rank)
+    deadline = time.monotonic() + args.vllm_server_timeout
+    with httpx.Client(base_url=url, timeout=10.0) as client:
+        served: dict = {}
+        while not served:
+            try:
+                client.get("/health").raise_for_status()
+                served = client.get("/v1/models").raise_for_status().json()["data"][0]
+            except (httpx.HTTPError, ValueError, LookupError) as error:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if time.monotonic() >= deadline:
+                    raise ValueError(
+                        f"No vLLM server answers at {url} after {args.vllm_server_timeout:g} s (vllm_server_timeout; "
+                        f"{reason}). Start it with: {command} or correct vllm_server_base_url, or vllm_server_host "
+                        "and vllm_server_port."
+                    ) from error
+                logger.warning("Waiting for the vLLM server at %s (%s).", url, reason)
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+        if model not in (served["id"], served.get("root")):
+            raise ValueError(
+                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r} (for the same "
+                f"weights under another name, add --served-model-name {model}). Start it with: {command}"
+            )

@@ -5,29 +5,35 @@
   the others wait for completions forever.
 - Equal prompts in one call to a server become one request for several completions.
 - The time to send weights to vLLM is measured.
+- With `vllm_sync_adapter` the engine keeps the base model, and loads each LoRA adapter from a directory under a new
+  name, because its prefix cache is kept per name. An engine that loses the adapter would generate with the base model
+  without an error, so log-probs of a fixed text are compared.
 """
 
 import itertools
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather_object
+from peft import get_peft_model_state_dict
+from safetensors.torch import save_file
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
-from .adapter_sync import AdapterSync
-from .checkpoint import next_seeds
-from .checks import max_lora_rank
-from .timing import StepTimer
-from .vllm_checks import serve_command, server_url
+from ..update.forward_pass import ForwardPass
+from ..update.startup_check import HALF_PRECISION_TOLERANCE, own_outputs, tolerance_of, undisturbed
+from .checkpoint import next_seeds, save_last_step
+from .checks import max_lora_rank, serve_command, server_url
 
 
 logger = logging.getLogger(__name__)
@@ -37,12 +43,8 @@ _adapter_numbers = itertools.count(1)  # an engine ignores an adapter that it ha
 
 
 class ServerFailure(RuntimeError):
-    """Failure of a vLLM server, raised on all processes. `state` completes the sentence "The vLLM server ..."; `cause`
-    is the server's response or the exception."""
-
-    def __init__(self, state: str, cause: str):
-        super().__init__(f"The vLLM server {state} ({cause}).")
-        self.state, self.cause = state, cause
+    """Failure of a vLLM server, raised on all processes. `args` are its state, which completes the sentence "The vLLM
+    server ...", and the cause: the server's response or the exception."""
 
 
 class SeededLLM:
@@ -135,19 +137,23 @@ class CountingClient:
 
 
 class Engine(VLLMGeneration):
-    """Drop-in replacement for TRL's vLLM engine `generation`. `next_seeds(n)` returns the seeds of the next `n`
-    requests of this process; `timer` records the time of weight synchronization."""
+    """Drop-in replacement for TRL's vLLM engine of a trainer. With `vllm_sync_adapter` it sends adapters."""
 
-    adapter_sync: AdapterSync | None = None  # sends the adapter instead of merged weights
+    adapter_sync: "AdapterSync | None" = None  # sends the adapter instead of merged weights
 
-    def __init__(self, generation: VLLMGeneration, *, next_seeds: Callable[[int], list[int]], timer: StepTimer):
-        vars(self).update(vars(generation))
-        self._next_seeds = next_seeds
-        self._timer = timer
+    def __init__(self, trainer: Any):
+        vars(self).update(vars(trainer.vllm_generation))
+        self._next_seeds, self._timer = partial(next_seeds, trainer), trainer.timer
         if self.mode == "colocate":
-            self.llm = SeededLLM(self.llm, next_seeds)
+            self.llm = SeededLLM(self.llm, self._next_seeds)
         elif self.accelerator.is_main_process:
             self.vllm_client = CountingClient(self.vllm_client)
+        if trainer.args.vllm_sync_adapter:
+            text = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
+            ids = trainer._tokenizer(text)["input_ids"][:32]
+            parent = trainer.args.output_dir if self.mode == "server" else None  # by default not shared
+            os.makedirs(parent or ".", exist_ok=True)
+            self.adapter_sync = AdapterSync(self, trainer.create_forward_pass(trainer.model, 1.0), ids, parent)
 
     @contextmanager
     def using_weights_of(self, model, **sampling: Any) -> Iterator[None]:
@@ -214,27 +220,102 @@ class Engine(VLLMGeneration):
         return found[0]
 
 
-def create_engine(trainer: Any) -> Engine:
-    """Create the engine that replaces TRL's. With `vllm_sync_adapter` it sends adapters."""
-    engine = Engine(trainer.vllm_generation, next_seeds=partial(next_seeds, trainer), timer=trainer.timer)
-    if trainer.args.vllm_sync_adapter:
-        text = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
-        ids = trainer._tokenizer(text)["input_ids"][:32]
-        parent = trainer.args.output_dir if engine.mode == "server" else None  # by default not shared
-        os.makedirs(parent or ".", exist_ok=True)
-        engine.adapter_sync = AdapterSync(engine, trainer.create_forward_pass(trainer.model, 1.0), ids, parent)
-    return engine
+@contextmanager
+def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
+    """With `vllm_sync_adapter`, enable LoRA in the engine that TRL constructs inside, or do without the NCCL group of
+    its client, which sends all weights. TRL has no settings for either."""
+    if (rank := max_lora_rank(args, model, peft_config)) is None:
+        yield
+        return
+    owner, name, value = vllm_generation.VLLMClient, "init_communicator", lambda client, device: None
+    if args.vllm_mode == "colocate":
+        owner, name = vllm_generation, "LLM"
+        value = partial(vllm_generation.LLM, enable_lora=True, max_loras=1, max_lora_rank=rank)
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
-def failed_run(failure: ServerFailure, trainer: Any) -> FailedRun:
-    """Return the [`FailedRun`] for a failed vLLM server, or for the engine process of a run without vLLM."""
+class AdapterSync:
+    """Send the adapter of an [`Engine`]'s model to vLLM, through a directory in `parent`, which a server can read. The
+    log-probs of `prompt_ids` are compared with those of `forward_pass`, at temperature 1."""
+
+    def __init__(self, engine: Any, forward_pass: ForwardPass, prompt_ids: list[int], parent: str | None):
+        self.engine, self.forward_pass, self.prompt_ids = engine, forward_pass, prompt_ids
+        self.directory = tempfile.TemporaryDirectory(prefix="vllm_adapter_", dir=parent)
+        # Log-probs of engine and trainer: of the base model, and when the engine's last changed.
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def send(self) -> None:
+        """Send the adapter. Raises a [`FailedRun`] on all processes if an engine rejects it or does not use it."""
+        engine, problem = self.engine, None
+        try:
+            if engine.mode == "colocate" or engine.accelerator.is_main_process:
+                problem = self._send(engine.llm if engine.mode == "colocate" else engine.vllm_client)
+        except Exception as error:  # TRL's client raises bare exceptions, and other processes wait
+            logger.exception("vLLM did not answer with the adapter.")
+            problem = f"did not answer with the trained adapter ({error})"
+        if problems := [found for found in gather_object([problem]) if found]:
+            raise FailedRun(
+                f"vLLM {problems[0]}. Fix the problem, or remove vllm_sync_adapter to send all weights, and continue "
+                "with `--resume_from_checkpoint last`."
+            )
+
+    def _send(self, target: Any) -> str | None:
+        model, directory = self.engine.model, Path(self.directory.name).resolve()
+        if not self.seen:
+            with model.disable_adapter():
+                self.seen = [(target.prompt_logps(self.prompt_ids), self._own_logps())] * 2
+        weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+        save_file({name: w.contiguous() for name, w in weights.items()}, directory / ADAPTER_SAFE_WEIGHTS_NAME)
+        model.active_peft_config.save_pretrained(str(directory))
+        target.load_adapter(str(directory))
+        return self._problem(target.prompt_logps(self.prompt_ids), self._own_logps())
+
+    def _own_logps(self) -> torch.Tensor:
+        model, ids = self.engine.model, self.prompt_ids
+        with undisturbed(model, self.forward_pass.device):
+            model.eval()
+            return own_outputs(self.forward_pass, model, ids[:1], ids[1:], values=False).cpu()
+
+    def _problem(self, found: torch.Tensor, own: torch.Tensor) -> str | None:
+        """Return why the engine's log-probs `found` cannot come from the adapter, whose log-probs are `own`. Rounding
+        is measured on the base model; a lost or outdated adapter repeats earlier log-probs bit by bit."""
+        (base_found, base_own), (last_found, _) = self.seen
+        mismatch, effect, off = _distance(base_found, base_own), _distance(own, base_own), _distance(found, own)
+        noise = max(4 * mismatch, tolerance_of(self.forward_pass, self.engine.model) / 4)
+        repeats = any(torch.equal(found, before) and _distance(own, then) > noise for before, then in self.seen)
+        if not torch.equal(found, last_found):
+            self.seen[1] = found, own
+        if mismatch <= HALF_PRECISION_TOLERANCE and off <= noise * (1 + effect) and not repeats:
+            return None
+        return (
+            f"does not generate with the trained adapter: its log-probs of a fixed text differ from the trainer's by "
+            f"{off:.2g} nats per token, and without the adapter by {mismatch:.2g} (the base model is loaded by name, "
+            "without revision or changes made in Python)"
+        )
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().mean().item()
+
+
+def stop_without_engine(trainer: Any, failure: ServerFailure) -> NoReturn:
+    """Save the state after the last optimizer step, and raise a [`FailedRun`], on all processes: the vLLM server, or
+    the engine process of a run without vLLM, has failed."""
+    trainer._step_start.rewind()
+    save_last_step(trainer)
+    state, cause = failure.args
     step, engine, remedy = trainer.state.global_step, "engine process", " (an error above, or memory)"
     saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
     if trainer.use_vllm:
         command = serve_command(trainer.model.name_or_path, max_lora_rank(trainer.args, trainer.model, None))
         engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
-    return FailedRun(
-        f"The {engine} {failure.state} after optimizer step {step} ({failure.cause}). "
+    raise FailedRun(
+        f"The {engine} {state} after optimizer step {step} ({cause}). "
         f"{saved if step > 0 else 'No optimizer step had been taken yet'}; fix the problem{remedy} and continue with "
         "`--resume_from_checkpoint last`."
-    )
+    ) from failure

@@ -14,8 +14,10 @@ import tempfile
 import threading
 import time
 from contextlib import nullcontext
+from dataclasses import fields
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class Generator:
     """A copy of the policy with weights in files in memory; `settings` are those of [`EngineProcess`]."""
 
     def __init__(self, settings: dict[str, Any]):
-        self.settings = settings
+        self.settings, self.args = settings, SimpleNamespace(**settings["args"])
         base = settings["model_class"](settings["config"]).eval()
         base.generation_config = settings["model_generation_config"]
         self.model: Any = base
@@ -40,11 +42,11 @@ class Generator:
         self.tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self._use(settings["frozen"])
         self.forward_pass = ForwardPass(
-            base, torch.device("cpu"), pad_token_id=settings["pad_token_id"], temperature=settings["temperature"]
+            base, torch.device("cpu"), pad_token_id=settings["pad_token_id"], temperature=self.args.temperature
         )
         self.forward_pass.packing, self.forward_pass.fused = settings["packing"], settings["fused"]
         self.base = base
-        self.llm = None if settings["vllm"] is None else self.start_vllm()
+        self.llm = self.start_vllm() if self.args.rollout_engine == "vllm" else None
 
     def _use(self, file: str) -> None:
         for name, tensor in torch.load(file, mmap=True).items():
@@ -59,14 +61,14 @@ class Generator:
         with torch.no_grad(), precision, own_random_numbers(seed, torch.device("cpu")):
             sample = self.sample if self.llm is None else self.sample_with_vllm
             completions, logps = sample(prompt_ids, seed)
-            if given["recompute"]:
+            if self.args.stale_logps != "engine":
                 logps = self.recompute(prompt_ids, completions)
         return {"completion_ids": completions, "logprobs": logps}
 
     def recompute(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
         """Return log-probs by the forward pass of training."""
-        size, logps = self.settings["batch_size"], []
-        with fused_head(self.base, self.settings["temperature"]) if self.forward_pass.fused else nullcontext():
+        size, logps = self.args.per_device_train_batch_size, []
+        with fused_head(self.base, self.args.temperature) if self.forward_pass.fused else nullcontext():
             for start in range(0, len(prompt_ids), size):
                 batch = prompt_ids[start : start + size], completions[start : start + size]
                 logps += self.forward_pass.compute_logps(self.model, *batch).logps
@@ -74,8 +76,8 @@ class Generator:
 
     def sample(self, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
         """Return completions without padding, and their log-probs as they were sampled; random numbers are global."""
-        given, tokens = self.settings, [torch.tensor(ids) for ids in prompt_ids]
-        layout: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": given["pad_to_multiple_of"]}
+        given, args, tokens = self.settings, self.args, [torch.tensor(ids) for ids in prompt_ids]
+        layout: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": args.pad_to_multiple_of}
         ids = pad(tokens, padding_value=given["pad_token_id"], **layout)
         mask = pad([torch.ones_like(t) for t in tokens], padding_value=0, **layout)
         logps: list[torch.Tensor] = []  # `(B, 1)` per token, and `(B, V)` for the last one
@@ -83,10 +85,12 @@ class Generator:
         def note(_module: Any, _args: tuple, inputs: dict[str, Any], output: Any) -> None:
             if logps:
                 logps[-1] = logps[-1].gather(1, inputs["input_ids"][:, -1:])
-            logps.append((output.logits[:, -1].float() / given["temperature"]).log_softmax(-1))
+            logps.append((output.logits[:, -1].float() / args.temperature).log_softmax(-1))
 
-        hook = None if given["recompute"] else self.base.register_forward_hook(note, with_kwargs=True)
-        with faster_generation(self.model, fast=given["fast"], dtype=given["dtype"]):
+        reports = args.stale_logps == "engine"
+        hook = self.base.register_forward_hook(note, with_kwargs=True) if reports else None
+        dtype = getattr(torch, args.generation_dtype) if args.generation_dtype else None
+        with faster_generation(self.model, fast=args.fast_generation, dtype=dtype):
             config = given["generation_config"]
             found = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         found = found[:, ids.shape[1] :]
@@ -108,20 +112,25 @@ class Generator:
         # vLLM's CPU backend would repack the weights of linear layers, and ignore those that it gets later.
         plain = {"cpu_linear": torch.nn.functional.linear}
         utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(plain)
-        settings = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32"}
-        settings["logprobs_mode"] = "processed_logprobs"  # at the temperature
+        settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}
+        settings |= {"dtype": "float32", "logprobs_mode": "processed_logprobs"}  # at the temperature
+        settings |= {"max_model_len": self.args.vllm_max_model_length}
+        settings |= {"gpu_memory_utilization": self.args.vllm_gpu_memory_utilization}  # of the memory of the machine
         with tempfile.TemporaryDirectory() as directory:
             self.base.config.architectures = [type(self.base).__name__]
             self.base.config.save_pretrained(directory)
-            return LLM(directory, enable_prefix_caching=False, **settings, **self.settings["vllm"])
+            return LLM(directory, enable_prefix_caching=False, **settings)
 
     def sample_with_vllm(self, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
         from vllm import SamplingParams
 
         worker = self.llm.llm_engine.model_executor.driver_worker
         worker.model_runner.model.load_weights(self.model.named_parameters())
-        seeds = [request_seed(str(seed), i) for i in range(len(prompt_ids))]
-        params = [SamplingParams(seed=each, detokenize=False, **self.settings["sampling"]) for each in seeds]
+        args, seeds = self.args, [request_seed(str(seed), i) for i in range(len(prompt_ids))]
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        sampling |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0}
+        sampling |= {"stop_token_ids": self.settings["eos_token_ids"], **(args.generation_kwargs or {})}
+        params = [SamplingParams(seed=each, detokenize=False, **sampling) for each in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
         found = [output.outputs[0] for output in outputs]
         chosen = [zip(each.token_ids, each.logprobs, strict=True) for each in found]
@@ -145,8 +154,8 @@ class EngineProcess:
         self._memory = [open(os.memfd_create("pacs_trl"), "wb") for _ in range(1 + num_slots)]  # /dev/shm may be small
         frozen, *self._slots = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._memory]
         torch.save({name: t.detach() for name, t in tensors.items() if name not in self._trained}, frozen)
-        args = trainer.args
         settings = {
+            "args": {f.name: getattr(trainer.args, f.name) for f in fields(trainer.args)},
             "model_class": type(base),
             "config": base.config,
             "adapter": (model.active_adapter, model.active_peft_config) if isinstance(model, PeftModel) else None,
@@ -156,26 +165,9 @@ class EngineProcess:
             "generation_config": trainer.generation_config,
             "pad_token_id": trainer._tokenizer.pad_token_id,
             "eos_token_ids": list(trainer.eos_token_ids),
-            "pad_to_multiple_of": trainer.pad_to_multiple_of,
-            "temperature": trainer.temperature,
             "packing": trainer.forward_pass.packing,
             "fused": trainer.forward_pass.fused,
             "autocast": torch.bfloat16 if trainer.accelerator.mixed_precision == "bf16" else None,
-            "fast": args.fast_generation,
-            "dtype": getattr(torch, args.generation_dtype) if args.generation_dtype else None,
-            "recompute": args.stale_logps != "engine",
-            "vllm": None
-            if args.rollout_engine != "vllm"
-            else {
-                "max_model_len": args.vllm_max_model_length,
-                "gpu_memory_utilization": args.vllm_gpu_memory_utilization,  # of the memory of the machine
-            },
-            "sampling": {
-                **{name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")},
-                **{"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0},
-                **{"stop_token_ids": list(trainer.eos_token_ids), **(args.generation_kwargs or {})},
-            },
-            "batch_size": args.per_device_train_batch_size,
             "num_threads": torch.get_num_threads(),
         }
         self._lock = threading.Lock()  # one request at a time

@@ -47,10 +47,9 @@ class BenchmarkEvaluation:
         self._benchmarks = load_benchmarks(given)
         if PartialState().is_main_process:
             check_grading(self._benchmarks, shared_verifier(), shared_code_verifier())
-        for benchmark in self._benchmarks:
-            prompts = Dataset.from_dict({"prompt": [r.prompt for r in missing_requests(given, benchmark, set())]})
-            datasets = {"train_dataset": None, "eval_dataset": {benchmark.title: prompts}}
-            check_lengths(model, args, arguments | datasets)
+        prompts = {each.title: [r.prompt for r in missing_requests(given, each, set())] for each in self._benchmarks}
+        datasets = {title: Dataset.from_dict({"prompt": of_benchmark}) for title, of_benchmark in prompts.items()}
+        check_lengths(model, args, arguments | {"train_dataset": None, "eval_dataset": datasets})
         if not self._has_examples:
             arguments["eval_dataset"] = Dataset.from_dict({"prompt": []})
 

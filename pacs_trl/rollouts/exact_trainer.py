@@ -5,17 +5,23 @@ The parent class provides generation, tools, vLLM, rewards, collation, and loggi
 - `_prepare_inputs` stores a generation batch as unpadded whole groups, split into optimizer steps.
 - `training_step` follows the parent's schedule, but runs the whole optimizer step in its last accumulation slot; see
   `update/policy_update.py`.
+- With `rollout_lag` it takes generation batches of `late_batches.py` instead of generating.
 - Checkpoints also contain the completions of later optimizer steps, and the snapshot reference.
 """
 
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
+from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
@@ -27,19 +33,19 @@ from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import Objective, StepRollouts, split_into_steps
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from .checkpoint import merge_rollouts, rollouts_to_save, state_name
-from .late_generation import LateGeneration, set_generating_logps
+from .late_batches import LateBatches, Stopped
 from .rollout_trainer import RolloutTrainer
 
 
-class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
+class ExactUpdateTrainer(RolloutTrainer):
     """
     [`RolloutTrainer`] with exact optimizer steps on the objective that `create_objective` returns. Its configuration
     is an [`ExactUpdateConfig`].
     """
 
+    late_rollout: Callable | None = None  # an asynchronous `rollout_func`
     _update_class = PolicyUpdate
     _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite", "late_batches")
-    _counters = (*RolloutTrainer._counters, "_pending")
 
     @abstractmethod
     def create_objective(self) -> Objective:
@@ -69,6 +75,11 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
+
+    def _prepare_generation(self) -> None:
+        if self.args.rollout_lag and self.rollout_func is not None:
+            self.late_rollout, self.rollout_func = self.rollout_func, lambda prompts, _: self._take(prompts)
+        super()._prepare_generation()
 
     def _prepare_learning(self) -> None:
         resets = self._reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
@@ -203,8 +214,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
                 self._cache_snapshot_logps(model, step)
         proxies_are_zero = first_update and self._policy_is_reference() and not self.args.rollout_lag
         loss, metrics = self.update.run(model, step, proxies_are_zero=proxies_are_zero)
-        for name, value in metrics.items():
-            self._metrics["train"][name].append(value)
+        self.record_metrics(metrics)
         return loss
 
     def _recompute_generating_logps(self) -> None:
@@ -255,8 +265,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             with self._snapshot.in_place_of_policy():
                 self.update.cache_logps(model, step, "ref_logps")
         loss, metrics = self.update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
-        for name, value in metrics.items():
-            self._metrics["eval"][name].append(value)
+        self.record_metrics(metrics)
         return torch.tensor(loss, device=self.args.device)
 
     def _get_grad_norm(self, model, grad_norm=None):
@@ -280,6 +289,65 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
         return grad_norm
 
+    # Generation ahead of training: batches and their rewards come from `late_batches.py` -----------------------------
+
+    def train(self, *args, **kwargs):
+        try:
+            return super().train(*args, **kwargs)
+        except Stopped:
+            return TrainOutput(self.state.global_step, float("nan"), {})
+        finally:
+            if self._late is not None:
+                self._late.close()
+
+    @property
+    def late_batches(self) -> dict:
+        """Generation batches that were not taken yet; saved in checkpoints."""
+        return {} if self._late is None else self._late.finish()
+
+    @late_batches.setter
+    def late_batches(self, batches: dict) -> None:
+        if self._late is not None:
+            self._late.arrived = dict(batches)
+
+    def evaluation_loop(self, *args, **kwargs):
+        if self._late is not None:  # a server has one copy of the weights, and reward functions are called in order
+            self._late.finish()
+            self.accelerator.wait_for_everyone()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save_rng_state(self, output_dir):
+        if self._late is not None:
+            self._late.finish()  # before random states, which reward functions may use
+        super()._save_rng_state(output_dir)
+
+    def _calculate_rewards(self, *args):
+        functions = self.reward_funcs
+        if self._late is not None and self.model.training:
+            found = self._late.taken["rewards"]
+            self.reward_funcs = [partial(_replay, found[i]) if i in found else f for i, f in enumerate(functions)]
+        try:
+            return super()._calculate_rewards(*args)
+        finally:
+            self.reward_funcs = functions
+
+    def _generate(self, prompts):
+        if self.late_rollout is not None:  # else TRL would send weights while a batch is in flight
+            self._last_loaded_step = self.state.global_step
+        return super()._generate(prompts)
+
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self._late is None or not self.model.training:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        output = self._take([list(ids) for ids in prompt_ids])
+        self._end_empty(**output)
+        return output["completion_ids"], output["logprobs"]
+
+    def _take(self, prompts: list) -> dict[str, list]:
+        if not self.model.training:
+            raise ValueError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
+        return self._late.take(self._step // (self.args.steps_per_generation * self.num_iterations), prompts)
+
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _reset_run(self) -> None:
@@ -287,6 +355,7 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
         self._pending: list[Rollout] = []  # completions of the generation batches of one optimizer step
         self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
         self._snapshot: SnapshotReference | None = None
+        self._late = LateBatches(self) if self.args.rollout_lag else None
         self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
 
     def _save_run(self, directory: Path) -> None:
@@ -308,3 +377,21 @@ class ExactUpdateTrainer(LateGeneration, RolloutTrainer):
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
             self._snapshot = self._take_snapshot(self.model_wrapped)
             self._snapshot.load_state_dict(copies)
+
+
+def set_generating_logps(rollouts: list[Rollout], names: list[str]) -> None:
+    """Store the log-probs that the engine reported under other names too (`ref_logps`, `old_logps`). Tokens without
+    one are masked out."""
+    for rollout in rollouts:
+        known = np.isfinite(rollout.sampling_logps)
+        rollout.loss_mask = rollout.loss_mask & known
+        for name in names:
+            setattr(rollout, name, np.where(known, rollout.sampling_logps, 0.0).astype(np.float32))
+
+
+def _replay(found: Any, **given: Any) -> list[float | None]:
+    if isinstance(found, Exception):
+        raise found
+    for function, name, value in found["logged"]:
+        given[function](name, value)
+    return found["rewards"]

@@ -9,7 +9,7 @@ TRL asks for them. A function that names `trainer_state` or an argument of the t
 reads the current policy, so it is called when its batch is taken, like reward models.
 
 The log-probs of the engine are those of the policy that generated: the reference `rollout` and the denominator of
-probability ratios ([`set_generating_logps`]). PACS's proxies are therefore not 0 on the first update.
+probability ratios (`exact_trainer.set_generating_logps`). PACS's proxies are therefore not 0 on the first update.
 """
 
 import asyncio
@@ -32,11 +32,11 @@ from trl.generation.vllm_client import VLLMClient
 
 from ..errors import FailedRun
 from ..update.step_sizes import Step
+from .callbacks import StopOnSignal
 from .checkpoint import EpochSampler, request_seed, save_last_step
+from .checks import server_url
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
-from .preemption import StopOnSignal
-from .vllm_checks import server_url
 
 
 logger = logging.getLogger(__name__)
@@ -136,13 +136,9 @@ class LateBatches:
             )
         del self.arrived[number]
         self._submit(number + self.lag)
-        for name, value in {
-            "lag_updates": float(trainer.state.global_step - batch["step"]),
-            "learner_wait": waited,
-            "engine_wait": batch["idle"],
-            "overlapped_share": max(0.0, 1 - waited / batch["seconds"]),
-        }.items():
-            trainer._metrics["train"][f"async/{name}"].append(value)
+        metrics = {"lag_updates": float(trainer.state.global_step - batch["step"]), "learner_wait": waited}
+        metrics |= {"engine_wait": batch["idle"], "overlapped_share": max(0.0, 1 - waited / batch["seconds"])}
+        trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
         return batch["output"]
 
     def finish(self) -> dict[int, dict[str, Any]]:
@@ -268,7 +264,9 @@ class LateBatches:
         logged: list[tuple[str, str, Any]] = []
         rewards = function(
             log_metric=lambda name, value: logged.append(("log_metric", name, float(value))),
-            log_extra=lambda name, values: logged.append(("log_extra", name, [_plain(value) for value in values])),
+            log_extra=lambda name, values: logged.append(
+                ("log_extra", name, json.loads(json.dumps([*values], default=str)))
+            ),
             **given,
         )
         if inspect.isawaitable(rewards):
@@ -300,7 +298,3 @@ def _in_background(function: Callable, *arguments: Any) -> Future:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def _plain(value: Any) -> Any:
-    return value if type(value) in (str, int, float, bool, type(None)) else str(value)  # what checkpoints can hold

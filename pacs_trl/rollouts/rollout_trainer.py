@@ -8,7 +8,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
@@ -30,11 +30,9 @@ from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks
-from .adapter_sync import engine_with_lora
-from .console import NoSignalCallback, shorten_console
-from .engine import ServerFailure, create_engine, failed_run
+from .callbacks import NoSignalCallback, StepStart, shorten_console
+from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
-from .preemption import StepStart
 from .publication import Publication
 from .rollout_config import RolloutConfig
 from .timing import StepTimer
@@ -49,12 +47,10 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     timing, and model cards."""
 
     _config_class: type[RolloutConfig] = RolloutConfig
-    # Settings besides `SHARED_SETTINGS` that must be equal in a checkpoint and in the run that resumes from it.
+    # Settings besides those of `checkpoint.shared_settings` that must be equal in a run that resumes.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
     _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded")
-    # Attributes that change inside an optimizer step, in addition to metrics and the token count.
-    _counters: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_buffered_inputs")
 
     if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
 
@@ -109,7 +105,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         if self.use_vllm:
-            self.vllm_generation = create_engine(self)
+            self.vllm_generation = Engine(self)
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
         check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
@@ -208,14 +204,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
                 generated = super()._generate(prompts)
             self.timer.work["generated"] += sum(map(len, generated[1]))
         except ServerFailure as failure:
-            self._stop_without_server(failure)
+            stop_without_engine(self, failure)
         return generated
-
-    def _stop_without_server(self, failure: ServerFailure) -> NoReturn:
-        """Save the state after the last optimizer step, on all processes, and stop."""
-        self._step_start.rewind()
-        checkpoint.save_last_step(self)
-        raise failed_run(failure, self) from failure
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         fast, dtype = self.args.fast_generation, self.args.generation_dtype
@@ -247,8 +237,12 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         for values, end in ((completion_ids, self._tokenizer.eos_token_id), (logprobs, None), (env_mask, 1)):
             for i in empty if values is not None else ():
                 values[i] = [end]
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        metrics["completions/empty_ratio"].append(len(empty) / max(len(completion_ids), 1))
+        self.record_metrics({"completions/empty_ratio": len(empty) / max(len(completion_ids), 1)})
+
+    def record_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Record values that are averaged and logged with the next log of training, or of the running evaluation."""
+        for name, value in metrics.items():
+            self._metrics["train" if self.model.training else "eval"][name].append(value)
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""
@@ -364,8 +358,13 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
         place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
-        if resume is None or not checkpoint.is_finished(self, resume, max_steps):
+        if resume is None:
             return place
+        step = f"optimizer step {self.state.global_step}"
+        if self.state.global_step < max_steps:
+            self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
+            return place
+        self.accelerator.print(f"{resume} is the end of a finished run ({step}), so nothing is left to train.")
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
 
     # Checkpoints ----------------------------------------------------------------------------------------------------

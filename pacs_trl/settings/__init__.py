@@ -92,23 +92,24 @@ def refuse_illegal_values(config: object) -> None:
         raise ValueError(" ".join(messages))
 
 
-# Settings of GRPOConfig that neither PACS nor PPO uses, with the reason.
-OF_OTHER_LOSSES = {
-    **dict.fromkeys(("sapo_temperature_neg", "sapo_temperature_pos"), "it belongs to the SAPO loss"),
-    **dict.fromkeys(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"), "it belongs to the VESPO loss"
-    ),
-}
+# Settings of GRPOConfig that only shape GRPO's loss, and those of the SAPO and VESPO losses among them.
+OF_OTHER_LOSSES = ("sapo_temperature_neg", "sapo_temperature_pos")
+OF_OTHER_LOSSES += ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
+SHAPES_ONLY_GRPO = (
+    *("delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "scale_rewards"),
+    *("multi_objective_aggregation", "top_entropy_quantile", "off_policy_mask_threshold", "use_bias_correction_kl"),
+    *OF_OTHER_LOSSES,
+)
 
 
-def ignored_settings(given: Any, reasons: Mapping[str, str], instead: str = "`method: grpo`") -> list[str]:
-    """Return one message per setting that a method ignores and that differs from its default; `reasons` says why,
-    `instead` what takes it."""
+def ignored_settings(given: Any, names: Collection[str], reason: str, instead: str = "`method: grpo`") -> list[str]:
+    """Return one message per setting that a method ignores for a `reason` and that differs from its default; `instead`
+    says what takes it."""
     defaults = {each.name: each.default for each in fields(given)}
     return [
         f"{name}={getattr(given, name)!r} would be ignored: {reason}. Remove the key (its default is "
         f"{defaults[name]!r}), or train with {instead}."
-        for name, reason in reasons.items()
+        for name in names
         if getattr(given, name) != defaults[name]
     ]
 

@@ -153,16 +153,12 @@ class ForwardPass:
         with self.autocast(), self.attention(), hook:
             outputs = model(**inputs)
         if own_head:
-            outputs = self._from_logits(outputs, labels)
+            logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
+            values = logps.detach()
+            outputs = FusedCausalLMOutput(
+                log_probs=logps.gather(2, labels[..., None])[..., 0], entropy=-(values.exp() * values).sum(dim=-1)
+            )
         return outputs, lambda values: list(values[0].split(list(map(len, completions))))
-
-    def _from_logits(self, outputs, labels: torch.Tensor) -> FusedCausalLMOutput:
-        logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
-        values = logps.detach()
-        return FusedCausalLMOutput(
-            log_probs=logps.gather(2, labels[..., None])[..., 0],
-            entropy=-(values.exp() * values).sum(dim=-1),
-        )
 
     def _packed(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
         packed = PackedRollouts(prompts, completions)
@@ -174,21 +170,13 @@ class ForwardPass:
     def _padded(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
         """Return the padded inputs, the flat indices of the positions that predict completion tokens, and lengths."""
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        ids, mask = pad_batch(sequences, self.pad_token_id)
+        tokens = [torch.from_numpy(sequence) for sequence in sequences]
+        ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
+        mask = pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
         starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
         flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         inputs = {"input_ids": ids, "attention_mask": mask}
         return inputs, np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
-
-
-def pad_batch(sequences: Sequence[np.ndarray], pad_token_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad `B` sequences of token ids on the right. Returns ids and attention mask, int64 of shape `(B, T)`."""
-    ids = torch.full((len(sequences), max(map(len, sequences))), pad_token_id)
-    mask = torch.zeros_like(ids)
-    for i, sequence in enumerate(sequences):
-        ids[i, : len(sequence)] = torch.from_numpy(sequence)
-        mask[i, : len(sequence)] = 1
-    return ids, mask
 
 
 @contextmanager

@@ -52,22 +52,18 @@ class Rollout:
     extra: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-def to_state(rollout: Rollout) -> dict:
-    """Convert a rollout to a dict of tensors and numbers, which `torch.load(weights_only=True)` accepts."""
-
-    def as_tensors(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in values.items()}
-
-    return as_tensors(vars(rollout)) | {"extra": as_tensors(rollout.extra)}
+def with_tensors(value: Any) -> Any:
+    """Convert arrays in nested dicts to tensors, which `torch.load(weights_only=True)` accepts."""
+    if isinstance(value, dict):
+        return {name: with_tensors(inner) for name, inner in value.items()}
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
-def from_state(state: dict) -> Rollout:
-    """Convert the result of [`to_state`] back to a rollout."""
-
-    def as_arrays(values: dict[str, Any]) -> dict[str, Any]:
-        return {name: v.numpy() if torch.is_tensor(v) else v for name, v in values.items()}
-
-    return Rollout(**as_arrays(state) | {"extra": as_arrays(state["extra"])})
+def with_arrays(value: Any) -> Any:
+    """Convert the result of [`with_tensors`] back."""
+    if isinstance(value, dict):
+        return {name: with_arrays(inner) for name, inner in value.items()}
+    return value.numpy() if torch.is_tensor(value) else value
 
 
 def as_numbers(rewards: Any, name: str) -> list[float | None]:

@@ -48,7 +48,7 @@ class Groups:
         self.labels = labels
         self._grid_labels = self._to_grid(labels, empty=math.nan)
         in_grid = scorable_completions(self._grid_labels, self.size)
-        self.scorable = self._from_grid(in_grid)
+        self.scorable = in_grid[self._cells]
         shape, in_grid = (-1, self.size), in_grid.view(-1, self.size)
         lowest = self._grid_labels.view(shape).masked_fill(~in_grid, math.inf).amin(dim=1)
         highest = self._grid_labels.view(shape).masked_fill(~in_grid, -math.inf).amax(dim=1)
@@ -60,12 +60,9 @@ class Groups:
         grid[self._cells] = values
         return grid
 
-    def _from_grid(self, grid: torch.Tensor) -> torch.Tensor:
-        return grid[self._cells]
-
     def rows_of(self, groups: torch.Tensor) -> torch.Tensor:
         """Expand a bool mask over groups, `(P,)`, to a bool mask over their completions, `(B,)`."""
-        return self._from_grid(groups.repeat_interleave(self.size))
+        return groups.repeat_interleave(self.size)[self._cells]
 
     def take(self, indices: Sequence[int]) -> "Groups":
         """Return the `Groups` of some completions, which must form whole groups and are renumbered 0, 1, ... in this
@@ -76,11 +73,9 @@ class Groups:
         """Call `function(*values, labels, num_generations=..., **kinds)` of `objective.py` on the grid. `values` have
         shape `(B,)`; results of shape `(P * G,)` are gathered to `(B,)`, and scalars are returned unchanged."""
         results = function(*map(self._to_grid, values), self._grid_labels, num_generations=self.size, **kinds)
-        found = [
-            result if result.dim() == 0 else self._from_grid(result)
-            for result in (results if isinstance(results, tuple) else (results,))
-        ]
-        return tuple(found) if isinstance(results, tuple) else found[0]
+        several = results if isinstance(results, tuple) else (results,)
+        found = tuple(result if result.dim() == 0 else result[self._cells] for result in several)
+        return found if isinstance(results, tuple) else found[0]
 
 
 class Objective:
@@ -248,7 +243,7 @@ class MicroBatch:
 def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
     """Pad rollouts to the longest completion among them, and move the tensors to `device`."""
 
-    def padded(name: str, missing: bool | float = 0.0) -> torch.Tensor:
+    def padded(name: str, missing: bool | float) -> torch.Tensor:
         given = [getattr(rollout, name) for rollout in rollouts]
         out = torch.full((len(given), max(len(rollout.completion_ids) for rollout in rollouts)), missing)
         for i, values in enumerate(given):
@@ -256,11 +251,6 @@ def collate(rollouts: list[Rollout], device: torch.device) -> MicroBatch:
                 out[i, : len(values)] = torch.from_numpy(values)
         return out.to(device)
 
-    return MicroBatch(
-        rollouts,
-        loss_mask=padded("loss_mask", False),
-        ref_logps=padded("ref_logps"),
-        old_logps=padded("old_logps"),
-        old_entropies=padded("old_entropies"),
-        sampling_logps=padded("sampling_logps", math.nan),
-    )
+    missing = {"loss_mask": False, "sampling_logps": math.nan}
+    missing |= dict.fromkeys(("ref_logps", "old_logps", "old_entropies"), 0.0)
+    return MicroBatch(rollouts, **{name: padded(name, value) for name, value in missing.items()})

@@ -17,8 +17,7 @@ from replay import (
 )
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer, MaxRLTrainer
-from pacs_trl.baselines.real_trainer import REALTrainer
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer, MaxRLTrainer, REALTrainer
 from pacs_trl.objective import disco_loss, maxrl_advantages, real_loss
 from pacs_trl.update.step import FILLER
 

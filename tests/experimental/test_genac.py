@@ -218,7 +218,7 @@ class TestBadInput:
 
     @pytest.fixture(autouse=True)
     def nothing_is_loaded(self, monkeypatch):
-        monkeypatch.setattr("pacs_trl.baselines.actor_critic.create_model_from_path", None)
+        monkeypatch.setattr("pacs_trl.baselines.ppo_trainer.create_model_from_path", None)
         monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)
 
     def test_context(self, tmp_path, model_path):

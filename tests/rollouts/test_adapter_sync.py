@@ -11,8 +11,8 @@ from seeds import shifted
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.adapter_sync import AdapterSync
 from pacs_trl.rollouts.checks import max_lora_rank
+from pacs_trl.rollouts.engine import AdapterSync
 from pacs_trl.update.forward_pass import ForwardPass
 
 

@@ -21,10 +21,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts import late_batches
+from pacs_trl.rollouts.callbacks import stop_on_signal
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
 from pacs_trl.rollouts.late_batches import ServerRequests
-from pacs_trl.rollouts.preemption import stop_on_signal
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from replay import TOKENIZER, Replay, build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
-from pacs_trl.rollouts.console import PATIENCE
+from pacs_trl.rollouts.callbacks import PATIENCE
 
 
 WARNING = "nothing to learn from"

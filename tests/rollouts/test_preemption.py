@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from scripted import run_recipe
 
 from pacs_trl.errors import exit_code
+from pacs_trl.rollouts.callbacks import stop_on_signal
 from pacs_trl.rollouts.checkpoint import last_checkpoint
-from pacs_trl.rollouts.preemption import stop_on_signal
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 
