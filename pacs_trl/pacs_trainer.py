@@ -6,17 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .objective import (
-    ClassWeighting,
-    Proxy,
-    ScoreEstimator,
-    actor_coefficients,
-    class_weights,
-    group_scores,
-    loss_from_proxies,
-    proxy_coefficients,
-    sequence_proxies,
-)
+from . import objective
 from .pacs_config import PACSConfig
 from .rollouts.exact_trainer import ExactUpdateTrainer
 from .update.step import Groups, Objective
@@ -32,9 +22,9 @@ class PACSObjective(Objective):
     (`actor_term_coef`) and the KL term (`kl_coef`)."""
 
     pacs_beta: float = 1.0
-    proxy: Proxy = "log_ratio"
-    score_estimator: ScoreEstimator = "rloo"
-    class_weighting: ClassWeighting = "balanced"
+    proxy: objective.Proxy = "log_ratio"
+    score_estimator: objective.ScoreEstimator = "rloo"
+    class_weighting: objective.ClassWeighting = "balanced"
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
 
@@ -43,7 +33,7 @@ class PACSObjective(Objective):
         return self.proxy != "mean_logp"
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        return sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
+        return objective.sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
 
     def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """Return the derivative of each proxy with respect to the log-prob of one of its `num_tokens` counted tokens,
@@ -53,17 +43,17 @@ class PACSObjective(Objective):
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
         score, weighting = {"score_estimator": self.score_estimator}, {"class_weighting": self.class_weighting}
-        found = self.slopes(num_tokens) * groups.apply(proxy_coefficients, proxies, **score, **weighting)
+        found = self.slopes(num_tokens) * groups.apply(objective.proxy_coefficients, proxies, **score, **weighting)
         if self.actor_term_coef:
-            scores = groups.apply(group_scores, proxies, **score)
-            actor = groups.apply(actor_coefficients, scores, **weighting)
+            scores = groups.apply(objective.group_scores, proxies, **score)
+            actor = groups.apply(objective.actor_coefficients, scores, **weighting)
             found = found + self.actor_term_coef * actor
         return found
 
     def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss without the KL term, a scalar, and the scores psi, `(B,)`."""
         kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
-        return groups.apply(loss_from_proxies, proxies, **kinds)
+        return groups.apply(objective.loss_from_proxies, proxies, **kinds)
 
     def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
         loss, scores = self.loss(groups, proxies)
@@ -72,7 +62,7 @@ class PACSObjective(Objective):
 
 @torch.no_grad()
 def critic_metrics(
-    proxies: torch.Tensor, scores: torch.Tensor, groups: Groups, *, class_weighting: ClassWeighting = "balanced"
+    proxies: torch.Tensor, scores: torch.Tensor, groups: Groups, *, class_weighting: str = "balanced"
 ) -> dict[str, float]:
     """
     Return the metrics `pacs/*` of one optimizer step over all processes; docs/metrics.md has formulas and healthy
@@ -88,7 +78,7 @@ def critic_metrics(
         Brier score if all proxies are 0 or no group is mixed.
     """
     scorable = groups.scorable
-    _, targets = groups.apply(class_weights, class_weighting=class_weighting)
+    _, targets = groups.apply(objective.class_weights, class_weighting=class_weighting)
     probabilities = torch.sigmoid(scores)
     has_opinion = (proxies[scorable] != 0).any()
     rated = groups.rows_of(groups.mixed) & scorable & has_opinion

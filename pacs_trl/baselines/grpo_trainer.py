@@ -10,18 +10,10 @@ from typing import Any
 import torch
 import trl
 
+from .. import surrogate
 from ..objective import GROUP_LOSSES, maxrl_advantages, rloo_advantages, sequence_proxies
 from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..rollouts.rollout_trainer import RolloutTrainer
-from ..surrogate import (
-    RatioLoss,
-    RatioTerms,
-    completion_scales,
-    kl_terms,
-    log_importance_weights,
-    off_policy_mask,
-    ratio_terms,
-)
 from ..update.forward_pass import logps_in_batches
 from ..update.rollout import Rollout, unpad_rollouts
 from ..update.step import Groups, Objective
@@ -43,7 +35,7 @@ class RatioObjective(Objective):
         mismatch ([`Mismatch`], *optional*): Mismatch correction inside the weights of `"vespo"`.
     """
 
-    loss: RatioLoss
+    loss: surrogate.RatioLoss
     kl_coef: float = 0.0
     bias_correction: bool = True
     max_completion_length: int = 1
@@ -58,7 +50,7 @@ class RatioObjective(Objective):
             for rollout in rollouts
         ]
         advantages, generation_tokens = torch.tensor(values, dtype=torch.float64).view(-1, 2).unbind(dim=1)
-        scales = completion_scales(
+        scales = surrogate.completion_scales(
             self.loss.loss_type,
             torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts]),
             max_completion_length=self.max_completion_length,
@@ -66,27 +58,27 @@ class RatioObjective(Objective):
         )
         return tuple(values.to(torch.get_default_dtype()) for values in (-advantages * scales, scales))
 
-    def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> RatioTerms:
+    def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> surrogate.RatioTerms:
         advantages, log_correction = -tokens.coefficients[:, 0], None
         factor = math.prod(factors, start=torch.ones_like(tokens.logps))
         if self.off_policy_threshold is not None:
             reported = ~tokens.sampling_logps.isnan().all(dim=1, keepdim=True)
             old_logps = torch.where(reported, tokens.sampling_logps, tokens.old_logps)
             values = tokens.logps, old_logps, advantages, tokens.mask
-            factor = factor * off_policy_mask(*values, self.off_policy_threshold)
+            factor = factor * surrogate.off_policy_mask(*values, self.off_policy_threshold)
         if self.mismatch is not None:
             weights = correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, self.mismatch)
             logs = weights.log().clamp(math.log(1e-8), 20.0)
             is_token = self.mismatch.mode.startswith("token_")
             log_correction = logs.masked_fill(~tokens.mask, 0.0).sum(dim=1, keepdim=True) if is_token else logs[:, :1]
         values = tokens.logps, tokens.old_logps, advantages, tokens.mask
-        return ratio_terms(*values, self.loss, factors=factor, log_correction=log_correction)
+        return surrogate.ratio_terms(*values, self.loss, factors=factor, log_correction=log_correction)
 
     def kl(self, logps, ref_logps, old_logps, mask):
         if not self.bias_correction:
-            return kl_terms(logps, ref_logps, mask)
-        level = self.loss.importance_sampling_level
-        return kl_terms(logps, ref_logps, mask, log_importance_weights(logps - old_logps, mask, level))
+            return surrogate.kl_terms(logps, ref_logps, mask)
+        log_ratios, level = logps - old_logps, self.loss.importance_sampling_level
+        return surrogate.kl_terms(logps, ref_logps, mask, surrogate.log_importance_weights(log_ratios, mask, level))
 
     def token_metrics(self, num_tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> dict[str, float]:
         if self.loss.loss_type in ("sapo", "vespo"):
@@ -115,7 +107,7 @@ class GRPOTrainer(ExactUpdateTrainer):
         args = self.args
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         is_cispo = args.loss_type == "cispo"  # its bound is a cap, not a distance from 1
-        loss = RatioLoss(
+        loss = surrogate.RatioLoss(
             args.loss_type,
             args.importance_sampling_level,
             -math.inf if is_cispo else 1 - args.epsilon,
@@ -196,7 +188,7 @@ class RLOOTrainer(GRPOTrainer):
     def create_objective(self) -> RatioObjective:
         args = self.args
         high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        return RatioObjective(RatioLoss("rloo", "completion", 1 - args.epsilon, 1 + high))
+        return RatioObjective(surrogate.RatioLoss("rloo", "completion", 1 - args.epsilon, 1 + high))
 
     @property
     def _corrects(self) -> bool:
