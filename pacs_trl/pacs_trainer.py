@@ -1,8 +1,8 @@
 """PACSTrainer: the PACS objective with exact optimizer steps, and metrics of its implicit critic."""
 
 import math
-import textwrap
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -135,15 +135,7 @@ class PACSTrainer(ExactUpdateTrainer):
     _paper = {
         "title": "Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR",
         "id": "2509.02522",
-        # docstyle-ignore
-        "citation": textwrap.dedent("""\
-            @article{li2025implicit,
-                title        = {{Implicit Actor Critic Coupling via a Supervised Learning Framework for RLVR}},
-                author       = {Jiaming Li and Longze Chen and Ze Gong and Yukun Chen and Lu Wang and Wanwei He and
-                                Run Luo and Min Yang},
-                year         = 2025,
-                eprint       = {arXiv:2509.02522},
-            }"""),
+        "citation": (Path(__file__).parent / "templates" / "citation.bib").read_text().strip(),
     }
 
     def create_objective(self) -> PACSObjective:

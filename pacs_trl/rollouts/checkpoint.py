@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from accelerate.utils import set_seed
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
@@ -41,26 +42,7 @@ torch.serialization.register_package(
     50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
 
-# Settings of TRL that must be equal in a checkpoint and in the run that resumes from it.
-SHARED_SETTINGS = (
-    # the data of a step
-    *("seed", "shuffle_dataset", "num_generations", "num_iterations", "steps_per_generation"),
-    *("gradient_accumulation_steps", "generation_batch_size", "max_completion_length", "max_tool_calling_iterations"),
-    *("chat_template_kwargs", "generation_kwargs", "temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("vllm_structured_outputs_regex", "reward_weights", "mask_truncated_completions"),
-    # the loss (it also depends on the temperature, which divides the logits)
-    *("beta", "sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "disable_dropout"),
-    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
-    *("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-    *SHAPES_ONLY_GRPO,
-    # the optimizer: values from the checkpoint would silently override new ones
-    *("optim", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"),
-)
-# Settings of this package that may differ: where something is computed or kept, and measured. All others are shared.
-_FREE = {"fast_generation", "generation_dtype", "vllm_sync_adapter", "rollout_engine", "startup_check"}
-_FREE |= {"eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p"}
-_FREE |= {"max_tokens_per_micro_batch", "padding_free", "max_non_finite_steps", "reference_offload", "group_layout"}
-_FREE |= {"critic_model_name_or_path", "critic_batch_size"}
+_SETTINGS = yaml.safe_load((Path(__file__).parents[1] / "templates" / "checkpoint_settings.yaml").read_text())
 
 
 # Seeds --------------------------------------------------------------------------------------------------------------
@@ -182,21 +164,10 @@ def check_same_settings(
         raise ValueError(f"{holder} has other settings: {'; '.join(differing)}. Restore these settings, or {remedy}.")
 
 
-# A trainer, its engine, and its update copy settings when they are constructed: a later `trainer.args.KEY = VALUE`
-# would be ignored, while checkpoints record the new value. Trainer reads only these on use.
-_LIVE = re.compile(
-    "(dataloader|eval|hub|logging|lr_scheduler|save|trackio|warmup)_.*|output_dir|run_name|project|push_to_hub"
-    "|resume_from_checkpoint|ignore_data_skip|num_train_epochs|max_steps|max_grad_norm|torch_empty_cache_steps"
-    "|include_num_input_tokens_seen|per_device_eval_batch_size|prediction_loss_only|load_best_model_at_end"
-    "|metric_for_best_model|greater_is_better|do_train|do_eval|do_predict|restore_callback_states_from_checkpoint"
-)
-_LOADED = {"eval_benchmarks", "eval_max_problems"}  # fixed, unlike the rest of its group
-
-
 def fixed_settings(args: Any) -> dict[str, Any]:
     """Return the settings that are fixed when a trainer is constructed, in the form of [`plain_settings`]."""
-    names = [field.name for field in fields(args)]
-    return plain_settings(args, [name for name in names if name in _LOADED or not _LIVE.fullmatch(name)])
+    live = re.compile("|".join(_SETTINGS["live"]))
+    return plain_settings(args, [field.name for field in fields(args) if not live.fullmatch(field.name)])
 
 
 def check_fixed(trainer: Any) -> None:
@@ -278,8 +249,8 @@ def load_state(trainer: Any, directory: Path) -> None:
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
-    own = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)} - _FREE
-    names = *SHARED_SETTINGS, *sorted(own), *trainer._own_shared_settings
+    own = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)} - {*_SETTINGS["free"]}
+    names = *_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *sorted(own), *trainer._own_shared_settings
     return plain_settings(trainer.args, names) | {"reward functions": trainer.reward_func_names}
 
 
