@@ -3,8 +3,10 @@
 import json
 import random
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
+import yaml
 from seeds import shifted
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
@@ -13,56 +15,9 @@ from pacs_trl.redaction import REMOVED, clean_url, is_secret, published, without
 
 
 SECRET = "s3cr3tValue42"
-SECRET_NAMES = """
-    token hub_token HF_TOKEN api_key OPENAI_API_KEY dbPassword client-secret use_auth_token key aws_access_key_id
-    AWS_SECRET_ACCESS_KEY Authorization credentials mytoken tokens x-api-key private_key_file hftoken wandb_api_key
-    passwd db.password ssh_key Cookie HFToken2
-""".split()
-ORDINARY_NAMES = """
-    num_generations max_completion_length pad_token eos_token bos_token unk_token pad_token_id tokenizer_name
-    max_tokens_per_micro_batch num_key_value_heads key_mapping additional_special_tokens
-    keys_to_ignore_at_inference author image_token eos_token_ids monkey average_tokens_across_devices
-    include_num_input_tokens_seen sort_key hub_model_id token_type_ids
-""".split()
-SECRET_TEXTS = (
-    f"http://user:{SECRET}@host:8000/v1",
-    f"see postgres://user:{SECRET}@host/db and go on",
-    f"https://host/path?token={SECRET}&split=train",
-    f"https://host/path#access_token={SECRET}",
-    f"http://user:pa/{SECRET}@host/",
-    f"http://user:1?{SECRET}@host/",
-    f"https://{SECRET}@host/path",
-    f"user:{SECRET}@10.0.0.1:8000",
-    f"--token {SECRET} --port 8000",
-    f"lr=1,password={SECRET},betas=2",
-    f'{{"a": {{"token": "{SECRET}"}}}}',
-    f'[{{"api_key": "{SECRET}"}}]',
-    f"Bearer {SECRET}",
-    f"hf_{SECRET}{SECRET}",
-    f"sk-{SECRET}",
-    f"-----BEGIN RSA PRIVATE KEY-----\n{SECRET}\n-----END RSA PRIVATE KEY-----",
-    f"/home/{SECRET}/models/x",
-    f"~{SECRET}/x",
-    f"prompts in /home/{SECRET}/x and /Users/{SECRET}/y/z.",
-    f"C:\\Users\\{SECRET}\\x",
-    f"file:///home/{SECRET}/x",
-    f"../{SECRET}/x",
-)
-ORDINARY = {
-    "method": "pacs",
-    "model_name_or_path": "Qwen/Qwen3-8B",
-    "dataset_name": "miniature/addition",
-    "reward_funcs": ["math_reward", "mine.rewards.reward"],
-    "prompt_instruction": "Please reason step by step, and put your final answer within \\boxed{}. key = 3",
-    "system_prompt": "/no_think a/b token=7",
-    "vllm_server_base_url": "http://localhost:8000/v1",
-    "chat_template_kwargs": {"enable_thinking": False, "eos_token": "<|im_end|>"},
-    "learning_rate": 1e-6,
-    "report_to": ["wandb"],
-    "run_name": "basic training of 2026",
-    "dataset_revision": "6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-    "link": "https://host.org/home/people/x@v1?split=train",
-}
+DATA = yaml.safe_load((Path(__file__).parent / "data" / "secrets.yaml").read_text())
+SECRET_NAMES, ORDINARY_NAMES, ORDINARY = DATA["secret_names"].split(), DATA["ordinary_names"].split(), DATA["ordinary"]
+SECRET_TEXTS = [text.replace("SECRET", SECRET) for text in DATA["secret_texts"]]
 
 
 def hostile(rng, depth=0):

@@ -117,12 +117,6 @@ class TestReport:
     def table(self, shows, **settings):
         return Table("t", "A table", [self.good, self.bad], shows, **settings)
 
-    def fill(self, tmp_path, seeds=(0, 1)):
-        for seed in seeds:
-            # pass@1 of PACS is 3/4 and 1/4 + seed/2; of GRPO 1/4 and 1/4
-            record(tmp_path, self.good, seed, {name: [3, 1 + 2 * seed] for name in TWINS.values()})
-            record(tmp_path, self.bad, seed, {name: [1, 1] for name in TWINS.values()})
-
     def test_a_published_number_inside_the_interval(self, tmp_path, monkeypatch):
         draw_nothing(monkeypatch)
         # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for
@@ -161,19 +155,6 @@ class TestReport:
         assert rows["Gemini 2.5 Pro, cited by the paper"]["average"] == "86.18"
         write_tables([table], tmp_path / "empty", twins=False)
         assert numbers(tmp_path / "empty", "t")[-5]["average"] == "-"
-
-    def test_diversity_entropy_and_curves(self, tmp_path):
-        self.fill(tmp_path)
-        tables = [self.table(shows)._replace(name=shows) for shows in ("diversity", "training", "curves", "pass_at_1")]
-        write_tables(tables, tmp_path, twins=True)
-        # problems 0.1 and 0.3 for seed 0, 0.2 and 0.3 for seed 1: 0.2 and 0.25
-        assert numbers(tmp_path, "diversity")[0]["miniature/terms_3 (math_500)"].startswith("0.2250 ± 0.0354")
-        # entropy 1 - 0.05 t for seed 0: 0.95 at the start, 0.5 at the end; 1 - 0.1 t for seed 1: 0.9 and 0
-        row = numbers(tmp_path, "training")[0]
-        assert row["first tenth of the steps"] == "0.925 ± 0.035" and row["last tenth"] == "0.250 ± 0.354"
-        assert numbers(tmp_path, "pass_at_1")[0]["average"].startswith("62.5 ± 17.7")
-        row = numbers(tmp_path, "curves")[0]
-        assert (row["step 2"], row["last, seed 0"], row["last, seed 1"]) == ("50.0 ± 0.0", "50.0", "50.0")
 
 
 class TestMiniatureRuns:

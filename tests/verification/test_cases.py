@@ -3,8 +3,10 @@
 import contextlib
 import json
 import sys
+from pathlib import Path
 
 import pytest
+import yaml
 
 from pacs_trl.verification.cases import ProblemTests, is_expected, json_of_tests, last_program, read_tests
 
@@ -13,36 +15,12 @@ def expected_of(compare, expected, output, function=None):
     return is_expected(ProblemTests(function, (("", expected),), compare), expected, output)
 
 
+CASES = yaml.safe_load((Path(__file__).parents[1] / "data" / "comparisons.yaml").read_text())
+
+
 class TestComparison:
     @pytest.mark.parametrize(
-        ("compare", "expected", "output", "right"),
-        [
-            ("tokens", "1 2\n3\n", "1 2 3", True),
-            ("tokens", "1 2 3", "1 2", False),  # a correct prefix
-            ("tokens", "1 2", "1 2 3", False),
-            ("tokens", "0.5", "0.50", False),
-            ("tokens", "", "\n \n", True),
-            ("tokens", "", "0", False),
-            ("tokens", "YES", "yes", False),
-            ("floats", "0.5", "0.50", True),
-            ("floats", "0.333333", "0.33333333333", True),
-            ("floats", "0.333333", "0.3334", False),
-            ("floats", "1e-9", "0", True),
-            ("floats", "1e9", "1000000500", True),  # relatively
-            ("floats", "3", "3.0", False),  # a whole number is written as such
-            ("floats", "3.0", "3", True),
-            ("floats", "1000000000000000000.5", "x", False),
-            ("floats", "nan", "nan", True),  # equal as text
-            ("floats", "1.0", "nan", False),
-            ("floats", "inf.", "inf", False),
-            ("floats", "2.5", "2.5" + "0" * 200, False),
-            ("lines", "1 2\n3", "1 2 \n 3\n\n", True),
-            ("lines", "1 2\n3", "1 2 3", False),
-            ("lines", "3", "3.0", True),
-            ("lines", "50000000000000000", "50000000000000001", False),
-            ("lines", "a 1", "a 1.0", False),
-            ("lines", "", "", True),
-        ],
+        ("compare", "expected", "output", "right"), [*CASES["texts"], ("floats", "2.5", "2.5" + "0" * 200, False)]
     )
     def test_texts(self, compare, expected, output, right):
         assert expected_of(compare, expected, output) is right
@@ -50,19 +28,7 @@ class TestComparison:
     @pytest.mark.parametrize(
         ("compare", "expected", "output", "right"),
         [
-            ("floats", 3, "debug 7\n\n3\n", True),  # what it printed before does not count
-            ("floats", 3, "3\n4\n", False),
-            ("floats", 0.1, "0.10000000001", True),
-            ("tokens", 0.1, "0.10000000001", False),
-            ("floats", [1, [2.0]], "[1, [2]]", True),
-            ("floats", [1, 2], "[1, 2, 3]", False),
-            ("floats", {"a": 1.5}, '{"a": 1.5000000001}', True),
-            ("floats", {"a": 1}, '{"a": 1, "b": 2}', False),
-            ("floats", "1", "1", False),  # a number is no text
-            ("floats", None, "null", True),
-            ("floats", True, "false", False),
-            ("floats", 1.0, "NaN", False),
-            ("floats", 1.0, '"x"', False),
+            *CASES["values"],
             ("floats", 1.0, "1" + "0" * 400, False),  # too large for a float
             ("floats", [1.5], "[-1" + "0" * 400 + "]", False),
         ],
@@ -90,27 +56,7 @@ class TestComparison:
 
 
 class TestLastProgram:
-    @pytest.mark.parametrize(
-        ("completion", "program"),
-        [
-            ("```python\nprint(1)\n```", "print(1)"),
-            ("```\nprint(1)\n```", "print(1)"),
-            ("```py\nprint(1)\n``` and so on", None),  # not closed
-            ("```py\nprint(1)\n```\nand so on", "print(1)"),
-            ("a\n```python\n1\n```\nb\n```Python3\n2\n```", "2"),
-            ("```python\n1\n```\n```cpp\nint main;\n```", "1"),
-            ("```cpp\nint main;\n```", None),
-            ("```python\n1\n```\n```python\n2", "1"),  # the second was cut
-            ("```python\n1\n```python\n2\n```", "2"),
-            ("1. First:\n   ```python\n   if 1:\n       print(1)\n   ```", "if 1:\n    print(1)"),
-            ("```python\n   \n```", None),
-            ("```python\n```", None),
-            ("print(1)", None),
-            ("", None),
-            ("```python\ns = '```'\n```", "s = '```'"),
-            ("```python\r\nprint(1)\r\n```", "print(1)\r"),
-        ],
-    )
+    @pytest.mark.parametrize(("completion", "program"), CASES["blocks"])
     def test_blocks(self, completion, program):
         assert last_program(completion) == program
 
