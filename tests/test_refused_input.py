@@ -23,6 +23,9 @@ from trl import GRPOConfig
 
 from pacs_trl import PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
+from pacs_trl.experimental.guidance import GuidanceTrainer
+from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
+from pacs_trl.rewards import run_python
 from pacs_trl.update.rollout import as_numbers
 
 
@@ -81,25 +84,66 @@ def test_reward_functions_whose_column_is_absent(tmp_path):
 QUESTIONS = Dataset.from_dict({"question": ["1+1"] * 32, "solution": ["2"] * 32})
 
 
+async def two_at_a_time(prompts, generate):
+    """A rollout function."""
+
+
+async def likely(completions, compute_logps, **kwargs):
+    """A reward function."""
+
+
+class Environment:
+    def reset(self, **kwargs) -> None:
+        """Start."""
+
+
+def streamed() -> dict:
+    return {"train_dataset": addition_dataset().to_iterable_dataset()}
+
+
+HINTS, FEEDBACK = ({"trainer_class": GuidanceTrainer, "guidance": guidance} for guidance in ("hint", "feedback"))
+TEXTS = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
+RLPR = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
+BLANK = addition_dataset().map(lambda row, i: {"solution": " " * (i == 5) or row["solution"]}, with_indices=True)
+LAG, TINY = {"rollout_lag": 1}, {"model": None}
+LATE_EVALUATION = {"rollout_func": two_at_a_time, "eval_dataset": addition_dataset()}
+# Settings, and words of the message. Before the model is loaded, which does not exist, but for the tiny one.
 REFUSED = {
-    "LoRA target": ({"more": {"peft_config": LoraConfig(target_modules=["q_proj", "k_prog"])}}, "k_prog"),
-    "too few prompts": ({"steps_per_generation": 2, "more": {"train_dataset": addition_dataset(3)}}, "3 prompts"),
-    "a reward's name": ({"model": "no/model", "reward": "math_reward"}, "reward_funcs"),
-    "a number for a reward": ({"model": "no/model", "reward": [digit_reward, 1.0]}, "reward_funcs"),
-    "a correction of nothing": (
-        {"model": "no/model", "vllm_importance_sampling_correction": True},
-        "nothing to correct",
+    "LoRA target": (TINY | {"more": {"peft_config": LoraConfig(target_modules=["q_proj", "k_prog"])}}, "k_prog"),
+    "too few prompts": (
+        TINY | {"steps_per_generation": 2, "more": {"train_dataset": addition_dataset(3)}},
+        "3 prompts",
     ),
-    "no prompt": ({"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
-    "no prompt to evaluate": ({"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
-    "unknown key of the template": ({"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),
+    "no prompt": (TINY | {"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
+    "no prompt to evaluate": (TINY | {"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
+    "unknown key of the template": (TINY | {"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),
+    "a reward's name": ({"reward": "math_reward"}, "reward_funcs"),
+    "a number for a reward": ({"reward": [digit_reward, 1.0]}, "reward_funcs"),
+    "a correction of nothing": ({"vllm_importance_sampling_correction": True}, "nothing to correct"),
+    "lag, rollout function": (LAG | {"more": {"rollout_func": print}}, "rollout_func other than.* Remove rollout_lag"),
+    "lag, evaluation": (LAG | {"more": LATE_EVALUATION}, "rollout_func with eval_dataset.* Remove rollout_lag"),
+    "lag, tools": (LAG | {"more": {"tools": [print]}}, "does not support .*tools.* Remove rollout_lag"),
+    "lag, stream": (LAG | {"more": streamed(), "max_steps": 2}, "streaming dataset.* Remove rollout_lag"),
+    "lag, continuous batching": (
+        LAG | {"use_transformers_continuous_batching": True},
+        "use_transformers_continuous_batching.* Remove rollout_lag",
+    ),
+    "no hints": (HINTS, "guidance='hint'"),
+    "guidance in an environment": (HINTS | {"more": {"environment_factory": Environment}}, "environment_factory"),
+    "feedback with tools": (FEEDBACK | {"more": {"tools": [run_python]}}, "guidance='feedback'"),
+    "feedback on texts": (FEEDBACK | {"more": {"train_dataset": TEXTS}}, "guidance='feedback'"),
+    "probabilities with tools": (RLPR | {"more": {"tools": [run_python]}}, "probability_reward"),
+    "a reference answer that is blank": (RLPR | {"more": {"train_dataset": BLANK}}, "solution"),
+    "no reference answers": (RLPR | {"more": {"train_dataset": BLANK.remove_columns("solution")}}, "solution"),
+    "reference answers in a stream": (RLPR | {"more": streamed()}, "solution"),
+    "asynchronous reward of log-probs": ({"reward": likely}, "'likely' is asynchronous and asks for `compute_logps`"),
 }
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
 def test_refused_before_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
-        build_trainer(tmp_path, **settings)
+        build_trainer(tmp_path, **({"model": "no/model"} | settings))
 
 
 class OverridesLoss(PACSTrainer):

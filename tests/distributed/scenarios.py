@@ -167,7 +167,7 @@ def label_out_of_range(rank, directory):
     return message_of(build_trainer(directory, reward=reward, **HALF).train)
 
 
-def resumed(rank, directory, lora=False, more=None, reward=None, steps=(1, 3, 4, 5), **settings):
+def resumed(rank, directory, lora=False, more=None, reward=None, steps=(3, 4, 5), **settings):
     """Completions are sampled; a run continued after each of some steps ends with the same bits as one without
     stop."""
     shared = {**EIGHTH, **ADAM, "steps_per_generation": 16, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}

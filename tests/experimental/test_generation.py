@@ -28,7 +28,7 @@ from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.dars import DARSTrainer, additional_completions
 from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
 from pacs_trl.experimental.guidance import WRONG, GuidanceTrainer
-from pacs_trl.rewards import math_reward, run_python
+from pacs_trl.rewards import math_reward
 from pacs_trl.verification import Outcome
 
 
@@ -258,30 +258,6 @@ def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
     trainer = built(tmp_path, model_path, REFILL, {"train_dataset": dataset(4)}, max_steps=2, save_strategy="no")
     trainer.train()
     assert history(trainer, "refill/prompts")[0] > 0
-
-
-class Environment:
-    def reset(self, **kwargs) -> None:
-        """Start."""
-
-
-REFUSED = {
-    "no hints": ({"train_dataset": addition_dataset(8)}, HINTS, "guidance='hint'"),
-    "feedback with tools": ({"tools": [run_python]}, FEEDBACK, "guidance='feedback'"),
-    "guidance in an environment": ({"environment_factory": Environment}, HINTS, "environment_factory"),
-    "feedback on texts": (
-        {"train_dataset": addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")},
-        FEEDBACK,
-        "guidance='feedback'",
-    ),
-}
-
-
-@pytest.mark.parametrize(("more", "settings", "key"), REFUSED.values(), ids=REFUSED)
-def test_refused_before_the_model_is_loaded(tmp_path, more, settings, key):
-    with pytest.raises(ValueError, match=key):
-        more = {"train_dataset": dataset(8)} | more
-        build_trainer(tmp_path, model="no/model", trainer_class=watched(settings), more=more, **settings)
 
 
 class Killed(Watching, DarsAndGuidanceTrainer):

@@ -9,10 +9,8 @@ import torch
 import yaml
 from replay import (
     TOKENIZER,
-    addition_dataset,
     boxed,
     build_trainer,
-    digit_reward,
     tiny_model,
     trainable_weights,
 )
@@ -146,16 +144,6 @@ def test_a_second_run_begins_with_its_own_policy(tmp_path):
         (found,) = trainer.without_reasoning([row["prompt"]], [row["solution"]])
         assert found == pytest.approx(expected, rel=1e-4)
     assert of_other[0] != of_other[1]
-
-
-def test_refused_data(tmp_path):
-    """Before the model is loaded, which does not exist here."""
-    data = addition_dataset()
-    empty = data.map(lambda row, i: {"solution": " " if i == 5 else row["solution"]}, with_indices=True)
-    kinds = {"model": "no/model", "reward": [digit_reward, probability_reward]}
-    for dataset in (empty, data.remove_columns("solution"), data.to_iterable_dataset()):
-        with pytest.raises(ValueError, match="solution"):
-            build(tmp_path, more={"train_dataset": dataset}, **kinds)
 
 
 def test_answers_that_are_too_long_count_as_malformed(tmp_path):

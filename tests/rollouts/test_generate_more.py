@@ -120,11 +120,3 @@ def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(row, dtype=torch.long)[:, None])[:, 0]
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert not torch.equal(seen[0][2][0], seen[1][2][0])
-
-
-def test_an_asynchronous_reward_cannot_have_compute_logps(tmp_path):
-    async def likely(completions, compute_logps, **kwargs):
-        return [0.0 for _ in completions]
-
-    with pytest.raises(ValueError, match="'likely' is asynchronous and asks for `compute_logps`"):
-        build_trainer(tmp_path, reward=likely)

@@ -14,7 +14,7 @@ from forked_engine import forked_engine
 from late_runs import assert_equal, check_logps, trainer_of
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_two, start
-from replay import TOKENIZER, Recorder, addition_dataset, build_trainer, digit_reward, trainable_weights
+from replay import TOKENIZER, Recorder, addition_dataset, digit_reward, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -319,19 +319,3 @@ def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer
             resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
             assert_equal(straight.model, trainable_weights(resumed.model))
         check_logps(straight, recorder, 1, recomputed=True)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings", "named"),
-    [
-        ({"rollout_func": print}, {}, "rollout_func other than"),
-        ({"rollout_func": two_turns, "eval_dataset": addition_dataset()}, {}, "rollout_func with eval_dataset"),
-        ({"tools": [print]}, {}, "tools"),
-        ({"train_dataset": addition_dataset().to_iterable_dataset()}, {"max_steps": 2}, "streaming dataset"),
-        ({}, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching"),
-    ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
-)
-def test_what_has_no_lag_is_rejected_before_the_model_is_loaded(tmp_path, arguments, settings, named):
-    with pytest.raises(ValueError, match=f"does not support .*{named}.* Remove rollout_lag"):
-        build_trainer(tmp_path, model="nowhere/nothing", more=arguments, rollout_lag=1, **settings)

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from optional_packages import openenv  # noqa: F401 (skips without it)
@@ -13,43 +14,6 @@ from trl import GRPOTrainer
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
 from pacs_trl.verification import Verifier
-
-
-USER = '''
-from echo_env import EchoAction, EchoEnv
-
-class Echo:
-    """The echo environment as tools; a session of its own on the server."""
-    base_url = "URL"
-
-    def __init__(self):
-        self.client = EchoEnv(base_url=self.base_url).sync()
-        self.client.connect()
-
-    def reset(self, seed, **columns):
-        self.reward = 0.0
-        return self.client.reset(seed=seed).observation.echoed_message
-
-    def say(self, text: str) -> str:
-        """
-        Say something.
-
-        Args:
-            text: What is said.
-        """
-        result = self.client.step(EchoAction(message=text))
-        self.reward = min(1.0, result.reward * 2)  # of five letters
-        return result.observation.echoed_message
-
-    def get_reward(self):
-        return self.reward
-
-class Spec:
-    train_dataset, reward_funcs = None, None
-    environment_factory = Echo
-
-spec = Spec()
-'''
 
 
 @pytest.fixture
@@ -83,7 +47,8 @@ def server(tmp_path, monkeypatch):
     while not uvicorn_server.started and thread.is_alive():
         time.sleep(0.01)
     port = uvicorn_server.servers[0].sockets[0].getsockname()[1]
-    (tmp_path / "echo_of_a_user.py").write_text(USER.replace("URL", f"http://127.0.0.1:{port}"))
+    user = (Path(__file__).parents[1] / "data" / "echo_environment.txt").read_text()
+    (tmp_path / "echo_of_a_user.py").write_text(user.replace("URL", f"http://127.0.0.1:{port}"))
     yield Chosen
     uvicorn_server.should_exit = True
     thread.join()

@@ -14,7 +14,6 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import LoadedBenchmark, Problem
 from pacs_trl.evaluation.conversations import ConversationEngine
 from pacs_trl.evaluation.requests import Completion, Request
-from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import Recipe
 from pacs_trl.rewards import math_reward, run_python, tool_function
@@ -229,12 +228,6 @@ def test_names_of_tools():
     for name in ("run_pyton", "math.nothing"):
         with pytest.raises(ValueError, match=name):
             tool_function(name)
-
-
-def test_probabilities_of_answers_do_not_go_with_tools(tmp_path):
-    with pytest.raises(ValueError, match="probability_reward"):
-        arguments = {"reward": probability_reward, "more": {"tools": [say]}}
-        build_trainer(tmp_path, model="no/model", trainer_class=RLPRTrainer, **arguments)
 
 
 NAMED = {"model_name_or_path": "m", "dataset_name": "gsm8k", "output_dir": "o", "use_cpu": True, "bf16": False}
