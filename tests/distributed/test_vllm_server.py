@@ -4,15 +4,14 @@ import pytest
 import torch
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_two
-from replay import addition_dataset, build_trainer, tiny_model
-from transformers import AutoModelForCausalLM
+from replay import addition_dataset, build_trainer
 
 
 def train_until_it_stops(directory, model, url):
     play_installed(setattr)
     trainer = build_trainer(
         directory / "run",
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        model=model,
         more={"train_dataset": addition_dataset(64)},
         per_device_train_batch_size=4,
         max_steps=4,
@@ -23,12 +22,10 @@ def train_until_it_stops(directory, model, url):
     print(stopped.value)
 
 
-def test_both_processes_stop_and_save(tmp_path):
-    model = str(tmp_path / "model")
-    tiny_model().save_pretrained(model)
-    with LoopbackVLLM(model) as server:
+def test_both_processes_stop_and_save(tmp_path, model_path):
+    with LoopbackVLLM(model_path) as server:
         server.fail_generation = 2
-        of_main, of_other = on_two(train_until_it_stops, tmp_path, model, server.url, outputs=tmp_path)
+        of_main, of_other = on_two(train_until_it_stops, tmp_path, model_path, server.url, outputs=tmp_path)
     assert "stopped answering after optimizer step 2" in of_main and "the engine is dead" in of_main
     assert "stopped answering after optimizer step 2" in of_other and "GET /health has status 503" in of_other
     states = [torch.load(tmp_path / "run" / "checkpoint-2" / f"pacs_state_{rank}.pt") for rank in range(2)]

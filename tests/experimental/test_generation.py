@@ -114,7 +114,7 @@ def built(output_dir, model_path, settings, more=None, **overrides):
         output_dir,
         trainer_class=overrides.pop("trainer_class", watched(settings)),
         reward=overrides.pop("reward", reward),
-        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+        model=model_path,
         more={"train_dataset": dataset()} | (more or {}),
         **(defaults | settings | overrides),
     )

@@ -3,11 +3,9 @@
 import itertools
 from types import SimpleNamespace
 
-import torch
 from fake_llm import SamplingParams, play_colocated
 from replay import addition_dataset, build_trainer, digit_reward
 from seeds import shifted
-from transformers import AutoModelForCausalLM
 
 from pacs_trl.rollouts.checkpoint import request_seed
 from pacs_trl.rollouts.engine import SeededLLM
@@ -55,9 +53,10 @@ def test_a_rollout_function_gets_seeds_too_of_which_an_evaluation_takes_none(tmp
         return {"prompt_ids": ids, "completion_ids": [o.outputs[0].token_ids for o in drawn], "logprobs": None}
 
     settings = play_colocated(monkeypatch) | {"num_generations_eval": 2, "per_device_eval_batch_size": 2}
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     more = {"train_dataset": addition_dataset(64), "rollout_func": rollout}
-    trainer = build_trainer(tmp_path, model=model, reward=digit_reward, more=more, steps_per_generation=2, **settings)
+    trainer = build_trainer(
+        tmp_path, model=model_path, reward=digit_reward, more=more, steps_per_generation=2, **settings
+    )
     for _ in range(2):
         trainer.evaluate(addition_dataset(2))
     trainer.train()

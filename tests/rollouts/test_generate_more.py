@@ -13,7 +13,6 @@ from replay import (
     trainable_weights,
 )
 from seeds import shifted
-from transformers import AutoModelForCausalLM
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.rollouts.checkpoint import request_seed
@@ -39,7 +38,7 @@ def trained(output_dir, model_path, settings, resume=None):
     trainer = build_trainer(
         output_dir,
         trainer_class=DrawsAgain,
-        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+        model=model_path,
         more={"train_dataset": addition_dataset(64)},
         **settings,
         **{"learning_rate": 3e-3, "optim": "adamw_torch", "steps_per_generation": 2, "max_steps": 4},

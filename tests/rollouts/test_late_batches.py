@@ -279,9 +279,8 @@ def test_server(tmp_path, model_path, monkeypatch):
     with LoopbackVLLM(model_path) as server:
 
         def run(directory, resume=None, **settings):
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
             given = server_settings(server.url) | {"per_device_eval_batch_size": 4} | settings
-            trainer = trainer_of(tmp_path / directory, model=model, **given)
+            trainer = trainer_of(tmp_path / directory, model=model_path, **given)
             trainer.train(resume_from_checkpoint=resume)
             return trainable_weights(trainer.model)
 
@@ -307,9 +306,8 @@ def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer
     with LoopbackVLLM(model_path) as server:
 
         def build(directory, **more):
-            model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
             given = server_settings(server.url) | {"stale_logps": "recompute", "max_steps": 8}
-            return trainer_of(tmp_path / directory, trainer_class, model=model, **given, **more)
+            return trainer_of(tmp_path / directory, trainer_class, model=model_path, **given, **more)
 
         recorder = Recorder()
         straight = build("straight", callbacks=[recorder])

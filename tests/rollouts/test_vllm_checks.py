@@ -4,10 +4,8 @@ import socket
 from contextlib import nullcontext
 
 import pytest
-import torch
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from replay import Recorder, addition_dataset, assert_same_models, build_trainer, config, tiny_model
-from transformers import AutoModelForCausalLM
+from replay import addition_dataset, assert_same_models, build_trainer, config
 
 from pacs_trl import PPOTrainer
 from pacs_trl.rollouts.checks import check_vllm
@@ -42,16 +40,9 @@ def installed(monkeypatch):
     play_installed(monkeypatch.setattr)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("served")
-    tiny_model().save_pretrained(directory)
-    return str(directory)
-
-
 @pytest.fixture
-def server(model):
-    with LoopbackVLLM(model) as server:
+def server(model_path):
+    with LoopbackVLLM(model_path) as server:
         yield server
 
 
@@ -85,30 +76,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
-def test_server_that_will_not_do(tmp_path, installed, server, model, state, message):
+def test_server_that_will_not_do(tmp_path, installed, server, model_path, state, message):
     vars(server).update(state)
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        check_vllm(config(tmp_path, **server_settings(server.url)), model)
+        check_vllm(config(tmp_path, **server_settings(server.url)), model_path)
 
 
-def test_server_that_will_do(tmp_path, installed, server, model):
+def test_server_that_will_do(tmp_path, installed, server, model_path):
     server.models["data"][0]["id"] = "another name"  # its root is the model
-    check_vllm(config(tmp_path, **server_settings(server.url)), model)
+    check_vllm(config(tmp_path, **server_settings(server.url)), model_path)
     assert server.calls == ["/health", "/v1/models"]
 
 
-def trainer_with(server, model, output_dir, num_prompts=64, eval_dataset=None, **more):
+def trainer_with(server, model_path, output_dir, num_prompts=64, eval_dataset=None, **more):
     settings = {"learning_rate": 3e-3, "optim": "adamw_torch", "max_steps": 5, "save_steps": 100, **more}
-    return build_trainer(
-        output_dir,
-        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
-        more={
-            "train_dataset": addition_dataset(num_prompts),
-            "eval_dataset": eval_dataset,
-            "callbacks": [Recorder()],
-        },
-        **(server_settings(server.url) | settings),
-    )
+    data = {"train_dataset": addition_dataset(num_prompts), "eval_dataset": eval_dataset}
+    return build_trainer(output_dir, model=model_path, more=data, **(server_settings(server.url) | settings))
 
 
 # settings, the generation that fails, the optimizer step whose state is saved, and the generations that have led to it
@@ -125,13 +108,13 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(("schedule", "fails", "step", "drawn"), SCHEDULES.values(), ids=SCHEDULES)
-def test_server_that_dies(tmp_path, installed, server, model, schedule, fails, step, drawn):
+def test_server_that_dies(tmp_path, installed, server, model_path, schedule, fails, step, drawn):
     """The run stops with its state saved, and goes on from there as if nothing had happened."""
-    straight = trainer_with(server, model, tmp_path / "straight", **schedule)
+    straight = trainer_with(server, model_path, tmp_path / "straight", **schedule)
     straight.train()
     seeds, server.seeds = server.seeds, []
     server.fail_generation = fails
-    stopped = trainer_with(server, model, tmp_path / "stopped", save_only_model=True, **schedule)
+    stopped = trainer_with(server, model_path, tmp_path / "stopped", save_only_model=True, **schedule)
     (tmp_path / "stopped" / f"checkpoint-{step}").mkdir(parents=True)  # an old directory is written over
     with pytest.raises(
         RuntimeError, match=rf"(?s)stopped answering after optimizer step {step} .*engine is dead.*vllm serve"
@@ -141,7 +124,7 @@ def test_server_that_dies(tmp_path, installed, server, model, schedule, fails, s
     assert checkpoint.is_dir() and str(checkpoint) in str(error.value)
 
     server.fail_generation, server.dead = None, False
-    resumed = trainer_with(server, model, tmp_path / "stopped", **schedule)
+    resumed = trainer_with(server, model_path, tmp_path / "stopped", **schedule)
     server.seeds = []
     resumed.train(resume_from_checkpoint=str(checkpoint))
     assert server.seeds == seeds[drawn:]
@@ -153,28 +136,28 @@ def test_server_that_dies(tmp_path, installed, server, model, schedule, fails, s
     assert logs[0] == logs[1]
 
 
-def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model, monkeypatch):
+def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model_path, monkeypatch):
     """A prompt that does not fit, say: starting the server again would not help, and the error does not say that it is
     down."""
     monkeypatch.setitem(server.answers, "/v1/completions", 400)
     with pytest.raises(RuntimeError, match="is healthy, but did not generate after optimizer step 0 .*400"):
-        trainer_with(server, model, tmp_path).train()
-    trainer = trainer_with(server, model, tmp_path)
+        trainer_with(server, model_path, tmp_path).train()
+    trainer = trainer_with(server, model_path, tmp_path)
     server.dead = True
     with pytest.raises(RuntimeError, match="after optimizer step 0 .*status 503.*No optimizer step"):
         trainer.train()
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_server_that_dies_during_evaluation(tmp_path, installed, server, model):
+def test_server_that_dies_during_evaluation(tmp_path, installed, server, model_path):
     """The optimizer step before it is over, and what it drew stays drawn."""
     settings = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 2}
-    stopped = trainer_with(server, model, tmp_path, eval_dataset=addition_dataset(2), **settings)
+    stopped = trainer_with(server, model_path, tmp_path, eval_dataset=addition_dataset(2), **settings)
     server.fail_generation = 2
     with pytest.raises(RuntimeError, match="stopped answering after optimizer step 2 .*engine is dead"):
         stopped.train()
     server.fail_generation, server.dead = None, False
-    straight, resumed = (trainer_with(server, model, tmp_path) for _ in range(2))
+    straight, resumed = (trainer_with(server, model_path, tmp_path) for _ in range(2))
     straight.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert_same_models(straight, resumed)
