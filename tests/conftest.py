@@ -35,6 +35,7 @@ def pytest_configure(config):
     Temporary files of this process and of those it starts stay under pytest's directory, not in the system's.
 
     Before anything is imported: wandb makes its folders, and trackio reads where its own is, when they are imported.
+    A conftest.py below this one is loaded earlier, so it must not import TRL.
     """
     directory = config._tmp_path_factory.getbasetemp() / "temporary"
     directory.mkdir()
@@ -93,6 +94,29 @@ def save_tiny_model(tmp_path_factory, tools: bool = False) -> str:
     tiny_model().save_pretrained(path)
     build_tokenizer(tools=tools).save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture(params=["colocate", "server", "transformers"])
+def engine(request, model_path, monkeypatch):
+    """Settings of a run, and what its engine has been asked for: number of completions, prompt and seed of each
+    request."""
+    from fake_llm import play_colocated
+    from loopback_vllm import LoopbackVLLM, play_installed, server_settings
+
+    if request.param == "transformers":
+        yield {}, None
+    elif request.param == "colocate":
+        settings = play_colocated(monkeypatch)
+        yield settings, lambda trainer: [(1, ids, p.seed) for ids, p in trainer.vllm_generation.llm.requests]
+    else:
+        play_installed(monkeypatch.setattr)
+        with LoopbackVLLM(model_path) as server:
+
+            def requests(trainer):
+                asked, server.requests = server.requests, []
+                return [(body["n"], ids, body["seed"]) for body in asked for ids in body["prompt"]]
+
+            yield server_settings(server.url), requests
 
 
 @pytest.fixture
