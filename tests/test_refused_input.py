@@ -136,7 +136,10 @@ REFUSED = {
     "a reference answer that is blank": (RLPR | {"more": {"train_dataset": BLANK}}, "solution"),
     "no reference answers": (RLPR | {"more": {"train_dataset": BLANK.remove_columns("solution")}}, "solution"),
     "reference answers in a stream": (RLPR | {"more": streamed()}, "solution"),
-    "asynchronous reward of log-probs": ({"reward": likely}, "'likely' is asynchronous and asks for `compute_logps`"),
+    "asynchronous reward of log-probs": (
+        TINY | {"reward": likely},
+        "'likely' is asynchronous and asks for `compute_logps`",
+    ),
 }
 
 
