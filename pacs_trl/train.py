@@ -16,6 +16,7 @@ if __name__ == "__main__":  # before the slow imports below, so that help, error
 
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +33,7 @@ from .data.sets import MINIATURE
 from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
-from .rollouts.callbacks import NAMES, stop_on_signal, tracked_run
+from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
 from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .settings.names import check_model_path, function_of_user, require_vllm
@@ -78,7 +79,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
 
     with (
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
-        stop_on_signal() as stopping,
+        closing(StopOnSignal()) as stopping,
     ):
         trainer = trainer_class(
             model=recipe.model.model_name_or_path,

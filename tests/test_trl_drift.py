@@ -89,7 +89,7 @@ REPEATED = {
     (Trainer, "training_step"): ("30049257 c0c9c88c", "ExactUpdateTrainer.training_step"),
     (GRPOTrainer, "_compute_loss"): (
         "6b861df6",
-        "ActorCriticTrainer._loss_denominator, and whether a mask or weight is new that every loss has to respect",
+        "PPOTrainer._train_critic, and whether a mask or weight is new that every loss has to respect",
     ),
     (GRPOTrainer, "_generate_and_score_completions"): (
         "739def7d",

@@ -165,7 +165,10 @@ class ActorCriticTrainer(RolloutTrainer):
         mask = self._value_mask(inputs)
         self._add_to_step(approx_kl=(log_ratio.exp() - 1.0 - log_ratio)[mask].sum(), tokens=mask.sum())
         if self.accelerator.sync_gradients:
-            self._log_step()
+            totals = self._sum(torch.stack([*self._step_sums.values()])).tolist()
+            means = dict(zip(self._step_sums, totals, strict=True))
+            self._step_sums, tokens = {}, max(means.pop("tokens"), 1)
+            self._log_values(**{name: total / tokens for name, total in means.items()})
         return loss
 
     def _get_per_token_logps_and_entropies(
@@ -187,13 +190,6 @@ class ActorCriticTrainer(RolloutTrainer):
         self._last_logps = padded_logps.detach()
         return padded_logps, padded(entropies, logits_to_keep) if entropies else None, None
 
-    def _loss_denominator(self, inputs: dict) -> torch.Tensor | float:
-        """Return the divisor of the summed token losses, as in the parent; losses are then averaged over processes."""
-        if self.loss_type == "dr_grpo":
-            rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
-            return rows * self.max_completion_length
-        return self._share_of_generation(inputs["num_items_in_batch"])
-
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the divisor for a mean over the tokens of an optimizer step, from those of the generation batch."""
         share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
@@ -202,13 +198,6 @@ class ActorCriticTrainer(RolloutTrainer):
     def _add_to_step(self, **totals: torch.Tensor) -> None:
         for name, total in totals.items():
             self._step_sums[name] = self._step_sums.get(name, 0.0) + total.float()
-
-    def _log_step(self) -> None:
-        totals = self._sum(torch.stack([*self._step_sums.values()])).tolist()
-        means = dict(zip(self._step_sums, totals, strict=True))
-        self._step_sums = {}
-        tokens = max(means.pop("tokens"), 1)
-        self._log_values(**{name: total / tokens for name, total in means.items()})
 
     def _get_grad_norm(self, model, grad_norm=None):
         grad_norm = super()._get_grad_norm(model, grad_norm)
@@ -328,7 +317,12 @@ class PPOTrainer(ActorCriticTrainer):
                 self.args.value_clip_range,
             )
             losses = losses.masked_fill(~mask, 0.0)
-            self.accelerator.backward(losses.sum() / self._loss_denominator(inputs))
+            # divided as the policy's loss by the parent; losses are then averaged over processes
+            denominator = self._share_of_generation(inputs["num_items_in_batch"])
+            if self.loss_type == "dr_grpo":
+                rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
+                denominator = rows * self.max_completion_length
+            self.accelerator.backward(losses.sum() / denominator)
         self._add_to_step(value_loss=losses.detach().sum(), value_clip_fraction=(clipped & mask).sum())
         if self.accelerator.sync_gradients:
             self._log_values(critic_grad_norm=self._step_critic())

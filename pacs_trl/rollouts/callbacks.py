@@ -292,10 +292,9 @@ class StepStart(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """
     Save a checkpoint and stop all processes at the end of the optimizer step in which any process received SIGTERM or
-    SIGINT; a due evaluation is skipped. A second SIGINT stops immediately.
-
-    Outside of training the previous signal handlers apply. If SIGINT is ignored, as for background jobs of a shell, it
-    stays ignored.
+    SIGINT; a due evaluation is skipped. A second SIGINT stops immediately. Works in the main thread, from the start of
+    training until `close`; use it with `contextlib.closing`. If SIGINT is ignored, as for background jobs of a shell,
+    it stays ignored.
 
     Attributes:
         stopped (`signal.Signals`, *optional*): Signal that stopped training early.
@@ -336,18 +335,8 @@ class StopOnSignal(TrainerCallback):
         control.should_save = True
         control.should_training_stop = True
 
-    def restore(self) -> None:
+    def close(self) -> None:
+        """Restore the previous signal handlers."""
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
         self._previous.clear()
-
-
-@contextmanager
-def stop_on_signal() -> Iterator[StopOnSignal]:
-    """Stop training gracefully on SIGTERM and SIGINT inside the context, in the main thread. Yields the callback to
-    add to the trainer; after training, its `stopped` is the signal that stopped it, or `None`."""
-    callback = StopOnSignal()
-    try:
-        yield callback
-    finally:
-        callback.restore()

@@ -21,7 +21,7 @@ _HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations"
 _UNSAFE = {
     **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "would round the trained weights in an evaluation"),
     "enable_jit_checkpoint": "may save inside an optimizer step; `pacs-trl train` and "
-    "pacs_trl.rollouts.callbacks.stop_on_signal() save between two",
+    "pacs_trl.rollouts.callbacks.StopOnSignal() save between two",
 }
 
 

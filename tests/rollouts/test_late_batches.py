@@ -6,6 +6,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts import late_batches
-from pacs_trl.rollouts.callbacks import stop_on_signal
+from pacs_trl.rollouts.callbacks import StopOnSignal
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
 from pacs_trl.rollouts.late_batches import ServerRequests
@@ -227,7 +228,7 @@ def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, model_path, eng
         numbers.append(request)
         return generate(own, *request) if len(numbers) < 3 else threading.Event().wait()
 
-    with LoopbackVLLM(model_path) as server, forked_engine(), stop_on_signal() as stopping:
+    with LoopbackVLLM(model_path) as server, forked_engine(), closing(StopOnSignal()) as stopping:
         settings = {"save_strategy": "no"}
         if engine is ServerRequests:
             play_installed(monkeypatch.setattr)
@@ -240,7 +241,7 @@ def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, model_path, eng
             stopped = trainer_of(tmp_path / "stopped", callbacks=[stopping, CtrlC(event, at)], **settings)
             stopped.train()
         assert stopping.stopped == signal.SIGINT and stopped.state.global_step == saved and len(numbers) == 3
-        stopping.restore()
+        stopping.close()
         assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
         resumed = trainer_of(tmp_path / "stopped", **settings)
         resumed.train(resume_from_checkpoint=True)

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import closing
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from safetensors.torch import load_file
 from scripted import run_recipe
 
 from pacs_trl.errors import exit_code
-from pacs_trl.rollouts.callbacks import stop_on_signal
+from pacs_trl.rollouts.callbacks import StopOnSignal
 from pacs_trl.rollouts.checkpoint import last_checkpoint
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
@@ -147,7 +148,7 @@ def test_a_run_in_another_thread_leaves_signals_alone():
     found = []
 
     def begin():
-        with stop_on_signal() as callback:
+        with closing(StopOnSignal()) as callback:
             callback.on_train_begin(None, None, None)
             found.append((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)))
 
