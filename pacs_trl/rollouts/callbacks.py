@@ -174,7 +174,11 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
         yield callback
         return
     output_dir = Path(str(training.output_dir))
-    identity = _identity(output_dir / "run_id", resuming)
+    file = output_dir / "run_id"
+    earlier = file.read_text().strip() if resuming and file.is_file() else None
+    identity = os.environ.get("WANDB_RUN_ID") or earlier or secrets.token_hex(4)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    file.write_text(identity + "\n")
     if training.run_name is None:
         training.run_name = f"{output_dir.name}-{identity}"
     wanted = {
@@ -244,14 +248,6 @@ def _read_table(file: Path, *, unique_prompts: bool) -> pd.DataFrame:
 
 def _trackers(args, state) -> list:
     return [importlib.import_module(n) for n in _WITH_TABLES if n in args.report_to and state.is_world_process_zero]
-
-
-def _identity(file: Path, resuming: bool) -> str:
-    earlier = file.read_text().strip() if resuming and file.is_file() else None
-    identity = os.environ.get("WANDB_RUN_ID") or earlier or secrets.token_hex(4)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(identity + "\n")
-    return identity
 
 
 # Signals --------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     late_rollout: Callable | None = None  # an asynchronous `rollout_func`
     _update_class = PolicyUpdate
-    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite", "late_batches")
+    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite")
 
     @abstractmethod
     def create_objective(self) -> Objective:
@@ -300,16 +300,6 @@ class ExactUpdateTrainer(RolloutTrainer):
             if self._late is not None:
                 self._late.close()
 
-    @property
-    def late_batches(self) -> dict:
-        """Generation batches that were not taken yet; saved in checkpoints."""
-        return {} if self._late is None else self._late.finish()
-
-    @late_batches.setter
-    def late_batches(self, batches: dict) -> None:
-        if self._late is not None:
-            self._late.arrived = dict(batches)
-
     def evaluation_loop(self, *args, **kwargs):
         if self._late is not None:  # a server has one copy of the weights, and reward functions are called in order
             self._late.finish()
@@ -366,12 +356,15 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _own_state(self) -> dict:
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
-        return {"rollouts": rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)}
+        rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
+        return {"rollouts": rollouts, "late_batches": {} if self._late is None else self._late.finish()}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         self._steps = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
+        if self._late is not None:
+            self._late.arrived = dict(state["late_batches"])
         if self._reference == "snapshot" or self._keeps_generating_policy:
             process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
             copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
