@@ -8,6 +8,7 @@ temperature 1. Finished runs are read from `--results_dir`, so the command can b
 alone: `--arms PACS --seeds 0 --rate 2e-5`. `--task` chooses sums or a task of reasoning-gym (with the extra `gym`).
 """
 
+import re
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -140,6 +141,33 @@ def report(options: Options, task: str, rates: dict[str, float], steps: int) -> 
     return markdown(heads, rows, 3)
 
 
+def kind_of(entry: dict[str, Any]) -> str:
+    """Return the kind of answer that an entry of reasoning-gym has."""
+    question, answer = entry["question"], entry["answer"]
+    if "LCM" in question:
+        return "the larger number" if int(answer) == max(map(int, re.findall(r"\d+", question))) else "another number"
+    return "negative" if answer.startswith("-") else "difference" if "-" in question else "sum"
+
+
+def problems_of(run: Run) -> list[dict[str, Any]]:
+    (benchmark,) = run.results["benchmarks"].values()
+    return benchmark["problems"]
+
+
+def by_kind(task: str, found: dict[str, dict[int, Run]]) -> list[str]:
+    """Return a table with the percentage of correct completions by kind of answer, over all seeds of an arm."""
+    ((name, settings),) = TASKS[task].items()
+    problems = {arm: [p for run in runs.values() for p in problems_of(run)] for arm, runs in found.items()}
+    entries = gym.checked_dataset(name, settings["config"], gym.BENCHMARK_SEED, gym.BENCHMARK_SIZE)
+    kinds = {p["id"]: kind_of(entries[int(p["id"])]) for own in problems.values() for p in own}
+    titles, rows = sorted(set(kinds.values())), []
+    for arm, own in problems.items():
+        shares = [mean(p["c"] / p["n"] for p in own if kinds[p["id"]] == kind) for kind in titles]
+        rows.append([arm, *(f"{100 * share:.0f}" for share in shares)])
+    numbers = list(kinds.values())
+    return ["", *markdown(["", *(f"{kind} ({numbers.count(kind)})" for kind in titles)], rows)]
+
+
 def main() -> None:
     parser = arms_parser(__doc__, "pretrained", ARMS)
     parser.add_argument("--task", choices=TASKS, default="sums")
@@ -157,7 +185,9 @@ def main() -> None:
     for seed in args.seeds:
         for arm in args.arms:
             run_cell(cell_of(args.task, arm, rates[arm], args.steps), seed, options)
-            publish(Path(args.results_dir) / f"{args.task}.md", report(options, args.task, rates, args.steps))
+            lines = report(options, args.task, rates, args.steps)
+            lines += by_kind(args.task, runs_of(options, args.task, rates, args.steps)) if TASKS[args.task] else []
+            publish(Path(args.results_dir) / f"{args.task}.md", lines)
     draw(runs_of(options, args.task, rates, args.steps), Path(args.results_dir) / f"{args.task}.png")
 
 
