@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         if longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:
-                print("\n".join(Estimate(recipe, launch, gpu, prompts).lines(mean_length)))
+                print(Estimate(recipe, launch, gpu, prompts).text(mean_length))
             else:
                 conflicts.append(f"--mean_length is {mean_length}. Choose 1 to max_completion_length={longest}.")
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):

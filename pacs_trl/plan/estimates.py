@@ -1,7 +1,10 @@
 """Estimate of a recipe on a launch: batches, run, GPU memory, and hours. Formulas are in `cost.py`."""
 
 import math
+from pathlib import Path
 from typing import NamedTuple
+
+from jinja2 import Template
 
 from ..recipe import Recipe
 from . import cost
@@ -9,6 +12,7 @@ from .cost import GIB, H200, Gpu
 from .launch import Launch
 
 
+TEMPLATE = Path(__file__).parents[1] / "templates" / "plan.txt"
 # Number of problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
@@ -104,6 +108,10 @@ class Estimate:
         self.update = self.state + self.activations + self.gathered + self.collected
         self.beside_engine = self.state if self.asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
+        is_float32 = self.dtype == "float32" or self.has_float32_copies or model.use_peft
+        how_saved = {"weight_bytes": 4 if is_float32 else 2, "snapshot": self.has_snapshot}
+        self.checkpoint = cost.checkpoint_bytes(self.trained, **how_saved) + cost.checkpoint_bytes(self.critic)
+        self.checkpoint *= training.save_strategy != "no"
 
     def _tokens(self, rows: int) -> int:
         """Return the tokens in a micro-batch of the longest completions."""
@@ -214,100 +222,16 @@ class Estimate:
         num_gpus = self.num_gpus + self.server_gpus
         return self.step.rollouts(optimizer_steps) * self.seconds(mean_length) * num_gpus / 3600
 
-    def lines(self, mean_length: int) -> list[str]:
-        """Return the lines that `plan` prints, for completions of `mean_length` tokens on average."""
-        sections = {"Step": self._step_lines(), "Run": self._run_lines(mean_length)}
-        if self.unknown:
-            sections["Memory and time"] = [("unknown", f"The shape of {self.unknown[0]!r} is not known.")]
-        else:
-            billions, when = f"{self.shape.parameters / 1e9:.2f}e9", "without grading, weight transfer, and saving"
-            sections[f"Memory per GPU (estimate, {billions} parameters)"] = self._memory_lines()
-            sections[f"Time on {self.gpu.name} (estimate; {when})"] = self._time_lines(mean_length)
-        found = []
-        for title, rows in sections.items():
-            found += ["", title, *(f"  {name:18} {text}" for name, text in rows)] if rows else []
-        return found
-
-    def _step_lines(self) -> list[tuple[str, str]]:
-        step, total = self.step, self.step.completions_per_generation
-        updates = f"{step.updates_per_generation} optimizer steps per generation"
-        if step.generations_per_update > 1:
-            updates = f"one optimizer step per {step.generations_per_update} generations"
-        generation = f"{step.prompts_per_generation:.0f} prompts x {step.num_generations} = {total} completions, "
-        update = f"{step.prompts_per_update:g} prompts x {step.num_generations} = {step.completions_per_update} "
-        product = f"{step.per_device_train_batch_size} x {step.num_processes} processes x "
-        return [
-            ("generation batch", f"{generation}{total // step.num_processes} per process"),
-            (
-                "optimizer step",
-                f"{update}completions ({product}{step.gradient_accumulation_steps} accumulation steps)",
-            ),
-            ("updates", updates),
-        ]
-
-    def _run_lines(self, mean_length: int) -> list[tuple[str, str]]:
-        if (optimizer_steps := self.optimizer_steps()) is None:
-            return [("optimizer steps", "unknown: max_steps is not set and the number of prompts is not known")]
-        step, size, (number, lengths) = self.step, self.num_problems, self.prompts
-        rollouts = step.rollouts(optimizer_steps)
-        epochs = f" ({rollouts * step.prompts_per_generation / size:.1f} epochs of {size} problems)" if size else ""
-        completions = rollouts * step.completions_per_generation
-        measured = f", {self.mean_prompt} tokens on average, {self.longest_prompt} at most" if lengths else ""
-        rows = [] if number is None else [("prompts", f"{number:,}{measured} (measured)")]
-        return rows + [
-            ("optimizer steps", f"{optimizer_steps}"),
-            ("generations", f"{rollouts}{epochs}"),
-            ("completions", f"{completions:,}"),
-            ("tokens generated", f"{completions * mean_length:,} with {mean_length} per completion on average"),
-        ]
-
-    def _memory_lines(self) -> list[tuple[str, str]]:
-        state = "16 bytes per trained weight (float32 weight, gradient, two Adam moments)"
-        state += ", and the KL reference" * self.has_kl_model
-        state += ", over all processes" * (self.launch.sharding == "full")
-        kept = ", layer inputs and one whole layer" * self.training.gradient_checkpointing
-        engine = f"vllm_gpu_memory_utilization={self.training.vllm_gpu_memory_utilization}"
-        fits = "fits" if self.peak <= self.usable else "DOES NOT FIT"
-        parts = [
-            ("training state", self.state, state),
-            ("activations", self.activations, f"micro-batch of {self.tokens} tokens, {self.precision}{kept}"),
-            ("gathered weights", self.gathered, "two layers and the output head"),
-            ("collected gradient", self.collected, "of all weights, until the last micro-batch"),
-            ("vLLM", self.engine, engine + ", freed during updates" * self.asleep),
-            ("engine process", self.copies, "of its weights, on the CPU, for each process"),
-            ("peak", self.peak, f"of {self.gpu.memory_bytes / GIB:.0f} GiB on an {self.gpu.name}: {fits}"),
-        ]
-        if self.training.save_strategy != "no":
-            is_float32 = self.dtype == "float32" or self.has_float32_copies or self.recipe.model.use_peft
-            how = {"weight_bytes": 4 if is_float32 else 2, "snapshot": self.has_snapshot}
-            size = cost.checkpoint_bytes(self.trained, **how) + cost.checkpoint_bytes(self.critic)
-            parts.append(("checkpoint", size, "on disk, each"))
-        return [
-            (name, (f"{size / GIB:6.1f} GiB" if size >= 0.1 * GIB else f"{size / 2**20:6.1f} MiB") + f"   {text}")
-            for name, size, text in parts
-            if size
-        ]
-
-    def _time_lines(self, mean_length: int) -> list[tuple[str, str]]:
-        if (gpu_hours := self.gpu_hours(mean_length)) is None:
-            return []
-        gpu, (flops, learning), generating = self.gpu, self.learning(mean_length), self.generating(mean_length)
-        bandwidth = f"{gpu.decoding_share:.0%} of {gpu.bandwidth / 1e12:.3g} TB/s"
-        generation = f"{generating:.3g} s per generation, at {bandwidth}"
-        total, cards = self.num_gpus + self.server_gpus, f"{self.num_gpus} GPU{'s' * (self.num_gpus > 1)}"
-        if self.server_gpus:
-            best = min(range(1, total), key=lambda number: self.seconds(mean_length, number))
-            generation += f", on the server's {self.server_gpus} GPUs"
-            cards = f"{total} GPUs, {self.num_gpus} for training (fastest: {total - best}, if they fit)"
-        generates_values = self.critic and self.recipe.run.method != "ppo"
-        updates = f"{learning:.3g} s per generation: {flops:.1e} FLOP, {self.forward_passes():g} forward passes, at "
-        updates += f"{gpu.training_share:.0%} of {gpu.flops / 1e12:.0f} TFLOP/s"
-        return [
-            ("updates", updates),
-            ("generation", generation + ", beside the updates" * bool(self.training.rollout_lag)),
-            *([("critic", "not estimated: its generation")] if generates_values else []),
-            ("all", f"{_duration(gpu_hours / total)} on {cards}, {_duration(gpu_hours, 'GPU ', 0)}"),
-        ]
+    def text(self, mean_length: int) -> str:
+        """Return the text that `plan` prints, for completions of `mean_length` tokens on average."""
+        gpus = range(1, self.num_gpus + self.server_gpus)
+        hours = self.gpu_hours(mean_length)
+        fastest = None
+        if self.server_gpus and hours is not None:
+            fastest = gpus.stop - min(gpus, key=lambda number: self.seconds(mean_length, number))
+        template = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, lstrip_blocks=True)
+        shown = {"mean_length": mean_length, "hours": hours, "fastest": fastest, "duration": _duration}
+        return template.render(plan=self, step=self.step, **shown)
 
 
 def _duration(hours: float, unit: str = "", digits: int = 1) -> str:

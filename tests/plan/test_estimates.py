@@ -53,7 +53,7 @@ def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
         other = sides[0] * 64 / 63, estimate.generating(350, 9)
         assert estimate.seconds(350, 9) == pytest.approx(total(other)) and other[1] < sides[1]
         assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.seconds(350) * 72 / 3600)
-    printed = "\n".join(estimate_of(**LATE).lines(350))
+    printed = estimate_of(**LATE).text(350)
     assert "on the server's 8 GPUs, beside the updates" in printed and "on 72 GPUs, 64 for training" in printed
 
 
@@ -68,7 +68,7 @@ def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     assert estimate_of(**own).copies == 2 * 4 * PARAMETERS
     with_lora = estimate_of(**own | LORA)
     assert with_lora.copies == 4 * (PARAMETERS + 2 * with_lora.trained)
-    assert "engine process" in "\n".join(with_lora.lines(350))
+    assert "engine process" in with_lora.text(350)
 
 
 def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
@@ -134,7 +134,7 @@ def test_training_state(estimate_of, size, settings):
 def test_checkpoint(estimate_of):
     """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot."""
     for settings, size in (({}, 12), (SNAPSHOT, 16), (PPO, 24)):
-        assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in "\n".join(estimate_of(**settings).lines(350))
+        assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in estimate_of(**settings).text(350)
 
 
 def test_the_critic_has_a_size_of_its_own(estimate_of):
