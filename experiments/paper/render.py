@@ -185,7 +185,8 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         parts.append(_figure("pass@k", path, table, twins))
     for paper_name, name in names.items():
         title = f"{name} in place of {paper_name}" if twins else paper_name
-        parts.append(tables.details(title, table_of([name], ks_of[name])))
+        folded = table_of([name], ks_of[name])
+        parts.append(f"<details><summary>{title}</summary>\n\n{folded}\n</details>\n")
     return "\n".join(parts)
 
 

@@ -40,24 +40,8 @@ OTHERS = (
 # Inches: one panel has the width of a column, several have that of a page.
 COLUMN_WIDTH, PAGE_WIDTH, PANEL_HEIGHT = 3.4, 7.0, 2.3
 
-STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "legend.fontsize": 7,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.linewidth": 0.4,
-    "grid.color": "#dddddd",
-    "lines.linewidth": 1.3,
-    "lines.markersize": 3.5,
-    "legend.frameon": False,
-    "svg.hashsalt": "pacs_trl",  # the same figure gives the same file
-    "svg.fonttype": "none",
-}
+_STYLE_FILE = Path(__file__).parents[1] / "templates" / "figures.mplstyle"
+STYLE = matplotlib.rc_params_from_file(_STYLE_FILE, use_default_template=False)
 
 # Titles of legends.
 INTERVALS = "95 % intervals over problems"

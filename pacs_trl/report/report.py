@@ -4,10 +4,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Template
+
 from ..evaluation.results import read_json, read_results, require_same_protocol
 from ..settings import Parser
 from ..settings.names import require_matplotlib
 from . import tables
+
+
+TEMPLATE = Path(__file__).parents[1] / "templates" / "report.md"
 
 
 def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | None = None) -> list[Path]:
@@ -23,29 +28,20 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
     before = baseline or results[0]["method"]
     pass_at_k = {name: tables.benchmark_table(results, name, baseline) for name in names}
 
-    markdown = []
-    if changes := tables.before_and_after(results, names, before):
-        changes = tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes)
-        markdown.append(
-            f"# Before and after\n\nBefore: {tables.one_line(before)}. Percent with 95 % intervals over problems."
-            f"\n\n{changes}"
-        )
-    markdown.append("![pass@k](pass_at_k.png)\n")
-    for name, title in names.items():
-        markdown.append(tables.details(tables.one_line(title), tables.to_markdown(*pass_at_k[name])))
-    markdown.append(f"## Settings\n\n{tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results))}")
-    sampling, prompt, verifier = (results[0]["protocol"][part] for part in ("sampling", "prompt", "verifier"))
-    markdown.append(
-        f"Sampling: temperature {sampling['temperature']}, top-p {sampling['top_p']}, top-k {sampling['top_k']}, at "
-        f"most {sampling['max_new_tokens']} tokens. Prompt: the problem, then {prompt['instruction']!r}; system turn: "
-        f"{prompt['system_prompt']!r}. Verifier: {verifier['name']} {verifier['version']}.\n"
+    changes = tables.before_and_after(results, names, before)
+    text = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, lstrip_blocks=True).render(
+        before=tables.one_line(before),
+        changes=changes and tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes),
+        benchmarks=[(tables.one_line(names[name]), tables.to_markdown(*pass_at_k[name])) for name in names],
+        settings=tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results)),
+        **results[0]["protocol"],
     )
 
     from . import plots  # needs matplotlib
 
     output_dir.mkdir(parents=True, exist_ok=True)
     file = output_dir / "tables.md"
-    file.write_text("\n".join(markdown), encoding="utf-8")
+    file.write_text(text + "\n", encoding="utf-8")
     return [file, *plots.pass_at_k_figure(results, names, output_dir / "pass_at_k")]
 
 

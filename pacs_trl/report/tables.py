@@ -172,11 +172,6 @@ def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def details(title: str, text: str) -> str:
-    """Return Markdown that is collapsed under its title."""
-    return f"<details><summary>{title}</summary>\n\n{text}\n</details>\n"
-
-
 def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     """Return a GitHub table; bars and line breaks inside cells are escaped."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
