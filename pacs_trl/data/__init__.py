@@ -1,6 +1,6 @@
 """Training problems: `prompt` and `solution` from the rows of a dataset.
 
-A training set is an entry of `TRAINING_SETS`; benchmarks are in `evaluation/benchmarks.py`. Both use the loader of
+Named training sets and benchmarks are in `problem_sets.yaml`. Both use the loader of
 `sets.py` and the prompt builder of `prompts.py`. Mixing several sets and streaming are not supported.
 """
 
@@ -18,16 +18,7 @@ from ..settings import bounded, refuse_illegal_values
 from . import gym
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
-from .sets import (
-    CODE_INSTRUCTION,
-    FILE_FORMATS,
-    GSM8K,
-    MINIATURE,
-    ProblemSet,
-    gold_answer,
-    load_rows,
-    own_columns,
-)
+from .sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns
 
 
 if TYPE_CHECKING:  # slow to import, and `--help` needs this module
@@ -35,9 +26,6 @@ if TYPE_CHECKING:  # slow to import, and `--help` needs this module
 
 
 logger = logging.getLogger(__name__)
-
-# Instruction for problems with free-text answers.
-ANSWER_INSTRUCTION = "Please reason step by step, and put your final answer between <answer> and </answer>."
 
 
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -51,32 +39,7 @@ def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-TRAINING_SETS = {
-    # The paper's training set: 40k competition problems with their final answers.
-    "deepscaler": ProblemSet(
-        "agentica-org/DeepScaleR-Preview-Dataset", revision="b6ae8c60f5c1f2b594e2140b91c49c9ad0949e29"
-    ),
-    "gsm8k": GSM8K,
-    # A copy of MATH with the official 7,500 / 5,000 split, since the original repository was taken down. MATH-500 is
-    # part of its test split.
-    "math": ProblemSet(
-        "DigitalLearningGmbH/MATH-lighteval",
-        revision="0530c78699ea5e8eb5530600900e1f328b48acad",
-        solution_column="solution",
-        answer_in="last_box",
-    ),
-    # Programming problems whose reference solutions pass their tests. Its commit, as that of the next set, is
-    # not known to us.
-    "verifiable_coding": ProblemSet(
-        "open-r1/verifiable-coding-problems-python_decontaminated-tested-shuffled",
-        problem_column="problem_statement",
-        solution_column="verification_info",
-        answer_in="tests",
-        instruction=CODE_INSTRUCTION,
-    ),
-    # Problems of any subject with free-text answers.
-    "rlpr": ProblemSet("openbmb/RLPR-Train-Dataset", convert_rows=_from_verl, instruction=ANSWER_INSTRUCTION),
-}
+TRAINING_SETS = named_sets("training", {"rlpr": _from_verl})
 
 
 @dataclass

@@ -13,6 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+import yaml
+
 from ..settings.names import looks_like_path
 from ..verification import Verifier, gold_texts, last_boxed
 from ..verification.cases import json_of_tests
@@ -47,7 +49,7 @@ class ProblemSet:
             content of the last `\\boxed{}`), or `"tests"` (tests of a program, see `verification/cases.py`). A mapping
             is always read as tests.
         instruction (`str`, *optional*): Replacement for the default instruction.
-        files (`tuple[str, ...]`): JSON lines files of a repository without splits.
+        files (`list[str]`, *optional*): JSON lines files of a repository without splits.
         package_file (`str`, *optional*): Compressed JSON lines file with the rows in a Python package, which is read
             instead where the package is installed.
         convert_rows (`Callable`, *optional*): Converts stored rows into rows with these columns.
@@ -65,25 +67,17 @@ class ProblemSet:
     id_column: str | None = None
     answer_in: Literal["column", "last_box", "tests"] = "column"
     instruction: str | None = None
-    files: tuple[str, ...] = ()
+    files: list[str] | None = None
     package_file: str | None = None
     convert_rows: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | None = None
     title: str = ""
     version: int = 1
 
 
-CODE_INSTRUCTION = (
-    "\n\nPlease reason step by step, and write the whole program in Python, in one block that begins with ```python."
-)
-
-# The train split is a training set, the test split a benchmark.
-GSM8K = ProblemSet(
-    "openai/gsm8k",
-    revision="740312add88f781978c0658806c59bc2815b9866",
-    config="main",
-    problem_column="question",
-    title="GSM8K",
-)
+def named_sets(kind: str, convert: Mapping[str, Callable]) -> dict[str, ProblemSet]:
+    """Read the sets of a kind, `"training"` or `"benchmarks"`; `convert` has `convert_rows` of a set by its name."""
+    entries = yaml.safe_load((Path(__file__).parent / "problem_sets.yaml").read_text(encoding="utf-8"))[kind]
+    return {name: ProblemSet(convert_rows=convert.get(name), **entry) for name, entry in entries.items()}
 
 
 # Problem columns of the user's own data, in order of precedence.
@@ -124,7 +118,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     else:
         from datasets import load_dataset
 
-        files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files]
+        files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files or ()]
         how = {"split": entry.split, "revision": entry.revision}
         try:
             if files:

