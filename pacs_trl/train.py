@@ -1,18 +1,12 @@
 """Training from a recipe: `accelerate launch -m pacs_trl.train --config RECIPE.yaml [--key value ...]`."""
 
 import sys
-from importlib import import_module
 
 
 if __name__ == "__main__":  # before the slow imports below, so that help, errors, and Ctrl-C are fast
-    from .errors import exit_code
-    from .settings import answer_train_help
+    from .cli import run
 
-    def command(argv):
-        answer_train_help(argv)
-        return import_module("pacs_trl.train").main(argv)
-
-    sys.exit(exit_code("pacs-trl train", command, sys.argv[1:]))
+    sys.exit(run("train", sys.argv[1:]))
 
 import tempfile
 from collections.abc import Callable, Sequence

@@ -18,7 +18,7 @@ from ..settings import bounded, refuse_illegal_values
 from . import gym
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
-from .sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns
+from .sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns, require_columns
 
 
 if TYPE_CHECKING:  # slow to import, and `--help` needs this module
@@ -203,12 +203,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     names, source = list(dict.fromkeys(name for row in rows for name in row)), args.dataset_path or args.dataset_name
     if args.dataset_name not in TRAINING_SETS:
         entry = own_columns(entry, names, args.problem_column, args.solution_column)
-    for key in ("problem_column", "solution_column"):
-        if getattr(entry, key) not in names:
-            raise ValueError(
-                f"`{key}` {getattr(entry, key)!r} is not a column of {source!r}. Columns found: {', '.join(names)}. "
-                f"Set `{key}` to one of them."
-            )
+    require_columns(source, rows, {key: getattr(entry, key) for key in ("problem_column", "solution_column")})
     instruction = instruction_for(entry, args.prompt_instruction)
     usable, prompts, solutions = [], [], []
     for index, row in enumerate(rows):

@@ -165,6 +165,18 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def require_columns(source: str, rows: Sequence[dict[str, Any]], columns: Mapping[str, str | None]) -> list[str]:
+    """Return the columns of rows. Raises a `ValueError` if one of those that settings name is not among them."""
+    found = list(dict.fromkeys(column for row in rows for column in row))
+    for setting, column in columns.items():
+        if column is not None and column not in found:
+            raise ValueError(
+                f"`{setting}` {column!r} is not a column of {source!r}. Columns found: {', '.join(found)}. Set "
+                f"`{setting}` to one of them."
+            )
+    return found
+
+
 def report_unreadable_golds(
     name: str, golds: Sequence[str | list[str]], verifier: Verifier, rows: Sequence[Any] | None = None
 ) -> None:

@@ -18,7 +18,7 @@ from itertools import combinations
 from pathlib import Path
 
 from ..data import TRAINING_SETS
-from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows
+from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows, require_columns
 from ..rewards import VerificationArguments
 from ..settings import Parser
 from ..verification import Outcome, completion_text
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _audit_completions(args: argparse.Namespace) -> None:
     rows, column = read_rows(Path(args.completions)), args.completion_column
     named = {name: getattr(args, name) for name in ("completion_column", "solution_column", "true_column")}
-    _require_columns(args.completions, rows, named)
+    require_columns(args.completions, rows, named)
     # a cell with a list of completions, but not a conversation, becomes several rows
     cells = [(row, row.get(column)) for row in rows]
     cells = [(row, c if isinstance(c, list) and not (c and isinstance(c[0], dict)) else [c]) for row, c in cells]
@@ -89,15 +89,6 @@ def _audit_completions(args: argparse.Namespace) -> None:
             print(f"    completion ...{(texts[i] or '')[-200:]!r}")
 
 
-def _require_columns(source: str, rows: Sequence[dict], columns: dict[str, str | None]) -> None:
-    found = sorted({column for row in rows for column in row})
-    for setting, column in columns.items():
-        if column is not None and column not in found:
-            raise ValueError(
-                f"`--{setting}` {column!r} is not a column of {source}. Columns found: {', '.join(found)}."
-            )
-
-
 def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
     print(f"{'outcome':18}" + "".join(f"{protocol:>10}" for protocol in graded))
     counts = [Counter(outcomes) for outcomes in graded.values()]
@@ -117,7 +108,7 @@ def _audit_programs(args: argparse.Namespace) -> None:
     entry = TRAINING_SETS.get(name) or replace(ProblemSet(""), answer_in="tests")
     rows = load_rows(name, entry, path or None)[: args.max_problems or None]
     columns = {"solution_column": entry.solution_column, "reference_column": args.reference_column}
-    _require_columns(args.programs, rows, columns)
+    require_columns(args.programs, rows, columns)
     tests, problems = [], []  # `None` and the reason, where tests cannot be read
     for cell in (row.get(entry.solution_column) for row in rows):
         try:
