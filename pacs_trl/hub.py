@@ -263,21 +263,19 @@ def build_card(
         **license_of(str(given.get("model_name_or_path") or "")),
     )
     shown = {key: value for key, value in settings.items() if not _NOT_SHOWN.match(key)}
+    facts = {"settings": settings, "recipe": recipe, "training": training, "results": results, "paper": paper}
+    helpers = {"linked": _linked, "block": _block, "one_line": one_line, "table": _table}
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
         model_name=title,
         place=json.dumps(name if "/" in name else "."),
-        origin=f"an adapter of {_origin(settings)}" if is_adapter else _origin(settings),
+        is_adapter=is_adapter,
         method="GenAC" if method == "genac" else method.upper(),
-        paper=paper,
-        dataset=_linked(dataset, "datasets/") if dataset else None,
-        tools=", ".join(_linked(tool) for tool in settings.get("tools") or []),
-        environment=_linked(settings["environment"]) if settings.get("environment") else None,
-        recipe=recipe,
-        settings=_block(yaml.safe_dump(shown, allow_unicode=True).strip(), "yaml") if shown else None,
-        training=training,
-        **(_result_facts(results) if results else {}),
+        dataset=dataset,
+        shown=shown and yaml.safe_dump(shown, allow_unicode=True).strip(),
+        **facts,
+        **helpers,
     )
     return f"{card.content.rstrip()}\n\n{_MARK}\n"
 
@@ -308,13 +306,6 @@ def license_of(model: str) -> dict[str, str]:
     return {"license": "unknown"} | stated
 
 
-def _origin(settings: Mapping[str, Any]) -> str:
-    name = str(settings.get("model_name_or_path") or "")
-    if not name:
-        return "a model made from scratch" if "model_name_or_path" in settings else "a language model"
-    return "a miniature model made from scratch" if name.startswith(MINIATURE) else f"the model {_linked(name)}"
-
-
 def _linked(name: Any, kind: str = "") -> str:
     """Return a link to a repository of the Hub, or any other name in code style."""
     return f"[{name}]({HUB}/{kind}{name})" if is_hub_id(name) else f"`{one_line(str(name)).replace('`', chr(39))}`"
@@ -340,15 +331,9 @@ def model_index(results: dict[str, Any]) -> list[EvalResult]:
     return entries
 
 
-def _result_facts(results: dict[str, Any]) -> dict[str, Any]:
-    shown = []
-    for name, entry in results["benchmarks"].items():
-        header, lines = benchmark_table([results], name)
-        markdown = to_markdown(header[3:], [line[3:] for line in lines])  # without method, n and runs
-        shown.append({**entry["source"], "title": one_line(entry["title"]), "markdown": markdown})
-    instruction = results["protocol"]["prompt"]["instruction"]
-    example = _block(f"<problem> {instruction}" if instruction else "<problem>", "text")
-    return {"tables": shown, "results": results, "prompt_example": example, **results["protocol"]}
+def _table(results: dict[str, Any], benchmark: str) -> str:
+    header, lines = benchmark_table([results], benchmark)
+    return to_markdown(header[3:], [line[3:] for line in lines])  # without method, n and runs
 
 
 def _block(text: str, language: str) -> str:
