@@ -35,17 +35,7 @@ LETTERS = "ABCD"
 # The window of the PACS paper's evaluation, both days included: 322 problems, as its scores imply.
 LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
 # Imports that LiveCodeBench's runner prepends to a program.
-_MODULES = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
-).split()
-_PRELUDE = "\n".join(
-    [
-        *(f"from {name} import *" for name in (*_MODULES, "builtins", "typing")),
-        f"import {', '.join(_MODULES[:12])}",
-        f"import {', '.join(_MODULES[12:])}",
-        "sys.setrecursionlimit(50000)",
-    ]
-)
+_PRELUDE = (Path(__file__).parents[1] / "templates" / "livecodebench_prelude.txt").read_text().rstrip("\n")
 _UNPACK = """
 import base64, pickle, sys, zlib
 sys.stdout.write(pickle.loads(zlib.decompress(base64.b64decode(sys.stdin.read()))))

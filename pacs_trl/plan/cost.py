@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import yaml
+
 
 GIB = 2**30
 
@@ -21,18 +23,6 @@ class Gpu(NamedTuple):
     bandwidth: float
     training_share: float = 0.35  # of `flops`
     decoding_share: float = 0.6  # of `bandwidth`
-
-
-# NVIDIA's data sheets (docs/hardware.md), of SXM modules where there are several. A GB is 1e9 bytes; a peak that is
-# given with sparsity is halved.
-GPUS = {
-    "h200": Gpu("H200", 141e9, 989e12, 4.8e12),
-    "h100-80": Gpu("H100", 80e9, 989e12, 3.35e12),
-    "a100-80": Gpu("A100", 80e9, 312e12, 2.039e12),
-    "l40s": Gpu("L40S", 48e9, 362e12, 0.864e12),
-    "rtx4090": Gpu("RTX 4090", 24e9, 165e12, 1.008e12),
-}
-H200 = GPUS["h200"]
 
 
 @dataclass(frozen=True)
@@ -107,17 +97,10 @@ class ModelShape:
         return tokens * (layers + norms / 2 * self.hidden)  # and the last norm
 
 
-# layers, hidden, intermediate, heads, key-value heads, head size, vocabulary
-KNOWN_MODELS = {
-    "Qwen/Qwen3-0.6B": ModelShape(28, 1024, 3072, 16, 8, 128, 151936, tied=True, qk_norm=True),
-    "Qwen/Qwen3-1.7B": ModelShape(28, 2048, 6144, 16, 8, 128, 151936, tied=True, qk_norm=True),
-    "Qwen/Qwen3-4B": ModelShape(36, 2560, 9728, 32, 8, 128, 151936, tied=True, qk_norm=True),
-    "Qwen/Qwen3-8B": ModelShape(36, 4096, 12288, 32, 8, 128, 151936, tied=False, qk_norm=True),
-    "Qwen/Qwen2.5-3B": ModelShape(36, 2048, 11008, 16, 2, 128, 151936, tied=True, qkv_bias=True),
-    "Qwen/Qwen2.5-Math-1.5B": ModelShape(28, 1536, 8960, 12, 2, 128, 151936, tied=True, qkv_bias=True),
-    "Qwen/Qwen2.5-Math-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
-    "Qwen/Qwen2.5-7B": ModelShape(28, 3584, 18944, 28, 4, 128, 152064, tied=False, qkv_bias=True),
-}
+_TABLES = yaml.safe_load(Path(__file__).with_name("hardware_and_models.yaml").read_text(encoding="utf-8"))
+GPUS = {key: Gpu(**entry) for key, entry in _TABLES["gpus"].items()}
+KNOWN_MODELS = {name: ModelShape(**entry) for name, entry in _TABLES["models"].items()}
+H200 = GPUS["h200"]
 
 
 def model_shape(name: str | None) -> ModelShape | None:
