@@ -8,7 +8,7 @@ generated card is kept on both sides. huggingface_hub retries; a second push aft
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
