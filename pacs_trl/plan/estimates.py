@@ -231,7 +231,7 @@ class Estimate:
             fastest = gpus.stop - min(gpus, key=lambda number: self.seconds(mean_length, number))
         template = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, lstrip_blocks=True)
         shown = {"mean_length": mean_length, "hours": hours, "fastest": fastest, "duration": _duration}
-        return template.render(plan=self, step=self.step, **shown)
+        return template.render(plan=self, step=self.step, **shown).rstrip()
 
 
 def _duration(hours: float, unit: str = "", digits: int = 1) -> str:
