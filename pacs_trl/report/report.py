@@ -33,7 +33,8 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
         before=tables.one_line(before),
         changes=changes and tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes),
         benchmarks=[(tables.one_line(names[name]), tables.to_markdown(*pass_at_k[name])) for name in names],
-        settings=tables.to_markdown(tables.SETTINGS_HEADER, tables.settings_rows(results)),
+        results=results,
+        in_cell=tables.in_cell,
         **results[0]["protocol"],
     )
 

@@ -156,27 +156,16 @@ def before_and_after(results: Sequence[dict[str, Any]], names: Mapping[str, str]
     return lines
 
 
-SETTINGS_HEADER = ["method", "benchmark", "n", "tokens", "truncated", "engine", "verifier", "commit"]
-
-
-def settings_rows(results: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return settings and statistics of the samples, one row per file and benchmark."""
-    lines = []
-    for result in results:
-        engine, verifier = result["engine"]["name"], result["protocol"]["verifier"]
-        facts = [f"{engine} {result['versions'].get(engine, '')}".strip()]
-        facts += [f"{verifier['name']} {verifier['version']}", (result["commit"] or "")[:9]]
-        for entry in result["benchmarks"].values():
-            samples = [f"{entry['mean_tokens']:.0f}", f"{100 * entry['truncated_share']:.1f} %"]
-            lines.append([result["method"], entry["title"], str(result["n"]), *samples, *facts])
-    return lines
-
-
 def to_markdown(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Return a GitHub table; bars and line breaks inside cells are escaped."""
+    """Return a GitHub table."""
     rule = ["---"] + ["---:"] * (len(header) - 1)
-    rows = [[one_line(cell).replace("|", "\\|") for cell in cells] for cells in [header, *lines]]
+    rows = [[in_cell(cell) for cell in cells] for cells in [header, *lines]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [rows[0], rule, *rows[1:]]) + "\n"
+
+
+def in_cell(text: str) -> str:
+    """Escape bars and line breaks of a table cell."""
+    return one_line(text).replace("|", "\\|")
 
 
 def one_line(text: str) -> str:
