@@ -7,7 +7,7 @@ imports only PyYAML, so that help and wrong options do not wait for libraries.
 import argparse
 import ast
 import difflib
-import math
+import operator
 import os
 import re
 import sys
@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -24,43 +24,30 @@ import yaml
 # Ranges -----------------------------------------------------------------------------------------------------
 
 
-class Range(NamedTuple):
-    """Legal values of a number, as metadata `range` of a dataclass field."""
-
-    least: float = -math.inf
-    above: float = -math.inf
-    most: float = math.inf
-    below: float = math.inf
-
-    def __contains__(self, value: object) -> bool:
-        return self.least <= value <= self.most and self.above < value < self.below
-
-    def __str__(self) -> str:
-        bounds = {"at least": self.least, "above": self.above, "at most": self.most, "below": self.below}
-        return " and ".join(f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound))
-
-
-class _Metadata(dict):
-    """Metadata of a field, which parsers of TRL and transformers copy and pass to argparse."""
-
-    def copy(self):
-        return {name: value for name, value in self.items() if name != "range"}
+_COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
+_WORDS = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
 
 
 def bounded(default: float | None, **bounds: float) -> Any:
-    """Return a dataclass field with a [`Range`]: `bounded(1.0, above=0)`."""
-    return field(default=default, metadata=_Metadata(range=Range(**bounds)))
+    """Return a dataclass field with legal values, which parsers take as `metavar`: `bounded(1.0, above=0, most=2)`."""
+    legal = " and ".join(f"{_WORDS[name]} {bound:g}" for name, bound in bounds.items())
+    return field(default=default, metadata={"metavar": legal})
+
+
+def _is_legal(value: float, legal: str) -> bool:
+    conditions = [condition.rpartition(" ") for condition in legal.split(" and ")]
+    return all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
 
 
 # Settings of TRL that it accepts with illegal values, or rejects without naming them.
 _RANGES_OF_TRL = {
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), Range(least=1)),
-    **dict.fromkeys(("steps_per_generation", "generation_batch_size", "num_iterations"), Range(least=1)),
-    "num_generations": Range(least=2),
-    "max_completion_length": Range(least=1),
-    "temperature": Range(above=0),
-    **dict.fromkeys(("learning_rate", "beta"), Range(least=0)),
-    **dict.fromkeys(("epsilon", "epsilon_high"), Range(above=0)),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "at least 1"),
+    **dict.fromkeys(("steps_per_generation", "generation_batch_size", "num_iterations"), "at least 1"),
+    "num_generations": "at least 2",
+    "max_completion_length": "at least 1",
+    "temperature": "above 0",
+    **dict.fromkeys(("learning_rate", "beta"), "at least 0"),
+    **dict.fromkeys(("epsilon", "epsilon_high"), "above 0"),
 }
 
 
@@ -69,13 +56,13 @@ def illegal_values(config: object) -> list[str]:
     hints, messages = _type_hints(type(config)), []
     for each in fields(config):
         name, value = each.name, getattr(config, each.name)
-        bounds = each.metadata.get("range") or _RANGES_OF_TRL.get(name)
+        legal = each.metadata.get("metavar") or _RANGES_OF_TRL.get(name)
         literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
         choices = each.metadata.get("choices") or literals
         is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
         is_missing = value is None and each.default is not None and is_required
-        if bounds is not None and (is_missing or isinstance(value, int | float) and value not in bounds):
-            messages.append(f"{name} must be {bounds}, got {value!r}. Its default is {each.default!r}.")
+        if legal and (is_missing or isinstance(value, int | float) and not _is_legal(value, legal)):
+            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {each.default!r}.")
         elif choices and value not in choices and not (value is None and each.default is None):
             messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
     return messages
