@@ -2,7 +2,7 @@
 
 Secrets are detected by the name of a setting, by their form, or as part of a URL; local paths become names. Settings
 with similar names (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay. A secret without a known form under
-another name is not detected, so secrets belong in environment variables. Uses only the standard library.
+another name is not detected, so secrets belong in environment variables.
 """
 
 import json
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+
+from .settings.names import looks_like_path
 
 
 REMOVED = "<removed>"
@@ -133,22 +135,15 @@ def _clean_query(text: str) -> str:
 
 
 def _without_paths(name: str, text: str) -> str:
-    if name not in _TEXTS and (_LOCAL.match(text) or _is_path(name, text)):
+    if name not in _TEXTS and (_LOCAL.match(text) or _NAME_OF_A_PATH.search(name) and _is_path(name, text)):
         return _last_part(text)
     return _IN_HOME.sub(lambda match: _last_part(match[0]), text)
 
 
 def _is_path(name: str, text: str) -> bool:
-    """Return whether a setting is a path, not a Hub id or a generated name."""
-    if not _NAME_OF_A_PATH.search(name) or text.startswith(_GENERATED) or "://" in text:
-        return False
-    return (
-        text.startswith(("/", "outputs/"))
-        or text.count("/") > 1
-        or "\\" in text
-        or name.endswith("dir")
-        or os.path.exists(text)
-    )
+    """Return whether a setting is a path, not a Hub id, a URL, or a generated name."""
+    looks = looks_like_path(text) or "\\" in text or name.endswith("dir") or os.path.exists(text)
+    return looks and not text.startswith(_GENERATED) and "://" not in text
 
 
 def _last_part(path: str) -> str:

@@ -20,6 +20,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
 from pacs_trl.experimental.rlpr import is_well_formed
 from pacs_trl.plan.check import check_recipe, find_conflicts
+from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import read_launch
 from pacs_trl.rewards import VerificationArguments
 
@@ -138,7 +139,7 @@ def read_without_conflicts(name: str, added=(), launch=None):
     path = RECIPES / f"{name}.yaml"
     launch = launch or launch_of(path)
     recipe, conflicts = check_recipe(str(path), list(added), launch.num_processes)
-    assert conflicts == [] and find_conflicts(recipe, launch) == ([], [])
+    assert conflicts == [] and find_conflicts(Estimate(recipe, launch)) == ([], [])
     return recipe, launch, path.read_text()
 
 

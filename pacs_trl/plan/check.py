@@ -27,9 +27,9 @@ from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
 from ..update.context_length import context_lengths
 from . import read_plan_arguments
-from .cost import GPUS, H200, Gpu
+from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
-from .launch import Launch, read_launch
+from .launch import read_launch
 
 
 # bfloat16 has 8 significant bits: adding less than 2^-9 of a weight has no effect. Adam moves a weight by about the
@@ -49,8 +49,9 @@ def main(argv: Sequence[str]) -> int:
             prompts, conflicts = measure(recipe)
         print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
         print(f"Launched as {launch.description}.")
-        gpu, data, longest = GPUS[own.gpu], recipe.data.dataset_name, recipe.training.max_completion_length
-        more_conflicts, notes = find_conflicts(recipe, launch, gpu, prompts)
+        data, longest = recipe.data.dataset_name, recipe.training.max_completion_length
+        estimate = Estimate(recipe, launch, GPUS[own.gpu], prompts)
+        more_conflicts, notes = find_conflicts(estimate)
         if recipe.training.bf16 and recipe.training.needs_gpu and not is_torch_bf16_gpu_available():
             notes.append(
                 "bf16 needs a GPU with bfloat16, and this machine has none. Train on another machine, or set bf16: "
@@ -63,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         if longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:
-                print(Estimate(recipe, launch, gpu, prompts).text(mean_length))
+                print(estimate.text(mean_length))
             else:
                 conflicts.append(f"--mean_length is {mean_length}. Choose 1 to max_completion_length={longest}.")
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):
@@ -107,12 +108,10 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
     return recipe, list(dict.fromkeys(errors))
 
 
-def find_conflicts(
-    recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN
-) -> tuple[list[str], list[str]]:
+def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     """Return conflicts and notes about combinations of settings with each other and with the launch."""
-    estimate = Estimate(recipe, launch, gpu, prompts)
-    training, step, data, conflicts, notes = recipe.training, recipe.step, recipe.data, [], []
+    recipe, launch, conflicts, notes = estimate.recipe, estimate.launch, [], []
+    training, step, data = recipe.training, recipe.step, recipe.data
     if (estimate.num_problems or math.inf) < step.prompts_per_generation:
         conflicts.append(
             f"A generation needs {step.prompts_per_generation:.0f} different prompts, but the training set has "
