@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import exit_code
 from .plan import read_plan_arguments
-from .settings import answer_train_help, did_you_mean
+from .settings import answer_help, did_you_mean
 
 
 COMMANDS = {
@@ -37,8 +37,8 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Run a command and return its exit code."""
 
     def command(argv: Sequence[str]) -> Any:
-        if name == "train":  # help and wrong options, before the slow import of the command
-            answer_train_help(argv)
+        if name in ("train", "evaluate"):  # help and wrong options, before the slow import of the command
+            answer_help(name, argv)
         elif name == "plan":
             read_plan_arguments(argv)
         return import_module(COMMANDS[name][0]).main(argv)

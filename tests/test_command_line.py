@@ -52,7 +52,7 @@ def test_help_needs_no_library_with_any_version_of_them():
         (["--help"], 0),
         (["--version"], 0),
         (["trian"], 2),
-        *(([name, "--help"], 0) for name in ("train", "plan", "push", "audit")),
+        *(([name, "--help"], 0) for name in ("train", "plan", "evaluate", "push", "audit")),
         (["train", "--method", "ppo", "-h"], 0),
         (["train", "--config", "nowhere.yaml"], 2),
         (["plan", "--config", RECIPE, "--gpu", "abacus"], 2),

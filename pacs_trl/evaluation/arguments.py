@@ -6,7 +6,7 @@ from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
 from ..rewards import VerificationArguments
-from ..settings import asks_for_help, bounded, illegal_values, print_help, read_settings, set_environment, typed_values
+from ..settings import bounded, illegal_values, read_settings, set_environment, typed_values
 from .requests import SamplingSettings
 
 
@@ -131,13 +131,6 @@ class EvaluationArguments:
 def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, VerificationArguments]:
     """Read `--config RECIPE.yaml [--key value ...]`; raises a `ValueError` for an unknown, missing, or illegal key."""
     parts = (EvaluationArguments, VerificationArguments)
-    if asks_for_help(argv):
-        print_help(
-            "pacs-trl evaluate [--config FILE.yaml] --model MODEL --benchmarks NAMES --output_dir DIR [--key ...]",
-            "Sample completions, grade them, and report pass@k. The command line overrides the file. Running the same "
-            "command again samples only what is missing.",
-            [part.__name__ for part in parts],
-        )
     settings = read_settings(argv)
     values = typed_values(settings, parts, "pacs-trl evaluate")
     set_environment(settings)

@@ -266,38 +266,21 @@ def set_environment(settings: Mapping[str, Any]) -> None:
 _PACKAGE = Path(__file__).parents[1]
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    return "-h" in argv or "--help" in argv
-
-
-def answer_train_help(argv: Sequence[str]) -> None:
-    """Print the help of `pacs-trl train` if requested, and exit; otherwise check that the recipe can be read."""
+def answer_help(command: str, argv: Sequence[str]) -> None:
+    """Print the help of `train` or `evaluate` if requested, from the source of its dataclasses, and exit; otherwise
+    check that the recipe can be read."""
     settings = read_settings([word for word in argv if word not in ("-h", "--help")])
-    if asks_for_help(argv):
-        method = str(settings.get("method", "pacs"))
-        print_help(
-            "pacs-trl train [--config RECIPE.yaml] [--key value ...]",
-            "Train from a recipe. Keys on the command line override the file. This help lists the settings of this "
-            f"package for method {method}; use `--method NAME --help` for another one. On several processes, run "
-            "accelerate launch -m pacs_trl.train with the same arguments. All fields of trl.GRPOConfig (with "
-            "transformers.TrainingArguments) and of trl.ModelConfig are settings too (learning_rate, max_steps, "
-            "num_generations, use_vllm, use_peft, ...): see `trl grpo --help`, "
-            "https://huggingface.co/docs/trl/grpo_trainer and "
-            "https://huggingface.co/docs/transformers/main_classes/trainer .",
-            ("RunArguments", "DataArguments", "VerificationArguments", f"{method.replace('_', '')}Config"),
-        )
-
-
-def print_help(usage: str, description: str, class_names: Sequence[str]) -> None:
-    """Print the fields of dataclasses of this package and their bases from the source, and exit with code 0."""
-    print(f"usage: {usage}\n\n{textwrap.fill(description, 100)}\n\n  --config FILE.yaml\n      Keys and values.")
-    for name in class_names:
-        for node in dataclass_sources(name):
-            if declared := [ast.unparse(line) for line in node.body if isinstance(line, ast.AnnAssign)]:
+    if not {"-h", "--help"} & set(argv):
+        return
+    entry = yaml.safe_load((_PACKAGE / "templates" / "help.yaml").read_text())[command]
+    method = str(settings.get("method", "pacs"))
+    description = textwrap.fill(entry["description"].format(method=method), 100)
+    print(f"usage: {entry['usage']}\n\n{description}\n\n  --config FILE.yaml\n      Keys and values.")
+    for name in entry["classes"]:
+        for node in dataclass_sources(name.format(method=method.replace("_", ""))):
+            if declared := [f"  --{ast.unparse(line)}" for line in node.body if isinstance(line, ast.AnnAssign)]:
                 text = (ast.get_docstring(node) or "").partition("\n\n")[2]
-                print(
-                    f"\n{node.name}:", *(f"  --{each}" for each in declared), "", textwrap.indent(text, "  "), sep="\n"
-                )
+                print(f"\n{node.name}:", *declared, "", textwrap.indent(text, "  "), sep="\n")
     raise SystemExit(0)
 
 
