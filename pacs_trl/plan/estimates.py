@@ -1,18 +1,15 @@
 """Estimate of a recipe on a launch: batches, run, GPU memory, and hours. Formulas are in `cost.py`."""
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
-from jinja2 import Template
-
 from ..recipe import Recipe
+from ..settings import render
 from . import cost
 from .cost import GIB, H200, Gpu
 from .launch import Launch
 
 
-TEMPLATE = Path(__file__).parents[1] / "templates" / "plan.txt"
 # Number of problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
@@ -229,9 +226,8 @@ class Estimate:
         fastest = None
         if self.server_gpus and hours is not None:
             fastest = gpus.stop - min(gpus, key=lambda number: self.seconds(mean_length, number))
-        template = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, lstrip_blocks=True)
         shown = {"mean_length": mean_length, "hours": hours, "fastest": fastest, "duration": _duration}
-        return template.render(plan=self, step=self.step, **shown).rstrip()
+        return render("plan.txt", plan=self, step=self.step, **shown)
 
 
 def _duration(hours: float, unit: str = "", digits: int = 1) -> str:

@@ -4,15 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template
-
 from ..evaluation.results import read_json, read_results, require_same_protocol
-from ..settings import Parser
+from ..settings import Parser, render
 from ..settings.names import require_matplotlib
 from . import tables
-
-
-TEMPLATE = Path(__file__).parents[1] / "templates" / "report.md"
 
 
 def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | None = None) -> list[Path]:
@@ -29,7 +24,8 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
     pass_at_k = {name: tables.benchmark_table(results, name, baseline) for name in names}
 
     changes = tables.before_and_after(results, names, before)
-    text = Template(TEMPLATE.read_text(encoding="utf-8"), trim_blocks=True, lstrip_blocks=True).render(
+    text = render(
+        "report.md",
         before=tables.one_line(before),
         changes=changes and tables.to_markdown(tables.BEFORE_AND_AFTER_HEADER, changes),
         benchmarks=[(tables.one_line(names[name]), tables.to_markdown(*pass_at_k[name])) for name in names],

@@ -284,6 +284,14 @@ def answer_help(command: str, argv: Sequence[str]) -> None:
     raise SystemExit(0)
 
 
+def render(template: str, **values: Any) -> str:
+    """Return the text that a file of `templates` makes of values, without empty lines at its end."""
+    from jinja2 import Template
+
+    text = (_PACKAGE / "templates" / template).read_text(encoding="utf-8")
+    return Template(text, trim_blocks=True, lstrip_blocks=True).render(values).rstrip("\n")
+
+
 def dataclass_sources(name: str) -> list[ast.ClassDef]:
     """Return the source of a class of this package (its name in any case) and of its bases in the package."""
     for file, text in _sources().items():
