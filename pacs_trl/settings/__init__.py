@@ -39,16 +39,8 @@ def _is_legal(value: float, legal: str) -> bool:
     return all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
 
 
-# Settings of TRL that it accepts with illegal values, or rejects without naming them.
-_RANGES_OF_TRL = {
-    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps"), "at least 1"),
-    **dict.fromkeys(("steps_per_generation", "generation_batch_size", "num_iterations"), "at least 1"),
-    "num_generations": "at least 2",
-    "max_completion_length": "at least 1",
-    "temperature": "above 0",
-    **dict.fromkeys(("learning_rate", "beta"), "at least 0"),
-    **dict.fromkeys(("epsilon", "epsilon_high"), "above 0"),
-}
+# Legal values of settings of TRL, and names in other libraries.
+_TRL = yaml.safe_load(Path(__file__).with_name("trl.yaml").read_text(encoding="utf-8"))
 
 
 def illegal_values(config: object) -> list[str]:
@@ -56,7 +48,7 @@ def illegal_values(config: object) -> list[str]:
     hints, messages = _type_hints(type(config)), []
     for each in fields(config):
         name, value = each.name, getattr(config, each.name)
-        legal = each.metadata.get("metavar") or _RANGES_OF_TRL.get(name)
+        legal = each.metadata.get("metavar") or _TRL["ranges"].get(name)
         literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
         choices = each.metadata.get("choices") or literals
         is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
@@ -161,22 +153,10 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
     return [re.sub("^--[^=]+", lambda option: "--" + option[0][2:].replace("-", "_"), word) for word in argv]
 
 
-# Names in other libraries that are not similar to ours.
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "batch_size": "per_device_train_batch_size",
-    **dict.fromkeys(("lora", "use_lora", "peft"), "use_peft"),
-    **dict.fromkeys(("max_new_tokens", "max_tokens"), "max_completion_length"),
-    **dict.fromkeys(("group_size", "num_samples"), "num_generations"),
-    "vllm": "use_vllm",
-    "wandb": "report_to",
-}
-
-
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a suggestion of the nearest known names after a space; empty without one."""
-    if _ELSEWHERE.get(name) in known:
-        return f" Did you mean `{_ELSEWHERE[name]}`?"
+    if (ours := _TRL["names_elsewhere"].get(name)) in known:
+        return f" Did you mean `{ours}`?"
     nearest = (
         difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         or sorted(other for other in known if other.startswith(f"{name}_"))[:3]
