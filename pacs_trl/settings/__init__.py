@@ -7,6 +7,7 @@ imports only PyYAML, so that help and wrong options do not wait for libraries.
 import argparse
 import ast
 import difflib
+import math
 import operator
 import os
 import re
@@ -36,7 +37,7 @@ def bounded(default: float | None, **bounds: float) -> Any:
 
 def _is_legal(value: float, legal: str) -> bool:
     conditions = [condition.rpartition(" ") for condition in legal.split(" and ")]
-    return all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
+    return math.isfinite(value) and all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
 
 
 # Legal values of settings of TRL, and names in other libraries.
