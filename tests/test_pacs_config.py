@@ -45,9 +45,11 @@ def test_settings_of_grpos_loss_are_refused(name):
 
 def illegal_values(config_class):
     for each in fields(config_class):
-        if bounds := each.metadata.get("range"):
-            ends = [bounds.least - 1, bounds.above, bounds.most + 1, bounds.below]
-            yield from ((each.name, end) for end in [*filter(math.isfinite, ends), math.nan])
+        if legal := each.metadata.get("metavar"):
+            outside = {"at least": -1, "above": 0, "at most": 1, "below": 0}
+            ends = [condition.rpartition(" ") for condition in legal.split(" and ")]
+            values = [float(bound) + outside[words] for words, _, bound in ends]
+            yield from ((each.name, value) for value in (*values, math.nan, math.inf))
         elif each.metadata.get("choices") or get_origin(get_type_hints(config_class)[each.name]) is Literal:
             yield each.name, "unknown"
 

@@ -37,7 +37,8 @@ def bounded(default: float | None, **bounds: float) -> Any:
 
 def _is_legal(value: float, legal: str) -> bool:
     conditions = [condition.rpartition(" ") for condition in legal.split(" and ")]
-    return math.isfinite(value) and all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
+    is_finite = -math.inf < value < math.inf  # also of integers that no float can hold
+    return is_finite and all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
 
 
 # Legal values of settings of TRL, and names in other libraries.
