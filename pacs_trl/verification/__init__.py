@@ -301,9 +301,17 @@ class Verifier(BaseVerifier):
 
     The workers start in the background, in about a second: in a `with` statement, [`start`], or the first [`grade`].
 
-    The settings are `verification_*` of [`~pacs_trl.rewards.VerificationArguments`]; `protocol` may also be
-    `"reasoning_gym"`, the scorer of the entry that a solution names (`gym_grader.py`). Normally `cpu_seconds` acts
-    before `timeout_seconds`, so that labels do not depend on the load of the machine.
+    Args:
+        num_workers (`int`, *optional*): Worker processes. Defaults to [`default_num_workers`].
+        timeout_seconds (`float`): Wall-clock limit per completion, after which the worker is killed.
+        cpu_seconds (`float`): CPU time per completion, after which the kernel ends the worker. Normally this limit
+            acts first, so that labels do not depend on the load of the machine.
+        memory_limit_mb (`int`): Address space of one worker, in MiB; sympy needs about 100.
+        protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), `"number"` (the
+            last number of the completion, for which expressions are no answers), or `"reasoning_gym"` (the scorer of
+            the entry that a solution names, see `gym_grader.py`).
+        grade_truncated (`bool`): Grade truncated completions like others. By default only their last closed box is
+            graded.
 
     Example:
 

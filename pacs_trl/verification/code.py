@@ -119,9 +119,15 @@ class CodeVerifier(BaseVerifier):
     """
     Run programs against tests in parallel, confined, within limits.
 
-    The settings are `code_*` of [`~pacs_trl.rewards.VerificationArguments`], for each case; `output_limit_mb` is the
-    largest output, and largest file, in MiB, and `stop_early` whether to stop at the first failed case. Otherwise
-    `share` covers all cases. All layers of the kernel are used with any `isolation`.
+    Args:
+        num_workers (`int`, *optional*): Programs that run in parallel. Defaults to [`default_num_workers`].
+        timeout_seconds (`float`): Wall-clock limit per case.
+        cpu_seconds (`float`): CPU time per case; normally this limit acts first.
+        memory_limit_mb (`int`): Address space of a program, in MiB; Python needs 60.
+        output_limit_mb (`int`): Largest output, and largest file, in MiB.
+        isolation (`str`): Weakest accepted confinement: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or
+            `"rlimits"`. All layers of the kernel are used in any case.
+        stop_early (`bool`): Whether to stop at the first failed case. Otherwise `share` covers all cases.
 
     Example:
 
