@@ -26,7 +26,6 @@ from pacs_trl.report.tables import pass_at_k_cells
 
 
 START, RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), 9
-HALF = {"gradient_accumulation_steps": 2}  # updates of 64 completions
 TASKS: dict[str, dict] = {
     "sums": {},
     "chain_sum": {"chain_sum": {"config": {"max_terms": 2, "max_digits": 2}, "answer": "last_number"}},
@@ -56,7 +55,7 @@ def cell_of(task: str, arm: str, rate: float, steps: int) -> Cell:
         folder, recipe, settings = "pretrained", "sums" if arm.startswith("PACS") or arm == START else "sums_grpo", {}
     if arm == START:
         return Cell(arm, f"smollm2-135m/{recipe}", trained=False, name=f"{folder}/before", settings=settings)
-    settings |= ARMS[arm] | HALF | {"max_steps": steps, "learning_rate": rate}
+    settings |= ARMS[arm] | {"max_steps": steps, "learning_rate": rate}
     name = f"{folder}/{run_name(arm)}_{rate:g}_{steps}"
     return Cell(arm, f"smollm2-135m/{recipe}", settings=settings, name=name)
 
