@@ -7,12 +7,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from seeds import shifted
 
 from pacs_trl.data import gym
 from pacs_trl.data.tasks import CALL
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.run import evaluate, main
+from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
 
@@ -118,11 +120,23 @@ def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, chan
 
 
 @pytest.mark.vllm
-def test_turns_with_vllm(settings, verifier, confined):
+def test_turns_with_vllm(settings, verifier, confined, tmp_path):
     """Whatever the model says: conversations are complete, and a call would get its result."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
-    changes = {"engine": "vllm", "max_model_len": 256, "enforce_eager": True, "dtype": "float32", "batch_size": 20}
+    model = str(tmp_path / "model")
+    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(
+        model
+    )  # the heads of the tiny model are too small for vLLM
+    TOKENIZER.save_pretrained(model)
+    changes = {
+        "engine": "vllm",
+        "max_model_len": 256,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "batch_size": 20,
+        "model": model,
+    }
     evaluate(EvaluationArguments(benchmarks=PRODUCTS, **settings | changes), verifier, progress=False)
     shared_code_verifier().close()
     found = records(settings["output_dir"])
