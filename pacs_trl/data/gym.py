@@ -48,21 +48,32 @@ def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) 
         ) from error
 
 
-def gym_rows(tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int) -> list[dict[str, Any]]:
+def task_settings(task: str, given: Any) -> dict[str, Any]:
+    """Return `weight`, `config`, and, if the last number of a completion is its answer, `answer` of a task. Raises a
+    `ValueError` for other keys or values."""
+    found: dict[str, Any] = {"weight": 1, "config": {}}
+    if isinstance(given, dict):
+        found |= {key: value for key, value in given.items() if value is not None}
+    is_legal = isinstance(found["weight"], int | float) and found["weight"] > 0 and isinstance(found["config"], dict)
+    is_legal = is_legal and isinstance(given, dict | None) and found.get("answer", "last_number") == "last_number"
+    if not is_legal or found.keys() - {"weight", "config", "answer"}:
+        raise ValueError(
+            f"`reasoning_gym`: {task} has {given!r}. Its keys are weight, above 0; config, a mapping; and answer: "
+            "last_number."
+        )
+    return found
+
+
+def gym_rows(tasks: Mapping[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
     """Return `size` problems with `question` and `solution`, the name of the entry as JSON; of each task as many as
     its `weight` (default 1) says. With `answer: last_number`, the last number of an answer is graded."""
-    weights = {task: float((settings or {}).get("weight", 1)) for task, settings in tasks.items()}
-    rows: list[dict[str, Any]] = []
-    for number, (task, settings) in enumerate(tasks.items(), 1):
-        answer = {key: value for key, value in (settings or {}).items() if key not in ("weight", "config")}
-        if answer not in ({}, {"answer": "last_number"}):
-            raise ValueError(
-                f"`reasoning_gym`: {task} has {answer}. Its keys are weight, config, and answer: last_number."
-            )
-        share = sum(list(weights.values())[:number]) / sum(weights.values())
-        config, count = dict((settings or {}).get("config") or {}), round(share * size) - len(rows)
-        name = {"task": task, "config": config, "seed": seed, "size": max(count, 1), **answer}
-        entries = checked_dataset(task, config, seed, max(count, 1))
+    settings = {task: task_settings(task, given) for task, given in tasks.items()}
+    total, weight, rows = sum(own["weight"] for own in settings.values()), 0.0, []
+    for task, own in settings.items():
+        weight += own.pop("weight")
+        count = round(weight / total * size) - len(rows)
+        name = {"task": task, "config": own.pop("config"), "seed": seed, "size": max(count, 1), **own}
+        entries = checked_dataset(task, name["config"], seed, max(count, 1))
         rows += [
             {"question": entries[i]["question"], "solution": json.dumps(name | {"index": i}), "task": task}
             for i in range(count)
@@ -70,7 +81,7 @@ def gym_rows(tasks: Mapping[str, Mapping[str, Any]], size: int, seed: int) -> li
     return rows
 
 
-def benchmark(task: str, settings: Mapping[str, Any], max_problems: int | None) -> list[dict[str, Any]]:
+def benchmark(task: str, settings: Any, max_problems: int | None) -> list[dict[str, Any]]:
     """Return the problems of a benchmark, whose seeds no training run uses."""
     size = max_problems or BENCHMARK_SIZE
     if size > MAX_BENCHMARK_SIZE:

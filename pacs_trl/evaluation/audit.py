@@ -16,18 +16,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from ..data import TRAINING_SETS
 from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows, require_columns
 from ..rewards import VerificationArguments
-from ..settings import Parser, render
+from ..settings import Parser
 from ..verification import Outcome, completion_text
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier
 from .benchmarks import name_and_path
 
 
+EXAMPLES = 5  # disagreements that are printed for each pair of protocols
 _LABELS = dict.fromkeys(("1", "1.0", "true"), Outcome.CORRECT) | dict.fromkeys(("0", "0.0", "false"), Outcome.WRONG)
 _LABELS |= dict.fromkeys(("none", "nan"), Outcome.GOLD_UNPARSEABLE)
 
@@ -64,26 +64,40 @@ def _audit_completions(args: argparse.Namespace) -> None:
     labels = [str(row.get(args.true_column)).lower() for row in rows] if args.true_column else []
     if unknown := [label for label in labels if label not in _LABELS]:
         raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
+    print(f"{len(texts)} completions of {args.completions}\n")
     graded = {}
     for protocol in args.protocols:
         with VerificationArguments(verification_protocol=protocol).build() as verifier:
             graded[protocol] = [result.outcome for result in verifier.grade_detailed(texts, golds)]
     if labels:
         graded[args.true_column] = [_LABELS[label] for label in labels]
-    pairs: list[dict[str, Any]] = []
+    _print_outcomes(graded)
     for first, second in combinations(graded, 2):
-        labels_of_both = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
-        differing = [i for i, (one, other) in enumerate(labels_of_both) if one != other]
+        pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
+        differing = [i for i, (one, other) in enumerate(pairs) if one != other]
+        print(f"\n{first} and {second} disagree on the label of {len(differing)} of {len(texts)} completions")
         of_wrong, of_correct = (
-            [one for one, other in labels_of_both if other == truth and one is not None] for truth in (0.0, 1.0)
+            [one for one, other in pairs if other == truth and one is not None] for truth in (0.0, 1.0)
         )
-        found = {"differing": differing, "of_wrong": of_wrong, "of_correct": of_correct}
-        pairs.append({"first": first, "second": second, **found})
-    shown = {"source": args.completions, "texts": texts, "golds": golds, "graded": graded, "pairs": pairs}
-    shown |= {"counts": {name: Counter(outcomes) for name, outcomes in graded.items()}}
-    shown |= {"outcomes": [each for each in Outcome if any(each in outcomes for outcomes in graded.values())]}
-    shown |= {"correct": Outcome.CORRECT, "unreadable": Outcome.GOLD_UNPARSEABLE}
-    print(render("audit.txt", **shown))
+        print(
+            f"  {first} accepts {of_wrong.count(1.0)} of {len(of_wrong)} that {second} rejects, and rejects "
+            f"{of_correct.count(0.0)} of {len(of_correct)} that it accepts"
+        )
+        for i in differing[:EXAMPLES]:
+            print(f"  row {i}: " + ", ".join(f"{name} {graded[name][i].name.lower()}" for name in (first, second)))
+            print(f"    gold       {str(golds[i])[:200]!r}")
+            print(f"    completion ...{(texts[i] or '')[-200:]!r}")
+
+
+def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
+    print(f"{'outcome':18}" + "".join(f"{protocol:>10}" for protocol in graded))
+    counts = [Counter(outcomes) for outcomes in graded.values()]
+    for outcome in Outcome:
+        if any(count[outcome] for count in counts):
+            print(f"{outcome.name.lower():18}" + "".join(f"{count[outcome]:10}" for count in counts))
+    readable = [max(1, count.total() - count[Outcome.GOLD_UNPARSEABLE]) for count in counts]
+    shares = [f"{count[Outcome.CORRECT] / total:10.4f}" for count, total in zip(counts, readable, strict=True)]
+    print(f"{'accuracy':18}" + "".join(shares) + "   (of completions with a readable gold)")
 
 
 def _audit_programs(args: argparse.Namespace) -> None:

@@ -35,7 +35,17 @@ LETTERS = "ABCD"
 # The window of the PACS paper's evaluation, both days included: 322 problems, as its scores imply.
 LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
 # Imports that LiveCodeBench's runner prepends to a program.
-_PRELUDE = (Path(__file__).parents[1] / "templates" / "livecodebench_prelude.txt").read_text().rstrip("\n")
+_MODULES = (
+    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
+).split()
+_PRELUDE = "\n".join(
+    [
+        *(f"from {name} import *" for name in (*_MODULES, "builtins", "typing")),
+        f"import {', '.join(_MODULES[:12])}",
+        f"import {', '.join(_MODULES[12:])}",
+        "sys.setrecursionlimit(50000)",
+    ]
+)
 _UNPACK = """
 import base64, pickle, sys, zlib
 sys.stdout.write(pickle.loads(zlib.decompress(base64.b64decode(sys.stdin.read()))))
@@ -202,7 +212,7 @@ def load_benchmark(
     try:
         if kind == gym.NAME:
             task = name.partition("/")[2]
-            settings = {"config": {}} | ((gym_tasks or {}).get(task) or {})
+            settings = gym.task_settings(task, (gym_tasks or {}).get(task))
             columns_of_gym = {"problem_column": "question", "solution_column": "solution"}
             entry = ProblemSet("", title=task.replace("_", " "), instruction=gym.INSTRUCTION, **columns_of_gym)
             facts = {key: value for key, value in settings.items() if key != "weight"}

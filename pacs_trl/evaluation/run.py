@@ -23,7 +23,6 @@ from ..data import gym, instruction_for
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
-from ..settings import render
 from ..settings.names import check_model_path, require_vllm
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
@@ -50,7 +49,15 @@ def main(argv: Sequence[str]) -> int:
     with closing(verification.build()) as verifier, closing(verification.build_code()) as code_verifier:
         share = verification.verification_max_failure_share
         results = evaluate(args, verifier, code_verifier, max_failure_share=share)
-    print(render("evaluation.txt", results=results, path=Path(args.output_dir) / "results.json"))
+    for entry in results["benchmarks"].values():
+        line = "  ".join(
+            f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
+            for k, v in entry["pass_at_k"].items()
+        )
+        print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
+        if "programs" in entry:
+            print(f"  programs ran with {entry['programs']['confinement']}")
+    print(f"results: {Path(args.output_dir) / 'results.json'}")
     return 0
 
 

@@ -42,7 +42,7 @@ torch.serialization.register_package(
     50, lambda storage: None, lambda storage, location: storage if location.startswith("cpu:") else None
 )
 
-_SETTINGS = yaml.safe_load((Path(__file__).parents[1] / "templates" / "checkpoint_settings.yaml").read_text())
+_SETTINGS = yaml.safe_load(Path(__file__).with_name("checkpoint_settings.yaml").read_text(encoding="utf-8"))
 
 
 # Seeds --------------------------------------------------------------------------------------------------------------

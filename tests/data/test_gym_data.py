@@ -37,6 +37,9 @@ def test_benchmark_has_seeds_of_its_own():
         ({"chain_sum": {"config": {"max_terms": 1}}}, "max_terms must be >= min_terms"),
         ({"chain_sum": {"weights": 2}}, "weights"),
         ({"chain_sum": {"answer": "last"}}, "answer: last_number"),
+        ({"chain_sum": 3}, "chain_sum has 3"),
+        ({"chain_sum": {"weight": 0}}, "weight, above 0"),
+        ({"chain_sum": {"config": [2]}}, "config, a mapping"),
     ],
 )
 def test_unknown_tasks_and_keys_are_refused(tasks, named):

@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.paper.cells import RECIPES
-from experiments.pretrained import ARMS, START, TASKS, cell_of
+from experiments.pretrained import ARMS, START, TASKS, cell_of, kind_of
 from pacs_trl.recipe import read_recipe
 
 
@@ -19,3 +19,17 @@ def test_arms_differ_only_in_their_objective(arm, task):
         recipe = read_recipe(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
         found.append((recipe.data, recipe.model, [getattr(recipe.training, name) for name in shared]))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "kind"),
+    [
+        ("the (LCM) of these numbers: 8, 4", "8", "the larger number"),
+        ("the (LCM) of these numbers: 10, 6", "30", "another number"),
+        ("problem: 3 - 5 =", "-2", "negative"),
+        ("problem: 5 - 3 =", "2", "difference"),
+        ("problem: 5 + 3 =", "8", "sum"),
+    ],
+)
+def test_kind_of(question, answer, kind):
+    assert kind_of({"question": question, "answer": answer}) == kind
