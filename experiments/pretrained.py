@@ -25,7 +25,8 @@ from pacs_trl.report import plots
 from pacs_trl.report.tables import pass_at_k_cells
 
 
-START, RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), 9
+START, RATES, LORA_RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), (2.0e-4, 5.0e-4, 1.0e-3), 9
+LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"]}
 TASKS: dict[str, dict] = {
     "sums": {},
     "chain_sum": {"chain_sum": {"config": {"max_terms": 2, "max_digits": 2}, "answer": "last_number"}},
@@ -44,6 +45,8 @@ ARMS: dict[str, dict] = {
     "PPO": {"method": "ppo"},
     "PACS, kept, beta 0.3": {"method": "pacs", "reference": "snapshot", "pacs_beta": 0.3},
     "GRPO, KL 0.1": {"method": "grpo", "beta": 0.1},
+    "PACS, LoRA": {"method": "pacs", **LORA},
+    "GRPO, LoRA": {"method": "grpo", **LORA},
 }
 KS = (1, 4, 8, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
@@ -82,10 +85,14 @@ def passes(run: Run) -> dict[int, float]:
     return {k: 100 * benchmark["pass_at_k"][str(k)]["value"] for k in KS if str(k) in benchmark["pass_at_k"]}
 
 
+def rates_of(arm: str) -> tuple[float, ...]:
+    return LORA_RATES if arm.endswith("LoRA") else RATES
+
+
 def best_rate(records: Records, task: str, arm: str, steps: int) -> float:
     """Return the learning rate with the highest pass@1 of those that were run with `SWEPT_SEED`."""
     found = {}
-    for rate in RATES:
+    for rate in rates_of(arm):
         runs = records.runs(cell_of(task, arm, rate, steps).run, arm)
         found.update((rate, passes(run)[1]) for run in runs if run.seed == SWEPT_SEED)
     return max(found, key=lambda rate: found[rate])
@@ -177,7 +184,7 @@ def main() -> None:
     rates = {}
     for arm in args.arms:
         if arm != START and args.rate is None:
-            for rate in RATES:
+            for rate in rates_of(arm):
                 run_cell(cell_of(args.task, arm, rate, args.steps), SWEPT_SEED, options)
         swept = arm != START and args.rate is None
         rates[arm] = best_rate(Records(args.results_dir), args.task, arm, args.steps) if swept else args.rate or 0.0
