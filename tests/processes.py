@@ -59,7 +59,7 @@ def _end_with_parent() -> None:
 def ensure_server() -> None:
     """Start the fork server, unless it runs; it finds the modules that this process finds."""
     with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
-        forkserver.ensure_running()
+        forkserver._forkserver.ensure_running()  # not its alias, which `_begin` does not replace
 
 
 def start(function: Callable, *arguments, output: Path, **environment: str) -> BaseProcess:
