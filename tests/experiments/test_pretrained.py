@@ -14,7 +14,7 @@ def test_arms_differ_only_in_their_objective(arm, task):
     shared = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_generations", "max_completion_length")
     shared += ("temperature", "learning_rate", "lr_scheduler_type", "max_grad_norm", "max_steps", "num_iterations")
     found = []
-    for each in ("PACS", arm):
+    for each in ("PACS, LoRA" if arm.endswith("LoRA") else "PACS", arm):
         cell = cell_of(task, each, 3e-5, 7)
         recipe = read_recipe(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
         found.append((recipe.data, recipe.model, [getattr(recipe.training, name) for name in shared]))
