@@ -26,7 +26,7 @@ from pacs_trl.report.tables import pass_at_k_cells
 
 
 START, RATES, LORA_RATES, SWEPT_SEED = "before training", (1.0e-5, 2.0e-5, 4.0e-5), (2.0e-4, 5.0e-4, 1.0e-3), 9
-LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": ["all-linear"]}
+LORA = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "lora_target_modules": "all-linear"}
 TASKS: dict[str, dict] = {
     "sums": {},
     "chain_sum": {"chain_sum": {"config": {"max_terms": 2, "max_digits": 2}, "answer": "last_number"}},

@@ -88,7 +88,11 @@ def test_gradient(tmp_path, name, split):
             assert logged[update]["loss"] == pytest.approx(expected.item(), rel=RELATIVE)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dapo", "cispo"])
+# Both of these divide by numbers of tokens: of a completion, and of an optimizer step.
+SLOW_LOSSES = [pytest.param(loss, marks=pytest.mark.slow) for loss in ("dapo", "cispo")]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", *SLOW_LOSSES])
 def test_any_micro_batch_gives_the_same_weights(tmp_path, loss_type):
     settings = {**REUSED, "loss_type": loss_type, "top_entropy_quantile": 0.7}
     with in_double_precision():
