@@ -85,7 +85,8 @@ def test_gradient(tmp_path, name, split):
         gradients = {n: p.grad for n, p in long_way.named_parameters() if n in recorder.weights[0]}
         assert relative_error(recorder.gradients[update], gradients) < RELATIVE
         if name != "maxrl":
-            assert logged[update]["loss"] == pytest.approx(expected.item(), rel=RELATIVE)
+            # DisCO's is a difference of log-probs near 5.5, whose last digit in float32 is 5e-7
+            assert logged[update]["loss"] == pytest.approx(expected.item(), rel=RELATIVE, abs=1e-6)
 
 
 # Both of these divide by numbers of tokens: of a completion, and of an optimizer step.
