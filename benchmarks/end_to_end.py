@@ -1,20 +1,25 @@
-"""Training time to a target reward: PACS, GRPO with the exact update and with TRL's (`trl_grpo`), and PPO, with
-transformers or vLLM generation.
+"""Training time to a target reward: PACS, GRPO with the exact update and with TRL's (`trl_grpo`), PPO, and TRL's own
+`GRPOTrainer` (`trl`), with transformers or vLLM generation.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine vllm    # after `make env-vllm`
+    OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --methods grpo trl_grpo trl --max_steps 4 \\
+        --config recipes/smollm2-135m/sums_grpo.yaml    # after `make model`
 
-All methods use the recipe recipes/miniature/pacs.yaml and its warm start. Times are CPU seconds of the process that
-trains and generates, which other load on the machine hardly affects; verifier workers are excluded. A method reaches
-the target when the mean reward of the last `--window` generation batches is at least `--target`.
+All methods use one recipe, by default recipes/miniature/pacs.yaml, and its initial weights. Times are CPU seconds of
+the process that trains and generates, which other load on the machine hardly affects; verifier workers are excluded. A
+method reaches the target when the mean reward of the last `--window` generation batches is at least `--target`.
 """
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
 from functools import partial
 from pathlib import Path
+
+import trl
 
 from benchmarks.shared_engine import share_engine
 from pacs_trl.rollouts import rollout_trainer
@@ -25,12 +30,14 @@ from pacs_trl.train import main as train
 RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
 
 
+TRAINERS = {"trl_grpo": rollout_trainer.RolloutTrainer, "trl": trl.GRPOTrainer}
+
+
 def history(method: str, directory: Path, settings: list[str]) -> list[dict]:
     """Train with a method, and return the log of each optimizer step."""
-    own = ["--method", method.removeprefix("trl_"), "--output_dir", str(directory / method)]
-    trainer_class = rollout_trainer.RolloutTrainer if method == "trl_grpo" else None
-    trainer = train(["--config", str(RECIPE), *own, *settings], trainer_class)
-    return [log for log in trainer.state.log_history if "time/total" in log]
+    own = ["--method", "grpo" if method in TRAINERS else method, "--output_dir", str(directory / method)]
+    trainer = train([*settings, *own], TRAINERS.get(method))
+    return [log for log in trainer.state.log_history if "step_time" in log]
 
 
 def steps_to(target: float, window: int, logs: list[dict]) -> int | None:
@@ -42,14 +49,16 @@ def steps_to(target: float, window: int, logs: list[dict]) -> int | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, default=RECIPE)
     parser.add_argument("--engine", choices=["transformers", "vllm"], default="transformers")
     parser.add_argument("--methods", nargs="+", default=["pacs", "grpo", "trl_grpo", "ppo"])
     parser.add_argument("--target", type=float, default=0.3)
     parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--max_steps", type=int, default=60)
     args = parser.parse_args()
-    rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, time.process_time)
-    settings = ["--max_steps", str(args.max_steps)]
+    rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, clock=time.process_time)
+    time.perf_counter = time.process_time  # of `step_time`
+    settings = ["--config", str(args.config), "--max_steps", str(args.max_steps)]
     if args.engine == "vllm":
         share_engine("cpu", "float32")
         settings += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "128"]
@@ -57,14 +66,17 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for method in args.methods:
             found[method] = history(method, Path(directory), settings)
-    print(f"\n| method, {args.engine} | steps to {args.target:.0%} | seconds | {' | '.join(PARTS)} |")
-    print("| --- |" + " ---: |" * (2 + len(PARTS)))
+    heads = ["steps to " + format(args.target, ".0%"), "seconds", "seconds per step (median)", *PARTS]
+    print(f"\n| method, {args.engine} | {' | '.join(heads)} |")
+    print("| --- |" + " ---: |" * len(heads))
     for method, logs in found.items():
         steps = steps_to(args.target, args.window, logs)
-        total = sum(log["time/total"] for log in logs[:steps])
-        shares = (sum(log[f"time/{part}"] for log in logs[:steps]) / total for part in PARTS)
+        total = sum(log.get("time/total", log["step_time"]) for log in logs[:steps])
+        parts = [sum(log.get(f"time/{part}", math.nan) for log in logs[:steps]) / total for part in PARTS]
+        shares = ("" if math.isnan(share) else f"{share:.0%}" for share in parts)
         reached = steps or f"not in {args.max_steps}"
-        print(f"| {method} | {reached} | {total:.1f} | {' | '.join(f'{share:.0%}' for share in shares)} |")
+        of_step = statistics.median(log["step_time"] for log in logs)
+        print(f"| {method} | {reached} | {total:.1f} | {of_step:.2f} | {' | '.join(shares)} |")
 
 
 if __name__ == "__main__":

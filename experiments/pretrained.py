@@ -174,6 +174,18 @@ def by_kind(task: str, found: dict[str, dict[int, Run]]) -> list[str]:
     return ["", *markdown(["", *(f"{kind} ({numbers.count(kind)})" for kind in titles)], rows)]
 
 
+def support(found: dict[str, dict[int, Run]], before: Run) -> list[str]:
+    """Return a table with the number of problems that have a correct completion before and after training, only after
+    it, and only before it, and the diversity of correct completions where there are two; means over seeds."""
+    solved, rows = [p["c"] > 0 for p in problems_of(before)], []
+    for arm, runs in found.items():
+        pairs = [list(zip(solved, (p["c"] > 0 for p in problems_of(run)), strict=True)) for run in runs.values()]
+        counts = [[own.count(pair) for own in pairs] for pair in ((True, True), (False, True), (True, False))]
+        diversities = [mean(scores.values()) for run in runs.values() for scores in run.diversity.values()]
+        rows.append([arm, *(f"{mean(column):.1f}" for column in counts), f"{mean(diversities):.2f}"])
+    return ["", *markdown(["", "solved before and after", "only after", "only before", "diversity"], rows)]
+
+
 def main() -> None:
     parser = arms_parser(__doc__, "pretrained", ARMS)
     parser.add_argument("--task", choices=TASKS, default="sums")

@@ -28,7 +28,7 @@ ARMS = {
 }
 BASES = {DEPTH: PLAIN, "DARS-B, no class weights": DEPTH, "VERL, bonus on the last token": ALL}
 KS = (1, 8, 64)
-SIZES = {"num_samples": 64, "benchmarks": ",".join(f"miniature/terms_{n}" for n in range(3, 8))}
+BENCHMARKS = {"benchmarks": ",".join(f"miniature/terms_{n}" for n in range(3, 8))}
 
 
 def cell_of(arm: str) -> Cell:
@@ -68,7 +68,7 @@ def report(options: Options) -> list[str]:
 def main() -> None:
     parser = arms_parser(__doc__, "rollout_questions", ARMS)
     args = parser.parse_args()
-    options = options_of(args, **SIZES)
+    options = options_of(args, num_samples=64, evaluation_keys=BENCHMARKS)
     for seed in args.seeds:
         for arm in args.arms:
             run_cell(cell_of(arm), seed, options)

@@ -1,12 +1,15 @@
 """Benchmarks at tiny sizes, and their arithmetic."""
 
 import json
+import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from replay import TOKENIZER, tiny_model
 
-from benchmarks import gpu, optimizer_step
+from benchmarks import end_to_end, gpu, optimizer_step
 from benchmarks.recorded import Size, config_of, shape_of
 
 
@@ -25,6 +28,26 @@ def test_every_part_of_an_optimizer_step(monkeypatch, tmp_path, capsys):
     }
     assert all(row["peak MB"] > 0 for row in rows)
     assert "model FLOP utilization" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_training_of_each_trainer_end_to_end(monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    for each in (tiny_model(), TOKENIZER):
+        each.save_pretrained("model")
+    recipe = {"model_name_or_path": "model", "dataset_name": "miniature/addition", "reward_funcs": ["math_reward"]}
+    recipe |= {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "logging_steps": 1}
+    recipe |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
+    Path("recipe.json").write_text(json.dumps(recipe))
+    methods = ["pacs", "grpo", "trl_grpo", "trl"]
+    arguments = ["--config", "recipe.json", "--max_steps", "1", "--window", "1", "--methods", *methods]
+    monkeypatch.setattr("sys.argv", ["end_to_end", *arguments])
+    monkeypatch.setattr("time.perf_counter", time.perf_counter)  # which the benchmark replaces
+    monkeypatch.setattr(end_to_end.rollout_trainer, "StepTimer", end_to_end.rollout_trainer.StepTimer)
+    end_to_end.main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0] for row in rows[-4:]] == [f"| {method}" for method in methods]
+    assert all(float(row[3]) > 0 for row in rows[-4:])
 
 
 def test_plan_beside_a_measurement_by_hand():
