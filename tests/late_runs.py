@@ -1,7 +1,7 @@
 """Trainers with a lag that keep what they generate, and what their batches are compared with."""
 
 import torch
-from replay import LORA, addition_dataset, build_trainer, trainable_weights
+from replay import LORA, addition_dataset, build_trainer
 from seeds import shifted
 
 from pacs_trl import PACSTrainer
@@ -34,11 +34,6 @@ def trainer_of(directory, trainer_class=None, lora=False, callbacks=(), rollout_
     more |= {"callbacks": list(callbacks), "peft_config": LORA if lora else None, "rollout_func": rollout_func}
     torch.manual_seed(shifted(5))  # of the adapter
     return build_trainer(directory, trainer_class=kept, more=more, **(SETTINGS | settings))
-
-
-def assert_equal(model, found):
-    expected = trainable_weights(model)
-    assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
 def check_logps(trainer, recorder, lag, recomputed=False):

@@ -241,6 +241,8 @@ class RaggedGroups(PACSTrainer):
 
 
 TWO_UPDATES = {"steps_per_generation": 2, "max_steps": 4}  # two generations of two updates each
+CORRECTION = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate"}
+CORRECTION |= {"vllm_importance_sampling_clip_max": 100.0}
 
 
 class WeightedTokens(PACSTrainer):

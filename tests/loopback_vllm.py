@@ -73,9 +73,7 @@ class LoopbackVLLM(Loopback):
         self.info = {
             "vllm_config": {
                 "weight_transfer_config": {"backend": "nccl"},
-                "lora_config": None,
-                "model_config": {"logprobs_mode": "processed_logprobs", "quantization": None},
-                "cache_config": {"cache_dtype": "auto"},
+                "model_config": {"logprobs_mode": "processed_logprobs"},
             }
         }
         self.answers: dict[str, int] = {}  # path -> status, instead of an answer

@@ -118,9 +118,9 @@ class Parity:
 class Row:
     prompt_ids: list[int]
     completion_ids: list[int]
-    label: float | None
-    env_mask: list[int]
-    token_weights: list[float]
+    label: float | None = None
+    env_mask: list[int] = field(default_factory=list)
+    token_weights: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -201,6 +201,18 @@ def assert_resumes(build: Callable, directory: Path, *steps: int) -> tuple:
         again.train(resume_from_checkpoint=str(directory / "straight" / f"checkpoint-{step}"))
         assert_same_models(straight, again)
     return straight, again
+
+
+def spy_on(owner, name: str, note: Callable) -> None:
+    """Let `note(result, *arguments)` follow each call of a method of `owner`."""
+    method = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        result = method(*args, **kwargs)
+        note(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, call)
 
 
 class Recorder(TrainerCallback):

@@ -126,12 +126,13 @@ def launch_of(path: Path):
     return launch
 
 
-def values_of(recipe) -> dict:
+def assert_settings(recipe, expected: dict) -> None:
     run, data, model, training = recipe[:4]
     values = (
         vars(training) | {k: v for k, v in vars(model).items() if k not in vars(training)} | vars(data) | vars(run)
     )
-    return {name: getattr(value, "value", value) for name, value in values.items()}
+    actual = {name: getattr(value, "value", value) for name, value in values.items()}
+    assert {key: actual[key] for key in expected} == expected
 
 
 def read_without_conflicts(name: str, added=(), launch=None):
@@ -141,11 +142,6 @@ def read_without_conflicts(name: str, added=(), launch=None):
     recipe, conflicts = check_recipe(str(path), list(added), launch.num_processes)
     assert conflicts == [] and find_conflicts(Estimate(recipe, launch)) == ([], [])
     return recipe, launch, path.read_text()
-
-
-def assert_settings(recipe, expected: dict) -> None:
-    actual = values_of(recipe)
-    assert {key: actual[key] for key in expected} == expected
 
 
 @pytest.mark.parametrize("name", TRAINING)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import trl
 from actor_critics import CriticRecorder, assert_close_gradients
-from replay import TOKENIZER, Replay, load_weights, tiny_model, trainable_weights
+from replay import TOKENIZER, Replay, load_weights, logps_and_entropies, tiny_model, trainable_weights
 from tolerances import rounding_atol
 
 from pacs_trl import PPOTrainer
@@ -34,11 +34,8 @@ def recorded(output_dir, model_path, **more):
 
 def rows_as_float64(model, critic, row):
     """Log-probabilities, and values before each token, of the completion of one row."""
-    ids = torch.tensor([row.prompt_ids + row.completion_ids])
-    start = len(row.prompt_ids) - 1
-    logps = model(input_ids=ids).logits[0, start:-1].log_softmax(dim=-1)
-    values = critic(input_ids=ids).logits[0, start:-1, 0]
-    return logps.gather(1, torch.tensor(row.completion_ids)[:, None])[:, 0], values
+    values = critic(input_ids=torch.tensor([row.prompt_ids + row.completion_ids])).logits
+    return logps_and_entropies(model, row)[0], values[0, len(row.prompt_ids) - 1 : -1, 0]
 
 
 def ppo_losses(rows, scored, old, args, *, tools):

@@ -10,7 +10,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from long_way import RaggedGroups
+from long_way import CORRECTION, RaggedGroups
 from replay import (
     LORA,
     DarsAndGuidanceTrainer,
@@ -22,6 +22,7 @@ from replay import (
     boxed,
     build_trainer,
     digit_reward,
+    spy_on,
     tiny_model,
     trainable_weights,
 )
@@ -40,11 +41,6 @@ from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.rollouts import evaluation
 
 
-CORRECTION = {
-    "vllm_importance_sampling_correction": True,
-    "vllm_importance_sampling_mode": "token_truncate",
-    "vllm_importance_sampling_clip_max": 100.0,
-}
 ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
 
 # Two ranks and 16 rows per generation, so two optimizer steps of two groups of four each.
@@ -320,14 +316,7 @@ def exchanged_in_bf16(rank, directory):
     """PACS, GRPO, and PPO under bf16: what crosses FSDP2's borders in which precision."""
     logps, recorder, settings = [], Recorder(), {**EIGHTH, **FSDP_SETTINGS, "bf16": True}
     trainer = build_trainer(directory, replay=Replay(), more={"callbacks": [recorder]}, **settings)
-    score = trainer.forward_pass.compute_logps
-
-    def watched(*rows):
-        scores = score(*rows)
-        logps.extend(scores.logps)
-        return scores
-
-    trainer.forward_pass.compute_logps = watched
+    spy_on(trainer.forward_pass, "compute_logps", lambda scores, *rows: logps.extend(scores.logps))
     trainer.train()
     if rank == 0:
         tiny_model().save_pretrained(directory / "model")

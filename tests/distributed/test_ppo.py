@@ -41,16 +41,10 @@ def pretend_to_have_accelerators() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-class RecordedRollouts(Replay):
-    def __call__(self, prompts, trainer):
-        self.weights = []
-        return super().__call__(prompts, trainer)
-
-
 def train(output_dir: Path, method: str, num_processes: int, resume: str | None = None):
     trainer_class, more = METHODS[method]
     more = more | SETTINGS | {"per_device_train_batch_size": 8 // num_processes}
-    replay = RecordedRollouts(tools=True, unverifiable=0.1)
+    replay = Replay(tools=True, unverifiable=0.1)
     trainer = actor_critics.build(trainer_class, output_dir / method, f"{output_dir}/model", replay=replay, **more)
     if method == "genac":  # an untrained critic writes no tags
         trainer._prompt.parse = lambda text: len(text) % 11 / 10

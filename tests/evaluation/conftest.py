@@ -4,6 +4,7 @@ About one answer in ten is right, so counts, grades and pass@k have something to
 """
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -64,6 +65,32 @@ def verifier():
     """One verifier for all evaluations."""
     with Verifier(num_workers=1) as verifier:
         yield verifier
+
+
+@pytest.fixture
+def run(verifier):
+    """Evaluate with changed arguments."""
+    from pacs_trl.evaluation.arguments import EvaluationArguments
+    from pacs_trl.evaluation.run import evaluate
+
+    def run(arguments, **changes):
+        return evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
+
+    return run
+
+
+@pytest.fixture
+def play(monkeypatch):
+    """Put an engine whose completions are those of a function of the request in place of a model."""
+
+    def play(complete):
+        def generate(requests, settings):
+            return ((request, complete(request)) for request in requests)
+
+        engine = SimpleNamespace(generate=generate, close=lambda: None, context_length=512)
+        monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: engine)
+
+    return play
 
 
 @pytest.fixture

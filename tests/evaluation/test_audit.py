@@ -26,17 +26,12 @@ def path(tmp_path):
     return str(file)
 
 
-def counts(output):
-    """Printed table as {outcome: numbers}."""
-    lines = [line.split() for line in output.splitlines()]
-    return {line[0]: line[1:] for line in lines if len(line) == 3 and line[1].isdigit()}
-
-
 def test_protocols_side_by_side(path, capsys):
     assert main(["--completions", path]) == 0
     output = capsys.readouterr().out
     assert output.count("  row ") == 2
-    assert counts(output) == {
+    lines = [line.split() for line in output.splitlines()]
+    assert {line[0]: line[1:] for line in lines if len(line) == 3 and line[1].isdigit()} == {
         "correct": ["4", "2"],
         "wrong": ["1", "1"],
         "no_answer": ["0", "1"],

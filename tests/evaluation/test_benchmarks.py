@@ -3,7 +3,6 @@
 import base64
 import json
 import pickle
-import random
 import zlib
 from collections import Counter
 from pathlib import Path
@@ -92,7 +91,6 @@ def test_gpqa():
             counts[letter] += 1
         assert all(80 < counts[letter] < 120 for letter in "ABCD")
     # on paper: seed 1 shows the stored options B, C, A, D, of which A is the right one
-    assert random.Random(1).sample("ABCD", 4) == list("BCAD")
     text, letter = benchmark.problems[0].of_sample(1)
     assert text.splitlines()[-4:] == ["A) proton", "B) electron", "C) neutron", "D) alpha particle"] and letter == "C"
 

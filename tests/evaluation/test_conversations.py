@@ -4,16 +4,14 @@ import json
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from seeds import shifted
 
 from pacs_trl.data import gym
 from pacs_trl.data.tasks import CALL
-from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.requests import Completion
-from pacs_trl.evaluation.run import evaluate, main
+from pacs_trl.evaluation.run import main
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
@@ -41,21 +39,19 @@ def records(directory):
 
 
 @pytest.mark.parametrize("benchmark", [PRODUCTS, "miniature/products"])
-def test_calls_of_a_scripted_model(settings, verifier, benchmark, monkeypatch, confined):
+def test_calls_of_a_scripted_model(run, settings, benchmark, play, confined):
     """Every second sample calls the tool and repeats its result, the others guess."""
 
-    def generate(requests, sampling):
-        for request in requests:
-            *_, turn = TOKENIZER.decode(request.prompt).split("<|im_start|>user\n")
-            turn = turn.partition("<|im_end|>")[0].strip()
-            said = rf"\boxed{{{turn}}}" if "*" not in turn else CALL.format(turn) if request.seed % 2 else "1"
-            ids = TOKENIZER(said + "<|im_end|>")["input_ids"]
-            yield request, Completion(said, len(ids), "stop", ids)
+    def complete(request):
+        *_, turn = TOKENIZER.decode(request.prompt).split("<|im_start|>user\n")
+        turn = turn.partition("<|im_end|>")[0].strip()
+        said = rf"\boxed{{{turn}}}" if "*" not in turn else CALL.format(turn) if request.seed % 2 else "1"
+        ids = TOKENIZER(said + "<|im_end|>")["input_ids"]
+        return Completion(said, len(ids), "stop", ids)
 
-    engine = SimpleNamespace(generate=generate, close=lambda: None, context_length=512)
-    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: engine)
+    play(complete)
     tools = {"tools": ["run_python"]} if benchmark != PRODUCTS else {}
-    results = evaluate(EvaluationArguments(benchmarks=benchmark, **settings, **tools), verifier, progress=False)
+    results = run(settings, benchmarks=benchmark, **tools)
     shared_code_verifier().close()
     entry, found = results["benchmarks"][benchmark], records(settings["output_dir"])
     for record in found:
@@ -74,17 +70,16 @@ def test_calls_of_a_scripted_model(settings, verifier, benchmark, monkeypatch, c
     assert len(set(asked.values())) == 3
 
 
-def test_a_model_in_an_environment(settings, verifier):
+def test_a_model_in_an_environment(run, settings):
     """And more samples of the same problems later: the first are kept, and equal those of a new run."""
-    args = EvaluationArguments(benchmarks=PRODUCTS, **settings)
-    results = evaluate(args, verifier, progress=False)
+    results = run(settings, benchmarks=PRODUCTS)
     first = records(settings["output_dir"])
     assert results["protocol"]["prompt"]["max_tool_calling_iterations"] is None and len(first) == 12
-    assert evaluate(args, verifier, progress=False)["benchmarks"] == results["benchmarks"]
+    assert run(settings, benchmarks=PRODUCTS)["benchmarks"] == results["benchmarks"]
     path = next(Path(settings["output_dir"], "samples").glob("*.jsonl"))
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:8]))  # within a batch
-    evaluate(args, verifier, progress=False)
+    run(settings, benchmarks=PRODUCTS)
     assert sorted(records(settings["output_dir"]), key=str) == sorted(first, key=str)
     assert {record["reward"] for record in first} <= {0.0, 1.0}
     seeds = range(gym.BENCHMARK_SEED, gym.BENCHMARK_SEED + 3)
@@ -120,14 +115,13 @@ def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, chan
 
 
 @pytest.mark.vllm
-def test_turns_with_vllm(settings, verifier, confined, tmp_path):
+def test_turns_with_vllm(run, settings, confined, tmp_path):
     """Whatever the model says: conversations are complete, and a call would get its result."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")
     model = str(tmp_path / "model")
-    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(
-        model
-    )  # the heads of the tiny model are too small for vLLM
+    # the heads of the tiny model are too small for vLLM
+    build_model(TOKENIZER, seed=shifted(0)).save_pretrained(model)
     TOKENIZER.save_pretrained(model)
     changes = {
         "engine": "vllm",
@@ -137,14 +131,14 @@ def test_turns_with_vllm(settings, verifier, confined, tmp_path):
         "batch_size": 20,
         "model": model,
     }
-    evaluate(EvaluationArguments(benchmarks=PRODUCTS, **settings | changes), verifier, progress=False)
+    run(settings | changes, benchmarks=PRODUCTS)
     shared_code_verifier().close()
     found = records(settings["output_dir"])
     assert len(found) == 12 and all(1 <= record["num_tokens"] <= 60 for record in found)
     assert {record["conversation"][1]["role"] for record in found} == {"assistant"}
 
 
-def test_kinds_of_environments(settings, verifier, tmp_path, monkeypatch):
+def test_kinds_of_environments(run, settings, tmp_path, monkeypatch):
     """Each example names its own; prompts have the tools of that one alone. Some completions have no reward."""
     (tmp_path / "kinds.py").write_text(
         "from datasets import Dataset\n"
@@ -158,8 +152,8 @@ def test_kinds_of_environments(settings, verifier, tmp_path, monkeypatch):
         "spec = Spec()\n"
     )
     monkeypatch.chdir(tmp_path)
-    args = EvaluationArguments(benchmarks="kinds:spec", **settings | {"max_problems": 4, "n": 2, "k": "1"})
-    entry = evaluate(args, verifier, progress=False)["benchmarks"]["kinds:spec"]
+    results = run(settings, benchmarks="kinds:spec", max_problems=4, n=2, k="1")
+    entry = results["benchmarks"]["kinds:spec"]
     assert entry["unscorable"] == ["1", "3"] and entry["pass_at_k"]["1"]["value"] == 1
     asked = {record["problem"]: record["conversation"][0]["content"] for record in records(settings["output_dir"])}
     assert asked == {"0": "so w?", "1": "so x1", "2": "so y?", "3": "so z3"}

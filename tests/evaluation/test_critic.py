@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.critic import critic_records, main
 from experiments.reliability import reliability_bins
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.run import evaluate
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +29,10 @@ def logp_alone(model, prompt, completion):
     return sum(logps[len(prompt) - 1 + t, token].item() for t, token in enumerate(completion))
 
 
-def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, tmp_path, capsys):
-    args = EvaluationArguments(**arguments)
-    results = evaluate(args, verifier, progress=False)
+def test_scores_of_an_evaluation(run, arguments, checkpoint, policy, sums, tmp_path, capsys):
+    results = run(arguments)
     output = tmp_path / "critic.jsonl"
-    argv = [args.output_dir, "--benchmark", f"math_500={sums}", "--policy", str(policy), "--reference"]
+    argv = [arguments["output_dir"], "--benchmark", f"math_500={sums}", "--policy", str(policy), "--reference"]
     assert main([*argv, str(checkpoint), "--pacs_beta", "2", "--output", str(output)]) == 0
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert (tmp_path / "critic.png").is_file()
@@ -52,10 +49,8 @@ def test_scores_of_an_evaluation(arguments, checkpoint, policy, sums, verifier, 
     lines = (tmp_path / "out" / "samples" / "math_500.jsonl").read_text().splitlines()[1:]
     samples = {(r["problem"], r["sample"]): r for r in map(json.loads, lines)}
     first = problems[0]["id"]
-    text = tokenizer.apply_chat_template(
-        [{"role": "user", "content": first}], tokenize=False, add_generation_prompt=True
-    )
-    prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+    question = [{"role": "user", "content": first}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
     proxies = []
     for i in range(8):
         record = samples[first, i]

@@ -22,8 +22,6 @@ from experiments.diversity import (
     principal_components,
     problem_diversities,
 )
-from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.evaluation.run import evaluate
 
 
 def test_worked_by_hand_and_against_a_loop_over_pairs():
@@ -96,11 +94,9 @@ def test_minilm_embeds_each_text_as_if_it_were_alone(tmp_path, monkeypatch):
         np.testing.assert_allclose(embedding, hidden.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_line(arguments, verifier, tmp_path, capsys):
+def test_the_command_line(run, arguments, tmp_path, capsys):
     for name, seed in (("a", 0), ("b", 1)):
-        changes = {"output_dir": str(tmp_path / name), "seed": seed, "method": name.upper(), "n": 64}
-        changes |= {"temperature": 1.3}
-        evaluate(EvaluationArguments(**{**arguments, **changes}), verifier, progress=False)
+        run(arguments, output_dir=str(tmp_path / name), seed=seed, method=name.upper(), n=64, temperature=1.3)
     responses = correct_responses(tmp_path / "a", "math_500")
     assert len(responses) == 12 and sum(map(len, responses.values())) > 12
     argv = [str(tmp_path / "a"), str(tmp_path / "b"), "--embedder", "hashing", "--output", str(tmp_path / "d.json")]

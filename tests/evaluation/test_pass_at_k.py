@@ -117,16 +117,13 @@ def test_pass_interval_refuses(values):
         pass_interval(values)
 
 
-def rare(share, difficulty):
-    return lambda rng, size: np.where(rng.random(size) < share, difficulty, 0.001)
-
-
 @pytest.mark.parametrize(
     ("num_problems", "n", "k", "draw"),
     [
         (30, 128, 1, lambda rng, size: rng.beta(0.012, 0.488, size)),  # 2.4 %: most problems out of reach
         (30, 128, 1, lambda rng, size: rng.beta(0.048, 1.952, size)),  # 2.4 %, less extreme
-        (30, 128, 1, rare(0.05, 0.5)),  # one problem in twenty is solved half of the time
+        # one problem in twenty is solved half of the time
+        (30, 128, 1, lambda rng, size: np.where(rng.random(size) < 0.05, 0.5, 0.001)),
         (10, 128, 1, lambda rng, size: rng.beta(0.1, 0.9, size)),
         (10, 16, 8, lambda rng, size: rng.beta(0.3, 0.7, size)),
         (10, 16, 1, lambda rng, size: np.full(size, 0.024)),

@@ -3,8 +3,9 @@
 import json
 
 import pytest
+from finished_runs import results_of
 
-from pacs_trl.evaluation.results import RESULTS_SCHEMA, GradedSample, read_results, require_same_protocol, summarize
+from pacs_trl.evaluation.results import GradedSample, read_results, require_same_protocol, summarize
 
 
 def samples(problem, outcomes, **changes):
@@ -28,16 +29,6 @@ def test_summary_worked_by_hand():
     assert summary["mean_tokens"] == pytest.approx(40 / 3) and summary["truncated_share"] == pytest.approx(1 / 3)
 
 
-def document(**changes):
-    source = {"version": 1, "digest": "d", "num_problems": 1}
-    base = {
-        "schema_version": RESULTS_SCHEMA,
-        "protocol": {"sampling": {"temperature": 0.6}, "verifier": {"version": "0.9.0"}},
-        "benchmarks": {"aime_2024": {"source": source}},
-    }
-    return base | changes
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [("{", "results.json"), ("[]", "results.json"), (json.dumps({"schema_version": 0}), "schema is 0")],
@@ -50,25 +41,27 @@ def test_other_files_are_refused(tmp_path, content, message):
         read_results(tmp_path / "nowhere")
 
 
-def changed(**source):
-    return {"benchmarks": {"aime_2024": {"source": {"version": 1, "digest": "d", "num_problems": 1} | source}}}
+def document(benchmark="aime_2024", temperature=0.6, verifier="0.9.0", **source):
+    """Results on one problem of a benchmark."""
+    results = results_of({benchmark: [1]}, sampling={"temperature": temperature}, verifier={"version": verifier})
+    results["benchmarks"][benchmark]["source"] |= source
+    return results
 
 
 @pytest.mark.parametrize(
     ("changes", "difference"),
     [
-        ({"protocol": {"sampling": {"temperature": 1.0}}}, "protocol.sampling.temperature: 0.6 != 1.0"),
-        ({"protocol": {"verifier": {"version": "0.8.0"}}}, "protocol.verifier.version: '0.9.0' != '0.8.0'"),
-        (changed(version=2), "aime_2024.version: 1 != 2"),
-        (changed(digest="x"), "aime_2024.digest: 'd' != 'x'"),
+        ({"temperature": 1.0}, "protocol.sampling.temperature: 0.6 != 1.0"),
+        ({"verifier": "0.8.0"}, "protocol.verifier.version: '0.9.0' != '0.8.0'"),
+        ({"version": 2}, "aime_2024.version: 1 != 2"),
+        ({"digest": "x"}, "aime_2024.digest: 'd' != 'x'"),
     ],
 )
 def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
     """Files without a common benchmark are comparable, and named are the first two that differ."""
-    elsewhere = {"math_500": {"source": {"version": 2, "digest": "e", "num_problems": 5}}}
-    files = [document(benchmarks=elsewhere), document(), document(**changes)]
+    files = [document("math_500", version=2, digest="e"), document(), document(**changes)]
     require_same_protocol(files[:2] * 2, ["a", "b", "c", "d"])
-    first = "first.json" if "protocol" in changes else "second.json"
+    first = "first.json" if "protocol" in difference else "second.json"
     with pytest.raises(ValueError) as error:
         require_same_protocol(files, ["first.json", "second.json", "third.json"])
     assert f"{first} and third.json" in str(error.value) and difference in str(error.value)

@@ -7,13 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from replay import (
-    TOKENIZER,
-    boxed,
-    build_trainer,
-    tiny_model,
-    trainable_weights,
-)
+from replay import TOKENIZER, boxed, build_trainer, spy_on, tiny_model, trainable_weights
 
 from pacs_trl.experimental.rlpr import (
     RLPRTrainer,
@@ -77,17 +71,6 @@ def build(output_dir, **changed):
     return build_trainer(output_dir, **given | SETTINGS | changed)
 
 
-def seen_by(trainer, kept):
-    for name in ("after_reasoning", "without_reasoning"):
-        function = getattr(trainer, name)
-
-        def keep(*arguments, name=name, function=function):
-            kept.append((name, arguments, function(*arguments), trainable_weights(trainer.model)))
-            return kept[-1][2]
-
-        setattr(trainer, name, keep)
-
-
 def by_hand(model, prompt, text, start, end):
     ids = [TOKENIZER.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)]
     tokens = TOKENIZER(text, return_offsets_mapping=True)
@@ -104,9 +87,13 @@ def by_hand(model, prompt, text, start, end):
 @pytest.mark.trains
 def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
     """Also after the policy has moved: s is of today, s0 of the start, each by a forward pass of its own."""
-    kept: list = []
-    trainer = build(tmp_path)
-    seen_by(trainer, kept)
+    trainer, kept = build(tmp_path), []
+    for name in ("after_reasoning", "without_reasoning"):
+
+        def keep(found, *arguments, name=name):
+            kept.append((name, arguments, found, trainable_weights(trainer.model)))
+
+        spy_on(trainer, name, keep)
     trainer.train()
     assert [name for name, *_ in kept] == ["after_reasoning", "without_reasoning"] * 3
     start = tiny_model()

@@ -123,9 +123,6 @@ def test_bounds_and_acceleration():
     assert found.tolist() == pytest.approx([-1.5, -1.0])
 
 
-STRIDE = {"hidden_state_stride": 3}
-
-
 @pytest.mark.parametrize("padding_free", ["auto", "never"])
 def test_hidden_states_are_those_of_each_row_alone(padding_free):
     model = tiny_model().eval()
@@ -152,8 +149,9 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
         return shaped, means
 
     monkeypatch.setattr(verl, "verl_coefficients", keep)
-    settings = {"steps_per_generation": 2, "group_layout": group_layout, "bonus_tokens": tokens, **STRIDE}
+    settings = {"steps_per_generation": 2, "group_layout": group_layout, "bonus_tokens": tokens}
     settings |= {"trainer_class": VERLTrainer, "replay": replay, "more": {"callbacks": [recorder]}}
+    settings["hidden_state_stride"] = 3
     trainer = build_trainer(tmp_path, **settings)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]

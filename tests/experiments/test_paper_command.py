@@ -107,10 +107,6 @@ class TestRecipes:
         assert {cell.label for cell in read_table("table_1", "full").cells} == set(published.TABLE_1)
 
 
-def numbers(results_dir: Path, name: str):
-    return rows_of(results_dir / f"{name}.md")
-
-
 class TestReport:
     good, bad = Cell("PACS", "miniature/m/pacs"), Cell("GRPO", "miniature/m/grpo")
 
@@ -124,10 +120,10 @@ class TestReport:
         for cell, counts in ((self.good, [1, 2] * 3), (self.bad, [4] * 6)):
             record(tmp_path, cell, 0, {name: counts for name in TWINS})
         write_tables([self.table("pass_at_k", published="Qwen3-4B")], tmp_path, twins=False)
-        verdicts = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["beyond_aime"]}
+        verdicts = {row[""]: row["k=1"] for row in rows_of(tmp_path / "t.md")["beyond_aime"]}
         assert verdicts["PACS, published"] == "27.16" and verdicts["PACS, published lies"] == "inside"
         assert verdicts["GRPO, published lies"] == "outside"
-        means = {row[""]: row["k=1"] for row in numbers(tmp_path, "t")["Mean"]}
+        means = {row[""]: row["k=1"] for row in rows_of(tmp_path / "t.md")["Mean"]}
         assert means["PACS, published"] == "62.63"  # as in table 1
 
     def test_table_1_averages_benchmarks_of_any_size(self, tmp_path):
@@ -136,7 +132,7 @@ class TestReport:
         counts = {name: [4, 4, 4] if name == "math_500" else [1] for name in published.TABLE_1_BENCHMARKS}
         record(tmp_path, self.good, 0, counts)
         write_tables([self.table("pass_at_1")], tmp_path, twins=False)
-        row = numbers(tmp_path, "t")[0]
+        row = rows_of(tmp_path / "t.md")[0]
         assert row["math_500"].startswith("100.0 ") and row["average"].startswith("40.0 ")
 
     def test_table_1_shows_gains_over_the_seeds_of_both_and_the_models_that_the_paper_cites(self, tmp_path):
@@ -147,14 +143,14 @@ class TestReport:
             record(tmp_path, before, seed, {name: [right, right] for name in published.TABLE_1_BENCHMARKS})
         table = Table("t", "A table", [before, after], "pass_at_1", compare=[("PACS-8B", "Qwen3-8B")])
         write_tables([table], tmp_path, twins=False)
-        rows = {row[""]: row for row in numbers(tmp_path, "t")}
+        rows = {row[""]: row for row in rows_of(tmp_path / "t.md")}
         # seed 1 is the only one that both have: 4 of 4 against 2 of 4
         assert rows["PACS-8B - Qwen3-8B"]["average"] == "50.0 [8.3, 70.1]"
         assert rows["PACS-8B - Qwen3-8B, published"]["aime_2025"] == "12.55"
         assert rows["Claude Opus 4.1, cited by the paper"]["math_500"] == "-"
         assert rows["Gemini 2.5 Pro, cited by the paper"]["average"] == "86.18"
         write_tables([table], tmp_path / "empty", twins=False)
-        assert numbers(tmp_path / "empty", "t")[-5]["average"] == "-"
+        assert rows_of(tmp_path / "empty" / "t.md")[-5]["average"] == "-"
 
 
 class TestMiniatureRuns:

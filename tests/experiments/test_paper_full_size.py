@@ -11,6 +11,7 @@ import pytest
 from finished_runs import results_of, rows_of
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 
+from experiments import diversity
 from experiments.paper import command as paper_command
 from experiments.paper.command import main
 from experiments.paper.published import TABLE_1_BENCHMARKS
@@ -84,8 +85,6 @@ def stand_ins(tmp_path, monkeypatch):
     def run_line(line):
         lines.append(line)
         run_stand_in(line)
-
-    from experiments import diversity
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(paper_command, "run_line", run_line)

@@ -1,17 +1,14 @@
+from pathlib import Path
+
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM
 
 from experiments import quickstart
 
 
-def test_real_model_without_grpo(tmp_path, monkeypatch, capsys):
+def test_real_model_without_grpo(model_path, tmp_path, monkeypatch, capsys):
     """The order of the steps and the summary; a miniature replaces the model."""
-    from replay import TOKENIZER, tiny_model
-
-    model = tmp_path / "model"
-    tiny_model().save_pretrained(model)
-    TOKENIZER.save_pretrained(model)
-    monkeypatch.setattr(quickstart, "prepare_model", lambda: model)
+    monkeypatch.setattr(quickstart, "prepare_model", lambda: Path(model_path))
     recipe = tmp_path / "sums.yaml"
     text = quickstart.SMOLLM2.recipes["PACS"].read_text()
     recipe.write_text(text.replace("miniature/questions", "miniature/addition"))

@@ -3,28 +3,18 @@ import pytest
 from experiments import smollm2
 
 
-prepared = pytest.mark.skipif(not smollm2.FOLDER.is_dir(), reason="the model is not there; `make model` prepares it")
-
-
-@pytest.fixture
-def conversions(monkeypatch):
-    """The folders that were converted to, by a conversion that is interrupted the first time."""
-    done = []
+def test_interrupted_conversion_is_repeated_and_a_complete_one_is_kept(tmp_path, monkeypatch):
+    folder, conversions = tmp_path / "models" / "model", []
 
     def convert(path, folder):
-        done.append(folder)
+        conversions.append(folder)
         folder.mkdir()
         (folder / "config.json").write_text("{}")
-        if len(done) == 1:
+        if len(conversions) == 1:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(smollm2, "gguf_file", lambda: None)
     monkeypatch.setattr(smollm2, "convert", convert)
-    return done
-
-
-def test_interrupted_conversion_is_repeated_and_a_complete_one_is_kept(tmp_path, conversions):
-    folder = tmp_path / "models" / "model"
     with pytest.raises(KeyboardInterrupt):
         smollm2.prepare_model(folder)
     assert not folder.exists()
@@ -34,8 +24,8 @@ def test_interrupted_conversion_is_repeated_and_a_complete_one_is_kept(tmp_path,
     assert len(conversions) == 2
 
 
-@prepared
 @pytest.mark.slow
+@pytest.mark.skipif(not smollm2.FOLDER.is_dir(), reason="the model is not there; `make model` prepares it")
 def test_converted_model_is_the_instruction_model():
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -15,6 +15,7 @@ from replay import build_trainer
 from results_world import make_results
 
 from pacs_trl import train
+from pacs_trl.evaluation.provenance import training_facts
 from pacs_trl.hub import build_card, kept_readme, license_of, push
 from pacs_trl.miniature import warm_start
 
@@ -113,7 +114,8 @@ def test_names_break_neither_tables_nor_fences():
     for words in ("\n# a b\n", "**AIME # 2024 | a**", "`x' # y`", "P Q", fenced):
         assert words in text
     settings = {"generation_kwargs": {"stop": ["a\n```\nb"]}}
-    assert build_card("name", training={**FACTS, "settings": settings}).count("\n````") == 2
+    facts = training_facts(2) | {"commit": None, "settings": settings}  # of an installed wheel
+    assert build_card("name", training=facts).count("\n````") == 2
 
 
 def test_an_adapter_that_was_trained_in_python(model_path, tmp_path, monkeypatch, capsys):
@@ -149,15 +151,6 @@ def test_an_adapter_that_was_trained_in_python(model_path, tmp_path, monkeypatch
     assert (directory / "README.md").read_text() == "---\nlicense: mit\n---\nBy hand.\n"
 
 
-FACTS = {
-    "created": "2026-01-01",
-    "num_processes": 2,
-    "hardware": {"machine": "x86_64", "cpu_cores": 2, "gpus": []},
-    "commit": None,
-    "versions": {"python": "3.11"},
-}
-
-
 QWEN = {"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler"}
 LOCAL = ["/data/org/model", "~/models/base", "./base", "../x/base", "outputs/mine/model", "base", "outputs/model"]
 GONE = {"model_name_or_path": "/home/me/start", "dataset_name": "data/train.jsonl"}  # not here any more
@@ -177,7 +170,7 @@ def test_where_a_model_comes_from(recipe, tmp_path, monkeypatch):
 
 
 def test_the_command_names_the_processes_and_does_not_push():
-    command = block(build_card("name", recipe={"push_to_hub": True}, training=FACTS), "bash").strip()
+    command = block(build_card("name", recipe={"push_to_hub": True}, training=training_facts(2)), "bash").strip()
     assert command == "accelerate launch --num_processes 2 -m pacs_trl.train --config recipe.yaml --push_to_hub false"
 
 

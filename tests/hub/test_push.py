@@ -2,7 +2,6 @@
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import yaml
@@ -116,15 +115,11 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
     assert len(hub.commits[REPO]) == 1
 
 
-@pytest.fixture
-def trainer(tmp_path, hub):
-    """A trainer that pushes, made as `pacs_trl.train` makes it, with results and recipe of its output directory."""
+def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatch):
+    """With the results and the recipe of its output directory."""
+    directory = tmp_path / "trained"
     settings = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": True, "hub_token": "hf_x"}
-    return build_trainer(tmp_path / "trained", max_steps=5, save_strategy="steps", save_steps=1, **settings)
-
-
-def test_a_trainer_pushes_what_the_command_line_pushes(trainer, hub, monkeypatch):
-    directory = Path(trainer.args.output_dir)
+    trainer = build_trainer(directory, max_steps=5, save_strategy="steps", save_steps=1, **settings)
     assert hub.private[REPO]  # created before any work
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "is_world_process_zero", lambda: False)

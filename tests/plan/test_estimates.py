@@ -15,7 +15,6 @@ KEPT = ALIGNED | {"gradient_checkpointing": False}
 HALVES = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8, "steps_per_generation": 32}
 LATE, RECOMPUTED = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1}, {"stale_logps": "recompute"}
 CORRECTED = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.3}
-SMALL_CRITIC = {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"}
 
 
 RUN = [
@@ -95,14 +94,13 @@ def test_forward_passes(estimate_of, passes, settings):
     assert estimate_of(**settings).forward_passes() == pytest.approx(passes)
 
 
-BOUNDED, PADDED = {"max_tokens_per_micro_batch": 2256}, {"padding_free": "never"}
 SHARED = [
     # 8 rows of one prompt, of which all but the last token is computed once: 1023 + 8 * 1001 tokens in memory
     ({}, 8, 9031),
     (HALVES, 4, 1023 + 4 * 1001),
     ({"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, 8, 2 * 9031),
-    (BOUNDED, 4, 2256),  # (2256 - 256) // 500 completions of mean length
-    (PADDED, 1, 8 * 2024),
+    ({"max_tokens_per_micro_batch": 2256}, 4, 2256),  # (2256 - 256) // 500 completions of mean length
+    ({"padding_free": "never"}, 1, 8 * 2024),
     (PPO, 1, 8 * 2024),  # micro-batches are shuffled
 ]
 
@@ -140,7 +138,7 @@ def test_checkpoint(estimate_of):
 def test_the_critic_has_a_size_of_its_own(estimate_of):
     """Of PPO both compute log-probs or values of 8192 rows of 256 + 350 tokens, and learn from them."""
     small, policy = model_shape("Qwen/Qwen3-0.6B"), model_shape("Qwen/Qwen3-4B")
-    estimate = estimate_of(**PPO | SMALL_CRITIC)
+    estimate = estimate_of(**PPO | {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"})
     assert estimate.state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64)
     attended = (256**2 + 2 * 256 * 350 + mean_square_length(350, 1000)) / 606
     flops = sum(5 * shape.forward_flops(8192 * 606, attended) for shape in (policy, small))

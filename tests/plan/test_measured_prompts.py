@@ -40,14 +40,8 @@ def small(plan, model, tmp_path):
 
 
 def test_prompts_of_a_file_are_measured(small):
-    ids = [
-        build_tokenizer().apply_chat_template(
-            [{"role": "user", "content": f"{problem} {PROMPT_INSTRUCTION}"}],
-            add_generation_prompt=True,
-            return_dict=False,
-        )
-        for problem in PROBLEMS
-    ]
+    asked = [[{"role": "user", "content": f"{problem} {PROMPT_INSTRUCTION}"}] for problem in PROBLEMS]
+    ids = build_tokenizer().apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
     mean, longest = sum(map(len, ids)) / 9, max(map(len, ids))
     status, output = small()
     assert status == 0, output

@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from results_world import make_results
 
@@ -27,12 +26,8 @@ def training_directory(tmp_path):
     """A run directory whose last checkpoint holds a training log like TRL's."""
 
     def make(name, seed):
-        rng, logs = np.random.default_rng(seed), []
-        for step in range(5, 101, 5):
-            noise = rng.standard_normal(4)
-            reward = 0.2 + 0.003 * step + 0.03 * noise[0]
-            log = {"step": step, "loss": 0.69, "reward": reward, "entropy": 0.4 + 0.01 * noise[1]}
-            logs.append(log | {"completions/mean_length": 800 + 20 * noise[2], "step_time": 40 + noise[3]})
+        constant = {"loss": 0.69, "entropy": 0.4, "completions/mean_length": 800.0, "step_time": 40.0}
+        logs = [constant | {"step": step, "reward": 0.003 * step + 0.1 * seed} for step in range(5, 101, 5)]
         checkpoint = tmp_path / name / "checkpoint-100"
         checkpoint.mkdir(parents=True)
         (checkpoint / "trainer_state.json").write_text(json.dumps({"log_history": logs}))

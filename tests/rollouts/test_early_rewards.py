@@ -6,8 +6,8 @@ import threading
 import pytest
 import torch
 from forked_engine import forked_engine
-from late_runs import assert_equal, trainer_of
-from replay import digit_reward, trainable_weights
+from late_runs import trainer_of
+from replay import assert_same_models, digit_reward
 
 from pacs_trl import GRPOTrainer
 
@@ -80,7 +80,7 @@ def test_functions_are_called_early_unless_they_read_the_policy(tmp_path):
     logged = resumed._logs["extra"]["answer"]
     assert list(logged) == [f"tensor({len(ids)})" for ids in texts[-1]]
     assert [each[0] for each in again if each[3]] == ["of_state", "of_policy"] * 2
-    assert_equal(straight.model, trainable_weights(resumed.model))
+    assert_same_models(straight, resumed)
 
 
 class Wrong(Exception):

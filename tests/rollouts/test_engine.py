@@ -11,35 +11,19 @@ from pacs_trl.rollouts.checkpoint import request_seed
 from pacs_trl.rollouts.engine import SeededLLM
 
 
-class Counting:
-    """Seeds 0, 1, 2, ..."""
-
-    def __init__(self):
-        self.counter = itertools.count()
-
-    def __call__(self, n):
-        return list(itertools.islice(self.counter, n))
-
-
 def test_every_request_of_a_colocated_engine_gets_a_seed():
-    def params(tokens=1, seed=None):
-        return SimpleNamespace(max_tokens=tokens, seed=seed, clone=lambda: params(tokens, seed))
+    calls, numbers = [], itertools.count()
 
-    calls = []
-    llm = SeededLLM(
-        SimpleNamespace(
-            generate=lambda prompts, sampling_params: calls.append(
-                [(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)]
-            ),
-        ),
-        Counting(),
-    )
+    def generate(prompts, sampling_params):
+        calls.append([(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)])
+
+    def params(tokens, **more):
+        return SamplingParams(max_tokens=tokens, **more)
+
+    llm = SeededLLM(SimpleNamespace(generate=generate), lambda n: list(itertools.islice(numbers, n)))
     llm.generate(["a", "b"], params(5))
     llm.generate(["a", "b"], [params(6), params(7)])
-    assert calls == [
-        [("a", 0, 5), ("b", 1, 5)],
-        [("a", 2, 6), ("b", 3, 7)],
-    ]
+    assert calls == [[("a", 0, 5), ("b", 1, 5)], [("a", 2, 6), ("b", 3, 7)]]
     # a request that has a seed keeps it, and takes none of the others
     llm.generate(["a", "b", "c"], (params(5, seed=99), params(5), params(5, seed=0)))
     assert calls[-1] == [("a", 99, 5), ("b", 4, 5), ("c", 0, 5)]

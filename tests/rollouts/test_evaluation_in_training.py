@@ -27,7 +27,6 @@ BENCHMARKS = {"eval_benchmarks": "miniature/addition", "eval_max_problems": 5, "
 BENCHMARKS |= {"eval_temperature": 0.7, "eval_top_p": 0.9}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, **BENCHMARKS}
 CRITIC = {"critic_prompt": "miniature", "critic_max_new_tokens": 4, "critic_pretraining_steps": 1}
-TRAINERS = [PACSTrainer, GRPOTrainer, PPOTrainer, GenACTrainer]
 
 
 def noisy_reward(completions, **kwargs):
@@ -48,7 +47,7 @@ def build(trainer_class, output_dir, model_path, more=None, **settings):
     return build_trainer(output_dir, **arguments, **(given | settings))
 
 
-@pytest.mark.parametrize("trainer_class", TRAINERS)
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer, PPOTrainer, GenACTrainer])
 def test_a_run_with_evaluations_learns_the_same(tmp_path, model_path, trainer_class):
     plain = build(trainer_class, tmp_path, model_path)
     plain.train()

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 from forked_engine import forked_engine
-from late_runs import assert_equal, check_logps, trainer_of
+from late_runs import check_logps, trainer_of
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_two, start
-from replay import TOKENIZER, Recorder, addition_dataset, digit_reward, trainable_weights
+from replay import TOKENIZER, Recorder, addition_dataset, assert_same_models, digit_reward, trainable_weights
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -82,7 +82,7 @@ def test_an_asynchronous_rollout_function(tmp_path):
         resumed = trainer_of(tmp_path / "b", **given)
         straight.train()
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    assert_equal(straight.model, trainable_weights(resumed.model))
+    assert_same_models(straight, resumed)
     check_logps(straight, recorder, 2)
     for again, rollout in zip(resumed.kept[-1], straight.kept[-1], strict=True):
         assert (again.completion_ids == rollout.completion_ids).all()
@@ -127,7 +127,7 @@ def test_killed_at_any_moment(tmp_path, lag, steps, times):
         assert codes[-1] in (-signal.SIGKILL, 0), (tmp_path / "out").read_text()[-3000:]
     assert -signal.SIGKILL in codes and codes[-1] == 0
     found = trainable_weights(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    assert_equal(straight.model, found)
+    assert all(torch.equal(weight, found[name]) for name, weight in trainable_weights(straight.model).items())
 
 
 def train_and_resume(directory, settings):
@@ -138,7 +138,7 @@ def train_and_resume(directory, settings):
         straight.train()
         resumed = trainer_of(directory / "resumed", per_device_train_batch_size=4, **settings)
         resumed.train(resume_from_checkpoint=str(directory / "straight" / "checkpoint-3"))
-    assert_equal(straight.model, trainable_weights(resumed.model))
+    assert_same_models(straight, resumed)
     prompts = [tuple(r.prompt_ids) for rollouts in straight.kept for r in rollouts]
     assert len(set(prompts)) == 3 * 2, "each process has its own prompts"
 
@@ -177,7 +177,7 @@ def test_an_engine_that_dies_stops_the_run_after_a_step(tmp_path):
             stopped.train()
         resumed = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, save_strategy="no")
         resumed.train(resume_from_checkpoint=True)
-        assert_equal(straight.model, trainable_weights(resumed.model))
+        assert_same_models(straight, resumed)
         other = trainer_of(tmp_path / "stopped", rollout_lag=2, max_steps=10, seed=shifted(42))
         other.train_dataset = addition_dataset(24).select(range(12, 24))
         with pytest.raises(FailedRun, match="prompts of generation batch"):
@@ -245,7 +245,7 @@ def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, model_path, eng
         assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
         resumed = trainer_of(tmp_path / "stopped", **settings)
         resumed.train(resume_from_checkpoint=True)
-    assert_equal(straight.model, trainable_weights(resumed.model))
+    assert_same_models(straight, resumed)
 
 
 class NotePid(TrainerCallback):
@@ -316,5 +316,5 @@ def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer
         for step in (3, 4):
             resumed = build(f"resumed-{step}")
             resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
-            assert_equal(straight.model, trainable_weights(resumed.model))
+            assert_same_models(straight, resumed)
         check_logps(straight, recorder, 1, recomputed=True)

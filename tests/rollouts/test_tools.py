@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replay import build_trainer
+from replay import build_trainer, spy_on
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
@@ -56,13 +56,8 @@ def built(path, monkeypatch, turns, **settings):
     reward = settings.pop("reward", math_reward)
     settings = {"max_completion_length": 64, "num_generations": 4, "per_device_train_batch_size": 4} | settings
     trainer = build_trainer(path, reward=reward, more=more, max_steps=1, **settings)
-    draw, trainer.rows = trainer._generate_rollouts, []
-
-    def keep(batch):
-        trainer.rows = draw(batch)
-        return trainer.rows
-
-    trainer._generate_rollouts = keep
+    trainer.rows = []
+    spy_on(trainer, "_generate_rollouts", lambda rows, batch: trainer.rows.extend(rows))
     return trainer
 
 
@@ -100,17 +95,15 @@ def digit(completions, **kwargs):
 
 def test_what_a_tool_says_has_no_gradient(tmp_path, monkeypatch):
     trainer = built(tmp_path, monkeypatch, TURNS, reward=digit, max_completion_length=200)
-    score, scored = trainer.forward_pass.compute_logps, []
+    scored = []
 
-    def spy(model, prompt_ids, completion_ids):
-        scores = score(model, prompt_ids, completion_ids)
+    def note(scores, model, prompt_ids, completion_ids):
         if torch.is_grad_enabled():
             for ids, logps in zip(completion_ids, scores.logps, strict=True):
                 logps.retain_grad()
                 scored.append((ids, logps))
-        return scores
 
-    trainer.forward_pass.compute_logps = spy
+    spy_on(trainer.forward_pass, "compute_logps", note)
     trainer.train()
     written = [TOKENIZER.decode(row.completion_ids[row.loss_mask]) for row in trainer.rows]
     assert written == ["".join(turns) for turns in TURNS]

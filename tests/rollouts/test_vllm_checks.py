@@ -27,15 +27,6 @@ def test_the_version_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch
 
 
 @pytest.fixture
-def port():
-    """Another process listens on it."""
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        yield other.getsockname()[1]
-
-
-@pytest.fixture
 def installed(monkeypatch):
     play_installed(monkeypatch.setattr)
 
@@ -46,14 +37,17 @@ def server(model_path):
         yield server
 
 
-def test_master_port_in_use(tmp_path, installed, monkeypatch, port):
+def test_master_port_in_use(tmp_path, installed, monkeypatch):
     """By torchrun, which holds it for this run, or by another process."""
-    monkeypatch.setenv("MASTER_PORT", str(port))
     args = config(tmp_path, use_vllm=True, vllm_mode="colocate")
-    with pytest.raises(ValueError, match="MASTER_PORT="):
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(ValueError, match="MASTER_PORT="):
+            check_vllm(args, "model")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
         check_vllm(args, "model")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    check_vllm(args, "model")
 
 
 def test_no_server(tmp_path, installed):

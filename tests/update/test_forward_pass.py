@@ -3,7 +3,6 @@ stand alone; which models are packed; what models are left like; and that no ten
 made."""
 
 import inspect
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import torch.nn.functional as F
 import transformers
 import trl
 from peft import PromptTuningConfig, get_peft_model
-from replay import tiny_model
+from replay import Row, logps_and_entropies, tiny_model
 from seeds import shifted
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,13 +35,6 @@ SHARED = (
 )
 
 
-def alone(model, prompt, completion):
-    """Log-probabilities and entropies of one row's completion from plain logits."""
-    logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1].float()
-    logps = logits.log_softmax(dim=-1)
-    return logps.gather(1, torch.tensor(completion)[:, None])[:, 0], -(logps.exp() * logps).sum(dim=-1)
-
-
 CPU = torch.device("cpu")
 
 
@@ -64,7 +56,7 @@ def test_rows_equal_rows_alone(padding_free, rows):
     with torch.no_grad():
         scores = ForwardPass(model, CPU, padding_free=padding_free).compute_logps(model, *rows)
         for logps, entropies, prompt, completion in zip(*scores, *rows, strict=True):
-            expected_logps, expected_entropies = alone(model, prompt, completion)
+            expected_logps, expected_entropies = logps_and_entropies(model, Row(prompt, completion))
             torch.testing.assert_close(logps, expected_logps, **TIGHT)
             torch.testing.assert_close(entropies, expected_entropies, **TIGHT)
             assert logps.dtype == entropies.dtype == torch.float32
@@ -104,7 +96,7 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     for i, (prompt, completion) in enumerate(zip(*rows, strict=True)):
-        (alone(model, prompt, completion)[0] * factors[i, : len(completion)]).sum().backward()
+        (logps_and_entropies(model, Row(prompt, completion))[0] * factors[i, : len(completion)]).sum().backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
@@ -124,22 +116,14 @@ def test_packed_row_by_hand():
     assert inputs["key_indices"].tolist() == keys + list(range(10, 15))
 
 
-@contextmanager
-def tokens_through(module):
-    """The numbers of tokens that go through a module."""
-    seen = []
+def test_a_shared_prompt_is_computed_once():
+    """Rows of one prompt of 60 tokens: 60 + 4 * (3 - 1) tokens instead of 4 * 63; with `compute_logps` too."""
+    model, seen = with_fused_head(tiny_model()), []
 
     def count(module, args, kwargs):
         seen.append((*args, *kwargs.values())[0].shape[:-1].numel())
 
-    with module.register_forward_pre_hook(count, with_kwargs=True):
-        yield seen
-
-
-def test_a_shared_prompt_is_computed_once():
-    """Rows of one prompt of 60 tokens: 60 + 4 * (3 - 1) tokens instead of 4 * 63; with `compute_logps` too."""
-    model = with_fused_head(tiny_model())
-    with tokens_through(model.model.layers[0]) as seen:
+    with model.model.layers[0].register_forward_pre_hook(count, with_kwargs=True):
         packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
         with torch.no_grad():
             list(compute_logps(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4))
@@ -268,7 +252,7 @@ def test_attention_dropout_is_that_of_padded_rows():
         torch.manual_seed(shifted(0))
         found, _ = packed(model, *row)
         torch.manual_seed(shifted(0))
-        expected, _ = alone(model, PROMPTS[2], COMPLETIONS[1])
+        expected, _ = logps_and_entropies(model, Row(PROMPTS[2], COMPLETIONS[1]))
         without, _ = packed(model.eval(), *row)
     torch.testing.assert_close(found[0][:-1], expected, **TIGHT)
     assert (found[0] - without[0]).abs().max() > 0.01

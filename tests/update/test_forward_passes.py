@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig
-from replay import Replay, build_trainer
+from replay import Replay, build_trainer, spy_on
 
 from pacs_trl.plan.cost import training_forward_equivalents
 
@@ -32,14 +32,12 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
     sizes = {"steps_per_generation": 2, "max_steps": 2 * iterations, "startup_check": False}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), more=lora, **sizes, **settings)
     # also of the reference of the KL term, which is the model without its adapter
-    cost, forward = 0, trainer.forward_pass.forward
+    costs = []
 
-    def counted(model, prompt_ids, completion_ids, **inputs):
-        nonlocal cost
-        cost += (3 if torch.is_grad_enabled() else 1) * len(prompt_ids)
-        return forward(model, prompt_ids, completion_ids, **inputs)
+    def note(found, model, prompt_ids, completion_ids, **inputs):
+        costs.append((3 if torch.is_grad_enabled() else 1) * len(prompt_ids))
 
-    trainer.forward_pass.forward = counted
+    spy_on(trainer.forward_pass, "forward", note)
     trainer.train()
     planned = training_forward_equivalents(
         "pacs",
@@ -51,4 +49,4 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
         correction="vllm_importance_sampling_correction" in settings,
         kl="beta" in settings,
     )
-    assert cost == 16 * planned
+    assert sum(costs) == 16 * planned

@@ -31,13 +31,9 @@ def ragged_case(seed: int = 0):
     return proxies, labels, group_of_rollout
 
 
-def by_hand():
-    """Group 7 has rows 0, 2 and 4, group 3 has row 1, group 9 has rows 3 and 5, and row 4 has no verdict."""
-    return Groups(torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0]), [7, 3, 7, 9, 7, 9])
-
-
 def test_by_hand():
-    groups = by_hand()
+    """Group 7 has rows 0, 2 and 4, group 3 has row 1, group 9 has rows 3 and 5, and row 4 has no verdict."""
+    groups = Groups(torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0]), [7, 3, 7, 9, 7, 9])
     assert groups.members == [[0, 2, 4], [1], [3, 5]] and groups.size == 3
     assert groups.scorable.tolist() == [True, False, True, True, False, True]
     assert groups.labeled.tolist() == [True, False, True] and groups.mixed.tolist() == [True, False, False]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from long_way import SIZES, TWO_UPDATES, RaggedGroups, WeightedTokens, train_and_compare
+from long_way import CORRECTION, SIZES, TWO_UPDATES, RaggedGroups, WeightedTokens, train_and_compare
 from peft import get_peft_model
 from replay import (
     LORA,
@@ -172,7 +172,7 @@ def test_gradient_of_labels_in_several_places(tmp_path, settings):
 
 
 def test_gradient_of_labels_in_several_places_with_token_weights_kl_term_and_lora(tmp_path, model_path):
-    settings = {**CORRECTION, "vllm_importance_sampling_mode": "token_truncate", "beta": 0.1, **TWO_UPDATES}
+    settings = {**CORRECTION, "beta": 0.1, **TWO_UPDATES}
 
     class Both(WeightedTokens, ProcessLabelsTrainer):
         pass
@@ -239,9 +239,6 @@ def test_gradient_of_lora_with_kl_term(tmp_path):
     train_and_compare(tmp_path, Replay(), model=get_peft_model(tiny_model(), LORA), beta=0.1, **TWO_UPDATES)
 
 
-CORRECTION = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_clip_max": 100.0}
-
-
 @pytest.mark.parametrize(
     "settings",
     [
@@ -255,7 +252,7 @@ CORRECTION = {"vllm_importance_sampling_correction": True, "vllm_importance_samp
     ids=["whole", "split", "rows without gradient", "snapshot", "mean log-probability", "two iterations"],
 )
 def test_token_weights_scale_the_gradient_only(tmp_path, settings):
-    settings = CORRECTION | {"vllm_importance_sampling_mode": "token_truncate"} | TWO_UPDATES | settings
+    settings = CORRECTION | TWO_UPDATES | settings
     trainer, _ = train_and_compare(tmp_path, Replay(), trainer_class=WeightedTokens, **settings)
     largest = [entry.get("sampling/importance_sampling_ratio/max") for entry in trainer.state.log_history[:4]]
     assert 1.0 < largest[0] <= 2.0 + 1e-4 and largest[1] is None, largest
@@ -265,8 +262,7 @@ def test_token_weights_scale_the_gradient_only(tmp_path, settings):
 def test_token_weights_are_multiplied_and_see_the_policy_that_generated(tmp_path, reference):
     """One that always says 2 doubles the gradient of the correction. Old log-probabilities are never those of the
     snapshot."""
-    settings = CORRECTION | {"vllm_importance_sampling_mode": "token_truncate"} | TWO_UPDATES
-    settings |= {"reference": reference, "group_layout": "whole", "max_steps": 4}
+    settings = CORRECTION | TWO_UPDATES | {"reference": reference, "group_layout": "whole"}
     replays, recorders, seen = [Replay(uniform_groups=0) for _ in range(2)], [Recorder(), Recorder()], []
 
     class Double(TokenWeights):

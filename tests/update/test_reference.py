@@ -136,17 +136,13 @@ def process_group(tmp_path):
     torch.distributed.destroy_process_group()
 
 
-def shard(model):
-    for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
-
-
 @pytest.mark.parametrize("forward_first", [False, True])
 def test_fsdp2(process_group, forward_first):
     """A forward pass leaves gathered copies in place of the parameters of the outermost module. They are freed later,
     so a snapshot that listed them would exchange freed memory, or nothing."""
-    model = shard(tiny_model())
+    model = tiny_model()
+    for module in (*model.model.layers, model):
+        fully_shard(module)
     assert isinstance(model, FSDPModule)
     first = logits(tiny_model())
     if forward_first:

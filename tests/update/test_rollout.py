@@ -6,10 +6,7 @@ import numpy as np
 import torch
 
 from pacs_trl.update.packing import PackedRollouts
-from pacs_trl.update.rollout import (
-    Rollout,
-    unpad_rollouts,
-)
+from pacs_trl.update.rollout import Rollout, unpad_rollouts
 from pacs_trl.update.step import collate, rollout_lengths
 
 

@@ -66,12 +66,6 @@ class Recording(CodeVerifier):
         return execution
 
 
-def started(layers):
-    verifier = Recording(num_workers=2, isolation="rlimits", **LIMITS)
-    verifier._layers, verifier.executions = layers, {}
-    return verifier
-
-
 class Surroundings:
     """What the programs may reach for: files, servers, and a process."""
 
@@ -163,7 +157,9 @@ def test_attacks(layers, tmp_path, monkeypatch):
         around = Surroundings(stack, tmp_path)
         programs = [around.program(number, attack) for number, attack in enumerate(ATTACKS)]
         tests = {"type": "stdin_stdout", "cases": [{"input": "nothing", "output": EXPECTED}]}
-        verifier = stack.enter_context(started(layers))
+        verifier = Recording(num_workers=2, isolation="rlimits", **LIMITS)
+        verifier._layers, verifier.executions = layers, {}
+        stack.enter_context(verifier)
         if layers_of(verifier.level) != set(layers):
             pytest.skip(f"this machine has {verifier.level}")
         # What an earlier program and its right output leave behind is there to be found.

@@ -20,21 +20,17 @@ CASES = yaml.safe_load((Path(__file__).parents[1] / "data" / "comparisons.yaml")
 
 class TestComparison:
     @pytest.mark.parametrize(
-        ("compare", "expected", "output", "right"), [*CASES["texts"], ("floats", "2.5", "2.5" + "0" * 200, False)]
-    )
-    def test_texts(self, compare, expected, output, right):
-        assert expected_of(compare, expected, output) is right
-
-    @pytest.mark.parametrize(
-        ("compare", "expected", "output", "right"),
+        ("function", "compare", "expected", "output", "right"),
         [
-            *CASES["values"],
-            ("floats", 1.0, "1" + "0" * 400, False),  # too large for a float
-            ("floats", [1.5], "[-1" + "0" * 400 + "]", False),
+            *((None, *case) for case in CASES["texts"]),
+            *(("f", *case) for case in CASES["values"]),
+            (None, "floats", "2.5", "2.5" + "0" * 200, False),
+            ("f", "floats", 1.0, "1" + "0" * 400, False),  # too large for a float
+            ("f", "floats", [1.5], "[-1" + "0" * 400 + "]", False),
         ],
     )
-    def test_values(self, compare, expected, output, right):
-        assert expected_of(compare, expected, output, "f") is right
+    def test_texts_and_values(self, function, compare, expected, output, right):
+        assert expected_of(compare, expected, output, function) is right
 
     @pytest.mark.parametrize("output", ["", "nothing", "[" * 50_000])
     def test_no_value(self, output):
@@ -89,7 +85,6 @@ class TestReading:
             (STDIN | {"cases": [{"input": "1"}]}, "Case 0"),
             (STDIN | {"cases": [{"input": 1, "output": "2"}]}, "Case 0"),
             (STDIN | {"compare": "near"}, "compare"),
-            (STDIN | {"language": "cpp"}, "cpp"),
             ({"type": "function", "cases": STDIN["cases"]}, "name"),
             ({"type": "function", "name": "f; import os", "cases": STDIN["cases"]}, "name"),
             ({"type": "function", "name": "f", "cases": [{"input": 1, "output": 2}]}, "Case 0"),

@@ -18,11 +18,6 @@ from pacs_trl.verification.code import CodeVerifier
 
 SUM = {"type": "stdin_stdout", "cases": [{"input": "1 2\n", "output": "3\n"}, {"input": "5 6\n", "output": "11\n"}]}
 ADD = {"type": "function", "name": "add", "cases": [{"input": [1, 2], "output": 3}, {"input": [5, 6], "output": 11}]}
-READ = "a, b = map(int, input().split())\n"
-
-
-def descriptors():
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +64,6 @@ class TestOutcomes:
 
 
 class TestLevels:
-    def test_the_level_is_measured_and_told(self, verifier):
-        assert verifier.facts()["confinement"] == verifier.level and "rlimits" in verifier.level
-
     @pytest.mark.parametrize(
         ("layers", "missing"), [((), "landlock and seccomp"), (("seccomp",), "landlock"), (("landlock",), "seccomp")]
     )
@@ -92,12 +84,12 @@ class TestLevels:
 class TestProcesses:
     def test_nothing_is_left_behind(self, verifier, tmp_path):
         verifier.grade([block("print(3)")], [SUM])
-        before, folders = descriptors(), sorted(os.listdir(os.environ["TMPDIR"]))
+        before, folders = len(os.listdir("/proc/self/fd")), sorted(os.listdir(os.environ["TMPDIR"]))
         for number in range(200):
             verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
         for worker in workers_of(verifier):
             assert not children(worker) and len(os.listdir(f"/proc/{worker}/fd")) < 10
-        assert descriptors() == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
+        assert len(os.listdir("/proc/self/fd")) == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
 
     def test_an_interrupt_leaves_a_verifier_that_works(self, verifier):
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us with `&`
@@ -107,7 +99,7 @@ class TestProcesses:
             verifier.grade([block(f"import time; time.sleep(9) # {i}") for i in range(20)], [SUM] * 20)
         timer.join()
         signal.signal(signal.SIGINT, before)
-        assert verifier.grade([block(READ + "print(a + b) # after an interrupt")], [SUM]) == [1.0]
+        assert verifier.grade([block("print(sum(map(int, input().split()))) # after an interrupt")], [SUM]) == [1.0]
 
     def test_workers_and_programs_end_with_their_parent(self, tmp_path):
         start = """
@@ -133,11 +125,8 @@ verifier.run(["import time; time.sleep(60)", "while True: pass"], ["", ""])
 
 
 class TestTool:
-    @pytest.fixture(autouse=True)
-    def shared(self, verifier, monkeypatch):
+    def test_what_the_model_is_told(self, verifier, monkeypatch):
         monkeypatch.setitem(rewards._verifiers, "programs", verifier)
-
-    def test_what_the_model_is_told(self):
         assert run_python("print(sum(map(int, input().split())))", "1 2") == "3\n"
         assert len(run_python("print('x' * 10**6)")) == MAX_REPLY
         with pytest.raises(RuntimeError, match=r"(?s)^ZeroDivisionError: .*1 / 0.*division by zero$"):

@@ -1,6 +1,5 @@
 """Limits, kills and shutdown of the verification processes. Hostile answers are data: `data/hostile.jsonl`."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,23 +15,16 @@ from typing import Any, NamedTuple
 import pytest
 from accelerate import Accelerator
 from processes import on_two
-from watching import block, box, children, is_running, wait_for, workers_of
+from watching import block, box, children, is_running, read_jsonl, wait_for, workers_of
 
 from pacs_trl.rewards import math_reward, shared_verifier
 from pacs_trl.verification import Outcome, Verifier
 from pacs_trl.verification.code import CodeVerifier
 
 
-HOSTILE = [
-    json.loads(line)
-    for line in (Path(__file__).parents[1] / "data" / "hostile.jsonl").read_text(encoding="utf-8").splitlines()
-]
+HOSTILE = read_jsonl("hostile.jsonl")
 # Evaluates for hours and is no plain number, so that nothing but a limit can end it.
 ENDLESS = r"\boxed{9^{9^9} - 1}"
-
-
-def text_of(row):
-    return "".join(text * count for text, count in row["parts"])
 
 
 def resident_mb():
@@ -47,7 +39,8 @@ def in_background(verifier, completions, golds):
 
 class TestHostile:
     def test_every_attack_is_answered_in_time_and_the_pool_lives_on(self):
-        texts, golds = [text_of(row) for row in HOSTILE], [row["gold"] for row in HOSTILE]
+        texts = ["".join(text * count for text, count in row["parts"]) for row in HOSTILE]
+        golds = [row["gold"] for row in HOSTILE]
         assert len({row["description"] for row in HOSTILE}) == len(HOSTILE) >= 60
         with Verifier(num_workers=2, cpu_seconds=0.15, timeout_seconds=3.0) as verifier:
             verifier.cache_size = 0

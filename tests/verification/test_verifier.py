@@ -1,28 +1,19 @@
 """Labels of `pacs_trl.verification` on real rows, against direct math-verify calls, and for bad input."""
 
 import asyncio
-import json
 import random
 import re
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from seeds import shifted
-from watching import box
+from watching import box, read_jsonl
 
 from pacs_trl.rewards import VerificationArguments, configure_verification, shared_arguments, shared_verifier
 from pacs_trl.verification import Outcome, Verifier, default_num_workers, gold_texts, last_boxed
-
-
-DATA = Path(__file__).parents[1] / "data"
-
-
-def read_jsonl(name):
-    return [json.loads(line) for line in (DATA / name).read_text(encoding="utf-8").splitlines()]
 
 
 def numbers(answer):

@@ -1,7 +1,14 @@
-"""Helpers for tests of graders: forms of completions, and processes as /proc shows them."""
+"""Helpers for tests of graders: rows of files, forms of completions, and processes as /proc shows them."""
 
+import json
 import time
 from pathlib import Path
+
+
+def read_jsonl(name):
+    """The rows of a file of tests/data."""
+    text = (Path(__file__).parents[1] / "data" / name).read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def block(source):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from replay import DarsAndGuidanceTrainer, addition_dataset, assert_resumes, build_trainer, trainable_weights
+from replay import DarsAndGuidanceTrainer, addition_dataset, assert_resumes, build_trainer, spy_on, trainable_weights
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import rewards
@@ -58,15 +58,12 @@ def greedy_by_model(model):
 def compare_at_every_generation(trainer):
     """Train; right after each generation, what engine and policy say. Returns (tokens agree, largest difference)."""
     found = []
-    generate = trainer.vllm_generation.generate
 
-    def generate_and_compare(**kwargs):
-        result = generate(**kwargs)
+    def compare(result, **kwargs):
         (of_engine, logps), (of_model, expected) = greedy_by_engine(trainer), greedy_by_model(trainer.model)
         found.append((of_engine == of_model, float((logps - expected).abs().max())))
-        return result
 
-    trainer.vllm_generation.generate = generate_and_compare
+    spy_on(trainer.vllm_generation, "generate", compare)
     trainer.train()
     return found
 

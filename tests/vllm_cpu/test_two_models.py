@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from replay import addition_dataset
-from test_colocate import even_start, greedy_by_engine, greedy_by_model
+from replay import addition_dataset, build_trainer
+from test_colocate import LEARNING, even_start, greedy_by_engine, greedy_by_model
 from transformers import AutoTokenizer
 
-from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
+from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.miniature.model import build_model
 
 
@@ -15,27 +15,21 @@ def trainer(tmp_path, checkpoint, colocated):
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
     build_model(tokenizer, "tiny", seed=1).save_pretrained(tmp_path / "critic")
     tokenizer.save_pretrained(tmp_path / "critic")
-    args = GenACConfig(
-        str(tmp_path / "run"),
-        **colocated,
-        use_cpu=True,
-        bf16=False,
-        gradient_checkpointing=False,
+    trainer = build_trainer(
+        tmp_path / "run",
+        model=checkpoint,
+        reward=even_start,
+        trainer_class=GenACTrainer,
+        more={"train_dataset": addition_dataset(64), "processing_class": tokenizer},
         critic_model_name_or_path=str(tmp_path / "critic"),
         critic_prompt="miniature",
         critic_max_new_tokens=8,
         critic_pretraining_steps=0,
         max_segments=2,
-        learning_rate=3e-3,
         critic_learning_rate=3e-3,
-        per_device_train_batch_size=8,
-        num_generations=4,
         max_steps=3,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
+        **(LEARNING | colocated),
     )
-    trainer = GenACTrainer(checkpoint, even_start, args, addition_dataset(64), processing_class=tokenizer)
     trainer._prompt.parse = lambda text: (
         len(text) % 11 / 10
     )  # it was never taught the tags, and has to learn something
