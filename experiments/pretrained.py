@@ -176,13 +176,13 @@ def by_kind(task: str, found: dict[str, dict[int, Run]]) -> list[str]:
 
 def support(found: dict[str, dict[int, Run]], before: Run) -> list[str]:
     """Return a table with the number of problems that have a correct completion before and after training, only after
-    it, and only before it, and the diversity of correct completions where there are two; means over seeds."""
+    it, and only before it, means over seeds, and the mean diversity of the correct completions of a problem."""
     solved, rows = [p["c"] > 0 for p in problems_of(before)], []
     for arm, runs in found.items():
         pairs = [list(zip(solved, (p["c"] > 0 for p in problems_of(run)), strict=True)) for run in runs.values()]
         counts = [[own.count(pair) for own in pairs] for pair in ((True, True), (False, True), (True, False))]
-        diversities = [mean(scores.values()) for run in runs.values() for scores in run.diversity.values()]
-        rows.append([arm, *(f"{mean(column):.1f}" for column in counts), f"{mean(diversities):.2f}"])
+        scores = [x for run in runs.values() for of in run.diversity.values() for x in of.values()]
+        rows.append([arm, *(f"{mean(column):.1f}" for column in counts), f"{mean(scores):.2f}" if scores else ""])
     return ["", *markdown(["", "solved before and after", "only after", "only before", "diversity"], rows)]
 
 
@@ -203,8 +203,10 @@ def main() -> None:
     for seed in args.seeds:
         for arm in args.arms:
             run_cell(cell_of(args.task, arm, rates[arm], args.steps), seed, options)
+            found = runs_of(options, args.task, rates, args.steps)
             lines = report(options, args.task, rates, args.steps)
-            lines += by_kind(args.task, runs_of(options, args.task, rates, args.steps)) if TASKS[args.task] else []
+            lines += by_kind(args.task, found) if TASKS[args.task] else []
+            lines += support(found, next(iter(found[START].values()))) if START in found else []
             publish(Path(args.results_dir) / f"{args.task}.md", lines)
     draw(runs_of(options, args.task, rates, args.steps), Path(args.results_dir) / f"{args.task}.png")
 

@@ -1,10 +1,16 @@
 """Cells of the comparison on a pretrained model."""
 
+from pathlib import Path
+
 import pytest
 
-from experiments.paper.cells import RECIPES
-from experiments.pretrained import ARMS, START, TASKS, cell_of, kind_of
+from experiments.paper.cells import RECIPES, Options
+from experiments.paper.records import Run
+from experiments.pretrained import ARMS, START, TASKS, cell_of, kind_of, report, sizes_of, support
 from pacs_trl.recipe import read_recipe
+
+
+RESULTS = Path(__file__).parents[2] / "docs/results/pretrained"
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if arm != START])
@@ -33,3 +39,33 @@ def test_arms_differ_only_in_their_objective(arm, task):
 )
 def test_kind_of(question, answer, kind):
     assert kind_of({"question": question, "answer": answer}) == kind
+
+
+def test_problems_gained_and_lost_by_hand():
+    """Of four problems, the first two are solved before; a run solves the first and the last."""
+
+    def run(counts, diversity):
+        problems = [{"c": count} for count in counts]
+        return Run(0, {"benchmarks": {"sums": {"problems": problems}}}, {"sums": diversity}, None)
+
+    before = run([1, 2, 0, 0], {"1": 0.5})
+    table = support(
+        {"PACS": {0: run([8, 0, 0, 1], {"0": 0.25}), 1: run([8, 8, 8, 8], {})}, "GRPO": {0: before}}, before
+    )
+    assert table[-2:] == ["| PACS | 1.5 | 1.5 | 0.5 | 0.25 |", "| GRPO | 2.0 | 0.0 | 0.0 | 0.50 |"]
+
+
+def test_the_page_has_the_numbers_of_the_records():
+    task, checked = "", 0
+    for line in (RESULTS / "README.md").read_text().partition("## Tasks of reasoning-gym")[2].splitlines():
+        cells = [cell.strip() for cell in line.split("|")]
+        if len(cells) != 11 or not cells[3][:1].isdigit():  # rows of a trained arm
+            task = cells[1].replace(" ", "_") if len(cells) == 11 and cells[1] else task
+            continue
+        seeds = tuple(map(int, cells[4].split(", ")))
+        options = Options(seeds, None, results_dir=RESULTS, **sizes_of(task))
+        found = report(options, task, {cells[2]: float(cells[3])}, 20)[-1].split(" | ")
+        expected = [cell.partition(" (")[0] if len(seeds) == 1 else cell for cell in found[3:6]]
+        assert (found[2], *expected, found[7]) == (cells[4], *cells[5:8], cells[9]), line
+        checked += 1
+    assert checked >= 15
