@@ -290,7 +290,9 @@ def tiny_experts() -> Qwen3MoeForCausalLM:
 
 @pytest.mark.trains
 def test_mixture_of_experts(tmp_path):
-    """Without the loss of the router, which every configuration asks for."""
+    """The loss of the router, which every configuration asks for, is refused; without it the model learns."""
+    with pytest.raises(ValueError, match="router_aux_loss_coef"):
+        build_trainer(tmp_path, model=tiny_experts())
     settings = {"steps_per_generation": 2, "router_aux_loss_coef": 0.0, "learning_rate": 0.01}
     trainer = build_trainer(tmp_path, model=tiny_experts(), **settings)
     assert trainer.forward_pass.packing == "sdpa"

@@ -126,6 +126,8 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
     out = capsys.readouterr().out
     assert f"Continuing from {tmp_path}/checkpoint-2, after optimizer step 2 of 3.\nstep 3/3" in out
     assert trainer.state.global_step == 3 and "of 3).\n" in out  # rewards of the whole run, before and after
+    with pytest.raises(ValueError, match="checkpoint-9"):
+        run(tmp_path, model_path, "--resume_from_checkpoint", str(tmp_path / "checkpoint-9"))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import RepeatSampler
 
 from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
@@ -175,3 +176,8 @@ def test_trainer_still_calls_the_hooks():
     ), "a step whose gradient is not finite is skipped between the gradient norm and the optimizer step"
     assert "_calculate_rewards" in calls(GRPOTrainer._generate_and_score_completions)
     assert "_generate_single_turn" in calls(GRPOTrainer._generate)
+
+
+def test_attributes_of_the_sampler():
+    sampler = RepeatSampler([1, 2], mini_repeat_count=1, shuffle=True, seed=3)
+    assert (sampler.shuffle, sampler.seed) == (True, 3) and sampler.generator.initial_seed() == 3

@@ -287,8 +287,9 @@ class TestLengthSplitAndShuffle:
 )
 def test_a_damaged_file_is_named(tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=f"{name}.*{'line 3' if name[0] == 'a' else ''}"):
+    with pytest.raises(ValueError, match=f"{name}.*{'line 3' if name[0] == 'a' else ''}") as caught:
         load_rows("", ProblemSet(""), tmp_path / name)
+    assert ("must end in .jsonl" in str(caught.value)) == name.endswith(".json")
 
 
 def test_training_and_evaluation_read_a_file_alike(tmp_path):

@@ -72,8 +72,9 @@ def test_errors_before_the_model_is_loaded(tmp_path, tool_model_path, module, ar
     )
     arguments = [a.replace("MODULE", module) for a in arguments]
     recipe = "environment.yaml" if "--environment" in arguments else "pacs.yaml"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as error:
         run_recipe(tmp_path / "out", tool_model_path, *arguments, recipe=recipe)
+    assert str(error.value).rstrip(".").count(". ") in (1, 2)
 
 
 @pytest.mark.trains

@@ -150,3 +150,9 @@ def test_micro_batches_are_balanced_and_have_little_padding():
     padded = scheduled(lengths, units(range(256)), num_processes=1, max_rollouts=8, padded=True)
     assert schedule_cost(padded, lengths, padded=True) < 1.15 * sum(totals)
     assert schedule_cost([units(range(256), 8)], lengths, padded=True) > 1.7 * sum(totals)
+
+
+def test_large_schedule_is_quick_enough_to_run_every_step():
+    lengths = lognormal_lengths(8192, num_generations=16)
+    schedule = scheduled(lengths, units(range(8192)), num_processes=64, max_rollouts=1, max_tokens=16384)
+    assert sorted(row for batches in schedule for batch in batches for row in batch) == list(range(8192))

@@ -76,6 +76,12 @@ def test_equal_probabilities_change_nothing(mode):
     assert metrics["sampling/importance_sampling_ratio/mean"] == 1.0
 
 
+def test_weights_carry_no_gradient():
+    logps, sampling, mask = random_batch(1)
+    weights = correction_weights(logps.requires_grad_(), sampling, mask, Mismatch(mode="token_truncate"))
+    assert not weights.requires_grad
+
+
 @pytest.mark.parametrize("bounds", [(None, 3.0), (0.8, 1.25), (0.5, None), (None, None)])
 @pytest.mark.parametrize("mode", MODES)
 def test_against_loops(mode, bounds):

@@ -114,6 +114,7 @@ def test_the_share_counts_cases_and_the_rest_and_nothing_expected_is_told(verifi
         (asserts(f"assert f(1) in ({'-' * 900}1,)"), "do not parse"),
         (asserts("assert f(1) in " + "[" * 5000), "do not parse"),
         (asserts("assert f(1) == 2", prelude="def"), "do not parse"),
+        (asserts("assert f(1) == 2", None), "`entry_point` of asserts is None. Set it"),
         ({"type": "asserts", "code": "assert f(1) == 2"}, "`entry_point` of asserts is None. Set it"),
         (asserts("assert f(1) == 2", "a.b"), "`entry_point`"),
         (asserts("assert g(1) == 2"), "No assert that runs calls f"),

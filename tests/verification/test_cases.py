@@ -85,6 +85,7 @@ class TestReading:
             (STDIN | {"cases": [{"input": "1"}]}, "Case 0"),
             (STDIN | {"cases": [{"input": 1, "output": "2"}]}, "Case 0"),
             (STDIN | {"compare": "near"}, "compare"),
+            (STDIN | {"language": "cpp"}, "cpp"),
             ({"type": "function", "cases": STDIN["cases"]}, "name"),
             ({"type": "function", "name": "f; import os", "cases": STDIN["cases"]}, "name"),
             ({"type": "function", "name": "f", "cases": [{"input": 1, "output": 2}]}, "Case 0"),

@@ -64,6 +64,9 @@ class TestOutcomes:
 
 
 class TestLevels:
+    def test_the_level_is_measured_and_told(self, verifier):
+        assert verifier.facts()["confinement"] == verifier.level and "rlimits" in verifier.level
+
     @pytest.mark.parametrize(
         ("layers", "missing"), [((), "landlock and seccomp"), (("seccomp",), "landlock"), (("landlock",), "seccomp")]
     )

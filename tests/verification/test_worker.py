@@ -71,6 +71,12 @@ class TestOutOfScale:
 
 
 class TestGradeOne:
+    def test_outcomes(self):
+        assert grade_one(r"\boxed{0.5}", ("\\frac12",), "authors") is Outcome.CORRECT
+        assert grade_one(r"\boxed{0.5}", ("1", "2"), "authors") is Outcome.WRONG
+        assert grade_one("nothing", ("1",), "authors") is Outcome.NO_ANSWER
+        assert grade_one("1", ("p - q",), "trl") is Outcome.GOLD_UNPARSEABLE
+
     def test_matrices(self):
         matrix = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
         other = r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}"
