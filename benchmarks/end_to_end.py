@@ -78,12 +78,10 @@ def main() -> None:
     for method, logs in found.items():
         steps = steps_to(args.target, args.window, logs)
         total = sum(log["time/total"] for log in logs[:steps])
-        shares = (sum(log[f"time/{part}"] for log in logs[:steps]) / total for part in PARTS)
+        shares = [f"{sum(log[f'time/{part}'] for log in logs[:steps]) / total:.0%}" for part in PARTS]
         reached = steps or f"not in {args.max_steps}"
         of_step = statistics.median(log["time/total"] for log in logs)
-        print(
-            f"| {method} | {reached} | {total:.1f} | {of_step:.2f} | {' | '.join(f'{share:.0%}' for share in shares)} |"
-        )
+        print(f"| {method} | {reached} | {total:.1f} | {of_step:.2f} | {' | '.join(shares)} |")
 
 
 if __name__ == "__main__":
