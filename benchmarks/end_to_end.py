@@ -7,8 +7,9 @@
         --config recipes/smollm2-135m/sums_grpo.yaml    # after `make model`
 
 All methods use one recipe, by default recipes/miniature/pacs.yaml, and its initial weights. Times are CPU seconds of
-the process that trains and generates, which other load on the machine hardly affects; verifier workers are excluded. A
-method reaches the target when the mean reward of the last `--window` generation batches is at least `--target`.
+the process that trains and generates, which other load on the machine hardly affects; verifier workers are excluded.
+With a GPU they are seconds, because the process does not wait for its kernels. A method reaches the target when the
+mean reward of the last `--window` generation batches is at least `--target`.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import torch
 import trl
 
 from benchmarks.shared_engine import share_engine
@@ -63,10 +65,12 @@ def main() -> None:
     parser.add_argument("--window", type=int, default=4)
     parser.add_argument("--max_steps", type=int, default=60)
     args = parser.parse_args()
-    rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, clock=time.process_time)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, clock=time.process_time)
     settings = ["--config", str(args.config), "--max_steps", str(args.max_steps)]
     if args.engine == "vllm":
-        share_engine("cpu", "float32")
+        share_engine(device, "float32")
         settings += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "128"]
     found = {}
     with tempfile.TemporaryDirectory() as directory:

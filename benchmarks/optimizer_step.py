@@ -33,6 +33,7 @@ SIZES = {
     "gpu": Size(KNOWN_MODELS["Qwen/Qwen3-1.7B"], 8192, 8, 4, bf16=True),
 }
 BASELINE = "TRL GRPO, best"
+CHECKPOINTING = "default (gradient checkpointing)"  # what both trainers do unless told otherwise
 
 
 def compare(title: str, runners: dict[str, Runner], repeats: int, flops_rate: float) -> list[dict]:
@@ -73,7 +74,7 @@ def aligned(size: Size, device: str, repeats: int, flops_rate: float) -> list[di
     make = partial(Runner, size=size, rollouts=rollouts, device=device)
     mixed = labels_of(size.num_groups, 0.0)
     runners = {
-        "TRL GRPO, default (gradient checkpointing)": make(TRLTrainer, labels=mixed, gradient_checkpointing=True),
+        f"TRL GRPO, {CHECKPOINTING}": make(TRLTrainer, labels=mixed, gradient_checkpointing=True),
         BASELINE: make(TRLTrainer, labels=mixed),
         "GRPO": make(GRPOTrainer, labels=mixed),
     }
@@ -102,7 +103,11 @@ def prompt_lengths(
         for num_generations in group_sizes:
             rollouts = recorded_rollouts(size, 3, 0, num_generations, (num_prompt_tokens, num_prompt_tokens))
             make = partial(Runner, size=size, rollouts=rollouts, device=device, num_generations=num_generations)
-            runners = {BASELINE: make(TRLTrainer, labels=labels_of(3, 0.0, num_generations))}
+            mixed = labels_of(3, 0.0, num_generations)
+            runners = {BASELINE: make(TRLTrainer, labels=mixed)}
+            for name, trainer_class in (("TRL GRPO", TRLTrainer), ("GRPO", GRPOTrainer)):
+                default = make(trainer_class, labels=mixed, gradient_checkpointing=True)
+                runners[f"{name}, {CHECKPOINTING}"] = default
             for name, trainer_class in (("GRPO", GRPOTrainer), ("PACS", PACSTrainer)):
                 for uniform in (0, 1):
                     labels = labels_of(3, uniform / 3, num_generations)

@@ -39,14 +39,16 @@ ARMS: dict[str, dict] = {
     START: {},
     "PACS": {"method": "pacs"},
     "GRPO": {"method": "grpo"},
-    "RLOO": {"method": "rloo"},
+    "RLOO": {"method": "rloo", "beta": 0.0},
+    "RLOO, KL 0.05": {"method": "rloo"},  # the default of TRL
     "MaxRL": {"method": "maxrl"},
     "REAL": {"method": "real"},
     "PPO": {"method": "ppo"},
     "PACS, kept, beta 0.3": {"method": "pacs", "reference": "snapshot", "pacs_beta": 0.3},
     "GRPO, KL 0.1": {"method": "grpo", "beta": 0.1},
     "PACS, LoRA": {"method": "pacs", **LORA},
-    "GRPO, LoRA": {"method": "grpo", **LORA},
+    "GRPO, LoRA": {"method": "grpo", "disable_dropout": True, **LORA},  # as PACS by default
+    "GRPO, LoRA, dropout 0.05": {"method": "grpo", **LORA},  # the defaults of TRL
 }
 KS = (1, 4, 8, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
@@ -86,7 +88,7 @@ def passes(run: Run) -> dict[int, float]:
 
 
 def rates_of(arm: str) -> tuple[float, ...]:
-    return LORA_RATES if arm.endswith("LoRA") else RATES
+    return LORA_RATES if "LoRA" in arm else RATES
 
 
 def best_rate(records: Records, task: str, arm: str, steps: int) -> float:
