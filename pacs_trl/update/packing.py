@@ -203,7 +203,7 @@ _VARLEN_IS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float) -> bool:
     """Return whether PyTorch's variable-length attention supports these tensors."""
     grouped = query.shape[1] != key.shape[1]
-    if query.device.type != "cuda" or dropout or query.shape[-1] % 8 or (grouped and not _VARLEN_IS_GROUPED):
+    if query.device.type != "cuda" or dropout or query.shape[-1] % 8:
         return False
     return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, grouped))
 
@@ -214,7 +214,11 @@ def _packed_varlen(
     """Run PyTorch's variable-length attention, a FlashAttention kernel; for its mask, see [`_packed_flash`]."""
     if key_indices is not None:
         key, value = key.index_select(2, key_indices), value.index_select(2, key_indices)
-    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    groups, grouped = query.shape[1] // key.shape[1], {}
+    if _VARLEN_IS_GROUPED:
+        grouped = {"enable_gqa": groups > 1}
+    else:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     return varlen_attn(*tokens, *bounds, scale=scaling, window_size=(-1, 0), **grouped)[None]

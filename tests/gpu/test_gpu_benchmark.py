@@ -29,8 +29,8 @@ def check_steps(rows: list[dict], device: str) -> None:
     ],
 )
 def test_steps(alone, device, tmp_path, record_property, model, checkpointing):
-    """PACS, also with half of the groups uniform, and GRPO on both updates; same rollouts of up to 8,192 tokens."""
-    rows = alone(measured, device, tmp_path, model, checkpointing, ("pacs", "grpo", "trl_grpo"), 8192, False)
+    """PACS, also with half of the groups uniform, and GRPO on both updates; same rollouts of up to 4,096 tokens."""
+    rows = alone(measured, device, tmp_path, model, checkpointing, ("pacs", "grpo", "trl_grpo"), 4096, False)
     record_property("rows", rows)
     found = [(row["method"], row["uniform"]) for row in rows]
     assert found == [("pacs", 0.0), ("pacs", 0.5), ("grpo", 0.0), ("trl_grpo", 0.0)]
@@ -39,7 +39,7 @@ def test_steps(alone, device, tmp_path, record_property, model, checkpointing):
 
 def measured(device, directory, model, checkpointing, methods, completion_max, lora) -> list[dict]:
     if device == "cuda":
-        sizes = {"completion_max": completion_max}
+        sizes = {"completion_max": completion_max, "repeats": 3}
     else:
         model, sizes = "tiny", {"completion_max": 48, "repeats": 1, "matmul": 256}
     return measure_steps(device, directory, model, checkpointing, methods=methods, lora=lora, **sizes)
@@ -62,7 +62,9 @@ def test_proxies_are_0_in_the_same_micro_batches(alone, device, record_property,
     assert len(rows) == 12
     same = [row["max abs proxy"] for row in rows if row["reference computed"] == SAME]
     assert same == [0.0] * 3
-    assert max(row["max abs proxy"] for row in rows if row["precision"] == "bf16 weights") > 1e-4
+    # On an H100 log-probs of this model in bfloat16 are the same in all micro-batches, in float32 they are not.
+    precision, least = ("fp32", 1e-6) if device == "cuda" else ("bf16 weights", 1e-4)
+    assert max(row["max abs proxy"] for row in rows if row["precision"] == precision) > least
 
 
 @pytest.fixture(scope="session")

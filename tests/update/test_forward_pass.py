@@ -174,40 +174,42 @@ def by_masks(rows, inputs, scaling=None):
 
 
 @pytest.mark.parametrize("scaling", [None, 0.7])
-@pytest.mark.parametrize("kind", ["segments", "queries once more", "variable length"])
+@pytest.mark.parametrize("kind", ["segments", "queries once more", "variable length", "of torch 2.11"])
 def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling):
-    """Segments are the CPU's, the queries of the prompt once more for other devices, PyTorch's kernel for CUDA."""
+    """Segments are the CPU's, the queries of the prompt once more for other devices, PyTorch's kernel for CUDA, which
+    takes no groups of heads in torch 2.11."""
     rows, inputs = attention_inputs(LENGTHS)
     seen, original = [], packing.SegmentedAttention.apply
     monkeypatch.setattr(packing.SegmentedAttention, "apply", lambda *args: seen.append(args[3]) or original(*args))
     if kind == "queries once more":
         # PyTorch's kernel takes no values that are wider than keys
         inputs[2] = torch.cat([inputs[2], inputs[2]], dim=-1).detach().requires_grad_()
-    if kind == "variable length":
+    if kind in ("variable length", "of torch 2.11"):
         monkeypatch.setattr(packing, "takes_varlen", lambda *args: True)
         monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
+        monkeypatch.setattr(packing, "_VARLEN_IS_GROUPED", kind == "variable length")
     for one, other in zip(attended(rows, inputs, scaling=scaling), by_masks(rows, inputs, scaling), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert seen == ([LENGTHS] if kind == "segments" else [])
 
 
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa):
+def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
     """What `torch.nn.attention.varlen.varlen_attn` computes, by loops; its kernel runs on CUDA only. Causal, aligned
     at the last query and the last key."""
-    assert window_size == (-1, 0) and enable_gqa and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
     out = []
     for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
         mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
         parts = (x.transpose(0, 1) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        attended = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=True)
+        attended = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
         out.append(attended.transpose(0, 1))
     return torch.cat(out)
 
 
 def test_the_stand_in_is_called_as_the_kernel_is():
     parameters = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
-    # before 2.12 `takes_varlen` has grouped queries go another way
+    # before 2.12 keys and values are repeated for grouped queries
     since_2_12 = set() if "enable_gqa" in parameters else {"enable_gqa"}
     assert set(inspect.signature(varlen_attn).parameters) - since_2_12 <= set(parameters)
     assert not packing.takes_varlen(*attention_inputs(LENGTHS)[1], 0.0)  # on a CPU
