@@ -115,6 +115,18 @@ def start_and_sleep(directory: Path) -> None:
     time.sleep(600)
 
 
+def test_the_page_has_the_numbers_of_the_report():
+    """Seconds and memory of optimizer steps, and the counts of outcomes."""
+    report, page = json.loads((ROOT / "docs/results/gpu/report.json").read_text()), (ROOT / "docs/gpu.md").read_text()
+    tests, (steps,) = report["results"][:-1], [r["rows"] for r in report["results"] if r["outcome"] == "measured"]
+    for row in steps:
+        numbers = "{seconds:.2f} ({fastest:.2f} - {slowest:.2f})".format_map(row)
+        factor = row["times as fast as TRL's GRPO"]
+        assert f"| {numbers} | {factor:.2f} | {row['GiB']:.1f} |" in page, row["method"]
+    outcomes = [r["outcome"] for r in tests]
+    assert f"| {outcomes.count('passed')} | {outcomes.count('failed')} | 2 | 32 |" in page
+
+
 def is_alive(pid: int) -> bool:
     stat = Path(f"/proc/{pid}/stat")
     return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
