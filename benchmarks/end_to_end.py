@@ -8,8 +8,8 @@
 
 All methods use one recipe, by default recipes/miniature/pacs.yaml, and its initial weights. Times are CPU seconds of
 the process that trains and generates, which other load on the machine hardly affects; verifier workers are excluded.
-With a GPU they are seconds, because the process does not wait for its kernels. A method reaches the target when the
-mean reward of the last `--window` generation batches is at least `--target`.
+On a GPU they are wall-clock seconds; kernels run asynchronously, so the shares of the parts are approximate. A method
+reaches the target when the mean reward of the last `--window` generation batches is at least `--target`.
 """
 
 import argparse

@@ -214,10 +214,9 @@ def _packed_varlen(
     """Run PyTorch's variable-length attention, a FlashAttention kernel; for its mask, see [`_packed_flash`]."""
     if key_indices is not None:
         key, value = key.index_select(2, key_indices), value.index_select(2, key_indices)
-    groups, grouped = query.shape[1] // key.shape[1], {}
-    if _VARLEN_IS_GROUPED:
-        grouped = {"enable_gqa": groups > 1}
-    else:
+    grouped = {"enable_gqa": True} if query.shape[1] != key.shape[1] else {}
+    if grouped and not _VARLEN_IS_GROUPED:
+        groups, grouped = query.shape[1] // key.shape[1], {}
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     tokens = (x[0].transpose(0, 1) for x in (query, key, value))
     bounds = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
