@@ -50,6 +50,8 @@ ARMS: dict[str, dict] = {
     "GRPO, LoRA": {"method": "grpo", "disable_dropout": True, **LORA},  # as PACS by default
     "GRPO, LoRA, dropout 0.05": {"method": "grpo", **LORA},  # the defaults of TRL
     "RLOO, LoRA": {"method": "rloo", "beta": 0.0, "disable_dropout": True, **LORA},
+    "MaxRL, LoRA": {"method": "maxrl", "disable_dropout": True, **LORA},
+    "REAL, LoRA": {"method": "real", "disable_dropout": True, **LORA},
 }
 KS = (1, 4, 8, 16)
 CURVES = ("reward", "entropy", "completions/mean_length", "step_time")
