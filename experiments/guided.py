@@ -49,8 +49,8 @@ class BudgetTrainer(GuidanceTrainer):
 
     num_completions = 0
 
-    def extend(self, generation, num_steps: int) -> None:
-        super().extend(generation, num_steps)
+    def extend(self, num_steps: int) -> None:
+        super().extend(num_steps)
         self.num_completions += BATCH + int(self._metrics["train"]["guidance/attempted"][-1])
         if self.num_completions >= COMPLETIONS:
             self.state.max_steps = self.state.global_step + UPDATES
@@ -125,7 +125,7 @@ def measured(model: Path, output_dir: Path) -> dict[str, list[int]]:
         files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = EvaluationArguments(
         model=str(model),
-        evaluation_keys={"benchmarks": ",".join(map(str, files.values()))},
+        benchmarks=",".join(map(str, files.values())),
         output_dir=str(output_dir),
         engine="transformers",
         n=max(KS),

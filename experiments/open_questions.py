@@ -43,19 +43,18 @@ def main() -> None:
     train_missing(RESULTS, [(arm, RATE) for arm in NEW], SEEDS, updates=UPDATES, every=UPDATES // 8)
     train_missing(RESULTS, [(BREADTH, RATE)], SEEDS, updates=UPDATES // 2, every=UPDATES // 16)  # the same rollouts
     records = {r["arm"]: r for r in read_records(RESULTS) if r["seeds"] == SEEDS and r["rate"] == RATE}
-    rows = []
+    rows, names = [], ["pass@64", "distinct", "entropy", "updates"]
     for arm, base in PAIRS:
         ours, theirs = records[arm.name], records[base.name]
-        levels = [at_pass_1(of, LEVEL) for of in (ours, theirs)]
-        ends = [
+        own_level, base_level = (at_pass_1(of, LEVEL) for of in (ours, theirs))
+        own_end, base_end = (
             {seed: at_point(of, i, min(UPDATES / of["every"], 8)) for i, seed in enumerate(SEEDS)}
             for of in (ours, theirs)
-        ]
-        row = [arm.name, base.name, str(len(levels[0])), *cells(list(levels[0].values()), ["pass@64", "updates"])]
-        row += [paired_difference(*levels, name) for name in ("pass@64", "distinct", "entropy", "updates")]
-        rows.append([*row, *cells(list(ends[0].values()), ["pass@1"])])
-        rows[-1] += [paired_difference(*ends, name) for name in ("pass@1", "entropy")]
-    names = ["pass@64", "distinct", "entropy", "updates"]
+        )
+        row = [arm.name, base.name, str(len(own_level)), *cells(list(own_level.values()), ["pass@64", "updates"])]
+        row += [paired_difference(own_level, base_level, name) for name in names]
+        rows.append([*row, *cells(list(own_end.values()), ["pass@1"])])
+        rows[-1] += [paired_difference(own_end, base_end, name) for name in ("pass@1", "entropy")]
     heads = ["arm", "minus", "reached", "pass@64", "updates", *(f"difference in {name}" for name in names)]
     markdown([*heads, "pass@1 at the end", "difference", "difference in entropy at the end"], rows)
 

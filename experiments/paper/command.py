@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tables = list({table.name: table for table in (read_table(name, arguments.scale) for name in names)}.values())
     options = Options(
         tuple(arguments.seeds),
-        *(getattr(arguments, name) for name in SIZES),
-        arguments.results_dir or Path("outputs/tables/full/results" if full else "docs/results/miniature"),
-        arguments.work_dir or Path("outputs/tables") / arguments.scale,
+        results_dir=arguments.results_dir or Path("outputs/tables/full/results" if full else "docs/results/miniature"),
+        work_dir=arguments.work_dir or Path("outputs/tables") / arguments.scale,
+        **{name: getattr(arguments, name) for name in SIZES},
     )
     if not full:
         for directory in (options.results_dir, options.work_dir):
