@@ -5,8 +5,7 @@ distribution at the next uniform. A completion therefore does not depend on the 
 of the forward pass; with the same batches it is bit-identical. Global random states are neither read nor changed.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from ..update.generation import generate_sharing_prompts
+from ..update.generation import generate_sharing_prompts, undisturbed
 from .requests import SamplingSettings
 
 
@@ -52,7 +51,8 @@ def generate_tokens(
     )
     sampler = SeededSampler(settings, seeds, prompt_length=longest) if settings.temperature > 0 else None
     generate = partial(generate_sharing_prompts, model, model.generate) if share_prompts else model.generate
-    with evaluation_mode(model), torch.no_grad():
+    with undisturbed(model, model.device):
+        model.eval()
         output = generate(
             input_ids=input_ids.to(model.device),
             attention_mask=attention_mask.to(model.device),
@@ -62,18 +62,6 @@ def generate_tokens(
         )
     logps = None if sampler is None else torch.stack(sampler.logps, dim=1).tolist()
     return output[:, longest:].tolist(), logps
-
-
-@contextmanager
-def evaluation_mode(model) -> Iterator[None]:
-    """Put a model into evaluation mode for a block; each module gets its own mode back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class SeededSampler(LogitsProcessor):

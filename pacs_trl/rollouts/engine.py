@@ -31,7 +31,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
-from ..update.startup_check import HALF_PRECISION_TOLERANCE, own_outputs, tolerance_of, undisturbed
+from ..update.generation import undisturbed
+from ..update.startup_check import HALF_PRECISION_TOLERANCE, own_outputs, tolerance_of
 from .checkpoint import next_seeds, save_last_step
 from .checks import max_lora_rank, serve_command, server_url
 

@@ -71,3 +71,15 @@ def generate_sharing_prompts(
         cache.batch_select_indices(of_completion)
         more["past_key_values"] = cache
     return generate(input_ids=input_ids, attention_mask=attention_mask, **more)
+
+
+@contextmanager
+def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Run without gradients, and restore training modes and the random state."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

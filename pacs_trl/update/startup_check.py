@@ -6,12 +6,12 @@ log-probs, so those of three short sequences are compared with the logits of the
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from .forward_pass import ForwardPass
+from .generation import undisturbed
 
 
 logger = logging.getLogger(__name__)
@@ -91,18 +91,6 @@ def _sequences(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
     sampled = [torch.randint(low, high, (n,), generator=generator).tolist() for n in (5, 2, 6, 6, 4)]
     shared, other, first, second, third = sampled
     return [shared, shared, other], [first, first[:SAME] + second[SAME:], third]
-
-
-@contextmanager
-def undisturbed(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Run without gradients, and restore training modes and the random state."""
-    modes = [(module, module.training) for module in model.modules()]
-    try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def own_outputs(
