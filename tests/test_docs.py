@@ -1,5 +1,8 @@
 """Every command in README, docs and notebooks: its arguments parse and its files exist; some run.
 
+Notebooks are tested as they are committed: with outputs (but for the one that wants a GPU), without traces of a
+machine. That they run is the business of `make notebooks`.
+
 A command is a line of a ```bash block, or a code span that begins like one. Words in capitals (MODEL, DIR, USER/NAME)
 and shell variables stand for what a reader puts in.
 """
@@ -11,14 +14,17 @@ import glob
 import importlib
 import importlib.util
 import json
+import random
 import re
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
-from optional_packages import require
+from optional_packages import needs, require
+from seeds import shifted
 
+from notebook_tools import pacs_trl
 from pacs_trl import cli
 from pacs_trl.cli import COMMANDS
 from pacs_trl.plan import read_plan_arguments
@@ -27,8 +33,8 @@ from pacs_trl.plan.launch import read_launch
 
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")])
-PAGES += sorted(ROOT.glob("notebooks/*.ipynb"))
+NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md")]) + NOTEBOOKS
 BEGINNINGS = (
     "make ",
     "pacs-trl ",
@@ -240,7 +246,7 @@ def test_readme_has_the_numbers_of_the_hardware_page():
 def test_each_page_and_notebook_stands_in_the_index():
     index = (ROOT / "docs/README.md").read_text()
     for page in (index, (ROOT / "README.md").read_text()):
-        assert not [notebook.name for notebook in ROOT.glob("notebooks/*.ipynb") if notebook.name not in page]
+        assert not [notebook.name for notebook in NOTEBOOKS if notebook.name not in page]
     assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and page.name not in index]
 
 
@@ -258,3 +264,76 @@ def test_named_files_exist():
             if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
                 missing.append(f"{page.name}: {target}#{anchor}")
     assert not missing
+
+
+EXECUTED = [path for path in NOTEBOOKS if path.stem != "05_one_gpu"]
+NOISE = r"/work|/tmp|/root|/home|\d+it/s|it/s\]|\d+%\||Warning"
+
+
+def cells_of(path: Path, kind: str) -> list[dict]:
+    return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def texts(output: dict) -> str:
+    data = {k: v for k, v in output.get("data", {}).items() if not k.startswith("image/")}
+    return json.dumps([output.get("text", ""), data])
+
+
+def test_what_was_not_run_on_a_gpu_has_no_outputs():
+    (path,) = set(NOTEBOOKS) - set(EXECUTED)
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells_of(path, "code"))
+    assert "ot tested on a GPU" in path.read_text()
+
+
+@pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
+def test_executed_in_order_and_clean(path):
+    cells = cells_of(path, "code")
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert all(output["output_type"] != "error" and output.get("name") != "stderr" for output in outputs)
+    for output in outputs:
+        assert not re.search(NOISE, texts(output)), texts(output)[:300]
+    assert path.stat().st_size < 1_500_000
+
+
+def test_a_command_that_fails_ends_the_cell(capsys):
+    with pytest.raises(RuntimeError, match="nonsense"):
+        pacs_trl("nonsense")
+    assert "nonsense" in capsys.readouterr().out
+
+
+# What keeps the commands short here: a model that is there already, and fewer steps and samples.
+SHORTER = {
+    "train": ["--max_steps", "2", "--max_completion_length", "8", "--disable_tqdm", "true"],
+    "evaluate": ["--n", "4", "--k", "1,2,4", "--max_new_tokens", "8"],
+    "report": [],
+}
+
+
+@needs("matplotlib")
+def test_ones_own_problems(tmp_path, monkeypatch, capsys, model_path):
+    """A user's own file of 50 problems through the commands of docs/your_own_problems.md: train, evaluate, report."""
+    block = re.search(r"```bash\n(.*?)```", (ROOT / "docs/your_own_problems.md").read_text(), flags=re.DOTALL)[1]
+    rng = random.Random(shifted(0))
+    pairs = [(rng.randrange(100), rng.randrange(100)) for _ in range(50)]
+    lines = [json.dumps({"problem": f"{a}+{b}", "answer": str(a + b), "level": a % 3}) + "\n" for a, b in pairs]
+    (tmp_path / "train.jsonl").write_text("".join(lines[:40]))
+    (tmp_path / "test.jsonl").write_text("".join(lines[40:]))
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for program, name, *arguments in map(shlex.split, block.splitlines()):
+        assert program == "pacs-trl"
+        named = ["--model_name_or_path", model_path] if name == "train" else []
+        arguments = [model_path if word == "miniature/addition" else word for word in arguments]
+        monkeypatch.setattr("sys.argv", [program, name, *arguments, *named, *SHORTER[name]])
+        assert cli.main() == 0, capsys.readouterr().err
+        names.append(name)
+    assert names == ["evaluate", "train", "evaluate", "report"]
+    results = json.loads((tmp_path / "outputs/mine/evaluation/results.json").read_text())
+    assert len(results["benchmarks"]["test"]["problems"]) == 10
+    assert results["benchmarks"]["test"]["verification"].keys() <= {"correct", "wrong", "no_answer"}
+    table = (tmp_path / "outputs/mine/report/tables.md").read_text()
+    assert "<summary>test</summary>" in table and "k=4" in table
+    assert (tmp_path / "outputs/mine/report/pass_at_k.png").is_file()
