@@ -1,9 +1,7 @@
 """Settings of all tests: quiet libraries, no network, one thread; and a tier for each test (see CONTRIBUTING.md)."""
 
 import gc
-import json
 import os
-import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -117,26 +115,6 @@ def engine(request, model_path, monkeypatch):
                 return [(body["n"], ids, body["seed"]) for body in asked for ids in body["prompt"]]
 
             yield server_settings(server.url), requests
-
-
-@pytest.fixture
-def forked_warm_starts(monkeypatch, tmp_path):
-    """Warm starts are trained in processes that have imported everything. In new ones:
-    miniature/test_warm_start.py."""
-    from processes import start
-
-    from pacs_trl.miniature.warm_start import WarmStartSettings, train_warm_start
-
-    run, output = subprocess.run, tmp_path / "warm_start.log"
-
-    def run_forked(command, **options):
-        if "pacs_trl.miniature.warm_start" not in command:
-            return run(command, **options)
-        process = start(train_warm_start, WarmStartSettings(**json.loads(command[-2])), command[-1], output=output)
-        process.join()
-        assert process.exitcode == 0, output.read_text()[-3000:]
-
-    monkeypatch.setattr(subprocess, "run", run_forked)
 
 
 @pytest.fixture(scope="session")

@@ -155,9 +155,7 @@ class TestReport:
 
 class TestMiniatureRuns:
     @pytest.mark.slow
-    def test_the_short_form_of_all_tables_then_nothing_left_to_do(
-        self, tmp_path, monkeypatch, capsys, forked_warm_starts
-    ):
+    def test_the_short_form_of_all_tables_then_nothing_left_to_do(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         where = ["--results_dir", "results", "--work_dir", "work"]
         cells = "sums-0.1m/base,sums-0.1m/pacs,sums-0.1m/ppo"
