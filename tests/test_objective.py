@@ -18,7 +18,6 @@ from pacs_trl.objective import (
     loss_from_proxies,
     pacs_loss,
     proxy_coefficients,
-    scorable_completions,
     sequence_proxies,
 )
 
@@ -125,28 +124,6 @@ class TestByHand:
         # so c = 4/3 * e
         coefficients = proxy_coefficients(zeros(4), double([1, 0, 0, 0]), num_generations=4)
         torch.testing.assert_close(coefficients, double([-1 / 3, 1 / 9, 1 / 9, 1 / 9]))
-
-    @pytest.mark.parametrize("estimator", ESTIMATORS)
-    @pytest.mark.parametrize("weighting", WEIGHTINGS)
-    def test_unlabelled_rows_leave_their_group(self, estimator, weighting):
-        proxies, labels, kept = double([1.0, 50.0, 3.0, 7.0]), double([1, NAN, 0, 0]), torch.tensor([0, 2, 3])
-        full, rest = kinds(estimator, weighting, 4), kinds(estimator, weighting, 3)
-        loss, scores = loss_from_proxies(proxies, labels, **full)
-        expected_loss, expected_scores = loss_from_proxies(proxies[kept], labels[kept], **rest)
-        coefficients = proxy_coefficients(proxies, labels, **full)
-        torch.testing.assert_close(loss, expected_loss)
-        torch.testing.assert_close(scores[kept], expected_scores)
-        torch.testing.assert_close(coefficients[kept], proxy_coefficients(proxies[kept], labels[kept], **rest))
-        assert scores[1] == 0 and coefficients[1] == 0
-
-    def test_group_with_one_scorable_row_contributes_nothing(self):
-        proxies = double([1.0, 2.0, 0.3, -0.4])
-        labels = double([1, NAN, 1, 0])
-        assert scorable_completions(labels, 2).tolist() == [False, False, True, True]
-        loss, scores = loss_from_proxies(proxies, labels, num_generations=2)
-        alone, _ = loss_from_proxies(proxies[2:], labels[2:], num_generations=2)
-        torch.testing.assert_close(loss, alone)  # the divisor is 2, not 3 or 4
-        assert scores[:2].tolist() == [0.0, 0.0]
 
     def test_nothing_scorable_gives_zero_not_nan(self):
         proxies = torch.ones(4, requires_grad=True)

@@ -58,7 +58,7 @@ def test_nothing_to_compare(labels):
 KINDS = [
     {"score_estimator": estimator, "class_weighting": weighting}
     for estimator in ("rloo", "dr_grpo", "grpo", "none")
-    for weighting in ("balanced", "only_negative")
+    for weighting in ("balanced", "none", "only_positive", "only_negative")
 ]
 
 
