@@ -8,8 +8,10 @@ from functools import partial
 import pytest
 import yaml
 from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from results_world import make_results
 
 from pacs_trl.cli import run
+from pacs_trl.evaluation.results import write_results
 from pacs_trl.report import plots
 from pacs_trl.report.report import build_report, training_histories
 
@@ -17,12 +19,29 @@ from pacs_trl.report.report import build_report, training_histories
 main = partial(run, "report")
 
 
-def test_everything_at_once(results_factory, training_directory, tmp_path, capsys):
+@pytest.fixture
+def results_factory(tmp_path):
+    """Writes a document of `make_results` and returns its directory."""
+
+    def write(method, skill, **changes):
+        directory = tmp_path / f"{method}-{changes.get('seed', 0)}"
+        directory.mkdir(parents=True, exist_ok=True)
+        write_results(directory / "results.json", make_results(method, skill, **changes))
+        return directory
+
+    return write
+
+
+def test_everything_at_once(results_factory, tmp_path, capsys):
     directories = [results_factory("Base", 0.4), results_factory("PACS", 0.5), results_factory("PACS", 0.5, seed=1)]
-    runs = [f"{name}={training_directory(f'run-{i}', i)}" for i, name in enumerate(("PACS", "PACS", "GRPO"))]
-    earlier = tmp_path / "run-1" / "checkpoint-20"  # the last checkpoint is read
-    earlier.mkdir()
-    (earlier / "trainer_state.json").write_text(json.dumps({"log_history": []}))
+    runs = [f"{name}={tmp_path / f'run-{i}'}" for i, name in enumerate(("PACS", "PACS", "GRPO"))]
+    constant = {"loss": 0.69, "entropy": 0.4, "completions/mean_length": 800.0, "step_time": 40.0}
+    for i in range(3):
+        logs = [constant | {"step": step, "reward": 0.003 * step + 0.1 * i} for step in range(5, 101, 5)]
+        for step, log in ((20, []), (100, logs)):  # the last checkpoint is read
+            (tmp_path / f"run-{i}/checkpoint-{step}").mkdir(parents=True)
+            state = tmp_path / f"run-{i}/checkpoint-{step}/trainer_state.json"
+            state.write_text(json.dumps({"log_history": log}))
     assert training_histories(runs)["PACS"][1][-1]["step"] == 100
     argv = [*map(str, directories), "--output_dir", str(tmp_path / "out")]
     assert main([*argv, "--baseline", "Base", "--training", *runs]) == 0
