@@ -66,10 +66,7 @@ class TestRecipes:
         "run", sorted({c.run for name in table_names("miniature") for c in read_table(name, "miniature").cells})
     )
     def test_the_committed_records_were_made_with_the_present_recipes(self, run, tmp_path, monkeypatch):
-        def refuse(*args, **kwargs):
-            raise AssertionError("the record is missing")
-
-        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", refuse)
+        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: pytest.fail("no record"))
         monkeypatch.chdir(tmp_path)  # a missing record would begin a work directory here
         (cell, *_) = (c for n in table_names("miniature") for c in read_table(n, "miniature").cells if c.run == run)
         assert set(RECORDED_SEEDS) <= set(Records(RESULTS).seeds(run))

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import pytest
+
 from experiments import rollout_questions
 
 
@@ -10,10 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/results/open_questions/README.md"
 
 
 def test_the_committed_records_make_the_table_of_the_page(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("a record is missing")
-
-    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", refuse)
+    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: pytest.fail("no record"))
     monkeypatch.chdir(tmp_path)
     shutil.copy(PAGE.with_name("records.jsonl.gz"), tmp_path)
     monkeypatch.setattr("sys.argv", ["rollout_questions", "--results_dir", str(tmp_path)])

@@ -22,11 +22,7 @@ RECIPE = {
 @pytest.fixture
 def plan(tmp_path, capsys, monkeypatch, request):
     """Run the command on `RECIPE` with changes (`None` removes a key), without network; return status and output."""
-
-    def refuse(*args, **kwargs):
-        raise AssertionError("plan must not use the network")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("plan must not use the network"))
     monkeypatch.chdir(request.config.rootpath)
 
     def run(*arguments: str, **changes) -> tuple[int, str]:
