@@ -69,19 +69,6 @@ def test_all_values_out_of_range_are_named():
         make(pacs_beta=0.0, proxy="x")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"score_estimator": "grpo", "first_update_score": "dr_grpo", "num_iterations": 2},
-        {"score_estimator": "grpo", "proxy": "mean_logp"},
-        {"max_tokens_per_micro_batch": 513, "max_completion_length": 512},
-        {"per_device_train_batch_size": 8, "num_generations": 4, "generation_batch_size": 16},
-    ],
-)
-def test_legal_combinations(settings):
-    make(**settings)
-
-
 def test_sizes_are_legal_where_groups_and_updates_are_whole():
     for size, processes, accumulation, steps, group, iterations in itertools.product(
         (1, 3, 4), (1, 2), (1, 2, 3, 6), (1, 2, 3, 4, 6), (2, 4, 5), (1, 2)

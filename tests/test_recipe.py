@@ -55,6 +55,9 @@ def test_their_neighbors_are_legal():
     read(eval_strategy="epoch", eval_split_size=8, lr_scheduler_type="reduce_lr_on_plateau", save_steps=0.5)
     read(debug="underflow_overflow", pad_to_multiple_of="16", logging_steps="2", tf32=True)
     read(dataloader_prefetch_factor=2, dataloader_num_workers=1, report_to=["wandb", "trackio"])
+    read(score_estimator="grpo", steps_per_generation=4, num_iterations=2, first_update_score="dr_grpo")
+    read(score_estimator="grpo", proxy="mean_logp")
+    read(max_tokens_per_micro_batch=1001)
 
 
 @pytest.mark.parametrize("method", METHODS)
