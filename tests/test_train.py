@@ -142,8 +142,6 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--dataset_name", "FOLDER"], "FOLDER"),
         (["--dataset_name", "data.csv"], "data.csv"),
         (["--dataset_name", "miniature/nothing"], "nothing"),
-        (["--dataset_name", "EMPTY.jsonl"], "EMPTY.jsonl"),
-        (["--dataset_name", "BROKEN.jsonl"], "BROKEN.jsonl', line 2"),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "problem_column"),
         (["--dataset_name", "./rows"], "./rows"),
         (["--max_train_samples", "1"], "1 prompts"),
@@ -158,7 +156,6 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
 )
 def test_errors_before_training(tmp_path, model_path, arguments, message, monkeypatch):
     """And before a warm start is trained."""
-    (tmp_path / "EMPTY.jsonl").write_text("\n")
     (tmp_path / "data.csv").write_text("problem,answer\n1+1,2\n")
     (tmp_path / "broken.py").write_text("import nowhere")
     (tmp_path / "bare.py").write_text(
@@ -171,9 +168,7 @@ def test_errors_before_training(tmp_path, model_path, arguments, message, monkey
         (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "BROKEN.jsonl").write_text('{"problem": "1+1", "answer": "2"}\n{"problem": 1')
     monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: pytest.fail("a warm start was made"))
-    arguments = [str(tmp_path / word) if word.startswith(("EMPTY", "BROKEN")) else word for word in arguments]
     for model in [model_path] if "--model_name_or_path" in arguments else [model_path, "miniature/addition"]:
         with pytest.raises(ValueError, match=message):
             run(tmp_path, model, *arguments)

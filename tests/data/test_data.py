@@ -277,8 +277,10 @@ class TestLengthSplitAndShuffle:
     ("name", "content"),
     [
         ("a.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1\n'),
+        ("a.jsonl", '{"problem": "1+1", "answer": "2"}\n\n{"problem": 1'),
         ("b.jsonl", "3\n"),
         ("c.jsonl", ""),
+        ("c.jsonl", "\n"),
         ("d.json", "[{]"),
         ("e.json", '{"problem": "1+1", "answer": 2}\n{"problem": "1+2", "answer": 3}\n'),
         ("e.parquet", "PAR1 no more"),
