@@ -22,22 +22,7 @@ from pacs_trl.verification.cases import read_tests
 
 
 DATA = Path(__file__).parent
-
-
-class WordTokenizer:
-    """Stands in for a tokenizer: a prompt has one token per word, plus what the chat template options ask for."""
-
-    chat_template = "{{ messages }}"
-
-    def __call__(self, text):
-        return {"input_ids": [each.split() for each in text]}
-
-    def apply_chat_template(self, conversations, add_generation_prompt, tokenize, return_dict, num_extra_tokens=0):
-        assert add_generation_prompt and tokenize and not return_dict
-        return [
-            [0] * (num_extra_tokens + sum(len(message["content"].split()) for message in conversation))
-            for conversation in conversations
-        ]
+TOKENIZER = build_tokenizer()
 
 
 def write_jsonl(path, rows):
@@ -46,8 +31,7 @@ def write_jsonl(path, rows):
 
 
 def load(name, **kwargs):
-    template = kwargs.pop("chat_template_kwargs", None)
-    return load_training_data(DataArguments(dataset_name=name, **kwargs), WordTokenizer(), template)
+    return load_training_data(DataArguments(dataset_name=name, **kwargs), TOKENIZER)
 
 
 def test_prompts_by_hand():
@@ -209,7 +193,7 @@ class TestFormsOfTRL:
         else:
             path.mkdir()
             Dataset.from_list([row]).to_parquet(path / "train-00000-of-00001.parquet")
-        train, _ = load(str(path), **settings, max_prompt_length=40)
+        train, _ = load(str(path), **settings, max_prompt_length=400)
         assert (train[0]["prompt"], train[0]["solution"]) == (prompt, solution)
         assert ("Set problem_column" in caplog.text) == (form == "prompt wins")  # the unused column is named
         if kind == "jsonl" and "system_prompt" not in settings:  # evaluation asks the same
@@ -247,11 +231,14 @@ class TestLengthSplitAndShuffle:
         return write_jsonl(tmp_path / "d.jsonl", rows)
 
     def test_overlong_prompts_are_dropped_and_counted(self, path, caplog):
-        train, _ = load(path, max_prompt_length=12, prompt_instruction="")
+        # 2 i + 1 characters, two headers, end, line break: 2 i + 5 tokens
+        arguments = DataArguments(dataset_name=path, max_prompt_length=27, prompt_instruction="")
+        train, _ = load_training_data(arguments, TOKENIZER)
         assert sorted(map(int, train["solution"])) == list(range(12))
-        assert "Dropped 8 of 20 prompts" in caplog.text and "longest: 20" in caplog.text
-        template = {"chat_template_kwargs": {"num_extra_tokens": 2}}
-        assert len(load(path, max_prompt_length=12, prompt_instruction="", **template)[0]) == 10
+        assert "Dropped 8 of 20 prompts" in caplog.text and "longest: 43" in caplog.text
+        tokenizer = build_tokenizer()
+        tokenizer.chat_template += "{{ 'x' * num_extra }}"
+        assert len(load_training_data(arguments, tokenizer, {"num_extra": 3})[0]) == 10
 
     def test_a_key_that_the_template_would_ignore_is_refused(self, path):
         tokenizer = build_tokenizer()
