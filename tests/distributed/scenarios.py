@@ -47,6 +47,15 @@ ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
 HALF = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
 QUARTER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
 EIGHTH = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
+# 32 rows per generation, as groups of 1 to 9.
+RAGGED = {
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 2,
+    "max_tokens_per_micro_batch": 190,
+    "max_steps": 4,
+    "trainer_class": RaggedGroups,
+}
 
 REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "2 rows x 2": (QUARTER, {}),
@@ -62,6 +71,9 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
     "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),
     "labels in several places": ({**QUARTER, "group_layout": "split", "max_steps": 4}, {"steps": True}),
+    "LoRA": ({**QUARTER, "peft_config": LORA}, {}),
+    "ragged, whole": ({**RAGGED, "group_layout": "whole"}, {"unverifiable": 0.2}),
+    "ragged, split": ({**RAGGED, "group_layout": "split"}, {"unverifiable": 0.2}),
 }
 # STEER, VERL, and the mismatch correction
 WEIGHTED = HALF | CORRECTION | {"trainer_class": SteerAndVerlTrainer, "token_weight_mapping": "linear", "max_steps": 4}
@@ -77,10 +89,12 @@ class Sampled(Replay):
         return output
 
 
-def record(directory, settings, replay_settings, *, more=None, trainer_class=None, replay_class=Replay):
+def record(directory, settings, replay_settings, *, trainer_class=None, replay_class=Replay):
     settings = {"trainer_class": trainer_class} | settings
     replay, recorder = replay_class(**replay_settings), Recorder()
-    trainer = build_trainer(directory, replay=replay, more={"callbacks": [recorder], **(more or {})}, **settings)
+    more = {"callbacks": [recorder], "peft_config": settings.pop("peft_config", None)}
+    torch.manual_seed(shifted(0))  # the same adapter on both processes
+    trainer = build_trainer(directory, replay=replay, more=more, **settings)
     trainer.train()
     return {
         "weights": recorder.weights,
@@ -90,26 +104,6 @@ def record(directory, settings, replay_settings, *, more=None, trainer_class=Non
         "logs": [e for e in trainer.state.log_history if "loss" in e],
         "sharded": isinstance(trainer.model_wrapped, FSDPModule),
     }
-
-
-def lora(rank, directory):
-    torch.manual_seed(shifted(0))
-    return record(directory, QUARTER, {}, more={"peft_config": LORA})
-
-
-# 32 rows per generation, as groups of 1 to 9.
-RAGGED = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "steps_per_generation": 2,
-    "max_tokens_per_micro_batch": 190,
-    "max_steps": 4,
-}
-
-
-def ragged(rank, directory, group_layout):
-    settings = RAGGED | {"group_layout": group_layout}
-    return record(directory, settings, {"unverifiable": 0.2}, trainer_class=RaggedGroups)
 
 
 def zero_proxies(rank, directory):
@@ -281,9 +275,6 @@ GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "bench
 GENERATING |= {"drawn where needed": drawn_where_needed}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
 DDP |= {
-    "lora": lora,
-    "ragged, whole": partial(ragged, group_layout="whole"),
-    "ragged, split": partial(ragged, group_layout="split"),
     "zero proxies": zero_proxies,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
