@@ -13,8 +13,8 @@ import pytest
 import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
-from processes import on_two
-from replay import Replay, tiny_model, trainable_weights
+from processes import on_two, run_and_save
+from replay import Replay, assert_resumes, trainable_weights
 
 from pacs_trl import PPOTrainer
 from pacs_trl.experimental.genac import GenACTrainer
@@ -41,36 +41,27 @@ def pretend_to_have_accelerators() -> None:
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def train(output_dir: Path, method: str, num_processes: int, resume: str | None = None):
+def train(output_dir: Path, model_path: str, num_processes: int, method: str):
+    """Train, and train again from the middle; weights and logs."""
     trainer_class, more = METHODS[method]
     more = more | SETTINGS | {"per_device_train_batch_size": 8 // num_processes}
-    replay = Replay(tools=True, unverifiable=0.1)
-    trainer = actor_critics.build(trainer_class, output_dir / method, f"{output_dir}/model", replay=replay, **more)
-    if method == "genac":  # an untrained critic writes no tags
-        trainer._prompt.parse = lambda text: len(text) % 11 / 10
-    trainer.train(resume_from_checkpoint=resume)
+
+    def build(directory):
+        replay = Replay(tools=True, unverifiable=0.1)
+        trainer = actor_critics.build(trainer_class, directory, model_path, replay=replay, **more)
+        if method == "genac":  # an untrained critic writes no tags
+            trainer._prompt.parse = lambda text: len(text) % 11 / 10
+        return trainer
+
+    trainer, _ = assert_resumes(build, output_dir / method, 3)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {name: trainable_weights(getattr(trainer, name)) for name in ("model", "critic")} | {"logs": logs}
 
 
-def worker(output_dir: Path, num_processes: int) -> None:
-    """Train, train again from the middle, and let the main process save weights and logs of both."""
-    is_main = os.environ.get("RANK", "0") == "0"
-    if is_main:
-        tiny_model().save_pretrained(output_dir / "model")
-    if num_processes > 1:
-        torch.distributed.init_process_group("gloo")
-        torch.distributed.barrier()
+def train_all(output_dir: Path, model_path: str, num_processes: int) -> dict:
     if os.environ.get("ACCELERATE_USE_FSDP"):
         pretend_to_have_accelerators()
-    results = {}
-    for method in METHODS:
-        results[method] = {
-            "whole": train(output_dir, method, num_processes),
-            "resumed": train(output_dir, method, num_processes, resume=f"{output_dir}/{method}/checkpoint-3"),
-        }
-    if is_main:
-        torch.save(results, output_dir / "result.pt")
+    return {method: train(output_dir, model_path, num_processes, method) for method in METHODS}
 
 
 FSDP2 = {
@@ -83,22 +74,18 @@ FSDP2 = {
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory) -> dict:
-    directory = tmp_path_factory.mktemp("one")
-    worker(directory, 1)
-    return torch.load(directory / "result.pt")
+def one_process(tmp_path_factory, model_path) -> dict:
+    return train_all(tmp_path_factory.mktemp("one"), model_path, 1)
 
 
 @pytest.mark.parametrize("mode", [{}, FSDP2], ids=["ddp", "fsdp2"])
-def test_two_processes_equal_one_and_resume(tmp_path, one_process, mode):
-    on_two(worker, tmp_path, 2, outputs=tmp_path, **mode)
-    for method, two in torch.load(tmp_path / "result.pt").items():
-        one = one_process[method]["whole"]
+def test_two_processes_equal_one_and_resume(tmp_path, model_path, one_process, mode):
+    on_two(run_and_save, train_all, (tmp_path, model_path, 2), tmp_path, outputs=tmp_path, **mode)
+    for method, two in torch.load(tmp_path / "result.0").items():
+        one = one_process[method]
         for name in ("model", "critic"):
-            torch.testing.assert_close(two["whole"][name], one[name], rtol=1e-5, atol=1e-6)
-            for key, expected in two["whole"][name].items():
-                assert torch.equal(two["resumed"][name][key], expected), f"{method} {name} {key}"
-        for mine, theirs in zip(two["whole"]["logs"], one["logs"], strict=True):
+            torch.testing.assert_close(two[name], one[name], rtol=1e-5, atol=1e-6)
+        for mine, theirs in zip(two["logs"], one["logs"], strict=True):
             assert mine.keys() == theirs.keys()
             for key in {"loss", *filter(lambda key: key.startswith(f"{method}/"), theirs)}:
                 expected = None if theirs[key] is None else pytest.approx(theirs[key], rel=1e-4, abs=1e-6)
