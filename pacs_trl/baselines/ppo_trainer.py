@@ -221,7 +221,9 @@ class ActorCriticTrainer(RolloutTrainer):
     def _step_critic(self) -> float:
         """Update the critic, and return the norm of its gradient before clipping."""
         max_norm = self.args.max_grad_norm if self.args.max_grad_norm else math.inf
-        grad_norm = self.accelerator.clip_grad_norm_(self.critic.parameters(), max_norm)
+        self.accelerator.unscale_gradients()
+        # accelerate's function compares the parameters with the policy's, which fails if both are sharded
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), max_norm)
         self._critic_optimizer.step()
         self._critic_scheduler.step()
         self._critic_optimizer.zero_grad()
