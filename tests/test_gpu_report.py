@@ -115,16 +115,20 @@ def start_and_sleep(directory: Path) -> None:
     time.sleep(600)
 
 
-def test_the_page_has_the_numbers_of_the_report():
+def test_the_page_has_the_numbers_of_the_reports():
     """Seconds and memory of optimizer steps, and the counts of outcomes."""
-    report, page = json.loads((ROOT / "docs/results/gpu/report.json").read_text()), (ROOT / "docs/gpu.md").read_text()
-    tests, (steps,) = report["results"][:-1], [r["rows"] for r in report["results"] if r["outcome"] == "measured"]
+    page = (ROOT / "docs/gpu.md").read_text()
+    reports = {path.stem: json.loads(path.read_text())["results"] for path in (ROOT / "docs/results/gpu").iterdir()}
+    (steps,) = [
+        result["rows"] for result in reports["2026-11-27"] if "test_steps" in result["test"] and "rows" in result
+    ]
     for row in steps:
         numbers = "{seconds:.2f} ({fastest:.2f} - {slowest:.2f})".format_map(row)
         factor = row["times as fast as TRL's GRPO"]
         assert f"| {numbers} | {factor:.2f} | {row['GiB']:.1f} |" in page, row["method"]
-    outcomes = [r["outcome"] for r in tests]
-    assert f"| {outcomes.count('passed')} | {outcomes.count('failed')} | 2 | 32 |" in page
+    for results in reports.values():
+        outcomes = [result["outcome"] for result in results]
+        assert f"| {outcomes.count('passed')} | {outcomes.count('failed')} | " in page
 
 
 def is_alive(pid: int) -> bool:
