@@ -179,10 +179,9 @@ def _packed_sdpa(
         return _packed_varlen(query, key, value, scaling, **kwargs), None
     if device == "cpu" and not dropout and query.shape[-1] == value.shape[-1]:
         return SegmentedAttention.apply(query, key, value, packed.texts, scaling).transpose(1, 2), None
-    grouped = query.shape[1] != key.shape[1]
-    attend = partial(
-        F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling, enable_gqa=grouped
-    )
+    # With `enable_gqa`, CUDA has only a kernel that stores all attention weights, without FlashAttention.
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
+    attend = partial(F.scaled_dot_product_attention, is_causal=True, dropout_p=dropout, scale=scaling)
     outputs, end = [], 0
     for first, *branches in packed.texts:
         start, end = end, end + first
