@@ -45,7 +45,6 @@ ARMS: dict[str, dict] = {
     "REAL": {"method": "real"},
     "PPO": {"method": "ppo"},
     "PACS, kept, beta 0.3": {"method": "pacs", "reference": "snapshot", "pacs_beta": 0.3},
-    "PACS, rollouts in bfloat16": {"method": "pacs", "generation_dtype": "bfloat16"},
     "GRPO, KL 0.1": {"method": "grpo", "beta": 0.1},
     "PACS, LoRA": {"method": "pacs", **LORA},
     "GRPO, LoRA": {"method": "grpo", "disable_dropout": True, **LORA},  # as PACS by default

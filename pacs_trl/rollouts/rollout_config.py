@@ -36,8 +36,9 @@ class RolloutConfig(GRPOConfig):
             Whether to merge LoRA weights into the model for generation, and to prefill each prompt once instead of
             once per completion, where the model supports it. Log-probs differ from those without it by rounding.
         generation_dtype (`str`, *optional*):
-            `"bfloat16"` generates with weights rounded to bfloat16, whatever the dtype of the trained weights. The
-            mismatch with the trained policy is larger than float32 rounding, and is not corrected.
+            `"bfloat16"` generates with weights rounded to bfloat16: float32 weights up or down at random, with equal
+            thresholds in each generation, so that small updates count. The mismatch with the trained policy is larger
+            than float32 rounding, and is not corrected.
         vllm_sync_adapter (`bool`, *optional*, defaults to `False`):
             Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and to check
             that vLLM generates with it. A server reads it from `output_dir`.

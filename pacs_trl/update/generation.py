@@ -24,7 +24,8 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
     Args:
         model: The unwrapped model; its parameters must not be sharded.
         fast (`bool`): Whether to merge adapters and prefill equal prompts once.
-        dtype (`torch.dtype`, *optional*): Dtype of the weights during generation; by default their own.
+        dtype (`torch.dtype`, *optional*): Dtype of the weights during generation, to which they are
+            [`rounded`]; by default their own.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -36,8 +37,8 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
         if layers:
             model.merge_adapter(safe_merge=True)  # `safe_merge` merges into copies of the weights
         if dtype is not None:
-            for parameter, _ in kept:
-                parameter.data = parameter.data.to(dtype)
+            for seed, (parameter, _) in enumerate(kept):
+                parameter.data = rounded(parameter.data, dtype, seed)
         if fast and not has_virtual_tokens:  # the cache of a prompt would lack them
             model.generate = partial(generate_sharing_prompts, base, model.generate)
         yield
@@ -47,6 +48,16 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
             layer.merged_adapters.clear()
         for parameter, data in kept:
             parameter.data = data
+
+
+def rounded(weights: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Round weights; float32 to bfloat16 up or down by random thresholds, which depend on `seed` alone and make the
+    mean right. Rounding to nearest hides small updates of weights that were loaded in bfloat16."""
+    if (weights.dtype, dtype) != (torch.float32, torch.bfloat16):
+        return weights.to(dtype)
+    bits, generator = weights.view(torch.int32), torch.Generator(weights.device).manual_seed(seed)
+    lower = torch.randint(1 << 16, bits.shape, generator=generator, dtype=torch.int32, device=bits.device)
+    return ((bits + lower) & -(1 << 16)).view(torch.float32).to(dtype)  # bfloat16 has the upper 16 of 32 bits
 
 
 def generate_sharing_prompts(

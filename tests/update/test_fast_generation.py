@@ -5,7 +5,7 @@ from replay import LORA, TOKENIZER, build_trainer, tiny_model, trainable_weights
 from seeds import shifted
 from transformers import GenerationConfig
 
-from pacs_trl.update.generation import faster_generation
+from pacs_trl.update.generation import faster_generation, rounded
 
 
 GREEDY = GenerationConfig(max_new_tokens=12, do_sample=False, pad_token_id=TOKENIZER.pad_token_id)
@@ -47,6 +47,27 @@ def test_completions_are_the_same_and_weights_come_back(with_adapter):
     assert "generate" not in vars(model)
     with torch.no_grad():  # the adapters count again, and once
         assert torch.equal(model.generate(**prompts(), generation_config=GREEDY), plain)
+
+
+def test_rounding_keeps_the_mean():
+    """Between 1 and 2, bfloat16 has steps of 1/128: a quarter of them above 1, one weight of four is rounded up."""
+    for sign in (1, -1):
+        weights = torch.full((40_000,), sign * (1 + 0.25 / 128))
+        found = rounded(weights, torch.bfloat16, 0)
+        assert found.dtype == torch.bfloat16 and torch.equal(found, rounded(weights, torch.bfloat16, 0))
+        up = found == sign * (1 + 1 / 128)
+        assert (up | (found == sign)).all() and up.float().mean().item() == pytest.approx(0.25, abs=0.015)
+
+
+def test_rounding_does_not_hide_a_small_update():
+    loaded = torch.randn(200_000, generator=torch.Generator().manual_seed(shifted(0))).bfloat16()
+    assert torch.equal(rounded(loaded.float(), torch.bfloat16, 1), loaded)
+    updated = loaded.float() + 2e-5
+    moved = [
+        (x.float() - loaded.float()).mean().item() for x in (rounded(updated, torch.bfloat16, 1), updated.bfloat16())
+    ]
+    assert moved[0] == pytest.approx(2e-5, rel=0.2) and moved[1] < 1e-6
+    assert rounded(loaded, torch.float16, 1).dtype == torch.float16
 
 
 @pytest.mark.trains
