@@ -168,6 +168,7 @@ def test_errors_before_training(tmp_path, model_path, arguments, message, monkey
         (tmp_path / name / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("pacs_trl.settings.names.installed_vllm", lambda: None)
     monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: pytest.fail("a warm start was made"))
     for model in [model_path] if "--model_name_or_path" in arguments else [model_path, "miniature/addition"]:
         with pytest.raises(ValueError, match=message):
