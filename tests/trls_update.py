@@ -1,6 +1,6 @@
 """Runs on the same recorded completions by TRL's trainers and by those on the exact update."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import MethodType, SimpleNamespace
@@ -21,9 +21,12 @@ from replay import (
 )
 from seeds import shifted
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
+from trl.trainer.utils import shuffle_sequence_dict
 
 from pacs_trl.baselines.grpo_config import GRPOConfig, RLOOConfig
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer, RLOOTrainer
+from pacs_trl.rollouts.checkpoint import request_seed
+from pacs_trl.update.step import split_into_steps
 
 
 OWN = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
@@ -36,11 +39,20 @@ REUSED = {**EIGHT, "num_iterations": 4, "epsilon": 0.05, "epsilon_high": 0.08}
 
 
 @contextmanager
-def in_order() -> Iterator[None]:
+def in_order(shuffle: Callable[[dict], dict] = lambda batch: batch) -> Iterator[None]:
     """TRL spreads the completions of a generation over its optimizer steps at random; here they stay in order."""
-    with patch("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch):
-        with patch("trl.trainer.rloo_trainer.shuffle_sequence_dict", lambda batch: batch):
+    with patch("trl.trainer.grpo_trainer.shuffle_sequence_dict", shuffle):
+        with patch("trl.trainer.rloo_trainer.shuffle_sequence_dict", shuffle):
             yield
+
+
+def in_our_order(trainer, batch: dict) -> dict:
+    """Shuffle as with `shuffle_minibatches`."""
+    args, number = trainer.args, len(batch["completion_ids"])
+    seed = request_seed(f"{args.seed}/minibatches", trainer._step)
+    order = sum(split_into_steps(range(number), args.steps_per_generation, seed), [])
+    with patch("torch.randperm", lambda n: torch.tensor(order)):
+        return shuffle_sequence_dict(batch)
 
 
 class _Head:
@@ -101,6 +113,7 @@ def run(
     path=None,
     vllm=False,
     sharpness=1.0,
+    shuffled=False,
     **settings,
 ):
     """Train, and return weights before and after, and the logged steps."""
@@ -123,8 +136,10 @@ def run(
     def reward(completions, label=None, **kwargs):
         return holder["trainer"].replayed_labels if is_trls_rloo else stored_label(completions, label)
 
+    if shuffled and trainers is OWN:
+        settings["shuffle_minibatches"] = True
     args = config(directory, config_class, **settings)
-    with in_order():
+    with in_order(lambda batch: in_our_order(trainer, batch)) if shuffled else in_order():
         trainer = holder["trainer"] = trainer_class(model, reward, args=args, **arguments)
         if is_trls_rloo:
             replayed(trainer, replay)

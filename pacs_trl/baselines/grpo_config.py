@@ -24,8 +24,12 @@ class GRPOConfig(ExactUpdateConfig):
             micro-batch.
         importance_sampling_level (`str`, *optional*, defaults to `"token"`):
             `"token"`, or `"sequence"` for one ratio per completion.
+        shuffle_minibatches (`bool`, *optional*, defaults to `False`):
+            Whether the completions of a generation are spread over its optimizer steps at random, as in TRL. By
+            default a step has whole groups, in order, so that only one reads each prompt.
     """
 
+    shuffle_minibatches: bool = False
     loss_type: str = field(default="dapo", metadata={"choices": [name for name in LOSS_TYPES if name != "rloo"]})
     importance_sampling_level: str = field(default="token", metadata={"choices": ["token", "sequence"]})
 
@@ -58,6 +62,8 @@ class RLOOConfig(ExactUpdateConfig):
             Whether to shift and scale the advantages of a generation batch to mean 0 and standard deviation 1.
         reward_clip_range (`tuple[float, float]`, *optional*):
             Bounds on rewards.
+        shuffle_minibatches (`bool`, *optional*, defaults to `False`):
+            As in [`GRPOConfig`].
         vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
             As in [`PACSConfig`]; `trl.RLOOTrainer` has none.
     """
@@ -66,6 +72,7 @@ class RLOOConfig(ExactUpdateConfig):
     num_generations: int = bounded(2, least=2)
     normalize_advantages: bool = False
     reward_clip_range: tuple[float, float] | None = None
+    shuffle_minibatches: bool = False
     vllm_importance_sampling_correction: bool = False
 
     def errors(self, step: Step) -> list[str]:

@@ -32,7 +32,7 @@ from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
 from ..update.step import Objective, StepRollouts, split_into_steps
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import merge_rollouts, rollouts_to_save, state_name
+from .checkpoint import merge_rollouts, request_seed, rollouts_to_save, state_name
 from .late_batches import LateBatches, Stopped
 from .rollout_trainer import RolloutTrainer
 
@@ -140,7 +140,9 @@ class ExactUpdateTrainer(RolloutTrainer):
             if num_steps <= 1 and self.num_iterations == 1 and not self._keeps_generating_policy:
                 self._pending = self._pending + rollouts
             else:
-                self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps)]
+                shuffles = vars(self.args).get("shuffle_minibatches", False)
+                seed = request_seed(f"{self.args.seed}/minibatches", self._step) if shuffles else None
+                self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps, seed)]
                 self._cache_rollout_logps()
         return generation_batch
 

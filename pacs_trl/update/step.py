@@ -131,8 +131,14 @@ class Objective:
         raise NotImplementedError
 
 
-def split_into_steps(rollouts: Sequence[Rollout], num_steps: int) -> list[list[Rollout]]:
-    """Split a generation batch into `num_steps` optimizer steps of whole groups, in order and of about equal size."""
+def split_into_steps(
+    rollouts: Sequence[Rollout], num_steps: int, shuffle_seed: int | None = None
+) -> list[list[Rollout]]:
+    """Split a generation batch into `num_steps` optimizer steps of about equal size: of whole groups, in order, or of
+    completions at random, with a `shuffle_seed`."""
+    if shuffle_seed is not None:
+        order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(shuffle_seed))
+        return [[rollouts[i] for i in sorted(part.tolist())] for part in order.tensor_split(num_steps)]
     groups = sorted({rollout.group for rollout in rollouts})
     step_of = {group: i * num_steps // len(groups) for i, group in enumerate(groups)}
     steps: list[list[Rollout]] = [[] for _ in range(num_steps)]

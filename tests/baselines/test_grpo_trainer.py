@@ -66,6 +66,12 @@ def test_weights_are_those_of_trl(tmp_path, settings, replay):
         )
 
 
+@pytest.mark.parametrize("method", ["grpo", "rloo"])
+def test_weights_are_those_of_trl_with_shuffled_minibatches(tmp_path, method):
+    settings = FOUR_MINIBATCHES | SMALL_STEPS | {"beta": 0.0, "num_iterations": 2}
+    compare(tmp_path, method, settings, {}, shuffled=True)
+
+
 @pytest.mark.parametrize("corrected", [True, False])
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
 def test_weights_are_those_of_trl_with_a_kl_term(tmp_path, model_path, loss_type, corrected):

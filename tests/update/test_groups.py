@@ -113,3 +113,15 @@ def test_optimizer_steps_get_whole_groups():
     assert steps_of([4, 4, 5, 5, 6, 6, 7, 7], 2) == [[4, 4, 5, 5], [6, 6, 7, 7]]
     assert steps_of([1, 2, 2, 2, 3, 4, 4, 5], 2) == [[1, 2, 2, 2, 3], [4, 4, 5]]
     assert steps_of([1, 2, 1, 3, 1], 3) == [[1, 1, 1], [2], [3]]  # also rows that were drawn later
+
+
+def test_shuffled_optimizer_steps_get_every_completion_once():
+    def steps_of(seed):
+        rows = [Rollout(None, None, None, float(i), i // 4) for i in range(16)]
+        return [[int(row.label) for row in step] for step in split_into_steps(rows, 3, seed)]
+
+    seed = shifted(0)
+    found = steps_of(seed)
+    assert sorted(sum(found, [])) == list(range(16)) and sorted(map(len, found)) == [5, 5, 6]
+    assert found == steps_of(seed) and all(step == sorted(step) for step in found)
+    assert any(steps_of(seed + i) != found for i in range(1, 9))
