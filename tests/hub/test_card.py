@@ -118,6 +118,12 @@ def test_names_break_neither_tables_nor_fences():
     assert build_card("name", training=facts).count("\n````") == 2
 
 
+def test_a_model_of_vllm_is_used_in_the_dtype_of_its_rollouts():
+    """Rounding to nearest hides updates, so the float32 weights may be far worse."""
+    for recipe, expected in (({"use_vllm": True}, True), ({"use_vllm": True, "bf16": False}, False), ({}, False)):
+        assert ('dtype="bfloat16"' in build_card("name", recipe=recipe)) == expected
+
+
 def test_an_adapter_that_was_trained_in_python(model_path, tmp_path, monkeypatch, capsys):
     """PEFT writes a draft with the path of the base model over README.md; ours stands there, or text by hand."""
     directory = tmp_path / "lora"
