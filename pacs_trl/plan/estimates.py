@@ -57,7 +57,11 @@ class Estimate:
         self.longest_prompt = max(lengths) if lengths else data.max_prompt_length or 1024
         self.mean_prompt = round(sum(lengths) / len(lengths)) if lengths else min(data.max_prompt_length or 256, 256)
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
-        self.shares_prompts = self.is_exact and vars(training).get("padding_free") != "never"
+        self.sharing = 1  # completions of a prompt in an optimizer step, which compute it once
+        if self.is_exact and vars(training).get("padding_free") != "never" and self.step is not None:
+            minibatches = self.step.updates_per_generation // training.num_iterations
+            shuffles = vars(training).get("shuffle_minibatches", False)
+            self.sharing = max(1, self.step.num_generations // (minibatches if shuffles else 1))
         policy = recipe.model.model_name_or_path
         has_critic = "critic_model_name_or_path" in vars(training)
         self.critic_name = (training.critic_model_name_or_path or policy) if has_critic else None
@@ -112,8 +116,7 @@ class Estimate:
 
     def _tokens(self, rows: int) -> int:
         """Return the tokens in a micro-batch of the longest completions."""
-        shares = self.shares_prompts and self.step is not None
-        saved = rows - math.ceil(rows / self.step.num_generations) if shares else 0
+        saved = rows - math.ceil(rows / self.sharing)
         return rows * self.longest - saved * (self.longest_prompt - 1)
 
     def optimizer_steps(self) -> int | None:
@@ -173,12 +176,10 @@ class Estimate:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self.mean_prompt
         longest, rows = training.max_completion_length, self.step.completions_per_generation
-        sharing = 1  # completions per micro-batch that share a prompt
-        if self.shares_prompts:
-            fitting = training.per_device_train_batch_size
-            if vars(training).get("max_tokens_per_micro_batch"):
-                fitting = (self.tokens - prompt) // mean_length
-            sharing = max(1, min(fitting, self.step.num_generations))
+        fitting = training.per_device_train_batch_size
+        if self.sharing > 1 and vars(training).get("max_tokens_per_micro_batch"):
+            fitting = (self.tokens - prompt) // mean_length
+        sharing = max(1, min(fitting, self.sharing))
         computed = (prompt - 1) / sharing + 1 + mean_length
         squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
         attended = squares / computed

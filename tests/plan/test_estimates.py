@@ -102,6 +102,7 @@ SHARED = [
     ({"max_tokens_per_micro_batch": 2256}, 4, 2256),  # (2256 - 256) // 500 completions of mean length
     ({"padding_free": "never"}, 1, 8 * 2024),
     (PPO, 1, 8 * 2024),  # micro-batches are shuffled
+    (GRPO | {"shuffle_minibatches": True}, 2, 4 * 1023 + 8 * 1001),  # two completions of a prompt per minibatch
 ]
 
 
