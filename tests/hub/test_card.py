@@ -120,7 +120,8 @@ def test_names_break_neither_tables_nor_fences():
 
 def test_a_model_of_vllm_is_used_in_the_dtype_of_its_rollouts():
     """Rounding to nearest hides updates, so the float32 weights may be far worse."""
-    for recipe, expected in (({"use_vllm": True}, True), ({"use_vllm": True, "bf16": False}, False), ({}, False)):
+    vllm = {"use_vllm": True}
+    for recipe, expected in ((vllm, True), (vllm | {"bf16": False}, False), (vllm | {"fp16": True}, False), ({}, False)):
         assert ('dtype="bfloat16"' in build_card("name", recipe=recipe)) == expected
 
 
