@@ -29,6 +29,7 @@ from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.rollouts.checkpoint import check_same_adapter, last_checkpoint
@@ -104,6 +105,7 @@ RENEWED = SNAPSHOT | {"reference_reset_steps": 3, "reset_optimizer_on_reference_
 SEVERAL = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 10, "max_steps": 5}
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 16}
 LABELS = {"reward": digit_steps, "trainer_class": ProcessLabelsTrainer, "lora": True, "max_steps": 6}
+SHUFFLED = {"trainer_class": GRPOTrainer, "shuffle_minibatches": True, "max_steps": 6}
 VARIANTS = {  # settings, and the steps after which a run is resumed
     "snapshot with resets": (RENEWED, [2, 3, 4]),
     "first snapshot kept": (SNAPSHOT, [1, 4]),
@@ -115,6 +117,10 @@ VARIANTS = {  # settings, and the steps after which a run is resumed
     "groups over micro-batches": (SPLIT | {"max_steps": 6}, [2, 5]),
     "several generations in one update": (SEVERAL, [1, 2, 3]),
     "labels in several places, LoRA": (LABELS, [2, 4, 5]),
+    "GRPO, shuffled minibatches": (
+        {"trainer_class": GRPOTrainer, "shuffle_minibatches": True, "max_steps": 6},
+        [1, 3, 4],
+    ),
 }
 
 
