@@ -49,12 +49,14 @@ class RatioTerms(NamedTuple):
         values (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * values_i`.
         low, high (shape `(B,)`): Fraction of counted tokens with a ratio below `low` and a negative advantage, or with
             a ratio above `high` and a positive advantage; 0 or 1 at sequence level.
+        phi (shape `(B,)`): Weight of each completion of `"vespo"`, see [`vespo_weights`]; 1 for the other losses.
     """
 
     weights: torch.Tensor
     values: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
+    phi: torch.Tensor
 
 
 def _clipped(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +139,7 @@ def ratio_terms(
     log_ratios, number = logps - old_logps, mask.sum(dim=1, keepdim=True).clamp(min=1)
     ratio = log_importance_weights(log_ratios, mask, level).exp()
     positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
+    phi = torch.ones_like(logps[:, 0])
     if function is None:
         if loss.loss_type == "cispo":
             weights = ratio.clamp(max=loss.high)
@@ -144,6 +147,7 @@ def ratio_terms(
             total = log_ratios.clamp(-20.0, 20.0).masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
             total = total if log_correction is None else total + log_correction
             weights = vespo_weights(total, ~negative, loss)
+            phi = weights[:, 0]
         weights = weights * factors
         values = (weights * logps.masked_fill(~mask, 0.0)).sum(dim=1)
     else:
@@ -156,7 +160,8 @@ def ratio_terms(
         weights = (slopes * share).expand_as(logps)
     ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
     low, high = (ratio < loss.low) & negative, (ratio > loss.high) & positive
-    return RatioTerms(weights, values, *((where & mask).sum(dim=1) / number[:, 0] for where in (low, high)))
+    low_fraction, high_fraction = ((where & mask).sum(dim=1) / number[:, 0] for where in (low, high))
+    return RatioTerms(weights, values, low_fraction, high_fraction, phi)
 
 
 def completion_scales(

@@ -118,6 +118,15 @@ def test_evaluation(tmp_path, num_generations_eval, reference):
         assert logs[1]["eval_loss"] != pytest.approx(math.log(2), abs=1e-4)
 
 
+def test_the_loss_of_an_evaluation_includes_the_kl_term(tmp_path):
+    """Of an adapter that is not the identity; the reference is the model without it."""
+    more = {"eval_dataset": addition_dataset(6), "peft_config": LORA}
+    trainer = build_trainer(tmp_path, more=more, beta=0.5, per_device_eval_batch_size=24)
+    metrics = trainer.evaluate()
+    assert metrics["eval_kl"] > 0.01
+    assert metrics["eval_loss"] == pytest.approx(math.log(2) + 0.5 * metrics["eval_kl"])
+
+
 # Steps that are skipped -------------------------------------------------------------------------------------------
 
 

@@ -116,13 +116,15 @@ def run(
     shuffled=False,
     **settings,
 ):
-    """Train, and return weights before and after, and the logged steps."""
+    """Train, and return weights before and after, and the logged steps and evaluations."""
     trainer_class, config_class = trainers[method]
     dtype = dtype or torch.get_default_dtype()
     torch.manual_seed(shifted(0))
     model = tiny_model().to(dtype)
     model.lm_head.weight.data *= sharpness
     arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER, "callbacks": [Recorder()]}
+    if settings.get("eval_strategy"):
+        arguments["eval_dataset"] = addition_dataset(4)
     if path is not None:  # of which the KL reference is loaded
         model = path
         settings["model_init_kwargs"] = {"dtype": dtype}
@@ -151,7 +153,7 @@ def run(
                 trainer.update.objective = trainer.create_objective()
         before = trainable_weights(trainer.model)
         trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry or "eval_loss" in entry]
     return before, trainable_weights(trainer.model), logs
 
 

@@ -33,6 +33,8 @@ class RatioObjective(Objective):
         share (`float`): Fraction of a generation batch per optimizer step; above 1 if a step uses several batches.
         off_policy_threshold (`float`, *optional*): TRL's `off_policy_mask_threshold`.
         mismatch ([`Mismatch`], *optional*): Mismatch correction inside the weights of `"vespo"`.
+        needs_all_completions (`bool`): Whether the ratio of a completion without a gradient may differ from 1, and a
+            metric reads it.
     """
 
     loss: surrogate.RatioLoss
@@ -42,12 +44,15 @@ class RatioObjective(Objective):
     share: float = 1.0
     off_policy_threshold: float | None = None
     mismatch: Mismatch | None = None
+    needs_all_completions: bool = False  # type: ignore[misc]
     has_ratio = True
 
-    def known_coefficients(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    def known_coefficients(
+        self, rollouts: list[Rollout], *, is_evaluation: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        share = 1.0 if is_evaluation else self.share
         values = [
-            (rollout.advantage * rollout.weight, self.share * max(rollout.generation_tokens, 1.0))
-            for rollout in rollouts
+            (rollout.advantage * rollout.weight, share * max(rollout.generation_tokens, 1.0)) for rollout in rollouts
         ]
         advantages, generation_tokens = torch.tensor(values, dtype=torch.float64).view(-1, 2).unbind(dim=1)
         scales = surrogate.completion_scales(
@@ -80,9 +85,13 @@ class RatioObjective(Objective):
         log_ratios, level = logps - old_logps, self.loss.importance_sampling_level
         return surrogate.kl_terms(logps, ref_logps, mask, surrogate.log_importance_weights(log_ratios, mask, level))
 
-    def token_metrics(self, num_tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> dict[str, float]:
-        if self.loss.loss_type in ("sapo", "vespo"):
+    def token_metrics(
+        self, num_tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor, phi: torch.Tensor
+    ) -> dict[str, float]:
+        if self.loss.loss_type == "sapo":
             return {}
+        if self.loss.loss_type == "vespo":
+            return {"vespo/phi_seq_mean": phi.mean().item()}
         counts = num_tokens if self.loss.importance_sampling_level == "token" else torch.ones_like(num_tokens)
         below, above = ((share * counts).sum().item() / max(int(counts.sum()), 1) for share in (low, high))
         if self.loss.loss_type == "cispo":
@@ -117,6 +126,9 @@ class GRPOTrainer(ExactUpdateTrainer):
             (args.vespo_k_pos, args.vespo_k_neg),
             (args.vespo_lambda_pos, args.vespo_lambda_neg),
         )
+        mismatch = self._mismatch if self._corrects and args.loss_type == "vespo" else None
+        has_later_updates = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
+        ratios_differ_from_1 = has_later_updates or args.rollout_lag > 0 or mismatch is not None
         return RatioObjective(
             loss,
             args.beta,
@@ -124,7 +136,8 @@ class GRPOTrainer(ExactUpdateTrainer):
             args.max_completion_length,
             args.gradient_accumulation_steps / args.steps_per_generation,
             args.off_policy_mask_threshold,
-            self._mismatch if self._corrects and args.loss_type == "vespo" else None,
+            mismatch,
+            needs_all_completions=args.loss_type == "vespo" and ratios_differ_from_1,
         )
 
     @property

@@ -175,8 +175,8 @@ class PrefixRollouts(StepRollouts):
 class PrefixUpdate(PolicyUpdate):
     """[`PolicyUpdate`] on prefixes, for steps in which a completion has more than one label."""
 
-    def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
-        step = super().schedule(rollouts)
+    def schedule(self, rollouts: list[Rollout], *, is_evaluation: bool = False) -> StepRollouts:
+        step = super().schedule(rollouts, is_evaluation=is_evaluation)
         if all(len(ends_of(rollout)) == 1 for rollout in rollouts):
             return step
         labels = [[*rollout.extra.get("process_labels", ()), rollout.label] for rollout in rollouts]

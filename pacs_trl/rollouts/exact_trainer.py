@@ -259,9 +259,9 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
         rollouts = gather_object(unpad_rollouts(inputs))
-        if self.num_generations_eval < 2:
+        if self.num_generations_eval < 2 and not self.update.objective.has_ratio:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
-        step = self.update.schedule(rollouts)
+        step = self.update.schedule(rollouts, is_evaluation=True)
         step.on_policy = step.coefficients is not None
         if self._reference == "snapshot" and self._snapshot is not None:
             with self._snapshot.in_place_of_policy():

@@ -124,14 +124,16 @@ class PolicyUpdate:
 
     # Forward passes -------------------------------------------------------------------------------------------------
 
-    def schedule(self, rollouts: list[Rollout]) -> StepRollouts:
-        known, has_kl = self.objective.known_coefficients(rollouts), self.objective.kl_coef != 0
+    def schedule(self, rollouts: list[Rollout], *, is_evaluation: bool = False) -> StepRollouts:
+        known = self.objective.known_coefficients(rollouts, is_evaluation=is_evaluation)
+        has_kl = self.objective.kl_coef != 0
         if known is None:
             # The KL term includes completions without a verdict.
             takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts]) if has_kl else None
             return schedule_step(rollouts, self._limits, takes_part)
         counted = torch.tensor([bool(rollout.loss_mask.any()) for rollout in rollouts])
-        takes_part = counted if has_kl else counted & (known[0] != 0)
+        needs_all = has_kl or is_evaluation or self.objective.needs_all_completions
+        takes_part = counted if needs_all else counted & (known[0] != 0)
         step = schedule_step(rollouts, self._limits._replace(group_layout="split"), takes_part)
         step.coefficients, step.scales = known
         return step
@@ -173,14 +175,15 @@ class PolicyUpdate:
                     setattr(step.rollouts[i], name, of_completion.numpy().copy())
 
     @torch.no_grad()
-    def _forward(self, model, step: StepRollouts, schedule: Schedule) -> Forwarded:
+    def _forward(self, model, step: StepRollouts, schedule: Schedule, *, with_kl: bool = False) -> Forwarded:
         found = Forwarded(step.num_proxies, self.accelerator, sum(w.num_values for w in self.token_weights))
         for indices, batch in self.micro_batches(step, schedule):
             logps, entropies = self._compute(self.forward_pass.compute_logps, model, batch).padded()
             tokens = self._token_values(step, batch, logps, entropies, logps.new_zeros(len(logps), 1))
             values = [value for weights in self.token_weights for value in weights.own_values(tokens)]
             proxies = self.proxies(logps, batch)
-            found.add(step.flat_indices(indices), proxies, entropies, batch.loss_mask, own_values=values)
+            kl = self._kl(model, logps, batch, tokens.old_logps).sum() if with_kl else None
+            found.add(step.flat_indices(indices), proxies, entropies, batch.loss_mask, kl, values)
         return found.reduce()
 
     @torch.no_grad()
@@ -267,15 +270,28 @@ class PolicyUpdate:
         return loss, metrics
 
     def evaluate(self, model, step: StepRollouts, *, proxies_are_zero: bool) -> tuple[float, dict[str, float]]:
-        """Compute the loss and metrics as in [`run`], without gradient and, for a group loss, without the KL term."""
-        if step.coefficients is None:
-            found = self._forward(model, step, step.schedule)
-        else:
+        """Compute the loss and metrics as in [`run`], without gradient. Token weights change the loss of known
+        coefficients only."""
+        known = step.coefficients is not None
+        mismatch: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if known:
+            for weights in self.token_weights:
+                weights.prepare(self, model, step)
+            if any(weights.num_values for weights in self.token_weights):
+                self._begin_weights(step, step.coefficients, self._forward(model, step, step.schedule))
             with torch.no_grad():
-                found, _ = self._back_propagate(model, step, step.schedule, step.coefficients)
+                found, mismatch = self._back_propagate(model, step, step.schedule, step.coefficients)
+        else:
+            found = self._forward(model, step, step.schedule, with_kl=True)
         proxies = torch.zeros_like(found.proxies) if proxies_are_zero else found.proxies
         left_out = self.left_out_entropy(model, step, step.schedule)
-        return self._summarize(step, found, proxies, found.entropy, left_out)
+        loss, metrics = self._summarize(step, found, proxies, found.entropy, left_out)
+        if mismatch:
+            metrics |= mismatch_metrics(*self._gather_mismatch(mismatch))
+        if self.objective.kl_coef != 0:
+            metrics["kl"] = found.kl / max(step.num_tokens, 1)
+            loss += 0.0 if known else self.objective.kl_coef * metrics["kl"]
+        return loss, metrics
 
     def _begin_weights(self, step: StepRollouts, coefficients, found: Forwarded) -> None:
         counted = torch.tensor([bool(rollout.loss_mask.any()) for rollout in step.rollouts])
@@ -305,7 +321,7 @@ class PolicyUpdate:
         micro-batches must hold whole groups. Returns the results of the forward passes, and [`mismatch_ratios`] of
         each micro-batch."""
         known = step.coefficients is not None
-        found, mismatch = Forwarded(step.num_proxies, self.accelerator, 3 if known else 0), []
+        found, mismatch = Forwarded(step.num_proxies, self.accelerator, 4 if known else 0), []
         compares = step.on_policy and any(rollout.sampling_logps is not None for rollout in step.rollouts)
         num_tokens, last = max(step.num_tokens, 1), max(len(schedule[self.accelerator.process_index]) - 1, 0)
         for k, (indices, batch) in enumerate(self.micro_batches(step, schedule)):
@@ -329,7 +345,7 @@ class PolicyUpdate:
                     weighted, proxies = logps * terms.weights, terms.values
                     scales = (step.scales[step.flat_indices(indices)] if indices else torch.zeros(1)).to(logps.device)
                     of_kl = self.objective.kl_coef * (scales[:, None] * kl).sum()
-                    own_values = terms.low, terms.high, kl.detach().sum(dim=1)
+                    own_values = terms.low, terms.high, terms.phi, kl.detach().sum(dim=1)
                 else:
                     for factor in factors:
                         weighted = weighted * factor
@@ -374,9 +390,13 @@ class PolicyUpdate:
         if step.coefficients is None:
             loss, metrics = self.summarize(step, proxies)
             return loss, of_step | metrics
-        low, high, kl = found.own_values
+        low, high, phi, kl = found.own_values
+        forwarded = [i for batches in step.schedule for indices in batches for i in indices]
+        has_forward_pass = torch.zeros(len(step.rollouts), dtype=torch.bool)
+        has_forward_pass[forwarded] = True
+        phi = phi.masked_fill(~has_forward_pass, 1.0)  # their ratios are 1, or `needs_all_completions`
         loss = (step.coefficients * found.proxies).sum() + self.objective.kl_coef * (step.scales * kl).sum()
-        return loss.item(), of_step | self.objective.token_metrics(num_tokens, low, high)
+        return loss.item(), of_step | self.objective.token_metrics(num_tokens, low, high, phi)
 
     @property
     def _is_deepspeed(self) -> bool:

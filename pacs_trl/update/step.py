@@ -86,25 +86,33 @@ class Objective:
 
     Attributes:
         kl_coef (`float`): Weight of the KL term.
+        needs_all_completions (`bool`): Whether metrics need a forward pass of completions without a gradient too.
         has_reference (`bool`): Whether the proxies read `ref_logps`.
         has_ratio (`bool`): Whether the token weights read `old_logps`.
     """
 
     kl_coef = 0.0
+    needs_all_completions = False
     has_reference = False
     has_ratio = False
 
-    def known_coefficients(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def known_coefficients(
+        self, rollouts: list[Rollout], *, is_evaluation: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the coefficients of the completions of an optimizer step, and the factors on the KL terms of their
-        tokens, both `(B,)`; `None` if they depend on log-probs (the KL term is then a mean over all tokens)."""
+        tokens, both `(B,)`; `None` if they depend on log-probs (the KL term is then a mean over all tokens). The
+        rollouts of an evaluation are a whole generation batch."""
         return None
 
     def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> RatioTerms:
         """Return the weights and values of a micro-batch; `factors` are the `(B, T)` factors of [`TokenWeights`]."""
         raise NotImplementedError
 
-    def token_metrics(self, num_tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> dict[str, float]:
-        """Return metrics from the number of counted tokens and `low` and `high` of [`RatioTerms`], all `(B,)`."""
+    def token_metrics(
+        self, num_tokens: torch.Tensor, low: torch.Tensor, high: torch.Tensor, phi: torch.Tensor
+    ) -> dict[str, float]:
+        """Return metrics from the number of counted tokens and `low`, `high`, and `phi` of [`RatioTerms`], all
+        `(B,)`."""
         return {}
 
     def kl(self, logps: torch.Tensor, ref_logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor):

@@ -50,7 +50,7 @@ def compare(directory, method, settings, replay, bound=None, **how):
     # a completion without tokens has a constant loss in TRL's RLOO
     # and normalized advantages of uniform groups have the sign of a rounding error
     has_noise = settings.get("normalize_advantages") or "truncated" in replay
-    compared = ("grad_norm", "cispo", "kl", *(() if has_noise else ("loss", "clip_ratio")))
+    compared = ("grad_norm", "cispo", "vespo", "kl", *(() if has_noise else ("loss", "clip_ratio")))
     for own, other in zip(found, expected):
         for name in (name for name in other if name.startswith(compared)):
             assert own[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
@@ -126,3 +126,26 @@ def test_the_tokens_of_the_highest_entropies_are_those_of_trl(tmp_path):
     """Of a model whose entropies differ by much more than rounding, because TRL rounds its quantile to float32."""
     settings = REUSED | {"top_entropy_quantile": 0.4, "learning_rate": 1e-2}
     compare(tmp_path, "grpo", settings, {}, bound=1e-4, sharpness=20.0)  # one token more or less: 1e-2
+
+
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True, "per_device_eval_batch_size": 16}
+EVALUATIONS = {loss: {"loss_type": loss} for loss in ("grpo", "dapo", "cispo", "vespo", "bnpo", "luspo")}
+EVALUATIONS |= {"highest entropies": {"top_entropy_quantile": 0.4}, "kl": {"beta": 0.3}}
+
+
+@pytest.mark.parametrize("settings", EVALUATIONS.values(), ids=EVALUATIONS)
+def test_evaluations_are_those_of_trl(tmp_path, model_path, settings):
+    """Before, between, and after optimizer steps, of which four share a generation batch."""
+    settings = FOUR_MINIBATCHES | SMALL_STEPS | {"learning_rate": 0.01} | EVALUATED | settings
+    path = model_path if "beta" in settings else None
+    with in_double_precision():
+        _, _, expected = run(tmp_path / "trl", TRLS, "grpo", Replay(), path=path, sharpness=20.0, **settings)
+        _, _, found = run(tmp_path / "ours", OWN, "grpo", Replay(), path=path, sharpness=20.0, **settings)
+    evaluations = [log for log in expected if "eval_loss" in log]
+    own_evaluations = [log for log in found if "eval_loss" in log]
+    assert len(evaluations) == len(own_evaluations) == 3
+    for own, trls in zip(own_evaluations, evaluations, strict=True):
+        compared = {name for name in trls if not name.endswith(("_runtime", "_per_second"))}
+        assert {"eval_loss", "eval_reward"} <= compared
+        for name in compared:
+            assert own[name] == pytest.approx(trls[name], rel=1e-4, abs=1e-7), name
