@@ -18,12 +18,15 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 from enum import IntEnum
 from hashlib import blake2b
 from multiprocessing.connection import Connection
 from numbers import Number
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
+
+from .numerals import MAX_EXPONENT
 
 
 class Outcome(IntEnum):
@@ -72,24 +75,38 @@ def completion_text(completion: Any) -> str | None:
 _AFTER_HASHES = re.compile(r"(?:\A|\s)####\s*([^\n\"]+)\Z")
 _THOUSANDS = re.compile(r"-?\$?\d{1,3}(,\d{3})+(\.\d+)?")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
-_LAST_NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?!.*\d)", re.DOTALL)
 
 
 def gold_texts(gold: Any) -> tuple[str, ...]:
     """Return the alternative gold answers of a cell of the `solution` column as strings: from a string, a number, or a
-    list of these, without missing ones (`None`, NaN, blank) and other types. 27.0 becomes "27", and a worked solution
-    that ends in `#### 1,200`, as in GSM8K, becomes "1200"."""
+    list of these, without missing ones (`None`, NaN, blank) and other types. 27.0 becomes "27", 1e-05 becomes
+    "0.00001", and a worked solution that ends in `#### 1,200`, as in GSM8K, becomes "1200"."""
     if isinstance(gold, list | tuple):
         return tuple(text for item in gold for text in gold_texts(item))
     if not isinstance(gold, str | Number) or gold != gold:  # NaN, a missing number in tables
         return ()
-    if isinstance(gold, float) and gold.is_integer():
-        gold = int(gold)
-    text = _plain(str(gold)).strip()
+    if not isinstance(gold, str):
+        return _number_texts(gold)
+    text = _plain(gold).strip()
     if final := _AFTER_HASHES.search(text):
         text = final.group(1)
         text = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
     return (text,) if text else ()
+
+
+def _number_texts(number: Any) -> tuple[str, ...]:
+    """Return a number in decimal notation, without the decimals of a whole number, and a large float such as 6.02e23
+    also as a product with a power of ten, because math-verify compares digits with a rounded product as unequal."""
+    text = str(number)
+    try:
+        value = Decimal(text)
+    except InvalidOperation:  # a boolean, a fraction, or a complex number
+        return (text,)
+    if not value.is_finite() or abs(value.adjusted()) > MAX_EXPONENT:
+        return (text,)
+    digits = format(value.to_integral_value() if value == value.to_integral_value() else value, "f")
+    mantissa, _, exponent = text.partition("e+")
+    return (digits, f"{mantissa} \\times 10^{{{exponent}}}") if exponent else (digits,)
 
 
 def _plain(text: str) -> str:
@@ -102,36 +119,38 @@ PROTOCOLS = ("authors", "trl", "number", "reasoning_gym")
 MAX_CHARACTERS = 200_000
 _MAX_GOLDS = 4096  # about 20 CPU seconds
 
-_BOX_OR_BRACE = re.compile(r"\\f?boxed\s*\{|[{}]")
+# TeX also boxes a number, letter, or command without braces: `\boxed 9`, `\boxed\frac{1}{2}`.
+_BARE_CONTENT = r"[-+]?\d+(?:[.,/]\d+)*|[A-Z](?![A-Za-z])|-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}|-?\\sqrt\{[^{}]*\}"
+_BOX_OR_BRACE = re.compile(
+    rf"\\(?:f?boxed|f?box|framebox)\s*\{{|\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*(?P<bare>{_BARE_CONTENT})|[{{}}]"
+)
 
 
-def last_boxed(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` with balanced braces; `None` if there is none or the text exceeds
-    `MAX_CHARACTERS`. Takes linear time, because this also runs in the trainer."""
+def last_boxed(text: str, with_braces: bool = False) -> str | None:
+    """Return the content of the last box: `\\boxed{...}`, `\\fbox{...}`, or `\\framebox{...}` with balanced braces, or
+    unless `with_braces`, a number, letter, or command without braces, as in `\\boxed 9`. `None` if there is none or
+    the text exceeds `MAX_CHARACTERS`. Takes linear time, because this also runs in the trainer."""
     if len(text) > MAX_CHARACTERS:
         return None
     # For each open brace the start of its box; `None` without a box.
     opened: list[int | None] = []
     last = None
     for match in _BOX_OR_BRACE.finditer(text):
-        if match.group() != "}":
+        if match["bare"] is not None:
+            if not with_braces:
+                last = slice(*match.span("bare"))
+        elif match.group() != "}":
             opened.append(None if match.group() == "{" else match.end())
         elif opened and (start := opened.pop()) is not None and (last is None or start > last.start):
             last = slice(start, match.start())
     return None if last is None else text[last].strip()
 
 
-def final_answer(text: str) -> str | None:
-    """Return the content of the last `<answer>...</answer>`, else of the last closed box."""
+def final_answer(text: str, with_braces: bool = False) -> str | None:
+    """Return the content of the last `<answer>...</answer>`, else of the last box (see [`last_boxed`])."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
-    return text[start + len("<answer>") : end] if start >= 0 else last_boxed(text)
-
-
-def last_number(text: str) -> str:
-    """Return the last number in the last 1,000 characters of a text, empty if there is none."""
-    found = _LAST_NUMBER.search(text[-1000:])
-    return found.group() if found else ""
+    return text[start + len("<answer>") : end] if start >= 0 else last_boxed(text, with_braces)
 
 
 def default_num_workers() -> int:
@@ -363,9 +382,9 @@ class Verifier(BaseVerifier):
     def _answer(self, text: str, is_cut: bool) -> str:
         """Return the part of a completion that is graded."""
         if self.protocol == "reasoning_gym":
-            answer = final_answer(text)
+            answer = final_answer(text, with_braces=is_cut)
             return (text if answer is None and not is_cut else answer or "").strip()
-        content = last_boxed(text) if is_cut else None
+        content = last_boxed(text, with_braces=True) if is_cut else None
         return text if not is_cut else "" if content is None else f"\\boxed{{{content}}}"
 
     def _run_jobs(self, jobs: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:

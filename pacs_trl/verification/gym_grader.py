@@ -13,7 +13,8 @@ import sys
 from functools import lru_cache
 from typing import Any
 
-from . import Outcome, confinement, last_number
+from . import Outcome, confinement
+from .numerals import last_number
 
 
 @lru_cache(maxsize=64)

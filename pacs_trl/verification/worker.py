@@ -8,6 +8,7 @@ import math
 import resource
 import signal
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import lru_cache
 from itertools import product
 from multiprocessing.connection import Connection
@@ -18,8 +19,9 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Integer, Mul, Number, Pow, Rational, factorial
 
-from . import Outcome, last_number
+from . import Outcome
 from .gym_grader import grade_entry
+from .numerals import last_number
 
 
 # Completions repeat their answers; math-verify caches only 20 of them.
@@ -52,7 +54,7 @@ _TRL_LATEX = LatexExtractionConfig(
 
 def _last_number(text: str) -> list:
     number = last_number(text)
-    return [Rational(number)] if number else []
+    return [Rational(Fraction(number))] if number else []
 
 
 PROTOCOLS = {

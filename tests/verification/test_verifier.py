@@ -6,7 +6,10 @@ import re
 import subprocess
 import sys
 import threading
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from seeds import shifted
@@ -322,10 +325,91 @@ class TestText:
             ("#### Step 1\nAdd 1.", ("#### Step 1\nAdd 1.",)),  # a heading, not an answer
             ('{"cases": [{"input": "#### 5"}]}', ('{"cases": [{"input": "#### 5"}]}',)),  # tests of a program
             ([b"7", object()], ()),
+            (1e-05, ("0.00001",)),
+            (2.5e-05, ("0.000025",)),
+            (-1e-07, ("-0.0000001",)),
+            (1e15, ("1000000000000000",)),
+            (6.02e23, ("602000000000000000000000", r"6.02 \times 10^{23}")),
+            (float("inf"), ("inf",)),
+            (True, ("True",)),
+            (Fraction(1, 3), ("1/3",)),
+            (Decimal("1e-3"), ("0.001",)),
+            (Decimal("1e999999999"), ("1E+999999999",)),
+            (np.float64(1e-05), ("0.00001",)),
+            (np.float32(2.5), ("2.5",)),
         ],
     )
     def test_gold_texts(self, gold, texts):
         assert gold_texts(gold) == texts
+
+
+def test_boxes_in_other_spellings():
+    boxes = {
+        r"so $\fbox{9}$.": "9",
+        r"so $\boxed 9$.": "9",
+        r"so $\boxed9$": "9",
+        r"\framebox{204} minutes": "204",
+        r"\boxed -1.5.": "-1.5",
+        r"\boxed\frac{1}{2}": r"\frac{1}{2}",
+        r"option \boxed B": "B",
+        r"\boxed{3} or \boxed 4": "4",
+        r"\boxed{3} or \boxed{4": "3",
+        r"\boxed in": None,
+    }
+    assert {text: last_boxed(text) for text in boxes} == boxes
+    assert last_boxed(r"\boxed{3} or \boxed 4", with_braces=True) == "3"
+
+
+@pytest.mark.parametrize("protocol", ["authors", "number"])
+def test_golds_that_are_small_or_large_floats(protocol):
+    cases = [
+        (1e-05, r"\boxed{0.00001}", 1.0),
+        (2.5e-05, r"\boxed{2.5 \times 10^{-5}}", 1.0),
+        (6.02e23, r"\boxed{6.02\cdot 10^{23}}", 1.0),
+        (1e-05, "The answer is -5.", 0.0),
+        (1e-05, "The answer is 5.", 0.0),
+    ]
+    with Verifier(num_workers=1, protocol=protocol) as verifier:
+        labels = verifier.grade([text for _, text, _ in cases], [gold for gold, *_ in cases])
+    assert labels == [label for *_, label in cases]
+
+
+NUMBERS = [
+    ("1234", "The answer is 1,234.", 1.0),
+    ("200", "It costs $1,200.", 0.0),
+    ("1,234", "The answer is 1234.", 1.0),
+    ("1,234", "The answer is 234.", 0.0),
+    ("In all.\n#### 1,200", "It costs $1,200.", 1.0),
+    ("5", "The answer is \u22125.", 0.0),
+    ("-5", "The answer is \u22125.", 1.0),
+    ("-5", "You lose -$5.", 1.0),
+    ("3", "That is 10-3", 1.0),
+    ("0.5", "The answer is .5", 1.0),
+    ("1/2", "The answer is 2.", 0.0),
+    ("1/2", r"The answer is $\frac{1}{2}$.", 1.0),
+    ("2.5", r"The answer is 2\frac12", 1.0),
+    ("2.5", "The answer is 2 1/2", 1.0),
+    ("3", "12/4 =", 0.0),
+    ("1000000", "It is 1 000 000.", 1.0),
+    ("1000000", r"It is 1\,000{,}000.", 1.0),
+    ("1234567", "It is 1.234.567", 1.0),
+    ("1234.5", "1.234,5", 1.0),
+    ("1e5", "The answer is 5", 0.0),
+    ("1e5", "The answer is 100,000", 1.0),
+    ("300000000", r"The answer is 3 \times 10^8.", 1.0),
+    ("20", "That is 20%.", 1.0),
+    ("2020", "On 3/4/2020", 1.0),
+    ("12", "\uff11\uff12", 1.0),
+    ("34", "\u0663\u0664", 1.0),
+    ("7", "1e999999999", 0.0),
+    ("0", "5/0", 1.0),
+]
+
+
+def test_protocol_number_reads_numbers_as_people_write_them():
+    with Verifier(num_workers=1, protocol="number") as verifier:
+        labels = verifier.grade([text for _, text, _ in NUMBERS], [gold for gold, *_ in NUMBERS])
+    assert [(*case[:2], label) for case, label in zip(NUMBERS, labels)] == NUMBERS
 
 
 def test_protocol_number_reads_the_last_number_and_evaluates_nothing():
