@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import yaml
 from seeds import shifted
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl.trainer.utils import disable_dropout_in_model
 
@@ -49,4 +49,32 @@ def build(model_type: str) -> torch.nn.Module:
             p.normal_(0, 0.2) if p.ndim > 1 else p.add_(0.2 * torch.randn_like(p))
     disable_dropout_in_model(model)
     disable_noise(model)
+    return model
+
+
+IMAGE_CHECKPOINTS = {
+    "gemma3": {"model_type": "gemma3_text", "sliding_window": 16, "layer_types": ["sliding_attention"] * 2},
+    "mistral3": {"model_type": "mistral", "sliding_window": 16},
+    "llava": {"model_type": "llama"},
+}
+
+
+def build_image_checkpoint(model_type: str) -> torch.nn.Module:
+    """A model that reads images and text; its layers for text are those of `IMAGE_CHECKPOINTS`."""
+    sizes = {"vocab_size": 160, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = AutoConfig.for_model(
+        model_type,
+        text_config=sizes | ids | IMAGE_CHECKPOINTS[model_type],
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        image_token_index=150,
+    )
+    torch.manual_seed(shifted(0))
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                p.normal_(0, 0.25)
     return model

@@ -42,19 +42,24 @@ RELATIVE = rounding_atol(1000, 1.0)
 def tiny_model(seed: int = 0, **overrides) -> Qwen3ForCausalLM:
     """2 layers x 32 wide, grouped-query attention; weights large enough that log-probabilities are far from
     uniform."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "max_position_embeddings": 512} | overrides
+    settings = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+    }
+    settings |= overrides
     config = Qwen3Config(
         vocab_size=len(TOKENIZER),
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        tie_word_embeddings=True,
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=TOKENIZER.eos_token_id,
         pad_token_id=TOKENIZER.pad_token_id,
-        **sizes,
+        **settings,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(shifted(seed))

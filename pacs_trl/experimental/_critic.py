@@ -19,6 +19,7 @@ from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..evaluation.requests import SamplingSettings, tokenize_prompt
 from ..evaluation.sampling import generate_tokens, stop_token_ids
+from ..update.context_length import context_lengths
 
 
 TEMPLATES = Path(__file__).parent / "critic_prompts"
@@ -132,9 +133,10 @@ def check_critic(
     serve two architectures."""
     trust = {"trust_remote_code": args.trust_remote_code}
     config = AutoConfig.from_pretrained(path, **trust)
-    room = config.get_text_config().max_position_embeddings
-    if args.use_vllm and args.vllm_max_model_length is not None:
-        room = min(room, args.vllm_max_model_length)
+    limits = [context_lengths(config)["max_position_embeddings"]]
+    if args.use_vllm:
+        limits.append(args.vllm_max_model_length)
+    room = min((limit for limit in limits if limit is not None), default=math.inf)
     longest = max({problem_of(each) for each in prompts}, key=len, default="")
     state, actor = State(longest, "", args.max_completion_length), Actor(path, args.max_completion_length, 1.0)
     (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
@@ -147,8 +149,9 @@ def check_critic(
         )
     if args.use_vllm:
         own = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
+        own_text, text = own.get_text_config(), config.get_text_config()
         names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-        if any(getattr(own, name, None) != getattr(config, name, None) for name in names):
+        if any(getattr(own_text, name, None) != getattr(text, name, None) for name in names):
             raise ValueError(
                 f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
                 "Use a critic like the policy, or use_vllm: false."

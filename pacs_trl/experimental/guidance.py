@@ -19,6 +19,7 @@ from trl.data_utils import is_conversational
 from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
 from ..settings import bounded
+from ..update.context_length import context_lengths
 from ..update.rollout import Rollout
 from ..update.step import split_into_steps
 from ..update.step_sizes import Step
@@ -151,7 +152,7 @@ class GuidanceTrainer(ExtendingTrainer):
             found = [prompt + text] * half
         else:
             return []
-        room = self.model.config.to_dict().get("max_position_embeddings")
+        room = context_lengths(self.model.config)["max_position_embeddings"]
         if self.use_vllm and self.args.vllm_max_model_length is not None:
             room = self.args.vllm_max_model_length
         lengths = [len(self._tokenize_prompts([prompt])[0][0]) + (self.max_completion_length or 0) for prompt in found]

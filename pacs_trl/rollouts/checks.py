@@ -142,20 +142,25 @@ def check_prompt_lengths(
     tokenizer: Any,
     tools: list[Callable] | None,
     contexts: dict[str, int | None],
-) -> None:
-    """Raise a `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
+) -> int | None:
+    """Return the tokens of the longest prompt and a completion of it, or `None` if not all prompts are known. Raise a
+    `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
     or if messages cannot be tokenized. Streaming datasets are skipped."""
     bounds = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
     completion = args.max_completion_length or 1
+    longest, all_are_known = 0, args.max_completion_length is not None
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset):
+            all_are_known = all_are_known and dataset is None
             continue
         limits = bounds | (of_training if name == "train_dataset" else {})
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
         prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the chat template
         lengths = prompt_lengths(prompts, tokenizer, args.chat_template_kwargs, tools)
+        longest = max([longest, *lengths])
+        all_are_known = all_are_known and len(lengths) == len(dataset)
         if overlong := [i for i, length in enumerate(lengths) if length + completion > room]:
             remedy = f"Raise it to {max(lengths) + completion}"
             if limit in contexts:
@@ -167,6 +172,7 @@ def check_prompt_lengths(
                 f"{limit}={room}. {remedy}, or remove prompts of more than {max(room - completion, 0)} tokens (in a "
                 "recipe: max_prompt_length)."
             )
+    return longest + completion if all_are_known else None
 
 
 def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | None:
@@ -255,10 +261,11 @@ def check_model_type(config: PreTrainedConfig, args: RolloutConfig, processing_c
         )
 
 
-def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
-    """Check that prompts leave room for completions; this may download the model's config and tokenizer."""
+def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> int | None:
+    """Check that prompts leave room for completions; this may download the model's config and tokenizer. Return the
+    tokens of the longest prompt and a completion of it, or `None` if they are not known."""
     if arguments["environment_factory"] is not None or arguments["rollout_func"] is not None:
-        return
+        return None
 
     tokenizer = arguments["processing_class"]
     if tokenizer is None:
@@ -267,7 +274,8 @@ def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: 
     evaluation = arguments["eval_dataset"]
     datasets = evaluation if isinstance(evaluation, dict) else {"eval_dataset": evaluation}
     datasets = {"train_dataset": arguments["train_dataset"], **datasets}
-    check_prompt_lengths(datasets, args, tokenizer, arguments["tools"], context_lengths(config_of(model, args)))
+    contexts = context_lengths(config_of(model, args))
+    return check_prompt_lengths(datasets, args, tokenizer, arguments["tools"], contexts)
 
 
 def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> None:

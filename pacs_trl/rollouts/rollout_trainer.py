@@ -68,7 +68,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
         checks.check_model_type(checks.config_of(model, args), args, arguments["processing_class"])
-        checks.check_lengths(model, args, arguments)
+        self._longest_sequence = checks.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         with engine_with_lora(args, model, arguments["peft_config"]):
             super().__init__(model, args=args, **arguments)
@@ -149,7 +149,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             return
         self._forward_passes_are_chosen = True
         if self.args.startup_check:
-            choose_forward_pass(self.forward_pass, self.model_wrapped, training=self.args.disable_dropout)
+            how = {"training": self.args.disable_dropout, "longest": self._longest_sequence}
+            choose_forward_pass(self.forward_pass, self.model_wrapped, **how)
             if self.ref_model is not None:
                 self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused
 

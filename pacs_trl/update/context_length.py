@@ -1,4 +1,4 @@
-"""Context length of a model, in tokens."""
+"""Context length and attention windows of a model, in tokens."""
 
 from typing import Any
 
@@ -21,3 +21,24 @@ def context_lengths(config: Any) -> dict[str, int | None]:
         "max_position_embeddings": limit and int(max([limit, *scaled])),
         "original_max_position_embeddings": min(fixed, default=None),
     }
+
+
+# Keys of configs that bound how far a layer attends to earlier tokens.
+_WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "window_size")
+
+
+def attention_windows(config: Any) -> list[int]:
+    """Return the different windows of a model's layers, in increasing order. It is empty if all layers attend to all
+    earlier tokens."""
+    config = config.get_text_config()
+    layer_configs = config.per_layer_config if config.is_heterogeneous else [config]
+    windows = set()
+    for layer_config in layer_configs:
+        layer_types = getattr(layer_config, "layer_types", None)
+        if layer_types and set(layer_types) == {"full_attention"}:
+            continue  # the window of such a config is not used
+        for key in _WINDOWS:
+            window = getattr(layer_config, key, None)
+            if isinstance(window, int) and window > 0:
+                windows.add(window)
+    return sorted(windows)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import TrainableTokensWrapper
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -72,7 +74,8 @@ class ForwardPass:
         self.model = base
         self.config = base.config
         self.backbone = base.base_model  # the model without its head
-        self.fused = True
+        # TRL's fused head multiplies by the weight that LoRA leaves unchanged.
+        self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
         self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
         self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
         self.device = device

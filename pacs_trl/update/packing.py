@@ -257,13 +257,8 @@ def packing_backend(model: PreTrainedModel) -> str | None:
     """Return the packing backend of an unwrapped model (no PEFT, DDP or FSDP): `"flash"` for models loaded with
     FlashAttention, `"sdpa"` for models with plain causal attention loaded with SDPA, and `None` if rollouts must be
     padded."""
-    config = model.config
-    layer_types = getattr(config, "layer_types", None)
-    full_attention = (
-        set(layer_types) == {"full_attention"} if layer_types else getattr(config, "sliding_window", None) is None
-    )
-    soft_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    if not full_attention or soft_capped or config.model_type in _MASKED_BY_THEIR_LAYERS:
+    config = model.config.get_text_config()
+    if config.is_heterogeneous or _restricts_attention(config):
         return None
     if not model._supports_attention_backend:
         return None
@@ -273,10 +268,21 @@ def packing_backend(model: PreTrainedModel) -> str | None:
     return "sdpa" if implementation == "sdpa" else None
 
 
+def _restricts_attention(config: PreTrainedConfig) -> bool:
+    """Return whether a layer of the model may attend to less than all earlier tokens."""
+    if layer_types := getattr(config, "layer_types", None):
+        full_attention = set(layer_types) == {"full_attention"}
+    else:
+        full_attention = getattr(config, "sliding_window", None) is None
+    soft_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return not full_attention or soft_capped or config.model_type in _MASKED_BY_THEIR_LAYERS
+
+
 @contextmanager
 def packed_attention(config: PreTrainedConfig, backend: str | None):
     """Enable packed attention for the model of `config` inside the context. The context must include the backward
-    pass, because gradient checkpointing repeats the forward pass there."""
+    pass, because gradient checkpointing repeats the forward pass there. Image encoders keep their own attention."""
+    config = config.get_text_config()
     previous = config._attn_implementation
     if backend is None or previous.startswith(PACKED):
         yield

@@ -2,14 +2,21 @@
 
 Packing, padding, and TRL's fused head assume that a model is causal, that its layers forward the keyword arguments of
 packed attention, and that the head directly follows the backbone. Otherwise training would silently use wrong
-log-probs, so those of three short sequences are compared with the logits of the model for each sequence alone."""
+log-probs, so those of three short sequences are compared with the logits of the model for each sequence alone. If the
+model has layers with an attention window, and rollouts can be longer, so are those at the end of a sequence that is
+longer than the window."""
 
+import inspect
 import itertools
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 
+from .context_length import attention_windows, context_lengths
 from .forward_pass import ForwardPass
 from .generation import undisturbed
 
@@ -22,42 +29,59 @@ TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 0.1
 
 SAME = 2  # number of initial tokens that the two completions of one prompt share
 
+_ENDING = 8  # number of compared tokens of the sequence that is longer than the window
+
+Batch = tuple[list[list[int]], list[list[int]]]  # prompts and completions
+
 
 def choose_forward_pass(
-    forward_pass: ForwardPass, model: torch.nn.Module, *, values: bool = False, training: bool = True
+    forward_pass: ForwardPass,
+    model: torch.nn.Module,
+    *,
+    values: bool = False,
+    training: bool = True,
+    longest: int | None = None,
 ) -> None:
     """
     Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the model's own
     log-probs, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
     change weights, training modes, or the random state. `values` is whether the model has one output per token instead
-    of logits, `training` whether to compare in training mode, which must be deterministic.
+    of logits, `training` whether to compare in training mode, which must be deterministic. `longest` is the largest
+    number of tokens of a prompt and its completion; by default it is the context length of the model.
 
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
     """
-    prompts, completions = _sequences(forward_pass.config.get_text_config().vocab_size)
+    batches = _batches(forward_pass.config, longest)
     tolerance, model_type = tolerance_of(forward_pass, model), forward_pass.config.model_type
     differences: dict[str, str] = {}
     with undisturbed(model, forward_pass.device):
         model.eval()
-        own = [own_outputs(forward_pass, model, *row, values=values) for row in zip(prompts, completions, strict=True)]
-        if (change := (own[0][:SAME] - own[1][:SAME]).abs().mean().item()) > tolerance:
+        own = [
+            [own_outputs(forward_pass, model, *sequence, values=values) for sequence in zip(*batch, strict=True)]
+            for batch in batches
+        ]
+        first, second = own[0][:2]
+        if (change := (first[:SAME] - second[:SAME]).abs().mean().item()) > tolerance:
             raise ValueError(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
                 "the tokens behind it. Use a causal language model."
             )
         model.train(training)
         packings = dict.fromkeys([forward_pass.packing, None])  # the cheaper one first, and the fused head
-        for fused, packing in itertools.product([True] if values else [True, False], packings):
+        heads = [True, False] if forward_pass.fused and not values else [forward_pass.fused]
+        for fused, packing in itertools.product(heads, packings):
             forward_pass.packing, forward_pass.fused = packing, fused
             name = f"{'packed' if packing else 'padded'} with {'fused' if fused else 'own'} head"
             try:
-                score = forward_pass.values if values else lambda *rows: forward_pass.compute_logps(*rows).logps
-                found = score(model, prompts, completions)
+                of_batches = [
+                    _difference(forward_pass, model, batch, expected, values=values)
+                    for batch, expected in zip(batches, own, strict=True)
+                ]
             except Exception as error:  # incompatible layers raise many types of errors
                 differences[name] = f"{type(error).__name__}: {error}"[:200]
                 continue
-            difference = (torch.cat(found).float() - torch.cat(own)).abs().mean().item()
+            difference = torch.tensor(of_batches).max().item()  # NaN if one is NaN
             if difference <= tolerance:
                 break
             differences[name] = f"{difference:.2g} nats"
@@ -83,24 +107,59 @@ def disable_noise(*models: torch.nn.Module | None) -> None:
                 setattr(module, name, 0.0)
 
 
-def _sequences(vocab_size: int) -> tuple[list[list[int]], list[list[int]]]:
-    """Return two completions of one prompt with the same first tokens, and a shorter one of another prompt. Token ids
-    come from the middle of the vocabulary, because special tokens are usually at its start or end."""
+def _difference(
+    forward_pass: ForwardPass, model, batch: Batch, expected: list[torch.Tensor], *, values: bool
+) -> float:
+    """Return the mean absolute difference per token between a batch's log-probs (or values) and the `expected`
+    ones."""
+    if values:
+        computed = forward_pass.values(model, *batch)
+    else:
+        computed = forward_pass.compute_logps(model, *batch).logps
+    return (torch.cat(computed).float() - torch.cat(expected)).abs().mean().item()
+
+
+def _batches(config: PreTrainedConfig, longest: int | None) -> list[Batch]:
+    """Return the micro-batches to compare: three short sequences, and one that is longer than the largest attention
+    window that sequences of `longest` tokens can exceed, if there is one. Token ids come from the middle of the
+    vocabulary, because special tokens are usually at its start or end."""
+    vocab_size = config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
-    low, high = vocab_size // 4, vocab_size // 2 + 1
-    sampled = [torch.randint(low, high, (n,), generator=generator).tolist() for n in (5, 2, 6, 6, 4)]
-    shared, other, first, second, third = sampled
+
+    def sample(length: int) -> list[int]:
+        return torch.randint(vocab_size // 4, vocab_size // 2 + 1, (length,), generator=generator).tolist()
+
+    batches = [_short_sequences(sample)]
+    context = min((length for length in context_lengths(config).values() if length), default=math.inf)
+    reached = [window for window in attention_windows(config) if window < min(longest or math.inf, context)]
+    if reached:
+        length = reached[-1] + max(reached[-1] // 8, 4 * _ENDING)
+        batches.append(_sequence_that_repeats_its_start(sample, int(min(length, context))))
+    return batches
+
+
+def _short_sequences(sample: Callable[[int], list[int]]) -> Batch:
+    """Return two completions of one prompt with the same first tokens, and a shorter one of another prompt."""
+    shared, other, first, second, third = [sample(length) for length in (5, 2, 6, 6, 4)]
     return [shared, shared, other], [first, first[:SAME] + second[SAME:], third]
+
+
+def _sequence_that_repeats_its_start(sample: Callable[[int], list[int]], length: int) -> Batch:
+    """Return a sequence whose last tokens are its first ones, so that models that attend to its start predict them."""
+    start = sample(2 * _ENDING)
+    middle = sample(length - 2 * len(start))
+    return [[*start, *middle, *start[:_ENDING]]], [start[_ENDING:]]
 
 
 def own_outputs(
     forward_pass: ForwardPass, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
 ) -> torch.Tensor:
     """Compute log-probs (or values) `(C,)` of a completion with the model's own head, in float32."""
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([[*prompt, *completion]], device=forward_pass.device)}
+    if "logits_to_keep" in inspect.signature(type(forward_pass.model).forward).parameters:
+        inputs["logits_to_keep"] = len(completion) + 1
     with forward_pass.autocast():
-        logits = model(
-            input_ids=torch.tensor([[*prompt, *completion]], device=forward_pass.device), use_cache=False
-        ).logits
+        logits = model(**inputs, use_cache=False).logits
     logits = logits[0, -len(completion) - 1 : -1].float()
     if values:
         return logits[:, 0]

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 import trl
-from peft import PromptTuningConfig, get_peft_model
+from architectures import build_image_checkpoint
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from replay import Row, logps_and_entropies, tiny_model
 from seeds import shifted
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +20,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from experiments.logps import compute_logps
 from pacs_trl.update import packing
+from pacs_trl.update.context_length import attention_windows
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packing import PackedRollouts, packing_backend
 
@@ -272,6 +274,56 @@ def test_backend_follows_the_attention_implementation():
     for implementation, backend in (backends | {f"flash_attention_{n}": "flash" for n in (2, 3)}).items():
         model.config._attn_implementation = implementation
         assert packing_backend(model) == backend
+
+
+@pytest.mark.parametrize("model_type, backend", [("gemma3", None), ("mistral3", None), ("llava", "sdpa")])
+def test_text_layers_of_image_checkpoints_decide_the_backend(model_type, backend):
+    """The first two have a window of 16 tokens in the configuration of their text layers."""
+    model = with_fused_head(build_image_checkpoint(model_type))
+    generator = torch.Generator().manual_seed(shifted(2))
+    prompts, completions = (
+        [torch.randint(3, 140, (n,), generator=generator).tolist() for n in lengths] for lengths in ((7, 20), (30, 9))
+    )
+    forward_pass = ForwardPass(model, CPU)
+    assert forward_pass.packing == backend
+    with torch.no_grad(), forward_pass.attention():
+        assert model.config.vision_config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        computed = forward_pass.compute_logps(model, prompts, completions).logps
+        for logps, prompt, completion in zip(computed, prompts, completions, strict=True):
+            torch.testing.assert_close(
+                logps, logps_and_entropies(model, Row(prompt, completion))[0], rtol=0, atol=1e-4
+            )
+
+
+def test_layers_whose_windows_differ_are_padded():
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+    config = transformers.MistralConfig(
+        **sizes,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=None,
+        per_layer_config={"1": {"sliding_window": 16}},
+    )
+    assert packing_backend(transformers.MistralForCausalLM(config)) is None
+    assert attention_windows(config) == [16]
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapter_of_the_head_counts(target):
+    """TRL's fused head multiplies by the weight without the adapter."""
+    model = get_peft_model(tiny_model(tie_word_embeddings=False), LoraConfig(r=4, target_modules=[target])).eval()
+    with_fused_head(model.get_base_model())
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(shifted(3)))
+    forward_pass = ForwardPass(model, CPU)
+    logps = forward_pass.compute_logps(model, PROMPTS, COMPLETIONS).logps
+    for computed, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
+        torch.testing.assert_close(computed, logps_and_entropies(model, Row(prompt, completion))[0], **TIGHT)
+    sum(map(torch.sum, logps)).backward()
+    assert all(p.grad.abs().sum() > 0 for p in model.parameters() if p.requires_grad)
 
 
 NUM_ROWS, NUM_TOKENS, NUM_WORDS = 8, 40, 3_000

@@ -85,6 +85,30 @@ def test_modules_between_backbone_and_head(caplog, model_type):
     assert_exact(forward_pass, model, temperature=0.7)
 
 
+@pytest.mark.parametrize("longest, packing, num_sequences", [(16, "sdpa", 3), (17, None, 4), (None, None, 4)])
+def test_windows_that_sequences_exceed_are_seen(caplog, longest, packing, num_sequences):
+    """Of 16 tokens, in a model that is packed as if it had none."""
+    model = build("mistral").eval()
+    forward_pass = scorer_of(model)
+    assert forward_pass.packing is None
+    forward_pass.packing = "sdpa"
+    lengths = []
+    model.register_forward_pre_hook(
+        lambda _, given, inputs: lengths.append(inputs["input_ids"].shape), with_kwargs=True
+    )
+    choose_forward_pass(forward_pass, model, longest=longest)
+    assert forward_pass.packing == packing and ("packed" in caplog.text) == (packing is None)
+    assert lengths[num_sequences - 1][0] == 1 and lengths[num_sequences][1] > 11  # own passes, then packed ones
+    assert max(length for _, length in lengths) == (48 if num_sequences == 4 else lengths[3][1])
+
+
+def test_logits_of_a_long_sequence_are_those_of_its_end_only():
+    model, sizes = build("mistral").eval(), []
+    model.lm_head.register_forward_hook(lambda head, given, output: sizes.append(output.shape[1]))
+    choose_forward_pass(scorer_of(model), model)
+    assert sizes and max(sizes) == 9
+
+
 def test_half_precision_is_told_from_errors(caplog):
     assert chosen(tiny_model().bfloat16()).packing == "sdpa" and not caplog.records
     autocast = lambda: torch.autocast("cpu", dtype=torch.bfloat16)  # noqa: E731
