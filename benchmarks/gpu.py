@@ -39,7 +39,7 @@ from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import Launch
 from pacs_trl.recipe import Recipe
 from pacs_trl.rewards import math_reward
-from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
 COLOCATED = {

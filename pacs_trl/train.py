@@ -28,7 +28,8 @@ from .errors import during_run
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
-from .rollouts.checkpoint import check_complete, check_same_adapter, last_checkpoint
+from .rollouts.checkpoint import check_same_adapter
+from .rollouts.checkpoint_files import check_complete, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step

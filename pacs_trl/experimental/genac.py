@@ -197,7 +197,7 @@ class GenACTrainer(ActorCriticTrainer):
         """Return the token ids of prompt and answer for each state, and the log-probs of the answer."""
         actor = _critic.Actor(self._actor_name, self.max_completion_length, self._success_rate)
         texts = [self._prompt.render(state, actor) for state in states]
-        prompts = _critic.question_ids(self._critic_tokenizer, texts, self.args.chat_template_kwargs)
+        prompts = _critic.question_ids(self._critic_tokenizer, texts, self.chat_template_kwargs)
         # Processes generate together, so each needs equally many prompts; padding samples are discarded.
         counts = gather_object([len(prompts)])
         if max(counts) == 0:  # no completion has a verdict

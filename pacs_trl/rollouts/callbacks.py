@@ -271,6 +271,7 @@ class StepStart(TrainerCallback):
         self._state = {name: value for name, value in vars(self.trainer).items() if name in names}
         self._metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
         self._tokens = state.num_input_tokens_seen
+        self._loss = self.trainer._tr_loss.clone()
 
     def on_step_end(self, args, state, control, **kwargs):
         self._state = None
@@ -281,6 +282,7 @@ class StepStart(TrainerCallback):
             setattr(self.trainer, name, value)
         if self._state is not None:
             self.trainer.state.num_input_tokens_seen = self._tokens
+            self.trainer._tr_loss = self._loss
             self.trainer._metrics["train"].clear()
             self.trainer._metrics["train"].update(self._metrics)
 

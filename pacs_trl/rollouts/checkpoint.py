@@ -1,9 +1,9 @@
-"""Bitwise resumable checkpoints: state, seeds, comparison of settings, and detection of truncated files.
+"""Bitwise resumable checkpoints: state, seeds, and comparison of settings.
 
 TRL's trainer resumes exactly only at the end of a generation batch. Its checkpoints lack the completions for later
 optimizer steps, the step counter, the data order of later epochs, and the random state of vLLM. This module saves the
-first two, and derives the other two from seeds and counters. A process may be killed while it writes a checkpoint, so
-checkpoints are checked before use.
+first two, and derives the other two from seeds and counters. `checkpoint_files.py` tells complete checkpoints from
+incomplete ones.
 """
 
 import hashlib
@@ -11,7 +11,6 @@ import json
 import logging
 import random
 import re
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -23,7 +22,7 @@ import torch
 import yaml
 from accelerate.utils import set_seed
 from peft import PeftConfig, PeftModel
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch.utils.data import Sampler
 from transformers.utils import ADAPTER_CONFIG_NAME
 from trl import GRPOConfig
@@ -32,6 +31,7 @@ from trl.trainer.utils import RepeatSampler
 from ..errors import NO_ROOM, FailedRun
 from ..settings import SHAPES_ONLY_GRPO
 from ..update.rollout import Rollout, with_arrays, with_tensors
+from .checkpoint_files import check_complete, last_checkpoint
 
 
 logger = logging.getLogger(__name__)
@@ -220,6 +220,7 @@ def save_state(trainer: Any, directory: Path) -> None:
         "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
+        "losses": trainer._logged_loss.state(),
         **trainer._own_state(),
     }
     torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
@@ -236,16 +237,29 @@ def save_last_step(trainer: Any) -> None:
 
 def load_state(trainer: Any, directory: Path) -> None:
     """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
-    files = [directory / f"{state_name(trainer)}_{i}.pt" for i in (trainer.accelerator.process_index, 0)]
-    file = files[0] if files[0].is_file() else files[1]  # of a run with fewer processes
-    state = torch.load(file, map_location="cpu", weights_only=True)
+    state = _read_state(trainer, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
     trainer._metrics["train"].update(state["metrics"])
+    trainer._logged_loss.restore(state["losses"])
     trainer._load_own_state(directory, state)
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
+
+
+def _read_state(trainer: Any, directory: Path) -> dict[str, Any]:
+    """Read the state of this process that [`save_state`] saved; that of process 0 if the saved run had fewer."""
+    file = directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt"
+    if not file.is_file():
+        file = directory / f"{state_name(trainer)}_0.pt"
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
+    """Return the number of passes over the training data before a checkpoint, and the batches of the pass in which it
+    was written."""
+    return _read_state(trainer, directory)["attributes"]["_data_position"]
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
@@ -255,55 +269,6 @@ def _shared_settings(trainer: Any) -> dict[str, Any]:
 
 
 # Files --------------------------------------------------------------------------------------------------------------
-
-
-def defect(checkpoint: str | Path) -> str | None:
-    """Return why a checkpoint is incomplete, or `None` if it is complete. `trainer_state.json` is written last;
-    truncated files are detected from their footers or headers, so large ones are not read in full."""
-    checkpoint = Path(checkpoint)
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text())
-    except OSError:
-        return "it has no trainer_state.json, which is written last"
-    except ValueError:
-        return "its trainer_state.json is truncated"
-    for file in sorted(checkpoint.rglob("*")):
-        saved_by_torch = file.suffix in (".pt", ".pth") or file.name == "optimizer.bin"
-        truncated = saved_by_torch and not zipfile.is_zipfile(file)
-        if file.suffix == ".safetensors":
-            try:
-                with safe_open(file, framework="pt"):
-                    pass
-            except SafetensorError:
-                truncated = True
-        if truncated:
-            return f"its {file.relative_to(checkpoint)} is truncated"
-    return None
-
-
-def last_checkpoint(output_dir: str | Path) -> str | None:
-    """Return the last complete checkpoint in `output_dir`, or `None`; the directory need not exist. Incomplete
-    checkpoints, left by a process that was killed while writing, are skipped with a warning."""
-    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
-    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
-        checkpoint = Path(output_dir) / f"checkpoint-{step}"
-        if (wrong := defect(checkpoint)) is None:
-            return str(checkpoint)
-        logger.warning("%s is not complete: %s. It is skipped; the run will write it again.", checkpoint, wrong)
-    return None
-
-
-def check_complete(checkpoint: str) -> None:
-    """Raise a `ValueError` if a checkpoint is missing or incomplete; the error names the last complete one."""
-    if not Path(checkpoint).is_dir():
-        raise ValueError(f"The checkpoint {checkpoint!r} does not exist (relative to {Path.cwd()}). Correct the path.")
-    if (wrong := defect(checkpoint)) is not None:
-        other = last_checkpoint(Path(checkpoint).parent)
-        remedy = f"Resume from {other}" if other else "Start a new run"
-        raise ValueError(
-            f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was "
-            f"being written. {remedy}."
-        )
 
 
 def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from datasets import IterableDataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
@@ -31,10 +32,13 @@ from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewar
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks
 from .callbacks import NoSignalCallback, StepStart, shorten_console
+from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
+from .prompt_date import date_now, prints_date, with_date
 from .publication import Publication
 from .rollout_config import RolloutConfig
+from .run_position import LoggedLoss, StreamPosition
 from .timing import StepTimer
 
 
@@ -50,7 +54,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     # Settings besides those of `checkpoint.shared_settings` that must be equal in a run that resumes.
     _own_shared_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
-    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded")
+    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_data_position", "_prompt_date")
 
     if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
 
@@ -78,6 +82,9 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self._fixed_settings = checkpoint.fixed_settings(self.args)
         self._step_start = StepStart(self)
         self.add_callback(self._step_start)
+        self._logged_loss = LoggedLoss(self)
+        self.add_callback(self._logged_loss)
+        self.add_callback(StreamPosition(self))
         if args.disable_dropout:
             disable_noise(self.model, self.ref_model)
         self._prepare_generation()
@@ -109,6 +116,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
         check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        if prints_date(self.chat_template or self._tokenizer.chat_template):
+            self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: self._prompt_date)
         self.forward_pass = self.create_forward_pass(self.model, self.temperature)
         if self.ref_model is not None:  # of the KL term
             self.ref_pass = self.create_forward_pass(self.accelerator.unwrap_model(self.ref_model), self.temperature)
@@ -346,6 +355,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             kept.clear()
         self._num_requests = 0  # vLLM requests of this process in training
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
+        self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
+        self._prompt_date = date_now()
         self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
         self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
 
@@ -361,6 +372,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
         if resume is None:
             return place
+        if isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip:
+            place = checkpoint.read_data_position(self, Path(resume))
         step = f"optimizer step {self.state.global_step}"
         if self.state.global_step < max_steps:
             self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
@@ -385,12 +398,15 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         super()._save_rng_state(output_dir)
         self._save_run(Path(output_dir))
         self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_file_list(Path(output_dir))
 
     def _save_checkpoint(self, model, trial):
         directory = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            # An overwritten checkpoint is incomplete until Trainer writes this file, the last one.
+            # An overwritten checkpoint is incomplete until Trainer writes its state, the last file.
             (directory / "trainer_state.json").unlink(missing_ok=True)
+            (directory / FILE_LIST).unlink(missing_ok=True)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:

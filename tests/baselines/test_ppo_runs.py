@@ -16,7 +16,7 @@ from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import PPOConfig, PPOTrainer
-from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
 def test_lora_policy_with_a_full_critic(tmp_path, model_path):

@@ -12,7 +12,7 @@ from replay import TOKENIZER, digit_reward, tiny_model
 from scripted import run_recipe
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
 def reward(completions, trainer_state, **kwargs):

@@ -15,7 +15,7 @@ from scripted import run_recipe
 
 from pacs_trl.errors import exit_code
 from pacs_trl.rollouts.callbacks import StopOnSignal
-from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 
 

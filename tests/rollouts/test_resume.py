@@ -32,7 +32,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.rollouts.checkpoint import check_same_adapter, last_checkpoint
+from pacs_trl.rollouts.checkpoint import check_same_adapter
+from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_checkpoint
 
 
 FOUR_UPDATES = {  # of two groups of four, per generation
@@ -374,6 +375,9 @@ def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
     shutil.copytree(checkpoint, copy)
     (copy / "pacs_state_0.pt").unlink()
     with pytest.raises(ValueError, match="has no pacs_state"):
+        trained(tmp_path, resume=str(copy), max_steps=3)
+    (copy / FILE_LIST).unlink()  # neither other trainers nor `save_only_model` write it
+    with pytest.raises(ValueError, match="has no pacs_state.* written by another trainer"):
         trained(tmp_path, resume=str(copy), max_steps=3)
     shutil.copytree(checkpoint, copy / "checkpoint-2")  # the given directory is that of a finished run
     with pytest.raises(ValueError, match="checkpoint-2/checkpoint-2"):

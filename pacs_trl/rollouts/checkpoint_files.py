@@ -1,0 +1,94 @@
+"""Complete and incomplete checkpoints.
+
+A process may be killed while it writes a checkpoint, a disk may become full, and a copy may miss files. Trainer and
+the libraries below it continue without some of the files (optimizer, scheduler, random states, scaler), as if the run
+had never had them. Every checkpoint that can be continued therefore has a list of its files and their sizes.
+"""
+
+import json
+import logging
+import re
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+
+logger = logging.getLogger(__name__)
+
+FILE_LIST = "checkpoint_files.json"
+_WRITTEN_LAST = "trainer_state.json"
+_NOT_LISTED = (FILE_LIST, _WRITTEN_LAST, "README.md")
+
+
+def write_file_list(checkpoint: Path) -> None:
+    """Record the names and sizes of the files of a checkpoint that all processes have written, all but the state of
+    Trainer."""
+    sizes = {}
+    for file in sorted(checkpoint.rglob("*")):
+        if file.is_file() and file.name not in _NOT_LISTED:
+            sizes[file.relative_to(checkpoint).as_posix()] = file.stat().st_size
+    (checkpoint / FILE_LIST).write_text(json.dumps(sizes, indent=0) + "\n", encoding="utf-8")
+
+
+def defect(checkpoint: str | Path) -> str | None:
+    """Return why a checkpoint is incomplete, or `None` if it is complete. Large files are not read in full: they are
+    compared with the list of files, and truncation is detected from their footers or headers."""
+    checkpoint = Path(checkpoint)
+    if not (checkpoint / _WRITTEN_LAST).is_file():
+        return f"it has no {_WRITTEN_LAST}, which is written last"
+    for file in sorted(checkpoint.rglob("*")):
+        if file.is_file() and _is_truncated(file):
+            return f"its {file.relative_to(checkpoint)} is truncated"
+    if not (checkpoint / FILE_LIST).is_file():  # written with `save_only_model`, or by an earlier version
+        return None
+    for name, size in json.loads((checkpoint / FILE_LIST).read_text(encoding="utf-8")).items():
+        file = checkpoint / name
+        if not file.is_file():
+            return f"it has no {name}"
+        is_text = file.suffix in (".json", ".jinja", ".md", ".txt")  # which may have been edited
+        if file.stat().st_size != size and not is_text:
+            return f"its {name} has {file.stat().st_size} bytes instead of {size}"
+    return None
+
+
+def _is_truncated(file: Path) -> bool:
+    if file.suffix == ".json":
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            return True
+    if file.suffix == ".safetensors":
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError:
+            return True
+    if file.suffix in (".pt", ".pth") or file.name == "optimizer.bin":  # saved by torch
+        return not zipfile.is_zipfile(file)
+    return False
+
+
+def last_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the last complete checkpoint in `output_dir`, or `None`; the directory need not exist. Incomplete
+    checkpoints, left by a process that was killed while writing, are skipped with a warning."""
+    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
+    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
+        checkpoint = Path(output_dir) / f"checkpoint-{step}"
+        if (wrong := defect(checkpoint)) is None:
+            return str(checkpoint)
+        logger.warning("%s is not complete: %s. It is skipped; the run will write it again.", checkpoint, wrong)
+    return None
+
+
+def check_complete(checkpoint: str) -> None:
+    """Raise a `ValueError` if a checkpoint is missing or incomplete; the error names the last complete one."""
+    if not Path(checkpoint).is_dir():
+        raise ValueError(f"The checkpoint {checkpoint!r} does not exist (relative to {Path.cwd()}). Correct the path.")
+    if (wrong := defect(checkpoint)) is not None:
+        other = last_checkpoint(Path(checkpoint).parent)
+        remedy = f"Resume from {other}" if other else "Start a new run"
+        raise ValueError(
+            f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was "
+            f"being written. {remedy}."
+        )
