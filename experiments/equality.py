@@ -1,11 +1,12 @@
 """Compare weights, metrics, and files of training and evaluation between a commit and the working tree, bit by bit.
 
-    python experiments/equality.py                    # against BEFORE; about three minutes per side
+    python experiments/equality.py                    # against BEFORE; about four minutes per side
     python experiments/equality.py COMMIT --only rollout ppo
 
 Runs `equality_scenarios.py` with the package of the commit, in a temporary worktree, and with that of the working
-tree. Prints a Markdown table; the exit code is 1 if a scenario differs. One thread, no downloads;
-output goes to a temporary folder (`--keep DIR` keeps it).
+tree. Prints a Markdown table; the exit code is 1 if a scenario differs: in a bit of a weight or of a logged number, or
+because only one side has a file, a tensor, or a number. Renamed and new metrics are named in RENAMED and ADDED. One
+thread, no downloads; output goes to a temporary folder (`--keep DIR` keeps it).
 """
 
 import argparse
@@ -19,17 +20,27 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 
 
-BEFORE = "fc65125"
+BEFORE = "e6c0318"
+# Metrics that the working tree logs under another name than BEFORE, old name: new name. The numbers must be equal. The
+# old name may stay as an alias.
+RENAMED: dict[str, str] = {}
+# Metrics that only the working tree logs.
+ADDED: set[str] = set()
+# Metrics that depend on a clock: both sides must log them, and their numbers are not compared.
+CLOCKS = (
+    *("time/*", "perf/*", "step_time", "*_runtime", "*_per_second"),
+    *("async/engine_wait", "async/learner_wait", "async/overlapped_share"),
+)
+
 ROOT = Path(__file__).resolve().parents[1]
 SCENARIOS = Path(__file__).with_name("equality_scenarios.py")
-# What a clock says is not compared.
-CLOCKS = ("perf/", "time", "runtime", "per_second", "duration")
 
 
 @dataclass
@@ -39,18 +50,18 @@ class Comparison:
 
     Attributes:
         largest (`float`): Largest absolute difference of a weight.
-        relative (`float`): Norm of the difference over norm of what training changed, the larger one of policy and
-            critic.
+        relative (`float`): Norm of the difference over norm of what training changed, the largest one of all files.
+        bit_equal (`bool`): Whether all weights and files have the same bits.
+        compared (`int`): Weights, files, and numbers that both sides have.
         metrics (`list[str]`): Logged numbers that differ.
-        only_one_side (`list[str]`): Logged numbers that only one side has; they are named, and are no failure.
-        problems (`list[str]`): Whatever makes the scenario fail in any case.
+        problems (`list[str]`): Whatever else makes the scenario fail.
     """
 
     largest: float = 0.0
     relative: float = 0.0
     bit_equal: bool = True
+    compared: int = 0
     metrics: list[str] = field(default_factory=list)
-    only_one_side: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -69,18 +80,18 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that the worktree goes
     with tempfile.TemporaryDirectory() as temporary, worktree(args.commit, Path(temporary) / "worktree") as before:
         output = (args.keep or Path(temporary)).resolve()
-        sides = [run_side(before, output / "before", args.only), run_side(ROOT, output / "after", args.only)]
+        inputs = make_inputs(output / "inputs")
+        sides = [
+            run_side(before, inputs, output / "before", args.only),
+            run_side(ROOT, inputs, output / "after", args.only),
+        ]
         print(f"Weights after training, the working tree against {args.commit} ({torch.__version__}, one thread).\n")
         print("| scenario | bit-equal | largest difference | relative | seconds before | after | |")
         print("| --- | --- | ---: | ---: | ---: | ---: | --- |")
-        return int(
-            any(
-                [
-                    report(name, *(side / name for side in sides))
-                    for name in json.loads((sides[0] / "names.json").read_text())
-                ]
-            )
-        )
+        names = json.loads((sides[0] / "names.json").read_text())
+        failures = [name for name in names if report(name, inputs, *(side / name for side in sides))]
+        print(f"\n{len(names)} scenarios, {len(failures)} differ.")
+        return int(bool(failures))
 
 
 @contextmanager
@@ -93,7 +104,14 @@ def worktree(commit: str, path: Path) -> Iterator[Path]:
         subprocess.run([*git, "remove", "--force", str(path)], check=True)
 
 
-def run_side(root: Path, output: Path, names: list[str]) -> Path:
+def make_inputs(directory: Path) -> Path:
+    from equality_inputs import write_inputs  # after `--help`: transformers is slow to import
+
+    write_inputs(directory)
+    return directory
+
+
+def run_side(root: Path, inputs: Path, output: Path, names: list[str]) -> Path:
     """Run all scenarios in one process, with the package under `root`."""
     work = output / "cwd"
     work.mkdir(parents=True)
@@ -106,30 +124,31 @@ def run_side(root: Path, output: Path, names: list[str]) -> Path:
     }
     log = output / "log.txt"
     with log.open("w") as file:
-        command = [sys.executable, str(SCENARIOS), str(output), *names]
+        command = [sys.executable, str(SCENARIOS), str(inputs), str(output), *names]
         code = subprocess.run(command, cwd=work, env=env, stdout=file, stderr=subprocess.STDOUT).returncode
     if code != 0 or f"pacs_trl from {root / 'pacs_trl'}\n" not in log.read_text():
         raise SystemExit(f"The scenarios did not run with {root} (exit code {code}):\n{log.read_text()[-3000:]}")
     return output
 
 
-def report(name: str, before: Path, after: Path) -> bool:
+def report(name: str, inputs: Path, before: Path, after: Path) -> bool:
     """Print the row of a scenario; return whether it failed."""
-    found = compare(name, before, after)
-    notes = list(found.problems)
-    if found.metrics:
-        notes.append(f"{len(found.metrics)} numbers differ: {', '.join(found.metrics[:3])}")
-    if found.only_one_side:
-        notes.append(f"numbers of one side only: {', '.join(found.only_one_side[:5])}")
+    result = compare(before, after, inputs)
+    notes = ["FAILED"] if result.failed else []
+    notes += result.problems[:5]
+    if len(result.problems) > 5:
+        notes.append(f"{len(result.problems) - 5} more problems")
+    if result.metrics:
+        notes.append(f"{len(result.metrics)} numbers differ: {', '.join(result.metrics[:3])}")
     seconds = " | ".join((side / "seconds.txt").read_text() for side in (before, after))
-    cells = (
-        f"| {name} | {'yes' if found.bit_equal else 'no'} | {found.largest:.2g} | {found.relative:.2g} | {seconds} |"
-    )
-    print(f"{cells} {'; '.join(['FAILED'] * found.failed + notes)} |", flush=True)
-    return found.failed
+    equal = "yes" if result.bit_equal else "no"
+    cells = f"| {name} | {equal} | {result.largest:.2g} | {result.relative:.2g} | {seconds} |"
+    print(f"{cells} {'; '.join(notes).replace('|', '/')} |", flush=True)
+    return result.failed
 
 
-def compare(name: str, before: Path, after: Path) -> Comparison:
+def compare(before: Path, after: Path, inputs: Path) -> Comparison:
+    """Compare the folders that a scenario has written on two sides; `inputs` has the weights before training."""
     result = Comparison()
     for label, side in (("before", before), ("after", after)):
         if (side / "error.txt").exists():
@@ -137,21 +156,22 @@ def compare(name: str, before: Path, after: Path) -> Comparison:
     if result.problems:
         result.bit_equal = False
         return result
-    compare_weights(result, before, after)
+    compare_weights(result, before, after, inputs)
     compare_files(result, before / "files", after / "files")
-    if name != "evaluate":  # which logs nothing
-        compare_metrics(result, before, after)
+    compare_metrics(result, before, after)
+    if result.compared == 0:
+        result.problems.append("nothing was compared")
     return result
 
 
-def compare_weights(result: Comparison, before: Path, after: Path) -> None:
-    files = same_files(result, before / "weights", after / "weights", "*.safetensors")
-    initial = load_file(before.parent / "model" / "model.safetensors")
+def compare_weights(result: Comparison, before: Path, after: Path, inputs: Path) -> None:
+    files = files_of_both(result, before / "weights", after / "weights", "*.safetensors")
     for file in files:
         old, new = load_file(before / "weights" / file), load_file(after / "weights" / file)
         if {n: (v.shape, v.dtype) for n, v in old.items()} != {n: (v.shape, v.dtype) for n, v in new.items()}:
             result.problems.append(f"{file} has other tensors")
             continue
+        initial = load_file(inputs / "policy" / "model.safetensors")
         difference = changed = 0.0
         for key, value in old.items():
             if not torch.equal(value.view(torch.uint8), new[key].view(torch.uint8)):
@@ -161,6 +181,7 @@ def compare_weights(result: Comparison, before: Path, after: Path) -> None:
             difference += gap.square().sum().item()
             start = initial[key].double() if key in initial else 0.0
             changed += (value.double() - start).square().sum().item()
+            result.compared += 1
         if changed == 0.0 or not math.isfinite(changed + difference):
             result.problems.append(f"{file}: nothing was learned, or not finite")
             continue
@@ -168,26 +189,42 @@ def compare_weights(result: Comparison, before: Path, after: Path) -> None:
 
 
 def compare_files(result: Comparison, before: Path, after: Path) -> None:
-    for file in same_files(result, before, after, "*"):
+    for file in files_of_both(result, before, after, "*"):
+        result.compared += 1
         if (before / file).read_bytes() != (after / file).read_bytes():
             result.bit_equal = False
             result.problems.append(f"{file} differs")
 
 
-def same_files(result: Comparison, before: Path, after: Path, pattern: str) -> list[str]:
-    """Return the files that differ between two folders, or are missing in one of them."""
-    sides = [{str(p.relative_to(s)) for p in s.rglob(pattern) if p.is_file()} for s in (before, after)]
-    result.problems += [f"{file} is missing on one side" for file in sorted(sides[0] ^ sides[1])]
-    return sorted(sides[0] & sides[1])
+def files_of_both(result: Comparison, before: Path, after: Path, pattern: str) -> list[str]:
+    """Return the files that both folders have; those that only one has are problems."""
+    old, new = ({str(p.relative_to(side)) for p in side.rglob(pattern) if p.is_file()} for side in (before, after))
+    result.problems += [f"{file} is missing after" for file in sorted(old - new)]
+    result.problems += [f"{file} is missing before" for file in sorted(new - old)]
+    return sorted(old & new)
 
 
 def compare_metrics(result: Comparison, before: Path, after: Path) -> None:
+    """Compare logged numbers, whose keys are `RUN|STEP|METRIC`."""
+    files = files_of_both(result, before, after, "metrics.json")
+    if not files:
+        return
     old, new = (json.loads((side / "metrics.json").read_text()) for side in (before, after))
-    if not old:
-        result.problems.append("nothing was logged")
-    result.only_one_side = sorted(old.keys() ^ new.keys())
-    logged = [key for key in old.keys() & new.keys() if not any(word in key for word in CLOCKS)]
-    result.metrics = sorted(key for key in logged if repr(old[key]) != repr(new[key]))
+    expected = set()  # numbers of the new side that the old side explains
+    for key, number in old.items():
+        where, _, metric = key.rpartition("|")
+        names = [name for name in (metric, RENAMED.get(metric)) if f"{where}|{name}" in new]
+        if not names:
+            result.problems.append(f"{key} is missing after")
+        expected |= {f"{where}|{name}" for name in names}
+        for name in names:
+            result.compared += 1
+            is_clock = any(fnmatch(metric, pattern) for pattern in CLOCKS)
+            if not is_clock and repr(new[f"{where}|{name}"]) != repr(number):
+                result.metrics.append(f"{where}|{name}")
+    for key in sorted(new.keys() - expected):
+        if key.rpartition("|")[2] not in ADDED:
+            result.problems.append(f"{key} is missing before")
 
 
 if __name__ == "__main__":
