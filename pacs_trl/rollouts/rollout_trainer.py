@@ -35,6 +35,7 @@ from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
+from .logged_names import check_column_name, check_metric_name, distinct_names
 from .prompt_date import date_now, prints_date, with_date
 from .publication import Publication
 from .rollout_config import RolloutConfig
@@ -76,6 +77,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self._load_benchmarks(model, args, arguments)
         with engine_with_lora(args, model, arguments["peft_config"]):
             super().__init__(model, args=args, **arguments)
+        self.reward_func_names = distinct_names(self.reward_func_names)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
         self._reset_run()
@@ -253,6 +255,14 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         """Record values that are averaged and logged with the next log of training, or of the running evaluation."""
         for name, value in metrics.items():
             self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+    def _log_metric(self, name, value):
+        check_metric_name(name)
+        super()._log_metric(name, value)
+
+    def _log_completion_extra(self, column, values):
+        check_column_name(column, self.reward_func_names)
+        super()._log_completion_extra(column, values)
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""
