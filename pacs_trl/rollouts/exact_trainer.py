@@ -258,7 +258,7 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
-        rollouts = gather_object(unpad_rollouts(inputs))
+        rollouts = self.without_repeated(gather_object(unpad_rollouts(inputs)))
         if self.num_generations_eval < 2 and not self.update.objective.has_ratio:
             return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
         step = self.update.schedule(rollouts, is_evaluation=True)
