@@ -130,16 +130,27 @@ def shorten_console(callbacks: list[TrainerCallback]) -> None:
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
     """Return `step 12/30  reward 0.37  entropy 0.19  ...  1.2 s` for the logs of a step, `None` for other logs."""
-    prefix = "eval_" if logs.keys() & {"eval_reward", "eval_pass@1"} else ""
+    prefix = _prefix_of_evaluation(logs)
     if not prefix and "reward" not in logs:
         return None
-    parts = [f"{'evaluation at ' if prefix else ''}step {step:{len(str(max_steps))}}/{max_steps}"]
+    of_dataset = prefix.removeprefix("eval_").removesuffix("_")
+    evaluation = f"evaluation of {of_dataset} at " if of_dataset else "evaluation at " if prefix else ""
+    parts = [f"{evaluation}step {step:{len(str(max_steps))}}/{max_steps}"]
     for name, (metric, digits) in NUMBERS.items():
-        value = logs.get(prefix + metric)
-        if value is not None or name == "reward" and prefix + metric in logs:  # None: no completion had a verdict
+        key = "eval_pass@1" if prefix and metric == "pass@1" else prefix + metric  # benchmarks belong to no dataset
+        value = logs.get(key)
+        if value is not None or name == "reward" and key in logs:  # None: no completion had a verdict
             parts.append(f"{name} {'none' if value is None else format(value, digits)}")
-    seconds = logs.get("eval_runtime" if prefix else "time/total")
+    seconds = logs.get(f"{prefix}runtime" if prefix else "time/total")
     return "  ".join([*parts, f"{seconds:.1f} s"] if seconds is not None else parts)
+
+
+def _prefix_of_evaluation(logs: Mapping[str, Any]) -> str:
+    """Return `eval_`, or `eval_NAME_` for one of several evaluation sets, and an empty prefix for other logs."""
+    rewards = [name for name in logs if name.startswith("eval_") and name.endswith("_reward")]
+    if rewards:
+        return min(rewards, key=len).removesuffix("reward")
+    return "eval_" if "eval_pass@1" in logs else ""
 
 
 def change_of_reward(log_history: Sequence[Mapping[str, Any]]) -> str | None:
@@ -213,28 +224,32 @@ def _require_key(wandb) -> None:
 
 class TrackingCallback(TrainerCallback):
     """Send the recipe to wandb and trackio, and the completions of each logged step as a table
-    `completions/step_<step>`. TRL writes completions after it calls callbacks, so they are sent with the next log."""
+    `completions/step_<step>`, those of an evaluation as `eval_completions/step_<step>`. TRL writes completions after
+    it calls callbacks, so they are sent with the next log."""
 
     def __init__(self, settings: dict[str, Any]):
         self.settings = published(settings)
-        self._last_sent = 0  # last step whose completions were sent
+        self._first_step = 0  # completions of earlier steps were sent before
+        self._sent: set[str] = set()  # files of completions
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._last_sent = state.global_step
+        self._first_step, self._sent = state.global_step, set()
         # transformers has already sent the model config, with the path that it was loaded from.
         name = published({"_name_or_path": kwargs["model"].config.name_or_path})
         for tracker in _trackers(args, state):
             tracker.config.update({"recipe": self.settings, **name}, allow_val_change=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        for file in sorted((Path(args.output_dir) / "completions").glob("completions_*.parquet")):
-            step = int(file.stem.removeprefix("completions_"))
-            if self._last_sent < step <= state.global_step:
-                table = _read_table(file, unique_prompts=args.log_unique_prompts)
-                for tracker in _trackers(args, state):
-                    key = f"completions/step_{step:05d}"
-                    tracker.log({key: tracker.Table(dataframe=table), "train/global_step": step})
-                self._last_sent = step
+        for file in sorted((Path(args.output_dir) / "completions").glob("*_*.parquet")):
+            kind, _, number = file.stem.rpartition("_")
+            step = int(number)
+            if not self._first_step < step <= state.global_step or file.name in self._sent:
+                continue
+            table = _read_table(file, unique_prompts=args.log_unique_prompts)
+            name = "completions" if kind == "completions" else f"{kind}_completions"
+            for tracker in _trackers(args, state):
+                tracker.log({f"{name}/step_{step:05d}": tracker.Table(dataframe=table), "train/global_step": step})
+            self._sent.add(file.name)
 
 
 def _read_table(file: Path, *, unique_prompts: bool) -> pd.DataFrame:

@@ -24,6 +24,11 @@ STEP |= {"completions/clipped_ratio": 0.0475, "grad_norm": 0.001234}
             {"eval_reward": 0.5, "eval_completions/mean_length": 9.0, "eval_runtime": 3.0},
             "evaluation at step 12/30  reward 0.50  length 9  3.0 s",
         ),
+        (
+            {"eval_hard_reward": 0.5, "eval_hard_runtime": 3.0, "eval_pass@1": 0.25},
+            "evaluation of hard at step 12/30  reward 0.50  pass@1 0.250  3.0 s",
+        ),
+        ({"eval_pass@1": 0.25, "eval_runtime": 3.0}, "evaluation at step 12/30  pass@1 0.250  3.0 s"),
         ({"reward": 1.0}, "step 12/30  reward 1.00"),
         ({"train_runtime": 60.0, "train_loss": 0.69}, None),
     ],
