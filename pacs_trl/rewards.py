@@ -26,8 +26,9 @@ class VerificationArguments:
     Settings of the verifiers of training and evaluation.
 
     Args:
-        verification_protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), or
-            `"number"` (the last number of the completion; expressions are not evaluated).
+        verification_protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`),
+            `"number"` (the last number of the completion; expressions are not evaluated), or `"robust"` (answers as
+            people and models write them).
         verification_num_workers (`int`, *optional*): Worker processes per rank, by default its share of the
             processors.
         verification_timeout_seconds (`float`): Wall-clock limit per completion.
@@ -46,7 +47,7 @@ class VerificationArguments:
         reasoning_gym_label (`str`): `"exact"`: 1 for an answer with the full score, else 0; `"share"`: the score.
     """
 
-    verification_protocol: Literal["authors", "trl", "number"] = "authors"
+    verification_protocol: Literal["authors", "trl", "number", "robust"] = "authors"
     verification_num_workers: int | None = bounded(None, least=1)
     verification_timeout_seconds: float = bounded(5.0, above=0)
     verification_cpu_seconds: float = bounded(0.4, above=0)

@@ -41,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
     parser.add_argument("--solution_column", default="solution", help="gold answer")
     parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
-    parser.add_argument("--protocols", nargs="+", choices=("authors", "trl", "number"), default=["authors", "trl"])
+    parser.add_argument(
+        "--protocols", nargs="+", choices=("authors", "trl", "number", "robust"), default=["authors", "trl"]
+    )
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
     parser.add_argument("--max_problems", type=int, help="--programs: number of problems to run")
     args = parser.parse_args(argv)

@@ -19,7 +19,7 @@ from latex2sympy2_extended import NormalizationConfig
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 from sympy import Add, Basic, Integer, Mul, Number, Pow, Rational, factorial
 
-from . import Outcome
+from . import Outcome, robust
 from .gym_grader import grade_entry
 from .numerals import last_number
 
@@ -83,6 +83,8 @@ def _parsed_golds(golds: tuple[str, ...], protocol: str) -> list[tuple]:
 def grade_one(text: str, golds: tuple[str, ...], protocol: str) -> Outcome:
     """Grade one completion against alternative gold answers, by a key of `PROTOCOLS`: `CORRECT`, `WRONG`, `NO_ANSWER`,
     or `GOLD_UNPARSEABLE`. An empty completion checks the golds: `GOLD_UNPARSEABLE` if none is an expression."""
+    if protocol == "robust":
+        return robust.grade(text, golds)
     parsed_golds = _parsed_golds(golds, protocol)
     if not text:  # math-verify compares as strings what it cannot parse
         parsed_golds = [gold for gold in parsed_golds if not all(isinstance(item, str) for item in gold)]

@@ -1,0 +1,86 @@
+"""Protocol `robust`: grades answers as people and models write them.
+
+`final_answers.py` extracts the answer of a completion, `notation.py` rewrites it into one spelling per meaning,
+`values.py` reads it, and `comparison.py` decides whether it equals the gold.
+"""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from .. import Outcome
+from .comparison import is_equal
+from .final_answers import final_answers
+from .notation import normalize
+from .values import Leaf, Relation, Sequence, Union, read_value
+
+
+# Longer golds are solutions, whose final answer is the gold; longer completions are more than an answer in words.
+_MAX_GOLD_LENGTH = 300
+_MAX_WORDS_LENGTH = 60
+
+
+@lru_cache(maxsize=1024)  # the completions of a prompt share their gold
+def _read_golds(golds: tuple[str, ...]) -> list[Any]:
+    texts = [_gold_text(gold) for gold in golds]
+    return [read_value(text) for text in texts if text]
+
+
+def _gold_text(gold: str) -> str:
+    """Return the normalized answer in a gold: in its box if it has one, or its final answer if it is a solution."""
+    if "boxed" in gold or "\n" in gold.strip() or len(gold) > _MAX_GOLD_LENGTH:
+        answers = final_answers(gold)
+        return ", ".join(normalize(text) for text in answers)
+    return normalize(gold)
+
+
+# What remains of an expression that could not be read.
+_NOTATION_OF_WORDS = re.compile(r"\\(?:text|emptyset|mathbb|ldots)(?![A-Za-z])|\\[{}]")
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether a gold is an expression or words, not an expression that could not be read."""
+    if not isinstance(value, Leaf) or value.value is not None:
+        return True
+    words = _NOTATION_OF_WORDS.sub("", value.text)
+    return "\\" not in words and words.count("{") == words.count("}") and len(words) <= 100
+
+
+def grade(text: str, golds: tuple[str, ...]) -> Outcome:
+    """Grade a completion against alternative golds. An empty completion checks whether one of the golds is readable:
+    one that is not equals only the same text."""
+    gold_values = _read_golds(golds)
+    if not gold_values or not text and not any(map(_is_readable, gold_values)):
+        return Outcome.GOLD_UNPARSEABLE
+    answers = final_answers(text)
+    texts = [normalize(each) for each in answers]
+    if any(texts):
+        is_right = any(_is_answer(gold, texts) for gold in gold_values)
+        return Outcome.CORRECT if is_right else Outcome.WRONG
+    if len(text) <= _MAX_WORDS_LENGTH and any(_is_answer_in_words(gold, text) for gold in gold_values):
+        return Outcome.CORRECT
+    return Outcome.NO_ANSWER
+
+
+def _is_answer_in_words(gold: Any, text: str) -> bool:
+    """Whether a short completion without any mark of an answer is the gold itself, such as "B" or "Evelyn"."""
+    return isinstance(gold, Leaf) and not re.search(r"\d", gold.text) and is_equal(gold, read_value(normalize(text)))
+
+
+def _is_answer(gold: Any, texts: list[str]) -> bool:
+    commas_separate = _has_commas(gold)
+    values = [read_value(text, commas_separate) for text in texts]
+    answer = values[0] if len(values) == 1 else Sequence("", tuple(values))
+    if is_equal(gold, answer):
+        return True
+    if len(texts) > 1:
+        return len(values) > 1 and all(is_equal(gold, value) for value in values)
+    if isinstance(gold, Leaf) and re.fullmatch(r"-?\d+,\d+", texts[0]) and not re.search(r",\d{3}$", texts[0]):
+        return is_equal(gold, read_value(texts[0].replace(",", ".")))  # a decimal comma
+    return False
+
+
+def _has_commas(gold: Any) -> bool:
+    if isinstance(gold, Relation):
+        return any("," in side for side in gold.sides)
+    return isinstance(gold, Sequence | Union)

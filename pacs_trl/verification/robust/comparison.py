@@ -1,0 +1,316 @@
+"""Comparison of an answer with a gold, kind by kind: choices, matrices, relations, sequences, ratios, and leaves."""
+
+import re
+from typing import Any
+
+from sympy import Add, Basic, Mul, pi
+
+from .exact import is_carried_out, is_equal_expression, is_proportional
+from .intervals import intervals_of, is_label, is_same_intervals
+from .values import (
+    Based,
+    Choice,
+    Leaf,
+    Matrix,
+    Ratio,
+    Relation,
+    Sequence,
+    Union,
+    has_variables,
+    parse_expression,
+    read_value,
+)
+
+
+def is_equal(gold: Any, answer: Any) -> bool:
+    """Whether an answer equals a gold. Not symmetric: the gold decides about units, percent, and brackets."""
+    if isinstance(gold, Choice) or isinstance(answer, Choice):
+        return _is_equal_choice(gold, answer)
+    if isinstance(gold, Matrix) or isinstance(answer, Matrix):
+        return _is_equal_matrix(gold, answer)
+    gold_set, answer_set = intervals_of(gold), intervals_of(answer)
+    if gold_set is not None and answer_set is not None:
+        if is_same_intervals(gold_set, answer_set):
+            return True
+        if not (isinstance(gold, Relation) and isinstance(answer, Relation)):
+            return False
+    if isinstance(gold, Relation) or isinstance(answer, Relation):
+        return _is_equal_relation(gold, answer)
+    if isinstance(gold, Union) and isinstance(answer, Union):
+        return _is_permutation(gold.parts, answer.parts)
+    if isinstance(gold, Sequence) or isinstance(answer, Sequence):
+        return _is_equal_sequence(gold, answer)
+    if isinstance(gold, Ratio) or isinstance(answer, Ratio):
+        return _is_equal_ratio(gold, answer)
+    if isinstance(gold, Based) or isinstance(answer, Based):
+        return _is_equal_based(gold, answer)
+    return isinstance(gold, Leaf) and isinstance(answer, Leaf) and _is_equal_leaf(gold, answer)
+
+
+def _is_equal_leaf(gold: Leaf, answer: Leaf) -> bool:
+    if gold.text == answer.text:
+        return True
+    if gold.value is None or answer.value is None:
+        return is_same_words(gold.text, answer.text)
+    if answer.is_quotient and not gold.is_quotient:
+        return False
+    if not is_carried_out(answer.value) and is_carried_out(gold.value) and not has_variables(gold.value):
+        return False
+    if answer.is_percent and not gold.is_percent:
+        return gold.unit is None and _same_value(gold, answer, 1)
+    if gold.is_percent and not answer.is_percent and answer.unit is None:
+        return _same_value(gold, answer, 1) or _same_value(gold, answer, 100)
+    return (gold.is_percent == answer.is_percent) and _same_quantity(gold, answer)
+
+
+def _same_quantity(gold: Leaf, answer: Leaf) -> bool:
+    if gold.unit is None or answer.unit is None or gold.unit == answer.unit:
+        return _same_value(gold, answer, 1)
+    if gold.unit.dimension == answer.unit.dimension:
+        return _same_value(gold, answer, answer.unit.factor / gold.unit.factor)
+    if {gold.unit.dimension, answer.unit.dimension} == {"degree", "radian"}:
+        half_turn = Mul(180, 1 / pi, evaluate=False)
+        if gold.unit.dimension == "degree":
+            return is_equal_expression(gold.value, Mul(_as_expression(answer), half_turn, evaluate=False), None, None)
+        return is_equal_expression(Mul(_as_expression(gold), half_turn, evaluate=False), answer.value, None, None)
+    return False
+
+
+def _as_expression(leaf: Leaf) -> Basic:
+    value = leaf.value
+    return value if isinstance(value, Basic) else Add(value.numerator, 0) / value.denominator
+
+
+def _same_value(gold: Leaf, answer: Leaf, factor: Any) -> bool:
+    if factor == 1:
+        return is_equal_expression(gold.value, answer.value, gold.num_decimals, answer.num_decimals)
+    if isinstance(answer.value, Basic):
+        scaled = (
+            Mul(factor.numerator, answer.value, evaluate=False) / factor.denominator
+            if hasattr(factor, "numerator")
+            else Mul(factor, answer.value, evaluate=False)
+        )
+        return is_equal_expression(gold.value, scaled, None, None)
+    return is_equal_expression(gold.value, answer.value * factor, None, None)
+
+
+_SAME_MEANING = [
+    {"yes", "true", "correct"},
+    {"no", "false", "incorrect"},
+    {"nosolution", "nosolutions", "emptyset", "norealsolution", "norealsolutions", "doesnotexist", "none", "dne"},
+    {"undefined", "dne", "doesnotexist"},
+]
+
+
+def _words(text: str) -> str:
+    text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"^(?:the|an?)\s+", "", text.strip().lower())
+    return re.sub(r"[\s.!,\"'\\]|\\ ", "", text).strip("-")
+
+
+def is_same_words(gold: str, answer: str) -> bool:
+    left, right = _words(gold), _words(answer)
+    if not left or not right:
+        return False
+    return left == right or any(left in group and right in group for group in _SAME_MEANING)
+
+
+def _is_equal_choice(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, Choice) and isinstance(answer, Choice):
+        return gold.letter == answer.letter
+    if isinstance(gold, Choice):
+        if isinstance(answer, Leaf) and _letter(answer) == gold.letter:
+            return True
+        return is_equal(read_value(gold.text), answer)
+    if isinstance(gold, Leaf) and _letter(gold):
+        return answer.letter == _letter(gold)
+    return is_equal(gold, read_value(answer.text)) and not isinstance(gold, Choice)
+
+
+def _letter(leaf: Leaf) -> str:
+    match = re.fullmatch(r"\(?(?:option|choice)?\(?([A-Za-z])\)?", _words(leaf.text), re.IGNORECASE)
+    return match[1].upper() if match else ""
+
+
+def _is_equal_matrix(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        gold_rows, answer_rows = gold.rows, answer.rows
+        if [len(row) for row in gold_rows] != [len(row) for row in answer_rows]:
+            return False
+        return all(map(_all_equal, gold_rows, answer_rows))
+    if isinstance(gold, Matrix) and isinstance(answer, Relation) and answer.operators[-1] == "=":
+        return is_equal(gold, read_value(answer.sides[-1], True))
+    if isinstance(gold, Matrix) and isinstance(answer, Sequence) and answer.brackets in ("()", "[]", "{}"):
+        cells = [cell for row in gold.rows for cell in row]
+        if all(isinstance(item, Sequence) for item in answer.items) and len(gold.rows) == len(answer.items):
+            return all(_all_equal(row, item.items) for row, item in zip(gold.rows, answer.items))
+        is_vector = len(gold.rows) == 1 or all(len(row) == 1 for row in gold.rows)
+        return is_vector and answer.brackets != "{}" and _all_equal(cells, answer.items)
+    if isinstance(gold, Sequence) and isinstance(answer, Matrix) and gold.brackets in ("()", "[]"):
+        is_vector = len(answer.rows) == 1 or all(len(row) == 1 for row in answer.rows)
+        return is_vector and _all_equal(gold.items, [cell for row in answer.rows for cell in row])
+    if isinstance(gold, Relation) and gold.operators[-1] == "=":
+        return is_equal(read_value(gold.sides[-1], True), answer)
+    return False
+
+
+def _all_equal(golds: Any, answers: Any) -> bool:
+    return len(golds) == len(answers) and all(is_equal(gold, answer) for gold, answer in zip(golds, answers))
+
+
+def _is_permutation(golds: tuple, answers: tuple) -> bool:
+    """Whether each gold equals another answer, in any order."""
+    if len(golds) != len(answers) or len(golds) > 200:
+        return False
+    left = list(answers)
+    for gold in golds:
+        match = next((index for index, answer in enumerate(left) if is_equal(gold, answer)), None)
+        if match is None:
+            return False
+        del left[match]
+    return True
+
+
+def _is_equal_sequence(gold: Any, answer: Any) -> bool:
+    if not (isinstance(gold, Sequence) and isinstance(answer, Sequence)):
+        if isinstance(gold, Sequence) and len(gold.items) == 1 and gold.brackets in ("{}", "[]"):
+            return is_equal(gold.items[0], answer)
+        if isinstance(answer, Sequence) and len(answer.items) == 1 and answer.brackets in ("{}", "[]"):
+            return is_equal(gold, answer.items[0])
+        if isinstance(gold, Sequence) and not gold.items:
+            return isinstance(answer, Leaf) and is_same_words("emptyset", answer.text)
+        if isinstance(answer, Sequence) and not answer.items:
+            return isinstance(gold, Leaf) and is_same_words(gold.text, "emptyset")
+        return False
+    golds, answers = _flat(gold), _flat(answer)
+    if gold.brackets in ("", "{}"):
+        if answer.brackets in ("", "{}"):
+            return _is_permutation(_distinct(golds, gold), _distinct(answers, answer))
+        return gold.brackets == "" and answer.brackets in ("()", "[]") and _all_equal(golds, answers)
+    if answer.brackets == "":
+        is_interval = len(golds) == 2 and gold.brackets != "()"
+        return not is_interval and _all_equal(golds, answers)
+    if answer.brackets != gold.brackets:
+        is_interval = len(golds) == 2 or "{}" in (gold.brackets, answer.brackets)
+        return not is_interval and _all_equal(golds, answers)
+    return _all_equal(golds, answers)
+
+
+def _flat(sequence: Sequence) -> tuple:
+    """Return the items of a list, with those of sets in it, as in `3 \\pm 1, 7`."""
+    if sequence.brackets != "":
+        return sequence.items
+    items = []
+    for item in sequence.items:
+        is_set = isinstance(item, Sequence) and item.brackets == "{}"
+        items += item.items if is_set else [item]
+    return tuple(items)
+
+
+def _distinct(items: tuple, sequence: Sequence) -> tuple:
+    """Return the items of a set without repetitions; lists keep theirs."""
+    if sequence.brackets != "{}":
+        return items
+    distinct: list = []
+    for item in items:
+        if not any(is_equal(other, item) for other in distinct):
+            distinct.append(item)
+    return tuple(distinct)
+
+
+def _is_equal_ratio(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, Ratio) and isinstance(answer, Ratio):
+        if gold.text == answer.text:
+            return True
+        if _is_time(gold.text) and _is_time(answer.text) or len(gold.parts) != len(answer.parts):
+            return gold.text.lstrip("0") == answer.text.lstrip("0")
+        products = zip(gold.parts, answer.parts, strict=True)
+        return 0 not in answer.parts and len({left / right for left, right in products}) == 1
+    if isinstance(gold, Ratio):
+        if isinstance(answer, Leaf) and (clock := re.match(r"(\d+:\d\d)(?:[ap]\.?m\.?)$", _words(answer.text))):
+            return clock[1].lstrip("0") == gold.text.lstrip("0")
+        ratio = _quotient(gold)
+        return ratio is not None and isinstance(answer, Leaf) and _is_equal_leaf(Leaf("", ratio), answer)
+    ratio = _quotient(answer)
+    if isinstance(gold, Leaf) and (clock := re.match(r"(\d+:\d\d)(?:[ap]\.?m\.?)$", _words(gold.text))):
+        return clock[1].lstrip("0") == answer.text.lstrip("0")
+    return ratio is not None and isinstance(gold, Leaf) and _is_equal_leaf(gold, Leaf("", ratio))
+
+
+def _quotient(ratio: Ratio) -> Any:
+    return ratio.parts[0] / ratio.parts[1] if len(ratio.parts) == 2 and ratio.parts[1] else None
+
+
+def _is_time(text: str) -> bool:
+    return bool(re.fullmatch(r"\d{1,2}:[0-5]\d", text))
+
+
+def _is_equal_based(gold: Any, answer: Any) -> bool:
+    if isinstance(gold, Based) and isinstance(answer, Based):
+        return gold == answer
+    if isinstance(gold, Based):
+        return isinstance(answer, Leaf) and answer.text.lstrip("0").upper() == gold.digits
+    return answer.base == 10 and isinstance(gold, Leaf) and is_equal(gold, read_value(answer.digits))
+
+
+def _labelled_value(value: Any) -> Any:
+    """Return what a relation such as `x = 3`, `D = (0, 1)`, or `6 \\cdot 7 = 42` says about its label; `None` if it is
+    an equation, an inequality, or no relation."""
+    if not isinstance(value, Relation) or value.operators[-1] not in ("=", r"\in", r"\sim"):
+        return None
+    if value.operators[-1] == r"\in":
+        return read_value(value.sides[-1], True) if len(value.sides) == 2 else None
+    if not all(operator == "=" for operator in value.operators):
+        return None
+    first = value.sides[0]
+    is_chain = len(value.sides) > 2
+    last = read_value(value.sides[-1], _has_top_comma(value.sides[-1]))
+    if is_label(first) or is_chain:
+        return last
+    left = parse_expression(first)
+    if left is not None and not left.free_symbols and isinstance(last, Leaf) and not has_variables(last.value):
+        return last  # `6 \cdot 7 = 42`
+    return None
+
+
+def _has_top_comma(text: str) -> bool:
+    return text.strip()[:1] in ("(", "[", "\\") and "," in text
+
+
+def _is_equal_relation(gold: Any, answer: Any) -> bool:
+    gold_value, answer_value = _labelled_value(gold), _labelled_value(answer)
+    if not isinstance(gold, Relation):
+        return answer_value is not None and is_equal(gold, answer_value)
+    if not isinstance(answer, Relation):
+        return gold_value is not None and is_equal(gold_value, answer)
+    if gold_value is not None and answer_value is not None and len(gold.sides) == len(answer.sides) == 2:
+        same_label = re.sub(r"\s", "", gold.sides[0]) == re.sub(r"\s", "", answer.sides[0])
+        if same_label:
+            return is_equal(gold_value, answer_value)
+    elif gold_value is not None and answer_value is not None:
+        return is_equal(gold_value, answer_value)
+    return _same_equation(gold, answer)
+
+
+_FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq", "=": "=", r"\neq": r"\neq"}
+
+
+def _same_equation(gold: Relation, answer: Relation) -> bool:
+    """Whether two equations or inequalities hold at the same points."""
+    if len(gold.sides) != 2 or len(answer.sides) != 2:
+        texts = [re.sub(r"\s", "", "".join(each.sides) + "".join(each.operators)) for each in (gold, answer)]
+        return texts[0] == texts[1]
+    differences = []
+    for relation in (gold, answer):
+        left, right = (parse_expression(side) for side in relation.sides)
+        if left is None or right is None:
+            return gold == answer
+        differences.append(Add(left, Mul(-1, right, evaluate=False), evaluate=False))
+    operators = gold.operators[0], answer.operators[0]
+    if operators[0] == operators[1] in ("=", r"\neq"):
+        return is_proportional(*differences) or is_equal_expression(*differences, None, None)
+    if operators[0] == operators[1]:
+        return is_equal_expression(*differences, None, None)
+    if _FLIPPED.get(operators[0]) == operators[1]:
+        return is_equal_expression(differences[0], Mul(-1, differences[1], evaluate=False), None, None)
+    return False

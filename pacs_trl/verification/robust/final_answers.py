@@ -1,0 +1,241 @@
+"""Extraction of the final answer from a completion: tags, boxes, answer phrases, and the last formula or number.
+
+Every step takes time linear in the length of the completion.
+"""
+
+import re
+from typing import NamedTuple
+
+
+_END_OF_THOUGHT = re.compile(
+    r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>|\u25c1/think\u25b7|\[/THINK\]"
+)
+_ANSWER_TAG = re.compile(r"<(/?)(?:answer|final_answer|solution)>|<\|(begin|end)_of_solution\|>", re.IGNORECASE)
+
+# A box and its brace, a bare box, or a brace. JSON turns the backslash and the b of `\boxed` into a backspace.
+_BOX_OR_BRACE = re.compile(
+    r"(?P<box>(?:\\|\x08o?)(?:boxed|f?box|fboxed|framebox|xed)\s*(?:\[[^\[\]]{0,20}\])?\s*\{)"
+    r"|(?P<bare>\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*)"
+    r"|(?P<escape>\\[{}\\])"
+    r"|[{}]"
+)
+_BARE_CONTENT = re.compile(
+    r"[-+]?\\?\$?\d+(?:[.,/]\d+)*|[A-Z](?![A-Za-z])|-?\\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\}|-?\\sqrt\s*\{[^{}]*\}"
+    r"|-?\d*\\[A-Za-z]+|[a-z](?![A-Za-z])"
+)
+_MINUS_BEFORE_BOX = re.compile(r"(?:^|[=($\[:]|\bis)\s*\$?-\s*\$?$")
+
+_CORRECTION = re.compile(
+    r"\b(?:wait|no|actually|correction|instead|rather|sorry|mistake|wrong|hmm|recheck|however|but|oops|final)\b", re.I
+)
+_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f]\s|[.!?\u3002]$|\n")
+_WORD = re.compile(r"[^\W\d_]+")
+
+
+class _Box(NamedTuple):
+    start: int
+    end: int
+    content: str | None  # `None` if it is not closed
+
+
+def _boxes(text: str) -> list[_Box]:
+    """Return the outermost boxes of a text, in order. A box that is never closed ends the list."""
+    boxes = []
+    open_boxes: list[tuple[int, int] | None] = []  # for each open brace start of the box and of its content
+    num_open = 0
+    skip_to = 0
+    for match in _BOX_OR_BRACE.finditer(text):
+        if match.start() < skip_to or match["escape"]:
+            continue
+        if match["box"]:
+            open_boxes.append((match.start(), match.end()))
+            num_open += 1
+        elif match["bare"] is not None:
+            content = _BARE_CONTENT.match(text, match.end())
+            if num_open == 0 and content:
+                boxes.append(_Box(match.start(), content.end(), content.group()))
+                skip_to = content.end()
+        elif match.group() == "{":
+            open_boxes.append(None)
+        elif open_boxes:
+            box = open_boxes.pop()
+            if box is not None:
+                num_open -= 1
+                if num_open == 0:
+                    boxes.append(_Box(box[0], match.end(), text[box[1] : match.start()]))
+    first_open = next((box for box in open_boxes if box is not None), None)
+    if first_open is not None:
+        boxes = [box for box in boxes if box.start < first_open[0]]
+        boxes.append(_Box(first_open[0], len(text), None))
+    return boxes
+
+
+def _answer_of_boxes(text: str, boxes: list[_Box]) -> list[str]:
+    """Return the content of the last box and of those listed with it: no sentence that corrects them in between."""
+    last = boxes[-1]
+    if last.content is None or not last.content.strip():
+        return []
+    listed = [last]
+    for box in reversed(boxes[:-1]):
+        between = text[box.end : listed[0].start]
+        if box.content is None or _separates(between):
+            break
+        listed.insert(0, box)
+    contents = []
+    for box in listed:
+        content = (box.content or "").strip()
+        if _MINUS_BEFORE_BOX.search(text[max(0, box.start - 10) : box.start]):
+            content = f"-{content}"
+        if content and content not in contents:
+            contents.append(content)
+    return contents
+
+
+def _separates(between: str) -> bool:
+    """Whether the text between two boxes starts another statement of the answer."""
+    if len(between) > 400:
+        return True
+    num_words = len(_WORD.findall(between))
+    return bool(_SENTENCE_END.search(between)) and (num_words > 3 or bool(_CORRECTION.search(between)))
+
+
+_PHRASES = [
+    r"(?<![a-z])(?:answer|result|solution|choice|option)s?(?![a-z])(?:\s(?:to|of|for)\s[^.\n:=?]{1,60}?)?(?:\*\*|\s|\})*"
+    r"(?:\s(?:is|are|was|would\sbe|should\sbe|equals)(?![a-z])|:|=|\uff1a)"
+    r"(?:\s(?:thus|therefore|then|simply|indeed)(?![a-z]))?(?!\snot(?![a-z]))",
+    r"(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n",
+    r"####(?=\s*[^\s#])",
+    # Chinese, Japanese, Korean
+    r"(?:答案|答|结果|答え|정답|답)\s*(?:为|是|应为|应该是|は|은|는|：|:)",
+    # French, Spanish, Portuguese, Italian
+    r"(?<!\w)(?:r[eé]ponse|respuesta|resposta|risposta)(?:\s(?:finale?|correcte?a?|final))?\s*(?:est|es|é|è|:|=)(?!\w)",
+    # German, Dutch, Swedish, Finnish, Polish, Czech, Turkish, Indonesian, Vietnamese
+    r"(?<!\w)(?:antwort|lösung|ergebnis|antwoord|svar(?:et)?|vastaus|odpowiedź|odpověď|cevap|jawaban(?:nya)?|đáp\s(?:án|số))"
+    r"\s*(?:ist|lautet|is|är|on|to|je|adalah|là|:|=)",
+    # Russian, Ukrainian, Arabic, Hindi
+    r"(?<!\w)(?:ответ|відповідь)\s*(?::|—|-|=|равен)?\s",
+    r"(?:الإجابة|الجواب)\s*(?:هي|هو|:)",
+    r"उत्तर\s*(?:है|:)",
+]
+_PHRASE = re.compile("(?:" + "|".join(_PHRASES) + r")\s*:?\s*", re.IGNORECASE)
+# What follows the answer in its sentence.
+_AFTERTHOUGHT = re.compile(
+    r"\s*(?:,\s*)?(?:\b(?:because|since|as\s(?:we|it|the)|which|where|so\sthat|hence|therefore|I\shope)\b"
+    r"|\((?:because|since|as|which)\b|\u56e0\u4e3a)",
+    re.I,
+)
+_END_OF_STATEMENT = re.compile(r"(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[\u3002\uff01]|\n|!(?=\s)|;\s")
+
+
+def _first_statement(text: str) -> str:
+    """Return the text up to the end of its first sentence or line, but with the whole of a formula in delimiters."""
+    text = text.lstrip()
+    for emphasis in ("***", "**"):
+        if text.startswith(emphasis):
+            end = text.find(emphasis, len(emphasis))
+            closed = text[len(emphasis) : end].strip()
+            if end > 0 and closed and "\n" not in closed:
+                return closed
+            text = text[len(emphasis) :].lstrip() if end != len(emphasis) else text
+    for opening, closing in (("$$", "$$"), (r"\[", r"\]")):
+        if text.startswith(opening) and (end := text.find(closing, len(opening))) > 0:
+            return text[len(opening) : end]
+    statement = text[: end.start()] if (end := _END_OF_STATEMENT.search(text)) else text
+    if statement.count("**") % 2:  # the phrase stands in bold text, too
+        statement = statement[: statement.rfind("**")]
+    if afterthought := _AFTERTHOUGHT.search(statement):
+        statement = statement[: afterthought.start()]
+    return statement
+
+
+_FORMULA = re.compile(
+    r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:[^$\n\\]|\\.){1,500})(?<!\\)\$"
+    r"|\\\((?P<c>(?:[^\\]|\\(?!\)))+)\\\)|\\\[(?P<d>(?:[^\\]|\\(?!\]))+)\\\]"
+)
+_BOLD = re.compile(r"\*\*(?P<bold>[^*\n]{1,200})\*\*")
+_NUMBERS = re.compile(
+    r"""
+    (?<![\w.])(?:[-+\u2212](?=[\d.$\\\u20ac\u00a3]))?(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)?
+    (?:
+        (?:\d{1,3}(?:\ \d{3})+(?!\d)|\d[\d,.]*)(?:[eE][-+]?\d+)?(?:\s\d+/\d+|/\d+)?
+        | \.\d+ | \\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\} | [\u00bd\u00bc\u00be]
+    )
+    (?:\s?(?:\\?%|\u00b0))?
+    """,
+    re.VERBOSE,
+)
+_OPEN_EQUATION = re.compile(r"(?:=|\u2248|\\approx)\s*(?:\?|_+|\.\.\.)?\s*(?:\\\)|\\\]|\$|\*)*\s*\Z")
+
+
+def _last_value(text: str) -> list[str]:
+    """Return the last formula, bold text, or number, whichever ends last."""
+    tail = text[-2000:]
+    if _OPEN_EQUATION.search(tail):
+        return []
+    formula, bold, number = (_last_match(pattern, tail) for pattern in (_FORMULA, _BOLD, _NUMBERS))
+    if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:
+        bold = None
+    ends = [match.end() for match in (formula, bold, number) if match]
+    if not ends:
+        return []
+    for match in (bold, formula, number):
+        if match is None or match.end() < max(ends):
+            continue
+        content = next((group for group in match.groups() if group), match.group())
+        before = tail[max(0, match.start() - 60) : match.start()]
+        if match is number and re.search(r"[\d)]\s*[-+*/^\u00d7\u00f7\u2212]\s*$|\\(?:times|cdot|div|pm)\s*$", before):
+            return []  # the last operand of a sum or product that is not carried out
+        return [content]
+    return []
+
+
+def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
+
+
+def _answer_in(text: str) -> list[str]:
+    """Return the final answer of a text without thoughts and tags."""
+    boxes = _boxes(text)
+    if boxes:
+        return _answer_of_boxes(text, boxes)
+    phrase = _last_match(_PHRASE, text[-20_000:])
+    if phrase:
+        statement = _first_statement(text[-20_000:][phrase.end() :])
+        if statement.strip(" *$.:\n"):
+            if _OPEN_EQUATION.search(statement):
+                return []
+            return [statement]
+    return _last_value(text)
+
+
+def final_answers(text: str) -> list[str]:
+    """
+    Return the final answer of a completion, several texts if boxes are listed beside each other: the last pair of
+    answer tags, else the last boxes, else what follows the last phrase such as "the answer is", else the last formula
+    or number.
+
+    Thoughts in `<think>` count only if no answer follows them. An empty or unclosed box is no answer, whatever else
+    the text contains.
+    """
+    thoughts = _last_match(_END_OF_THOUGHT, text)
+    if thoughts and text[thoughts.end() :].strip():
+        answers = final_answers(text[thoughts.end() :])
+        if answers or _boxes(text[thoughts.end() :]):
+            return answers
+    opening = None
+    for tag in _ANSWER_TAG.finditer(text):
+        if tag[1] == "/" or tag[2] == "end":
+            continue
+        opening = tag
+    if opening:
+        closing = _ANSWER_TAG.search(text, opening.end())
+        content = text[opening.end() : closing.start() if closing else len(text)]
+        if not content.strip():
+            return []
+        if _boxes(content) or _PHRASE.search(content) or len(content) > 200:
+            return _answer_in(content)
+        return [content]
+    return _answer_in(text)

@@ -1,0 +1,107 @@
+"""Sets of real numbers as intervals: brackets, unions, inequalities in one variable, and the real line."""
+
+import re
+from itertools import permutations
+from typing import Any
+
+from sympy import oo
+
+from .exact import is_equal_expression
+from .values import Leaf, Relation, Sequence, Union, has_variables, read_value
+
+
+_LABEL = re.compile(
+    r"^(?:\\text\s*\{[^{}]*\}|\\?[A-Za-z]+'*|\\(?:angle|overline|triangle)\s*\{?[A-Z]+\}?|[A-Za-z]\w*)?"
+    r"(?:\s*_\s*(?:\{[^{}]*\}|\w))?(?:\s*\([A-Za-z0-9,\s]*\)|\\cdot \([A-Za-z0-9,\s]*\))?$"
+)
+
+
+def is_label(side: str) -> bool:
+    return bool(_LABEL.match(side.strip())) or bool(re.fullmatch(r"[A-Za-z][A-Za-z\s\\{}()\-]*", side.strip()))
+
+
+# An interval: left end, whether it is open, right end, whether it is open. Ends are values of leaves or infinite.
+_Interval = tuple[Any, bool, Any, bool]
+_OPEN_END = {"<": True, ">": True, r"\leq": False, r"\geq": False}
+
+
+def intervals_of(value: Any) -> list[_Interval] | None:
+    """Return a set of real numbers as intervals: of intervals in brackets, unions, inequalities in one variable, and
+    `x \\in`; `None` for other values."""
+    if isinstance(value, Union):
+        return _joined([intervals_of(part) for part in value.parts])
+    if isinstance(value, Relation):
+        return _intervals_of_relation(value)
+    if isinstance(value, Leaf) and value.text in (r"\mathbb{R}", "allrealnumbers", "all real numbers"):
+        return [(-oo, True, oo, True)]
+    if isinstance(value, Sequence):
+        if value.brackets == "" and value.items and all(isinstance(item, Relation) for item in value.items):
+            if all("=" not in item.operators for item in value.items):
+                return _joined([intervals_of(item) for item in value.items])
+            return None
+        if len(value.items) == 2 and value.brackets in ("()", "[]", "(]", "[)"):
+            left, right = (_end(item) for item in value.items)
+            if left is not None and right is not None:
+                return [(left, value.brackets[0] == "(", right, value.brackets[1] == ")")]
+    return None
+
+
+def _joined(parts: list[list[_Interval] | None]) -> list[_Interval] | None:
+    intervals: list[_Interval] = []
+    for part in parts:
+        if part is None:
+            return None
+        intervals += part
+    return intervals
+
+
+def _end(item: Any) -> Any:
+    if not isinstance(item, Leaf) or item.value is None or has_variables(item.value):
+        return None
+    return item.value
+
+
+def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
+    sides, operators = relation.sides, relation.operators
+    if operators == (r"\in",):
+        return intervals_of(read_value(sides[1], True))
+    if operators == (r"\neq",) and is_label(sides[0]):
+        end = _end(read_value(sides[1]))
+        return None if end is None else [(-oo, True, end, True), (end, True, oo, True)]
+    if not all(operator in _OPEN_END for operator in operators):
+        return None
+    is_rising = [operator in ("<", r"\leq") for operator in operators]
+    if len(set(is_rising)) > 1:
+        return None
+    if not is_rising[0]:
+        sides, operators = sides[::-1], operators[::-1]
+    if len(sides) == 2:
+        if is_label(sides[0]) and (end := _end(read_value(sides[1]))) is not None:
+            return [(-oo, True, end, _OPEN_END[operators[0]])]
+        if is_label(sides[1]) and (end := _end(read_value(sides[0]))) is not None:
+            return [(end, _OPEN_END[operators[0]], oo, True)]
+        return None
+    if len(sides) == 3 and is_label(sides[1]):
+        left, right = _end(read_value(sides[0])), _end(read_value(sides[2]))
+        if left is not None and right is not None:
+            return [(left, _OPEN_END[operators[0]], right, _OPEN_END[operators[1]])]
+    return None
+
+
+def is_same_intervals(gold: list[_Interval], answer: list[_Interval]) -> bool:
+    if len(gold) != len(answer) or len(gold) > 6:
+        return False
+    return any(
+        all(
+            left[1] == right[1]
+            and left[3] == right[3]
+            and _same_end(left[0], right[0])
+            and _same_end(left[2], right[2])
+            for left, right in zip(gold, order)
+        )
+        for order in permutations(answer)
+    )
+
+
+def _same_end(left: Any, right: Any) -> bool:
+    return is_equal_expression(left, right, None, None)

@@ -1,0 +1,250 @@
+"""Notation of answers: rewrites what people and models type into LaTeX with one spelling per meaning."""
+
+import re
+import unicodedata
+
+from ..numerals import CURRENCIES, plain_characters
+
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
+_SUPERSCRIPTS = str.maketrans(
+    "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f", "0123456789+-n"
+)
+_SUBSCRIPTS = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789")
+_SUPERSCRIPT_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
+_SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
+
+_SYMBOLS = {
+    "\u03c0": r"\pi ",
+    "\u03b8": r"\theta ",
+    "\u03b1": r"\alpha ",
+    "\u03b2": r"\beta ",
+    "\u03b3": r"\gamma ",
+    "\u03bb": r"\lambda ",
+    "\u03c6": r"\phi ",
+    "\u03c9": r"\omega ",
+    "\u221e": r"\infty ",
+    "\u2205": r"\emptyset ",
+    "\u00d8": r"\emptyset ",
+    "\u00b0": r"^{\circ}",
+    "\u00ba": r"^{\circ}",
+    "\u02da": r"^{\circ}",
+    "\u00d7": r"\cdot ",
+    "\u00b7": r"\cdot ",
+    "\u22c5": r"\cdot ",
+    "\u2219": r"\cdot ",
+    "\u00f7": "/",
+    "\u2215": "/",
+    "\u00b1": r"\pm ",
+    "\u2213": r"\mp ",
+    "\u2264": r"\leq ",
+    "\u2a7d": r"\leq ",
+    "\u2265": r"\geq ",
+    "\u2a7e": r"\geq ",
+    "\u2260": r"\neq ",
+    "\u2248": r"\approx ",
+    "\u2208": r"\in ",
+    "\u222a": r"\cup ",
+    "\u2229": r"\cap ",
+    "\u2216": r"\setminus ",
+    "\u211d": r"\mathbb{R}",
+    "\u2102": r"\mathbb{C}",
+    "\u2124": r"\mathbb{Z}",
+    "\u2236": ":",
+    "\u3001": ",",
+    "\u3002": ".",
+    "\u2026": r"\ldots ",
+    "\u201c": "",
+    "\u201d": "",
+    "\u2032": "'",
+    "\u27e8": r"\langle ",
+    "\u27e9": r"\rangle ",
+}
+_SYMBOL = re.compile("|".join(map(re.escape, _SYMBOLS)))
+_UNICODE_ROOT = re.compile(
+    "([\u221a\u221b\u221c])\\s*(?:\\{([^{}]*)\\}|\\(([^()]*)\\)|(\\d+(?:\\.\\d+)?|\\\\?[A-Za-z]+))"
+)
+_ROOT_DEGREE = {"\u221a": "", "\u221b": "[3]", "\u221c": "[4]"}
+
+
+def ascii_notation(text: str) -> str:
+    """Return a text with LaTeX in place of Unicode fractions, roots, exponents, and symbols."""
+    if text.isascii():
+        return text
+    text = "".join(_vulgar_fraction(character) for character in text)
+    text = _SUPERSCRIPT_RUN.sub(lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text)
+    text = _SUBSCRIPT_RUN.sub(lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}", text)
+    text = _UNICODE_ROOT.sub(
+        lambda match: rf"\sqrt{_ROOT_DEGREE[match[1]]}{{{match[2] or match[3] or match[4] or ''}}}", text
+    )
+    text = _SYMBOL.sub(lambda match: _SYMBOLS[match.group()], text)
+    return plain_characters(unicodedata.normalize("NFKC", plain_characters(text)))
+
+
+def _vulgar_fraction(character: str) -> str:
+    if character < "\u00bc" or unicodedata.category(character) != "No":
+        return character
+    numerator, bar, denominator = unicodedata.normalize("NFKC", character).partition("\u2044")
+    return rf"\frac{{{numerator}}}{{{denominator}}}" if bar and denominator else character
+
+
+_CHINESE_DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")}
+_CHINESE_DIGITS |= {"〇": 0, "两": 2}
+_CHINESE_POWERS = {"十": 10, "百": 100, "千": 1000}
+_CHINESE_NUMBER = re.compile("(?:[零一二三四五六七八九〇两十百千万亿]+)")
+_CHINESE_FRACTION = re.compile(
+    "([零一二三四五六七八九〇两十百千万亿]+)分之([零一二三四五六七八九〇两十百千万亿]+|\\d+(?:\\.\\d+)?)"
+)
+
+
+def chinese_number(text: str) -> int | None:
+    """Return the value of a Chinese numeral such as 二十五 or 一万二千; `None` for other texts."""
+    if not _CHINESE_NUMBER.fullmatch(text):
+        return None
+    if all(character in _CHINESE_DIGITS for character in text):
+        return int("".join(str(_CHINESE_DIGITS[character]) for character in text))
+    total = section = digit = 0
+    for character in text:
+        if character in _CHINESE_DIGITS:
+            digit = _CHINESE_DIGITS[character]
+        elif character in _CHINESE_POWERS:
+            section += (digit or 1) * _CHINESE_POWERS[character]
+            digit = 0
+        else:
+            total = (total + section + digit) * (10_000 if character == "万" else 100_000_000)
+            section = digit = 0
+    return total + section + digit
+
+
+def _latin_numerals(text: str) -> str:
+    """Return a text with digits in place of a leading Chinese numeral, and of Chinese fractions and percentages."""
+
+    def fraction(match: re.Match) -> str:
+        denominator, numerator = chinese_number(match[1]), chinese_number(match[2])
+        top = match[2] if numerator is None else str(numerator)
+        return f"{top}\\%" if denominator == 100 else rf"\frac{{{top}}}{{{denominator}}}"
+
+    text = _CHINESE_FRACTION.sub(fraction, text)
+    leading = _CHINESE_NUMBER.match(text)
+    if leading and (value := chinese_number(leading.group())) is not None:
+        text = f"{value}{text[leading.end() :]}"
+    return text
+
+
+# Verbs that follow the answer in Japanese and Korean.
+_COPULA = re.compile("(?:です|である|だ|となる|になる|とする|입니다|이다|예요|이에요|이며)$")
+
+_SPACING = re.compile(
+    r"(?<!\\)\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|thinspace|enspace|hfill|newline)|~|[\t\n\r]"
+)
+_THOUSANDS_IN_LATEX = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|,\\!|\\[,;:! ]|~)(?=\d{3}(?!\d))")
+_DECIMAL_COMMA_IN_LATEX = re.compile(r"(?<=\d)\{\s*,\s*\}(?=\d)")
+_SIZING = re.compile(
+    r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?(?=[\s()\[\]\\|{}<>/]|$)"
+    r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|centering|boldmath)(?![A-Za-z])"
+)
+_FONT = re.compile(
+    r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|textbf|textit|textrm|textsf|textnormal|texttt|mbox|hbox|operatorname\*?"
+    r"|boldsymbol|bm|emph|rm|bf|it)(?![A-Za-z])"
+)
+_FONT_AROUND_MATH = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*|\(?[A-Z]\)?\.?)\s*\}")
+_CONNECTIVE = re.compile(
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
+)
+_LATEX_SYNONYMS = [
+    (re.compile(r"\\(?:d|t|c|s)frac(?![A-Za-z])"), r"\\frac"),
+    (re.compile(r"\\(?:geqslant|geqq|ge)(?![A-Za-z])"), r"\\geq "),
+    (re.compile(r"\\(?:leqslant|leqq|le)(?![A-Za-z])"), r"\\leq "),
+    (re.compile(r"\\(?:gt)(?![A-Za-z])"), ">"),
+    (re.compile(r"\\(?:lt)(?![A-Za-z])"), "<"),
+    (re.compile(r"\\ne(?![A-Za-z])"), r"\\neq "),
+    (re.compile(r">="), r"\\geq "),
+    (re.compile(r"<="), r"\\leq "),
+    (re.compile(r"!="), r"\\neq "),
+    (re.compile(r"\\(?:times|cdotp|ast|bullet)(?![A-Za-z])"), r"\\cdot "),
+    (re.compile(r"\\div(?![A-Za-z])"), "/"),
+    (re.compile(r"\\(?:varnothing|emptyset|O)(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\(?:dots|cdots|dotsc|dotsb|ldots)(?![A-Za-z])|\.\.\."), r"\\ldots "),
+    (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\(?:lbrack)(?![A-Za-z])"), "["),
+    (re.compile(r"\\(?:rbrack)(?![A-Za-z])"), "]"),
+    (re.compile(r"\\colon(?![A-Za-z])"), ":"),
+    (re.compile(r"\\(?:degree|degrees|circ)(?![A-Za-z])"), r"\\circ "),
+    (re.compile(r"(?<!\^)(?<!\^\{)\\circ\s*(?![A-Za-z(])"), r"^{\\circ}"),
+    (re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), r"^{\\circ}"),
+    (re.compile(r"\\mathbb\s*R|\\R(?![A-Za-z])"), r"\\mathbb{R}"),
+    (re.compile(r"\\(?:therefore|because|implies|quad)(?![A-Za-z])"), " "),
+    (re.compile(r"\\(?:percent)(?![A-Za-z])|\\text\s*\{\s*(?:%|\\%|percent|per cent|percentage|pct)\s*\}"), "%"),
+    (re.compile(r"(?<=[\d\s}])(?:percent(?:age)?|per cent|pct)(?![A-Za-z])", re.IGNORECASE), "%"),
+    (re.compile(r"\\%|\uff05"), "%"),
+    (re.compile(r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", re.IGNORECASE), r"\\infty "),
+    (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"(?<![A-Za-z\\])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])"), r"\\\1"),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![A-Za-z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])"), "^"),
+    (re.compile(r"\*"), r"\\cdot "),
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
+    (re.compile(r"\^\s*(-?\d+)"), r"^{\1}"),
+    (re.compile(r"(?<=[\d)])\s*\("), r"\\cdot ("),
+    (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac\s*(\d|[A-Za-z])\s*\{"), r"\\frac{\1}{"),
+    (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d|[A-Za-z])"), r"\1{\2}"),
+    (re.compile(r"\\sqrt\s*(\d|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"\\sqrt\s+\{"), r"\\sqrt{"),
+]
+_EMPHASIS = re.compile(r"^(\*\*\*|\*\*|\*|__|_|`+)(?=\S)(.*\S)\1$", re.DOTALL)
+_HTML = re.compile(r"</?(?:b|i|em|strong|u|span|p|br|div|code)(?:\s[^<>]{0,100})?/?>", re.IGNORECASE)
+_HTML_EXPONENT = re.compile(r"<sup>([^<>]{1,50})</sup>", re.IGNORECASE)
+_DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")]
+_ENDING = " \t\n\r.,;?:"
+
+
+def strip_markup(text: str) -> str:
+    """Return a text without the emphasis, math delimiters, and punctuation around it."""
+    previous = None
+    while text != previous:
+        previous = text
+        text = text.strip()
+        if text.endswith((".", ",", ";", "?", ":")) and not text.endswith(("...", r"\,", r"\;", r"\:")):
+            text = text.rstrip(_ENDING)
+        text = text.removesuffix("\\\\").removesuffix("\\ ")
+        if emphasis := _EMPHASIS.match(text):
+            text = emphasis[2]
+        for opening, closing in _DELIMITERS[1:]:  # one of a pair
+            if text.endswith(closing) and opening not in text[: -len(closing)] and not text.endswith(r"\$"):
+                text = text.removesuffix(closing).rstrip()
+        for opening, closing in _DELIMITERS:
+            inner = text[len(opening) : -len(closing)]
+            if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
+                if "$" not in inner.replace(r"\$", "") and opening not in inner:
+                    text = inner
+    return text
+
+
+def normalize(text: str) -> str:
+    """Return an answer as LaTeX with one spelling per meaning: plain characters, no sizing, spacing, or emphasis."""
+    text = _HTML_EXPONENT.sub(r"^{\1}", _CONTROL.sub("", text))
+    text = strip_markup(_HTML.sub("", text))
+    text = strip_markup(ascii_notation(text))
+    if not text.isascii():
+        text = _COPULA.sub("", _latin_numerals(text))
+    text = text.replace("\\\\(", "(") if "\\\\" in text and "matrix" not in text else text
+    text = _THOUSANDS_IN_LATEX.sub("", text)
+    text = _DECIMAL_COMMA_IN_LATEX.sub(".", text)
+    text = _SIZING.sub("", text)
+    if "matrix" not in text and "array" not in text:
+        text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
+    text = _SPACING.sub(" ", text)
+    text = re.sub(r"\\text(?![A-Za-z])(?!\s*\{)", "", _FONT.sub(r"\\text", text))
+    text = _FONT_AROUND_MATH.sub(r" \1 ", text)
+    text = _CONNECTIVE.sub(", ", text)
+    for pattern, replacement in _LATEX_SYNONYMS:
+        text = pattern.sub(replacement, text)
+    text = text.replace("'", "") if re.search(r"\d'\d{3}", text) else text
+    return strip_markup(re.sub(r"\s+", " ", text))
+
+
+CURRENCY_UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "\u00a5": "yen", "\u20b9": "rupee"}
+CURRENCY_UNITS |= {symbol: symbol for symbol in CURRENCIES if symbol not in CURRENCY_UNITS}
