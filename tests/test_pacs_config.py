@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import warnings
 from dataclasses import MISSING, fields
 from typing import Literal, get_origin, get_type_hints
 
@@ -10,6 +11,7 @@ import pytest
 from pacs_trl import PACSConfig
 from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
 from pacs_trl.recipe import config_class, method_names
+from pacs_trl.settings import _TRL
 from pacs_trl.update.step_sizes import Step
 
 
@@ -41,6 +43,88 @@ def test_settings_of_grpos_loss_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}="):
         make(**{name: value})
     make(**{name: default})
+
+
+REFUSED_VALUES = {
+    "label_smoothing_factor": 0.1,
+    "neftune_noise_alpha": 5.0,
+    "train_sampling_strategy": "group_by_length",
+    "length_column_name": "tokens",
+    "data_seed": 3,
+    "average_tokens_across_devices": False,
+    "include_num_input_tokens_seen": "all",
+    "include_for_metrics": ["loss"],
+    "label_names": ["solution"],
+    "eval_do_concat_batches": False,
+    "eval_accumulation_steps": 1,
+}
+NEEDING_VALUES = {
+    "vllm_structured_outputs_regex": "a*",
+    "transformers_continuous_batching_config": {"block_size": 32},
+    "ref_model_mixup_alpha": 0.5,
+    "ref_model_sync_steps": 5,
+    "num_completions_to_print": 3,
+    "log_unique_prompts": True,
+    "liger_kernel_config": {"rope": True},
+}
+
+
+@pytest.mark.parametrize("name", _TRL["refused"])
+def test_settings_of_the_trainer_without_effect_are_refused(name):
+    with pytest.raises(ValueError, match=f"{name}=.*Remove the key"):
+        make(**{name: REFUSED_VALUES.get(name, True)})
+
+
+@pytest.mark.parametrize("name", _TRL["needs"])
+def test_settings_that_need_another_one_are_refused_without_it(name):
+    with pytest.raises(ValueError, match=f"{name}=.*{_TRL['needs'][name]}"):
+        make(**{name: NEEDING_VALUES[name]})
+
+
+LATE_SERVER = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1, "stale_logps": "recompute"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9"),
+        ({"top_k": 20}, "top_k=20"),
+        ({"min_p": 0.1}, "min_p=0.1"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "no_repeat_ngram_size"),
+        ({"use_vllm": True, "top_p": 0.9}, "top_p=0.9"),
+        ({"use_vllm": True, "generation_kwargs": {"frequency_penalty": 0.5}}, "frequency_penalty"),
+        ({"top_p": 0.9} | LATE_SERVER, "top_p=0.9"),
+    ],
+    ids=str,
+)
+def test_truncated_sampling_trains_with_a_warning(settings, words):
+    """Where no log-probs of an engine enter the loss."""
+    with pytest.warns(UserWarning, match=f"{words}.*not sampled from the policy"):
+        make(**settings)
+
+
+def test_stop_words_of_vllm_are_warned_of():
+    with pytest.warns(UserWarning, match="stop_token_ids"):
+        make(use_vllm=True, generation_kwargs={"stop": ["</answer>"]})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"generation_kwargs": {"num_beams": 1, "do_sample": True, "no_repeat_ngram_size": 0, "bad_words_ids": None}},
+        {"generation_kwargs": {"eos_token_id": [1, 2], "pad_token_id": 0, "use_cache": True}},
+        {"generation_kwargs": {"stop_token_ids": [1]}, "use_vllm": True},
+        {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        {"cache_implementation": "static"},
+        {"max_grad_norm": 0.0},
+    ],
+    ids=str,
+)
+def test_settings_that_change_nothing_or_are_honored_have_no_warning(settings):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        make(**settings)
 
 
 def illegal_values(config_class):

@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import get_type_hints
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import GenerationConfig, Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
@@ -27,9 +27,10 @@ from pacs_trl.experimental.rlpr import RLPRTrainer
 from pacs_trl.pacs_config import NOT_SUPPORTED
 from pacs_trl.rollouts.evaluation import BenchmarkEvaluation
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
+from pacs_trl.rollouts.generation_keys import _KEYS, refused_keys
 from pacs_trl.rollouts.publication import Publication
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
-from pacs_trl.settings import SHAPES_ONLY_GRPO
+from pacs_trl.settings import _TRL, SHAPES_ONLY_GRPO
 
 
 TRAINERS = (
@@ -141,6 +142,47 @@ def test_every_setting_of_grpo_is_kept_or_refused():
     assert found == KEPT | refused, (
         f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either "
         "kept or, if only GRPO's loss reads it, refused in pacs_config.py."
+    )
+
+
+# Settings of TrainingArguments that keep their meaning in every trainer. All others are refused in settings/trl.yaml.
+USED = set(
+    """
+    output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
+    lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 adam_epsilon
+    optim_target_modules gradient_accumulation_steps max_grad_norm bf16 fp16 tf32 gradient_checkpointing
+    gradient_checkpointing_kwargs torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
+    liger_kernel_config use_cache torch_empty_cache_steps auto_find_batch_size logging_strategy logging_steps
+    logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica disable_tqdm report_to
+    run_name project trackio_space_id trackio_bucket_id trackio_static_space_id eval_strategy eval_steps eval_delay
+    per_device_eval_batch_size eval_on_start save_only_model save_strategy save_steps save_on_each_node
+    save_total_limit push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_revision
+    load_best_model_at_end metric_for_best_model greater_is_better ignore_data_skip
+    restore_callback_states_from_checkpoint full_determinism seed use_cpu accelerator_config parallelism_config
+    dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+    dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
+    ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp
+    fsdp_config deepspeed debug skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank
+    """.split()
+)
+
+
+def test_every_setting_of_the_trainer_is_used_or_refused():
+    of_trainer, refused = {f.name for f in fields(TrainingArguments)}, set(_TRL["refused"])
+    assert not USED & refused
+    assert of_trainer <= USED | refused, (
+        f"new: {sorted(of_trainer - USED - refused)}. A new setting is either used or refused in settings/trl.yaml."
+    )
+
+
+def test_every_key_of_generation_is_classified():
+    groups = [_KEYS["settings"], refused_keys("transformers")]
+    groups += [_KEYS["transformers"][name] for name in ("allowed", "reshape_policy")]
+    classified = [key for group in groups for key in group]
+    assert len(set(classified)) == len(classified)
+    assert set(vars(GenerationConfig())) <= set(classified), (
+        f"new: {sorted(set(vars(GenerationConfig())) - set(classified))}. Say in generation_keys.yaml what a new key "
+        "changes."
     )
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pandas as pd
 
+from .completion_columns import with_one_type
+from .logged_names import TABLE_COLUMNS
+
 
 def empty_logs() -> dict[str, Any]:
     """Return the buffers in which TRL's trainer stores the completions that it has graded."""
@@ -29,4 +32,8 @@ def rows_of(logs: dict[str, Any], step: int) -> list[dict[str, Any]]:
 def write_table(file: Path, rows: list[dict[str, Any]]) -> None:
     """Write a table. A column that a reward function has logged for some batches only is empty in the others."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    pd.DataFrame(rows).to_parquet(file)
+    names = dict.fromkeys(name for row in rows for name in row)
+    table = {name: [row.get(name) for row in rows] for name in names}
+    of_reward_functions = names.keys() - TABLE_COLUMNS
+    columns = {name: with_one_type(table[name]) if name in of_reward_functions else table[name] for name in names}
+    pd.DataFrame(columns).to_parquet(file)

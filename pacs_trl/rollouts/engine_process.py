@@ -41,6 +41,8 @@ class Generator:
             self.model = get_peft_model(base, adapter[1], adapter_name=adapter[0]).eval()
         self.tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self._use(settings["frozen"])
+        if self.args.cast_lm_head_to_fp32:
+            compute_logits_in_float32(base, settings["dtype"])
         self.forward_pass = ForwardPass(
             base, torch.device("cpu"), pad_token_id=settings["pad_token_id"], temperature=self.args.temperature
         )
@@ -68,7 +70,8 @@ class Generator:
     def recompute(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
         """Return log-probs by the forward pass of training."""
         size, logps = self.args.per_device_train_batch_size, []
-        with fused_head(self.base, self.args.temperature) if self.forward_pass.fused else nullcontext():
+        head = fused_head(self.base, self.args.temperature, self.args.cast_lm_head_to_fp32)
+        with head if self.forward_pass.fused else nullcontext():
             for start in range(0, len(prompt_ids), size):
                 batch = prompt_ids[start : start + size], completions[start : start + size]
                 logps += self.forward_pass.compute_logps(self.model, *batch).logps
@@ -137,6 +140,19 @@ class Generator:
         return [list(each.token_ids) for each in found], [[of[i].logprob for i, of in tokens] for tokens in chosen]
 
 
+def compute_logits_in_float32(model: Any, dtype: torch.dtype) -> None:
+    """Compute logits as TRL does with `cast_lm_head_to_fp32`: the weight of the head, which may be the embedding, too,
+    is float32, and the layers between compute in `dtype`."""
+    head = model.get_output_embeddings()
+
+    def logits(hidden_states: torch.Tensor) -> torch.Tensor:
+        bias = None if head.bias is None else head.bias.float()
+        return torch.nn.functional.linear(hidden_states.float(), head.weight.float(), bias)
+
+    head.forward = logits
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.to(dtype))
+
+
 class EngineProcess:
     """
     Start and use an engine process.
@@ -158,6 +174,7 @@ class EngineProcess:
             "args": {f.name: getattr(trainer.args, f.name) for f in fields(trainer.args)},
             "model_class": type(base),
             "config": base.config,
+            "dtype": next(p.dtype for p in base.parameters() if p is not base.get_output_embeddings().weight),
             "adapter": (model.active_adapter, model.active_peft_config) if isinstance(model, PeftModel) else None,
             "frozen": frozen,
             "slots": self._slots,

@@ -1,28 +1,18 @@
 """Settings of every training configuration: generation, asynchronous rollouts, and pass@k during training. They load
 without the training stack, as `pacs-trl plan` needs."""
 
+import warnings
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from transformers import GenerationConfig
 from trl import GRPOConfig
 
 from ..evaluation.arguments import DEFAULT_KS
 from ..evaluation.benchmarks import checked_name
 from ..redaction import published
-from ..settings import bounded, refuse_illegal_values
+from ..settings import bounded, refuse_illegal_values, refused_settings
 from ..update.step_sizes import Step
-
-
-# Keys of `generation_kwargs` that have a setting of their own, which log-probs or batch sizes depend on.
-_HAVE_SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-_HAVE_SETTINGS |= dict.fromkeys(("max_new_tokens", "max_tokens", "max_length"), "max_completion_length")
-_HAVE_SETTINGS |= dict.fromkeys(("n", "num_return_sequences"), "num_generations")
-_UNSAFE = {
-    **dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), "would round the trained weights in an evaluation"),
-    "enable_jit_checkpoint": "may save inside an optimizer step; `pacs-trl train` and "
-    "pacs_trl.rollouts.callbacks.StopOnSignal() save between two",
-}
+from .generation_keys import generation_errors, generation_warnings
 
 
 @dataclass
@@ -95,6 +85,8 @@ class RolloutConfig(GRPOConfig):
             checked_name(spec)
         if errors := self.errors(Step.of(self, self.world_size)):
             raise ValueError(" ".join(errors))
+        for message in generation_warnings(self):
+            warnings.warn(message, stacklevel=3)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that may be published; trackers receive them."""
@@ -102,14 +94,16 @@ class RolloutConfig(GRPOConfig):
 
     def errors(self, step: Step) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
-        errors = self._benchmark_errors() + self._generation_errors()
-        errors += [f"{name}=True {why}. Remove the key." for name, why in _UNSAFE.items() if getattr(self, name)]
+        errors = self._benchmark_errors() + generation_errors(self) + refused_settings(self)
+        errors += self._trainer_errors()
         if self.push_to_hub and self.hub_strategy not in ("end", "every_save"):
             errors.append(
                 f"hub_strategy={self.hub_strategy.value!r} would be ignored: models are pushed at the end of "
                 "training, never with checkpoints, which contain the token and the optimizer. Remove the key."
             )
-        names = ("fast_generation", "generation_dtype") if self.use_vllm else ("vllm_sync_adapter",)
+        of_transformers = ("fast_generation", "generation_dtype", "cache_implementation")
+        of_transformers += ("use_transformers_continuous_batching",)
+        names = of_transformers if self.use_vllm else ("vllm_sync_adapter",)
         if ignored := [name for name in names if getattr(self, name)]:
             errors.append(
                 f"{' and '.join(ignored)} would be ignored with use_vllm: {str(self.use_vllm).lower()}. Remove the "
@@ -135,24 +129,18 @@ class RolloutConfig(GRPOConfig):
         """Whether the trainer keeps a copy of the weights that a server generates with, for `stale_logps`."""
         return self.use_vllm and self.stale_logps == "recompute"
 
-    def _generation_errors(self) -> list[str]:
-        """Return one message per group of keys of `generation_kwargs` that is ignored, or overrides a setting."""
-        given, errors = self.generation_kwargs or {}, []
-        if "seed" in given and self.use_vllm:
+    def _trainer_errors(self) -> list[str]:
+        """Return one message per setting of the optimizer or of batches that would fail late, or be ignored."""
+        errors, optimizer = [], self.optim.value
+        if self.optim_target_modules and not optimizer.startswith(("galore", "apollo")):
             errors.append(
-                f"generation_kwargs={{'seed': {given['seed']}}} would generate the same completion for a whole group. "
-                "Remove it: a seed for each request follows from `seed`."
+                f"optim_target_modules={self.optim_target_modules!r} would be ignored with optim={optimizer!r}. "
+                "Remove the key, or choose a GaLore or APOLLO optimizer."
             )
-        if double := sorted(given.keys() & _HAVE_SETTINGS):
-            settings = ", ".join(dict.fromkeys(_HAVE_SETTINGS[key] for key in double))
+        if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
             errors.append(
-                f"generation_kwargs must not have {', '.join(double)}: log-probs would be computed with another "
-                f"value. Set {settings} instead."
-            )
-        elif not self.use_vllm and (unknown := sorted(given.keys() - vars(GenerationConfig()))):  # vLLM rejects them
-            errors.append(
-                f"generation_kwargs has {', '.join(unknown)}, which transformers would ignore. Correct or remove it; "
-                "the keys are those of transformers.GenerationConfig."
+                "accelerator_config with split_batches or dispatch_batches would give each process a part of its "
+                "generation batch. Remove both keys."
             )
         return errors
 

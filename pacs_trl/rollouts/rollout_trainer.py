@@ -30,11 +30,12 @@ from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from . import checkpoint, checks
+from . import checkpoint, checks, completion_columns
 from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
+from .generation_keys import check_generation_config, end_token_ids
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .prompt_date import date_now, prints_date, with_date
 from .publication import Publication
@@ -103,6 +104,9 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
                 config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
         checks.check_loaded(self.model, self.train_dataset, self.args, bool(self.tools), is_sharded)
+        if not self.use_vllm:
+            check_generation_config(self.model, self.args)
+        self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)
@@ -179,6 +183,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             checks.check_columns("The data set", inputs[0])
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
+        completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
         rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
         batch["labels"] = self._labels[rows.to(self._labels.device)]
@@ -262,7 +267,12 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def _log_completion_extra(self, column, values):
         check_column_name(column, self.reward_func_names)
-        super()._log_completion_extra(column, values)
+        name = completion_columns.new_column(column, values, self._num_graded, self._pending_extra_logs)
+        super()._log_completion_extra(name, list(values))
+
+    def log(self, logs, start_time=None):
+        completion_columns.unify_types(self._logs["extra"])
+        super().log(logs, start_time)
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""
@@ -275,10 +285,12 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
         self._extra_of_completions = None
+        self._num_graded = len(completions)
         with self.timer.part("verification"):
             truncated = self.are_truncated(completion_ids_list)
             inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
             rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))
         self._labels = self._labels_of(rewards_per_func)
         if self.model.training and self._unrewarded is not None:
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None

@@ -14,7 +14,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, fields
+from dataclasses import MISSING, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -55,8 +55,9 @@ def illegal_values(config: object) -> list[str]:
         choices = each.metadata.get("choices") or literals
         is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
         is_missing = value is None and each.default is not None and is_required
+        turned_off = " 0 turns it off." if name in _TRL["turned_off_by_0"] else ""
         if legal and (is_missing or isinstance(value, int | float) and not _is_legal(value, legal)):
-            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {each.default!r}.")
+            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {each.default!r}.{turned_off}")
         elif choices and value not in choices and not (value is None and each.default is None):
             messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
     return messages
@@ -93,6 +94,25 @@ def ignored_settings(given: Any, names: Collection[str], reason: str, instead: s
         for name in names
         if getattr(given, name) != defaults[name]
     ]
+
+
+def refused_settings(config: Any) -> list[str]:
+    """Return one message per setting of TRL and transformers that no trainer of this package honors and that differs
+    from its default, or that is ignored without another setting."""
+    messages = []
+    for each in fields(config):
+        value = getattr(config, each.name)
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if value == default:
+            continue
+        if reason := _TRL["refused"].get(each.name):
+            messages.append(f"{each.name}={value!r} {reason}. Remove the key (its default is {default!r}).")
+        condition = _TRL["needs"].get(each.name)
+        if condition is not None and not getattr(config, condition):
+            messages.append(
+                f"{each.name}={value!r} would be ignored without {condition}. Set {condition}, or remove the key."
+            )
+    return messages
 
 
 # YAML -------------------------------------------------------------------------------------------------------

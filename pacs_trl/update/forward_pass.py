@@ -183,11 +183,11 @@ class ForwardPass:
 
 
 @contextmanager
-def fused_head(model, temperature: float = 1.0) -> Iterator[None]:
+def fused_head(model, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False) -> Iterator[None]:
     """Patch TRL's fused head onto `model` inside the context, so that a [`ForwardPass`] can compute its log-probs, and
     restore the model's own `forward` on exit. Models of TRL's trainers already have the fused head."""
     patched = model.__dict__.get("forward")  # e.g. patched by a trainer
-    add_fused_lm_head(model, temperature, outputs=("log_probs", "entropy"))
+    add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs=("log_probs", "entropy"))
     try:
         yield
     finally:

@@ -15,7 +15,15 @@ from forked_engine import forked_engine
 from late_runs import check_logps, trainer_of
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_two, start
-from replay import TOKENIZER, Recorder, addition_dataset, assert_same_models, digit_reward, trainable_weights
+from replay import (
+    TOKENIZER,
+    Recorder,
+    addition_dataset,
+    assert_same_models,
+    digit_reward,
+    tiny_model,
+    trainable_weights,
+)
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -51,6 +59,20 @@ def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lo
     gaps = [log["sampling/sampling_logp_difference/mean"] for log in logs]
     assert gaps[0] < 1e-4 < 1e-2 < min(gaps[1:])
     assert all(set(r.group for r in kept).isdisjoint(r.group for r in trainer.kept[0]) for kept in trainer.kept[1:])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_in_float32_generates_as_it_trains(tmp_path, tied):
+    """The engine's log-probs, as they are sampled, are those of the trainer but for rounding of the layers."""
+    model = tiny_model()
+    model.config.tie_word_embeddings = tied
+    model = type(model)(model.config).to(torch.bfloat16)
+    settings = {"cast_lm_head_to_fp32": True, "stale_logps": "engine", "max_steps": 2, "save_strategy": "no"}
+    with forked_engine():
+        trainer = trainer_of(tmp_path, model=model, **settings)
+        trainer.train()
+    log = next(log for log in trainer.state.log_history if "async/lag_updates" in log)
+    assert log["sampling/sampling_logp_difference/mean"] < 0.02
 
 
 async def two_turns(prompts, generate):
