@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from replay import build_trainer, digit_reward
+from replay import addition_dataset, build_trainer, digit_reward
 
 from pacs_trl.rollouts.completion_columns import new_column, unify_types
 
@@ -58,15 +58,18 @@ def test_completions_table_with_columns_of_any_values(tmp_path):
         log_extra("shared", ["second"] * len(completions))
         return digit_reward(completions)
 
-    build_trainer(
-        tmp_path, reward=[first, second], log_completions=True, max_steps=3, reward_weights=[0.5, 0.5]
-    ).train()
+    settings = {"log_completions": True, "max_steps": 3, "reward_weights": [0.5, 0.5]}
+    trainer = build_trainer(tmp_path, reward=[first, second], **settings)
+    trainer.train()
     tables = [pd.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))]
     assert len(tables) == 3 and all(len(table) == calls[0] for table in tables)
     assert set(tables[0]["mixed"]) >= {"text", "1"} and set(tables[0]["shared_2"]) == {"second"}
     assert tables[0]["shared"].tolist() == list(range(calls[0]))
     assert "late" not in tables[0] and tables[1]["late"].tolist() == [float(i) for i in range(calls[0])]
     assert tables[2]["late"].isna().all()
+    trainer.evaluate(addition_dataset(4))
+    (table,) = [pd.read_parquet(file) for file in (tmp_path / "completions").glob("eval_*.parquet")]
+    assert set(table["mixed"]) >= {"text", "1"} and set(table["shared_2"]) == {"second"}
 
 
 def test_log_extra_of_the_wrong_length_ends_the_run_by_name(tmp_path):
