@@ -3,10 +3,12 @@
 import contextlib
 import copy
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig
 from replay import (
@@ -101,6 +103,19 @@ def streamed() -> dict:
     return {"train_dataset": addition_dataset().to_iterable_dataset()}
 
 
+def spoken_by(role: str, content: str | None = "Answer in French.") -> Dataset:
+    question = {"role": "user", "content": "1+1"}
+    return Dataset.from_dict({"prompt": [[{"role": role, "content": content}, question]] * 32})
+
+
+QWEN = copy.deepcopy(TOKENIZER)  # leaves out roles that it does not know
+QWEN.chat_template = (Path(trl.__file__).parent / "chat_templates" / "qwen3.jinja").read_text()
+
+
+def with_column(name: str, value: object = "x") -> Dataset:
+    return addition_dataset().add_column(name, [value] * 32)
+
+
 HINTS, FEEDBACK = ({"trainer_class": GuidanceTrainer, "guidance": guidance} for guidance in ("hint", "feedback"))
 TEXTS = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
 RLPR = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
@@ -117,6 +132,17 @@ REFUSED = {
     "no prompt": (TINY | {"more": {"train_dataset": QUESTIONS}}, "train_dataset .*`prompt`"),
     "no prompt to evaluate": (TINY | {"more": {"eval_dataset": {"sums": QUESTIONS}}}, r"eval_dataset\['sums'\]"),
     "unknown key of the template": (TINY | {"chat_template_kwargs": {"enable_thinkng": True}}, "enable_thinkng"),
+    "a role that the template leaves out": (
+        TINY | {"more": {"train_dataset": spoken_by("developer"), "processing_class": QWEN}},
+        "Row 0 of train_dataset .*'developer'",
+    ),
+    "messages without content": (TINY | {"more": {"eval_dataset": spoken_by("user", None)}}, "Row 0 of eval_dataset"),
+    "images": ({"more": {"train_dataset": with_column("image", None)}}, "train_dataset has the column `image`"),
+    "images to evaluate": ({"more": {"eval_dataset": with_column("images", [])}}, "has the column `images`"),
+    **{
+        f"a column {name}": ({"more": {"train_dataset": with_column(name)}}, f"train_dataset has the column `{name}`")
+        for name in ("completions", "prompts", "completion_ids", "truncated", "log_metric", "log_extra")
+    },
     "a reward's name": ({"reward": "math_reward"}, "reward_funcs"),
     "a number for a reward": ({"reward": [digit_reward, 1.0]}, "reward_funcs"),
     "a correction of nothing": ({"vllm_importance_sampling_correction": True}, "nothing to correct"),
@@ -169,6 +195,15 @@ def test_models_overrides_and_arguments_that_are_refused_before_weights_are_load
         build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)
     with pytest.raises(TypeError, match="PACSConfig"):
         PACSTrainer(str(tmp_path / "model"), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
+
+
+def test_messages_of_a_stream_are_checked_when_they_arrive(tmp_path):
+    more = {"train_dataset": spoken_by("developer").to_iterable_dataset(), "processing_class": QWEN}
+    with pytest.raises(ValueError, match="Row 0 of the batch .*'developer'"):
+        build_trainer(tmp_path, more=more).train()
+    more = {"train_dataset": with_column("truncated").to_iterable_dataset()}
+    with pytest.raises(ValueError, match="column `truncated`"):
+        build_trainer(tmp_path, more=more).train()
 
 
 @pytest.mark.parametrize("size", [6, 3])

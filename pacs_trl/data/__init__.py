@@ -16,6 +16,7 @@ from pyarrow import ArrowException
 
 from ..settings import bounded, refuse_illegal_values
 from . import gym
+from .messages import MessageCheck, content_as_text
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
 from .sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns, require_columns
@@ -31,12 +32,14 @@ logger = logging.getLogger(__name__)
 def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert rows of verl, whose problem is the last turn of `prompt` and whose answer is `ground_truth` in
     `reward_model`."""
-    return [
-        {"problem": row["prompt"][-1]["content"], "answer": (row.get("reward_model") or row).get("ground_truth")} | row
-        if isinstance(row.get("prompt"), list)
-        else row
-        for row in rows
-    ]
+    converted = []
+    for row in rows:
+        if isinstance(row.get("prompt"), list):
+            problem = content_as_text(row["prompt"][-1]).get("content")
+            answer = (row.get("reward_model") or row).get("ground_truth")
+            row = {"problem": problem, "answer": answer} | row
+        converted.append(row)
+    return converted
 
 
 TRAINING_SETS = named_sets("training", {"rlpr": _from_verl})
@@ -169,6 +172,8 @@ def load_training_data(
     else:
         rows = load_rows(args.dataset_name, entry, path)
     dataset = _prepare(rows, entry, args)
+    if tokenizer is not None:
+        MessageCheck(tokenizer, chat_template_kwargs).check(repr(args.dataset_name), dataset["prompt"])
     if (limit := args.max_prompt_length) is not None:
         lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
         fitting = [i for i, length in enumerate(lengths) if length <= limit]
@@ -217,7 +222,8 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
         system_prompt = args.system_prompt
         if system_prompt is None and isinstance(problem, str) and not entry.is_prompt:
             turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # rows of verl
-            system_prompt = next((turn["content"] for turn in turns if turn["role"] == "system"), None)
+            system_turns = [content_as_text(turn) for turn in turns if turn["role"] == "system"]
+            system_prompt = system_turns[0].get("content") if system_turns else None
         made = {"is_prompt": entry.is_prompt, "instruction": instruction, "system_prompt": system_prompt}
         prompts.append(prompt_of(problem, **made))
         usable.append(row)
@@ -228,10 +234,27 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns = {name: [row.get(name) for row in usable] for name in names}
+    if entry.solution_column in columns and _type_error(columns[entry.solution_column]) is not None:
+        columns[entry.solution_column] = solutions  # text, numbers, and lists together
+    for name in ("image", "images"):  # of sets for text and images, whose null TRL would read as an image
+        if name in columns and all(value is None for value in columns[name]):
+            del columns[name]
+    columns |= {"prompt": prompts, "solution": solutions}
+    for name, values in columns.items():
+        if (error := _type_error(values)) is not None:
+            raise ValueError(
+                f"The column `{name}` of {source!r} has values of mixed types ({error}). Write all of them alike, for "
+                "example as text."
+            ) from error
+    return Dataset.from_dict(columns)
+
+
+def _type_error(values: list[Any]) -> Exception | None:
+    """Return the error if the values do not fit into one column of a dataset."""
+    from datasets import Dataset
+
     try:
-        return Dataset.from_dict(columns | {"prompt": prompts, "solution": solutions})
+        Dataset.from_dict({"values": values})
     except (ArrowException, OverflowError, UnicodeError) as error:
-        raise ValueError(
-            f"The columns of {source!r} have mixed types ({error}). Write all values of a column alike, for example "
-            "as text."
-        ) from error
+        return error
+    return None

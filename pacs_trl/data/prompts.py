@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .messages import content_as_text
+
 
 # Instruction of the PACS paper (arXiv 2509.02522, appendix C.1).
 PROMPT_INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -39,15 +41,16 @@ def prompt_of(problem: str | list, *, is_prompt: bool, instruction: str, system_
 def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     """
     Return the text or messages in a cell, `None` if it is empty; raise a `ValueError` for anything else. Messages end
-    with the last user turn, except in a column `prompt`, which is not changed.
+    with the last user turn, except in a column `prompt`. Content that is a list of text blocks becomes text.
     """
     if cell is None or isinstance(cell, str):
         return cell if cell and cell.strip() else None
     if not is_conversation(cell):
         raise ValueError(f"`problem_column` {column!r} must contain text or messages, got {cell!r:.80}.")
+    messages = [content_as_text(turn) for turn in cell]
     if column == "prompt":
-        return cell or None
-    return cell[: max((i + 1 for i, turn in enumerate(cell) if turn["role"] == "user"), default=0)] or None
+        return messages or None
+    return messages[: max((i + 1 for i, turn in enumerate(cell) if turn["role"] == "user"), default=0)] or None
 
 
 def is_conversation(cell: Any) -> bool:

@@ -18,6 +18,7 @@ import yaml
 from ..settings.names import looks_like_path
 from ..verification import Verifier, gold_texts, last_boxed
 from ..verification.cases import json_of_tests
+from .messages import content_as_text
 from .prompts import is_conversation
 from .tasks import problems
 
@@ -198,7 +199,7 @@ def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None
     if answer_in == "tests" or isinstance(value, Mapping) or isinstance(value, str) and _ASSERTS.match(value):
         return json_of_tests(value)
     if value and is_conversation(value):
-        replies = [turn.get("content") for turn in value if turn["role"] == "assistant"]
+        replies = [content_as_text(turn).get("content") for turn in value if turn["role"] == "assistant"]
         text = replies[-1] if replies and isinstance(replies[-1], str) else ""
         value = last_boxed(text) or text
     texts = list(gold_texts(value))

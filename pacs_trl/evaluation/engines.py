@@ -20,7 +20,7 @@ from typing import Any
 from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..redaction import without_secrets
-from ..settings.names import check_model_path, require_vllm
+from ..settings.names import check_model_path
 from . import provenance
 from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, tokenize_prompt
@@ -207,13 +207,11 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
 
 
 def start_engine(args: EvaluationArguments) -> Any:
-    """Start the engine that the arguments name. Raises a `ValueError` if vLLM is not installed, the chat template
-    would ignore a key of `chat_template_kwargs`, or the server does not serve the model."""
+    """Start the engine that the arguments name. Raises a `ValueError` if the chat template would ignore a key of
+    `chat_template_kwargs`, or the server does not serve the model."""
     template = args.chat_template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
-    if args.engine == "vllm":
-        require_vllm("sample with `--engine transformers`")
     if template:  # checked before weights are loaded
         from transformers import AutoTokenizer
 

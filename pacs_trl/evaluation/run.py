@@ -20,6 +20,7 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..data import gym, instruction_for
+from ..data.messages import MessageCheck
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
@@ -113,6 +114,9 @@ def evaluate(
         requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
         engine = None
         if any(requests):
+            if args.engine == "vllm":
+                require_vllm("sample with `--engine transformers`")
+            _check_messages(args, benchmarks, requests, tools[1] if tools else None)
             engine = start_engine(args)
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
@@ -181,6 +185,24 @@ def missing_requests(
     size = args.batch_size if args.engine == "transformers" else 1
     batches = [requests[start : start + size] for start in range(0, len(requests), size)]
     return [r for batch in batches if any((r.problem_id, r.sample) not in stored for r in batch) for r in batch]
+
+
+def _check_messages(
+    args: EvaluationArguments,
+    benchmarks: Sequence[LoadedBenchmark],
+    requests: Sequence[Sequence[Request]],
+    tools: Sequence[Any] | None,
+) -> None:
+    """Raise a `ValueError` if the text of a message would not reach the prompt. A server has its own chat template."""
+    if args.engine == "server":
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
+    for benchmark, of_benchmark in zip(benchmarks, requests, strict=True):
+        for request in of_benchmark:
+            messages.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
 
 
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:

@@ -25,6 +25,7 @@ from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_c
 
 from .. import rewards
 from ..data.environments import examples_of, prepare_environments
+from ..data.messages import MessageCheck
 from ..data.prompts import prompt_lengths
 from ..data.sets import report_unreadable_golds
 from ..rewards import shared_verifier
@@ -121,8 +122,20 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
 
 
 def check_columns(name: str, columns: Iterable[str]) -> None:
-    """Raise a `ValueError` if there is no `prompt` among the columns."""
+    """Raise a `ValueError` if there is no `prompt` among the columns, or a column has the name of an argument that
+    reward functions get from the trainer, or of TRL's images, which change prompts even where they are null."""
     columns = list(columns)
+    for column in columns:
+        if column in (*_ALWAYS_GIVEN, *OWN_PARAMETERS):
+            raise ValueError(
+                f"{name} has the column `{column}`, but the trainer passes its own `{column}` to reward functions. "
+                "Rename the column, or remove it."
+            )
+        if column in ("image", "images"):
+            raise ValueError(
+                f"{name} has the column `{column}`, which TRL puts into prompts as images, even null. Models are "
+                "trained on text: rename the column, or remove it with `dataset.remove_columns`."
+            )
     if "prompt" not in columns:
         raise ValueError(
             f"{name} has no column `prompt`, the model input, only {', '.join(columns) or 'none'}. Rename the column "
@@ -146,10 +159,11 @@ def check_prompt_lengths(
     """Return the tokens of the longest prompt and a completion of it, or `None` if not all prompts are known. Raise a
     `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
-    or if messages cannot be tokenized. Streaming datasets are skipped."""
+    or if the text of a message would not reach the prompt ([`MessageCheck`]). Streaming datasets are skipped."""
     bounds = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
     of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
     completion = args.max_completion_length or 1
+    messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     longest, all_are_known = 0, args.max_completion_length is not None
     for name, dataset in datasets.items():
         if not isinstance(dataset, Dataset):
@@ -157,7 +171,8 @@ def check_prompt_lengths(
             continue
         limits = bounds | (of_training if name == "train_dataset" else {})
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
-        prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the chat template
+        messages.check(name, dataset["prompt"][:])
+        prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the tokenizer
         lengths = prompt_lengths(prompts, tokenizer, args.chat_template_kwargs, tools)
         longest = max([longest, *lengths])
         all_are_known = all_are_known and len(lengths) == len(dataset)

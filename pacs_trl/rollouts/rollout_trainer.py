@@ -24,6 +24,7 @@ from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable
 
 from ..data import check_chat_template_kwargs
+from ..data.messages import MessageCheck
 from ..errors import FailedRun
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
@@ -122,6 +123,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
         check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        self._messages = MessageCheck(self._tokenizer, self.chat_template_kwargs, self.tools, self.chat_template)
         if prints_date(self.chat_template or self._tokenizer.chat_template):
             self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: self._prompt_date)
         self.forward_pass = self.create_forward_pass(self.model, self.temperature)
@@ -179,8 +181,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
-        if "prompt" not in inputs[0]:  # of a stream, or of a dataset given to `evaluate`
-            checks.check_columns("The data set", inputs[0])
+        checks.check_columns("The dataset", inputs[0])  # of a stream, or of a dataset given to `evaluate`
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
@@ -214,6 +215,10 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if groups is not None:
             batch["groups"] = torch.tensor(groups).repeat_interleave(num_generations)
         return unpad_rollouts(batch)
+
+    def _tokenize_prompts(self, prompts):
+        self._messages.check("the batch", prompts)  # of a stream, or changed by an environment
+        return super()._tokenize_prompts(prompts)
 
     def _generate(self, prompts):
         try:

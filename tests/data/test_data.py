@@ -287,15 +287,35 @@ def test_training_and_evaluation_read_a_file_alike(tmp_path):
     Path(path).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in rows), encoding="utf-8")
     problems = load_benchmark(path).problems
     rows[1]["level"] = 7  # a column that the first row does not have
-    write_jsonl(tmp_path / "rows.jsonl", rows[:2] + [rows[2] | {"answer": ["3.0", "3"]}])
-    with pytest.raises(ValueError, match="The columns of"):
-        load(path)
-    write_jsonl(tmp_path / "rows.jsonl", [row | {"answer": [str(a) for a in row["answer"]]} for row in rows])
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     train, _ = load(path)
-    assert {row["problem"]: row["solution"] for row in train} == {
-        p.problem: [p.solution[0], f"{p.solution[1]}.0"] for p in problems
-    }
+    assert {row["problem"]: row["solution"] for row in train} == {p.problem: p.solution for p in problems}
     assert sorted(train["level"], key=str) == [7, None, None]
+    write_jsonl(tmp_path / "rows.jsonl", rows[:2] + [rows[2] | {"level": "hard"}])
+    with pytest.raises(ValueError, match="column `level` .* mixed types"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("answers", "solutions"),
+    [
+        ([1, "x+1", 2.5], ["1", "x+1", "2.5"]),
+        ([["1", "2"], "3", 4], [["1", "2"], ["3"], ["4"]]),
+        ([[1, "one"], ["2", 2]], [["1", "one"], ["2", "2"]]),
+    ],
+)
+def test_answers_of_several_types_are_read_as_text(tmp_path, answers, solutions):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": f"q{i}", "answer": a} for i, a in enumerate(answers)])
+    train, _ = load(path)
+    by_problem = {row["problem"]: row for row in train}
+    for i, solution in enumerate(solutions):
+        assert by_problem[f"q{i}"]["solution"] == by_problem[f"q{i}"]["answer"] == solution
+
+
+def test_empty_image_columns_are_left_out(tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1", "answer": "2", "image": None}] * 3)
+    train, _ = load(path)
+    assert train.column_names == ["problem", "answer", "prompt", "solution"]
 
 
 def test_a_file_may_bear_the_name_of_a_task(tmp_path):

@@ -54,6 +54,15 @@ def test_results_agree_with_the_samples(run, arguments, sums):
     assert results == read_results(arguments["output_dir"])
 
 
+def test_messages_without_text_are_refused_before_the_model_is_loaded(run, arguments, tmp_path, monkeypatch):
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("the model is loaded"))
+    file = tmp_path / "own.jsonl"
+    turns = [{"role": "system", "content": None}, {"role": "user", "content": "1+1"}]
+    file.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in ([turns[1]], turns)))
+    with pytest.raises(ValueError, match="Problem 1 of own .*'system' without content"):
+        run(arguments, benchmarks=str(file))
+
+
 def test_truncated_samples_are_graded_as_in_training(run, arguments, play):
     def complete(request):
         first, second = map(int, request.prompt[-1]["content"].split("+"))

@@ -1,0 +1,130 @@
+"""Messages whose text reaches the prompt: content as text, and a check of the chat template.
+
+A chat template leaves out what it does not know, without an error: a role, a list of content blocks, no content. The
+model would then be trained or evaluated on other prompts than those of the data.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+
+# How templates that expect text print a list of content blocks.
+_PRINTED_BLOCK = re.compile(r"""["']type["']\s*:\s*["']text["']""")
+
+
+def content_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message in which a list of text blocks is their text, one block per line. Other content is kept."""
+    content = message.get("content")
+    if content and isinstance(content, list) and all(_is_text_block(block) for block in content):
+        return {**message, "content": "\n".join(block["text"] for block in content)}
+    return dict(message)
+
+
+def _is_text_block(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)
+
+
+class MessageCheck:
+    """
+    Check that a chat template renders the text of all messages.
+
+    One prompt for each combination of roles and kinds of content is rendered with a marker in place of each text, so
+    the check costs little and does not depend on how a template trims or formats text.
+
+    Args:
+        tokenizer: Tokenizer with a chat template.
+        chat_template_kwargs (mapping, *optional*): Arguments of the template.
+        tools (sequence, *optional*): Tools that the prompts describe.
+        chat_template (`str`, *optional*): Template to use instead of the tokenizer's.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Callable] | None = None,
+        chat_template: str | None = None,
+    ):
+        self.tokenizer = tokenizer
+        self.how: dict[str, Any] = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        if tools:
+            self.how["tools"] = list(tools)
+        if chat_template is not None:
+            self.how["chat_template"] = chat_template
+        self._checked: set[tuple] = set()  # kinds of the messages of prompts that are rendered as a whole
+
+    def check(self, name: str, prompts: Iterable[Any]) -> None:
+        """Raise a `ValueError` that names the row of `name` if a message has no text, or is left out."""
+        for row, prompt in enumerate(prompts):
+            self.check_prompt(f"Row {row} of {name}", prompt)
+
+    def check_prompt(self, where: str, prompt: str | Sequence[Mapping[str, Any]]) -> None:
+        """Raise a `ValueError` that starts with `where` as [`check`] does. Text prompts are skipped."""
+        if isinstance(prompt, str):
+            return
+        kinds = tuple(_kind(message) for message in prompt)
+        if kinds not in self._checked:
+            self._render(where, prompt)
+            self._checked.add(kinds)
+
+    def _render(self, where: str, prompt: Sequence[Mapping[str, Any]]) -> None:
+        for message in prompt:
+            _check_content(where, message)
+        markers = [f"message{i}text" for i in range(len(prompt))]
+        marked = [_with_text(message, marker) for message, marker in zip(prompt, markers, strict=True)]
+        try:
+            rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.how)
+        except (TemplateError, TypeError, AttributeError, LookupError) as error:
+            roles = ", ".join(str(message["role"]) for message in prompt)
+            raise ValueError(
+                f"{where} cannot be rendered by the chat template ({type(error).__name__}: {error}). It has messages "
+                f"of the roles {roles}; use roles in an order and with a content that the template knows."
+            ) from error
+        for message, marker in zip(prompt, markers, strict=True):
+            is_call = bool(message.get("tool_calls"))  # of which many templates render the call alone
+            is_rendered = marker.casefold() in rendered.casefold()
+            if isinstance(message.get("content"), list) and (not is_rendered or _PRINTED_BLOCK.search(rendered)):
+                raise ValueError(
+                    f"{where} has a message of the role {message['role']!r} whose content is a list of blocks, which "
+                    "the chat template does not render as text. Write the content as text."
+                )
+            if not is_rendered and not is_call:
+                raise ValueError(
+                    f"{where} has a message of the role {message['role']!r}, which the chat template leaves out of "
+                    "the prompt. Use roles that the template knows (usually system, user, assistant, and tool), or "
+                    "the tokenizer of a text model."
+                )
+
+
+def _kind(message: Mapping[str, Any]) -> tuple:
+    """Return what decides how a template renders a message: its role, and the types of its content."""
+    content = message.get("content")
+    types: Any = type(content).__name__
+    if isinstance(content, list):
+        types = tuple("text" if _is_text_block(block) else "other" for block in content)
+    return message["role"], types, bool(message.get("tool_calls"))
+
+
+def _check_content(where: str, message: Mapping[str, Any]) -> None:
+    content, role = message.get("content"), message["role"]
+    if isinstance(content, str) or content is None and message.get("tool_calls"):
+        return
+    if content is None or content == []:
+        raise ValueError(
+            f"{where} has a message of the role {role!r} without content. Remove the row, or complete the message."
+        )
+    if not isinstance(content, list) or not all(_is_text_block(block) for block in content):
+        raise ValueError(
+            f"{where} has a message of the role {role!r} with the content {content!r:.100}. Models are trained on "
+            "text: write the content as text."
+        )
+
+
+def _with_text(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [{**content[0], "text": text}]}
+    return {**message, "content": None if content is None else text}
