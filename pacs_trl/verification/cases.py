@@ -21,7 +21,7 @@ from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, NamedTuple, get_args
 
-from .calls import decode, encode, refuse
+from .exchange import decode, encode, refuse
 
 
 Compare = Literal["floats", "tokens", "lines"]
@@ -127,7 +127,7 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
     if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
         raise ValueError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
-    rest = f"from {_CALLS} import *\nrun_asserts({source!r}, {name!r}, {prelude!r})"
+    rest = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
     return ProblemTests(name, (*cases, *[(rest, PASSED)] * has_rest), "tokens", prelude, are_asserts=True)
 
 
@@ -182,7 +182,7 @@ def last_program(text: str) -> str | None:
     return program if program and program.strip() else None
 
 
-_CALLS = "pacs_trl.verification.calls"
+_PACKAGE = "pacs_trl.verification"
 
 
 def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
@@ -191,7 +191,7 @@ def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
     if tests.function is None:
         return source
     function, more = ("serve", "") if expected is PASSED else ("call", f", {tests.are_asserts}")
-    return f"from {_CALLS} import *\n{function}({source!r}, {tests.function!r}{more})"
+    return f"from {_PACKAGE}.calls import {function}\n{function}({source!r}, {tests.function!r}{more})"
 
 
 def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:

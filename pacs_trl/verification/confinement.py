@@ -30,7 +30,7 @@ AUDIT_NAMES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _ALLOWED = """
 read 0 63, write 1 64, readv 19 65, writev 20 66, pread64 17 67, pwrite64 18 68, lseek 8 62, close 3 57,
 close_range 436 436, fstat 5 80, newfstatat 262 79, stat 4 -, lstat 6 -, statx 332 291, access 21 -, faccessat 269 48,
-faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, chdir 80 49, umask 95 166,
+faccessat2 439 439, readlink 89 -, readlinkat 267 78, getdents64 217 61, getcwd 79 17, umask 95 166,
 ftruncate 77 46, mmap 9 222, munmap 11 215, mprotect 10 226, mremap 25 216, madvise 28 233, brk 12 214, futex 202 98,
 rseq 334 293, set_robust_list 273 99, get_robust_list 274 100, set_tid_address 218 96, sched_yield 24 124,
 sched_getaffinity 204 123, clock_gettime 228 113, clock_getres 229 114, clock_nanosleep 230 115, nanosleep 35 101,

@@ -26,7 +26,8 @@ import traceback
 from types import ModuleType
 from typing import Any, NoReturn
 
-from . import calls as calls  # programs import it
+from . import asserts as asserts  # programs import them
+from . import calls as calls
 from . import confinement
 
 

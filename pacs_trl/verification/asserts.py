@@ -1,0 +1,413 @@
+"""Asserts about a program that runs in another process and may send any answer.
+
+Whatever a program returns is compared as a plain value, which it has to choose before it can know what is expected:
+
+- Values of the types in `exchange.py` arrive as such, instances of subclasses as the standard type they inherit from.
+- Other objects stay in the program's process. An object that a function returned equals only itself, has no methods
+  that standard types have, and is iterated over once. An object that the asserts made, by calling a class of the
+  program, answers for itself, because its methods are what is tested.
+- The program may call functions that the asserts handed over, and get plain values from them, nothing else.
+
+For confined processes, hence the standard library only.
+"""
+
+import builtins
+import importlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NoReturn
+
+from .exchange import Connection, decode, encode, update_arguments
+
+
+_PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
+_TYPES = {kind.__name__: kind for kind in _PLAIN_TYPES}
+# Such a method of an object that is no plain value could read from its arguments what is expected.
+_METHODS_OF_PLAIN_TYPES = {name for kind in _PLAIN_TYPES for name in dir(kind)}
+
+
+class AssertsConnection(Connection):
+    """Connection of asserts to a program. `objects` are the program's that the asserts know, by the program's key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.objects: dict[int | str, Remote] = {}
+        self.handed_over: dict[int, Any] = {}
+        self.has_called = False
+
+    def ask(self, operation: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of an operation in the program's process, or raise its exception."""
+        return self.decode(self.request(operation, args, kwargs)["value"])
+
+    def call(self, function: "Remote", args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the value of a function of the program. A call that returns `None` may be for its effect, so that
+        its arguments change with their copies."""
+        reply = self.request("call", (function, *args), kwargs)
+        value = self.decode(reply["value"])
+        if value is None:
+            update_arguments(list(args), self.decode(reply["changed"]))
+        return value
+
+    def construct(self, kind: "ProgramClass", args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return a new instance of a class of the program. Two calls must not give the same object, or all instances
+        would be equal, unless the calls are equal too (a class with one instance)."""
+        made_by = json.dumps([kind._remote_key, self.hand_over(args), self.hand_over(kwargs)])
+        value = self.request("call", (kind, *args), kwargs)["value"]
+        key = _key_of_object(value)
+        if key is None:
+            return self.decode(value)
+        known = self.objects.get(key)
+        if known is None:
+            known = self.objects[key] = Instance(self, key, made_by=made_by)
+        elif vars(known).get("_remote_made_by") != made_by:
+            raise RuntimeError("a new object is one that the asserts know already")
+        return known
+
+    def get_named(self, owner: "Namespace", name: str) -> Any:
+        """Return what has a name in a module or class of the program. It must not be an object that a function
+        returned before, except a member of an enumeration, whose key is its name."""
+        value = self.request("getattr", (owner, name), {})["value"]
+        key = _key_of_object(value)
+        if key is None or key == f"{owner._remote_name}.{name}":
+            return self.decode(value)
+        known = self.objects.get(key)
+        if known is None:
+            return self.decode(value) if _data_of_object(value) else self.name_object(key, name)
+        if type(known) is Remote:
+            raise RuntimeError(f"{name} of the program is an object that was returned before")
+        return known
+
+    def name_object(self, key: int | str, name: str) -> "Remote":
+        """Return the object of the program with a key and a name, which tells whether it is a class."""
+        is_class = name.lstrip("_")[:1].isupper()
+        self.objects[key] = remote = ProgramClass(self, key, name=name) if is_class else NamedObject(self, key)
+        return remote
+
+    def request(self, operation: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request, or raise the exception that it reports."""
+        reply = self.exchange([operation, self.hand_over(list(args)), self.hand_over(kwargs)])
+        self.has_called = self.has_called or operation == "call"
+        if "raises" not in reply:
+            return reply
+        kind: Any = vars(builtins).get(reply["raises"])
+        is_error = isinstance(kind, type) and issubclass(kind, Exception)
+        if not is_error or kind is StopIteration and operation != "next":  # it would end a loop over asserts
+            kind = RuntimeError
+        raise kind(str(reply["message"]))
+
+    def perform(self, operation: str, key: int, data: Any, named: Any) -> dict[str, Any]:
+        """Call a function that was handed over, or advance an iterator. Values that are not plain must be the
+        program's, or handed over before: those that a callback made stay here."""
+        handed_over = self.handed_over[key]
+        args, kwargs = self.decode(data), self.decode(named)
+        if operation == "next" and isinstance(handed_over, Iterator):
+            value = next(handed_over)
+        elif operation == "call" and callable(handed_over) and not isinstance(handed_over, type):
+            value = handed_over(*args, **kwargs)
+        else:
+            raise TypeError(f"the program may not {operation} this object")
+        changed = encode(args, self._encode_known_object) if value is None else []
+        return {"value": encode(value, self._encode_known_object), "changed": changed}
+
+    def hand_over(self, value: Any) -> Any:
+        """Encode a value for the program, which may call it afterwards if it is a function."""
+        return encode(value, self._encode_object)
+
+    def decode(self, data: Any) -> Any:
+        """Decode a value of the program."""
+        return decode(data, self._decode_object)
+
+    def _encode_object(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, _WithAttributes):
+            value = value._remote
+        if isinstance(value, Remote):
+            return {"yours": value._remote_key}
+        if _is_of_standard_library(value):  # the program uses its own
+            return {"standard": [value.__module__, value.__name__]}
+        self.handed_over[id(value)] = value
+        return {"object": id(value)}
+
+    def _encode_known_object(self, value: Any) -> dict[str, Any]:
+        is_of_program = isinstance(value, Remote | _WithAttributes)
+        if is_of_program or _is_of_standard_library(value) or id(value) in self.handed_over:
+            return self._encode_object(value)
+        raise TypeError("the value of a function that asserts hand over must be plain")
+
+    def _decode_object(self, kind: str, content: Any) -> Any:
+        if kind == "yours":
+            return self.handed_over[content]
+        if kind == "type" and content in _TYPES:
+            return _TYPES[content]
+        key = _key_of_object({kind: content})
+        if key is None:
+            raise TypeError(f"{kind!r:.80} is no kind of value")
+        remote = self.objects.setdefault(key, Remote(self, key))
+        data = _data_of_object({kind: content})
+        if data and type(remote) is Remote:
+            return _with_attributes(self.decode(data[0]), remote)
+        return remote
+
+
+def _key_of_object(data: Any) -> int | str | None:
+    """Return the key of an encoded object of the program; `None` for a value of another kind."""
+    if not isinstance(data, dict) or "object" not in data:
+        return None
+    key, _ = data["object"]
+    if type(key) not in (int, str):
+        raise TypeError("a key is a number or a name")
+    return key
+
+
+def _data_of_object(data: dict[str, Any]) -> list:
+    """Return the data that an encoded object of the program inherits from a standard type, in a list; empty for
+    none."""
+    _, content = data["object"]
+    return content or []
+
+
+def _is_of_standard_library(value: Any) -> bool:
+    if not isinstance(value, type | FunctionType | BuiltinFunctionType) or value.__module__ is None:
+        return False
+    module = sys.modules.get(value.__module__)
+    is_standard = value.__module__ in sys.stdlib_module_names
+    return is_standard and getattr(module, value.__name__, None) is value
+
+
+class Remote:
+    """An object of the program that a function returned, or an attribute of another one. It has no operators."""
+
+    def __init__(self, connection: AssertsConnection, key: int | str, **more: Any):
+        # Attributes of this object, of which the object of the program probably has none.
+        vars(self).update(_remote_connection=connection, _remote_key=key)
+        vars(self).update({f"_remote_{name}": value for name, value in more.items()})
+
+    def _remote_ask(self, operation: str, *args: Any) -> Any:
+        return self._remote_connection.ask(operation, self, *args)
+
+    def _remote_data(self) -> Any:
+        return self._remote_ask("_data")
+
+    def _remote_changes(self) -> None:
+        vars(self).pop("_remote_items", None)
+
+    def _remote_all_items(self) -> list | None:
+        """Return the items, which are asked for once, so that length and items cannot contradict each other; `None`
+        for an iterator."""
+        if "_remote_items" not in vars(self):
+            iterator = self._remote_ask("iter")
+            vars(self)["_remote_items"] = None if iterator is self else list(_Items(iterator))
+        return vars(self)["_remote_items"]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._remote_connection.call(self, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        value = self._remote_ask("getattr", name)
+        if callable(value):
+            self._remote_changes()
+            if name in _METHODS_OF_PLAIN_TYPES:
+                raise AttributeError(f"{name} of an object that is no plain value")
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._remote_changes()
+        self._remote_ask("setattr", name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._remote_ask("getitem", key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._remote_changes()
+        self._remote_ask("setitem", key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._remote_changes()
+        self._remote_ask("delitem", key)
+
+    def __iter__(self) -> Any:
+        items = self._remote_all_items()
+        return self if items is None else iter(items)
+
+    def __next__(self) -> Any:
+        if "_remote_is_exhausted" in vars(self):
+            raise StopIteration
+        try:
+            return self._remote_ask("next")
+        except StopIteration:
+            vars(self)["_remote_is_exhausted"] = True
+            raise
+
+    def __len__(self) -> int:
+        items = self._remote_all_items()
+        if items is None:
+            raise TypeError("an iterator has no length")
+        return len(items)
+
+    def __bool__(self) -> bool:
+        return self._remote_ask("bool")
+
+    def __str__(self) -> str:
+        return self._remote_ask("str")
+
+    def __repr__(self) -> str:
+        return self._remote_ask("repr")
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return hash(self._remote_key)
+
+
+class _Items:
+    """Iterator over what an iterator of the program yields."""
+
+    def __init__(self, iterator: Any):
+        self.iterator = iterator
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        if not isinstance(self.iterator, Remote):
+            raise TypeError("this is no iterator")
+        return self.iterator._remote_ask("next")
+
+
+class Instance(Remote):
+    """An object that the asserts made by calling a class of the program."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._remote_ask("getattr", name)
+
+    def __iter__(self) -> Any:
+        return self._remote_ask("iter")
+
+    def __len__(self) -> int:
+        return self._remote_ask("len")
+
+    def __contains__(self, item: Any) -> bool:
+        return self._remote_ask("contains", item)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether this is the other object, or the other value is the data that this inherits from a standard type."""
+        if isinstance(other, Remote):
+            return self is other
+        data = self._remote_data()
+        return data is not None and data == other
+
+    __hash__ = Remote.__hash__
+
+
+class NamedObject(Remote):
+    """A function or constant that has a name in a module or class of the program."""
+
+
+class Namespace(Remote):
+    """The module of the program, or a class of it."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._remote_connection.get_named(self, name)
+
+
+class ProgramClass(Namespace):
+    """A class of the program, or what has the name of one: it begins with a capital letter."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._remote_connection.construct(self, args, kwargs)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        if isinstance(instance, _WithAttributes):
+            instance = instance._remote
+        return isinstance(instance, Remote) and self._remote_connection.ask("isinstance", instance, self)
+
+    def __subclasscheck__(self, kind: Any) -> bool:
+        return isinstance(kind, Remote) and self._remote_connection.ask("issubclass", kind, self)
+
+
+class _WithAttributes:
+    """Mixin of plain values that came from a subclass of a standard type. Attributes that the standard type does not
+    have, such as the fields of a named tuple, are those of the object of the program."""
+
+    _remote: Remote
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_remote":
+            raise AttributeError(name)
+        value = getattr(self._remote, name)
+        if not callable(value):
+            return value
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = value(*args, **kwargs)
+            update_arguments([self], [self._remote._remote_data()])
+            return result
+
+        return method
+
+    def __str__(self) -> str:
+        return str(self._remote)
+
+    def __repr__(self) -> str:
+        return repr(self._remote)
+
+
+_SUBCLASSES = {
+    kind: type(f"{kind.__name__}_of_program", (_WithAttributes, kind), {})
+    for kind in (int, float, str, bytes, tuple, list, set, frozenset, dict)
+}
+
+
+def _with_attributes(value: Any, remote: Remote) -> Any:
+    plain = _SUBCLASSES[type(value)](value)
+    plain._remote = remote
+    return plain
+
+
+class _Names(dict):
+    """Names of asserts. Those that they do not define are standard modules, never the program's, or the program's."""
+
+    def __missing__(self, name: str) -> Any:
+        if name in vars(builtins):
+            raise KeyError(name)
+        is_module = name in sys.stdlib_module_names
+        return importlib.import_module(name) if is_module else getattr(sys.modules["solution"], name)
+
+
+def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
+    """Run asserts, also `check(candidate)` and `test...()`, on the program that is connected to standard input, and
+    print "passed", "no call", or "failed". The exit code is 1 after exceptions other than a failed assert."""
+    connection, names, exit_code = AssertsConnection(), _Names(__name__="asserts"), 0
+    sys.stdout = sys.stderr = io.StringIO()
+    module = connection.objects[""] = Namespace(connection, "", name="")
+    sys.modules["solution"] = module  # type: ignore[assignment]
+    try:
+        exec(prelude, names)
+        names_before = dict(names)
+        names[name] = function = connection.name_object(name, name)
+        exec(compile(code, "asserts.py", "exec"), names)
+        for key, test in [item for item in names.items() if item[0] not in names_before]:
+            if not isinstance(test, FunctionType):
+                continue
+            if key == "check":
+                test(*[function][: test.__code__.co_argcount])
+            elif key.startswith("test"):
+                test()
+        connection.ask("_ping", "")  # fails if the program has ended, in whatever an assert has caught
+        report = "passed" if connection.has_called else "no call"
+    except BaseException as error:
+        report, exit_code = "failed", 1 - isinstance(error, AssertionError)
+        if not isinstance(error, EOFError | OSError):  # else the program has written why it ended
+            os.write(2, f"\n{type(error).__name__}".encode())
+    os.write(1, report.encode())
+    os._exit(exit_code)

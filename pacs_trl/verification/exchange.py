@@ -1,0 +1,139 @@
+"""Plain values as JSON, and the connection between a program under test and the process of its asserts.
+
+A plain value has exactly one of the types below. It crosses as data, so that decoding it runs no code of the other
+process. For confined processes (`sandbox.py`), hence the standard library only.
+"""
+
+import json
+import os
+import sys
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from datetime import date, datetime
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+
+_FROM_ITEMS: dict[str, Callable[[list], Any]] = {
+    kind.__name__: kind for kind in (tuple, set, frozenset, deque, bytes, bytearray)
+}
+_FROM_PAIRS: dict[str, Callable[[dict], Any]] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
+_FROM_TEXT: dict[str, Callable[[str], Any]] = {
+    "complex": complex,
+    "Decimal": Decimal,
+    "date": date.fromisoformat,
+    "datetime": datetime.fromisoformat,
+}
+
+
+def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
+    """Return a value as exact JSON data; `encode_object` encodes values that are not plain."""
+    kind = type(value)
+    if value is None or kind in (bool, int, float, str):
+        return value
+    if kind is list:
+        return [encode(item, encode_object) for item in value]
+    if kind in (dict, defaultdict, Counter, OrderedDict):
+        name = "dict" if kind is defaultdict else kind.__name__
+        return {name: [[encode(key, encode_object), encode(item, encode_object)] for key, item in value.items()]}
+    if kind in (tuple, set, frozenset, deque, bytes, bytearray):
+        return {kind.__name__: [encode(item, encode_object) for item in value]}
+    if kind in (complex, Decimal, date, datetime):
+        return {kind.__name__: str(value)}
+    if kind in (range, slice):
+        return {kind.__name__: [encode(part, encode_object) for part in (value.start, value.stop, value.step)]}
+    if kind is Fraction:
+        return {"Fraction": [value.numerator, value.denominator]}
+    return encode_object(value)
+
+
+def decode(data: Any, decode_object: Callable[[str, Any], Any]) -> Any:
+    """Return the value of encoded data; `decode_object` decodes what is not plain. Malformed data raises any
+    exception."""
+    if isinstance(data, list):
+        return [decode(item, decode_object) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind in _FROM_PAIRS:
+        return _FROM_PAIRS[kind]({decode(key, decode_object): decode(item, decode_object) for key, item in content})
+    if kind in _FROM_ITEMS:
+        return _FROM_ITEMS[kind]([decode(item, decode_object) for item in _of_type(list, content)])
+    if kind in _FROM_TEXT:
+        return _FROM_TEXT[kind](_of_type(str, content))
+    if kind == "range":
+        return range(*(_of_type(int, part) for part in content))
+    if kind == "slice":
+        start, stop, step = content
+        return slice(start, stop, step)
+    if kind == "Fraction":
+        numerator, denominator = (_of_type(int, part) for part in content)
+        return Fraction(numerator, denominator)
+    return decode_object(kind, content)
+
+
+def _of_type(kind: type, value: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r:.80} is no {kind.__name__}")
+    return value
+
+
+def refuse(*value: Any) -> Any:
+    """Raise a `ValueError` for a value that is not plain."""
+    raise ValueError(f"{value!r:.80} is no data")
+
+
+def update_arguments(arguments: list, changed: list) -> None:
+    """Change the lists, dicts, and sets among the arguments of a call as the called function changed its copies."""
+    for old, new in zip(arguments, changed, strict=True):
+        for kind in (list, dict, set):
+            if isinstance(old, kind) and isinstance(new, kind):
+                _replace_items(old, new)
+
+
+def _replace_items(old: Any, new: Any) -> None:
+    old.clear()
+    if isinstance(old, list):
+        old.extend(new)
+    else:
+        old.update(new)
+
+
+class Connection(ABC):
+    """One end of the connection, which is standard input. A request is a list, a reply is a mapping."""
+
+    def __init__(self) -> None:
+        self.file = os.dup(0)
+        self.lines = os.fdopen(self.file, "rb")
+        sys.set_int_max_str_digits(0)
+
+    def exchange(self, request: list) -> dict[str, Any]:
+        """Send a request, answer requests of the other process until it replies, and return its reply."""
+        self.send(request)
+        while isinstance(message := self.receive(), list):
+            self.send(self.reply_to(*message))
+        return message
+
+    def reply_to(self, *request: Any) -> dict[str, Any]:
+        """Return the reply to a request: its value, with the changed arguments, or the exception that it raises."""
+        try:
+            return self.perform(*request)
+        except BaseException as error:
+            name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+            return {"raises": name, "message": str(error)}
+
+    @abstractmethod
+    def perform(self, *request: Any) -> dict[str, Any]:
+        """Perform a request of the other process."""
+
+    def send(self, message: Any) -> None:
+        data = json.dumps(message).encode() + b"\n"
+        while data:
+            data = data[os.write(self.file, data) :]
+
+    def receive(self) -> Any:
+        if not (line := self.lines.readline()):
+            raise EOFError("the other process has ended")
+        return json.loads(line)
