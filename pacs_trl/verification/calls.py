@@ -56,10 +56,8 @@ def _data(value: Any) -> Any:
     """Convert an instance of a subclass of a standard type to that type; `None` for others."""
     if isinstance(value, str):  # a member of an enumeration has another `str()`
         return str.__str__(value)
-    for kind in (int, float, bytes, tuple, list, set, frozenset, dict):
-        if isinstance(value, kind):
-            return kind(value)  # type: ignore[call-overload]
-    return None
+    kinds: tuple[Any, ...] = (int, float, bytes, tuple, list, set, frozenset, dict)
+    return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
 
 
 def _encode_as_data(value: Any) -> Any:
@@ -71,8 +69,8 @@ def _ping(_: Any) -> None:
     pass
 
 
-_FUNCTIONS = (getattr, setattr, iter, next, len, str, repr, bool, isinstance, issubclass)
-_FUNCTIONS += (operator.call, operator.getitem, operator.setitem, operator.delitem, operator.contains, _data, _ping)
+_FUNCTIONS: list[Any] = [getattr, setattr, iter, next, len, str, repr, bool, isinstance, issubclass]
+_FUNCTIONS += [operator.call, operator.getitem, operator.setitem, operator.delitem, operator.contains, _data, _ping]
 
 
 class ProgramConnection(Connection):
@@ -80,7 +78,7 @@ class ProgramConnection(Connection):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: dict[str, Any] = {function.__name__: function for function in _FUNCTIONS}
+        self.operations = {function.__name__: function for function in _FUNCTIONS}
         self.objects: dict[Any, Any] = {}
         self.objects_of_asserts: dict[int, ObjectOfAsserts] = {}
 
@@ -105,7 +103,7 @@ class ProgramConnection(Connection):
     def _encode_object(self, value: Any) -> dict[str, Any]:
         if isinstance(value, ObjectOfAsserts):
             return {"yours": value._key}
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+        if isinstance(value, type) and value.__module__ == "builtins":
             return {"type": value.__name__}
         key: Any = id(value)
         if isinstance(value, Enum):
