@@ -96,7 +96,7 @@ REPEATED = {
         "739def7d",
         "unpad_rollouts: a new key of `output` may be a mask or a weight that every loss has to respect",
     ),
-    (GRPOTrainer, "__init__"): ("aebed526", "RolloutTrainer, which reads and replaces the attributes set here"),
+    (GRPOTrainer, "__init__"): ("aebed526", "RolloutTrainer, which replaces attributes set here, and kl_reference"),
     (GRPOTrainer, "_tool_call_loop"): (
         "ba4ef3a6 dfc4c23c",
         "ConversationEngine of pacs_trl.evaluation, which has its rules",

@@ -95,7 +95,7 @@ class RolloutConfig(GRPOConfig):
     def errors(self, step: Step) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
         errors = self._benchmark_errors() + generation_errors(self) + refused_settings(self)
-        errors += self._trainer_errors()
+        errors += self._trainer_errors() + self._optimizer_errors()
         if self.push_to_hub and self.hub_strategy not in ("end", "every_save"):
             errors.append(
                 f"hub_strategy={self.hub_strategy.value!r} would be ignored: models are pushed at the end of "
@@ -128,6 +128,16 @@ class RolloutConfig(GRPOConfig):
     def keeps_generating_policy(self) -> bool:
         """Whether the trainer keeps a copy of the weights that a server generates with, for `stale_logps`."""
         return self.use_vllm and self.stale_logps == "recompute"
+
+    def _optimizer_errors(self) -> list[str]:
+        optimizer = str(getattr(self.optim, "value", self.optim))
+        if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
+            return [
+                f"optim={optimizer!r} changes weights inside the backward pass of each micro-batch, so the result "
+                "would depend on their number. Use one that steps afterwards, such as apollo_adamw, galore_adamw, or "
+                "adafactor."
+            ]
+        return []
 
     def _trainer_errors(self) -> list[str]:
         """Return one message per setting of the optimizer or of batches that would fail late, or be ignored."""

@@ -31,12 +31,13 @@ from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from . import checkpoint, checks, completion_columns
+from . import checkpoint, checks, completion_columns, model_checks
 from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
+from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .prompt_date import date_now, prints_date, with_date
 from .publication import Publication
@@ -77,7 +78,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         checks.check_model_type(checks.config_of(model, args), args, arguments["processing_class"])
         self._longest_sequence = checks.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
-        with engine_with_lora(args, model, arguments["peft_config"]):
+        peft_config = arguments["peft_config"]
+        with engine_with_lora(args, model, peft_config), reference_from_memory(model, args, peft_config):
             super().__init__(model, args=args, **arguments)
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
@@ -97,6 +99,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     def _prepare_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         checks.check_arguments(model, args, arguments)
+        model_checks.check_model(model, args, arguments)
+        check_reference(model, args, arguments["peft_config"])
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
@@ -108,6 +112,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
+        if self.use_vllm and not self.args.vllm_sync_adapter:
+            model_checks.check_adapter_of_tied_weights(self.model)
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)

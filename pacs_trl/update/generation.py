@@ -3,6 +3,7 @@
 Sampling log-probs differ from those of the trained policy by rounding. The original weights are restored afterwards.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -23,22 +24,22 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
 
     Args:
         model: The unwrapped model; its parameters must not be sharded.
-        fast (`bool`): Whether to merge adapters and prefill equal prompts once.
+        fast (`bool`): Whether to merge LoRA adapters, except into weights that several layers share, and to prefill
+            equal prompts once.
         dtype (`torch.dtype`, *optional*): Dtype of the weights during generation, to which they are
             [`rounded`]; by default their own.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     has_virtual_tokens = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-    can_merge = fast and isinstance(getattr(model, "base_model", None), LoraModel)
-    can_merge = can_merge and not getattr(base, "is_quantized", False)
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)] if can_merge else []
+    layers = _mergeable_layers(model, base) if fast else []
     try:
-        if layers:
-            model.merge_adapter(safe_merge=True)  # `safe_merge` merges into copies of the weights
+        for layer in layers:
+            layer.merge(safe_merge=True)  # `safe_merge` merges into copies of the weights
         if dtype is not None:
             for seed, (parameter, _) in enumerate(kept):
-                parameter.data = rounded(parameter.data, dtype, seed)
+                if parameter.is_floating_point():  # quantized weights are packed into integers
+                    parameter.data = rounded(parameter.data, dtype, seed)
         if fast and not has_virtual_tokens:  # the cache of a prompt would lack them
             model.generate = partial(generate_sharing_prompts, base, model.generate)
         yield
@@ -48,6 +49,20 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
             layer.merged_adapters.clear()
         for parameter, data in kept:
             parameter.data = data
+
+
+def _mergeable_layers(model: Any, base: Any) -> list[BaseTunerLayer]:
+    """Return the LoRA layers whose adapter can be merged into their weights. Weights that other layers use too, such
+    as embeddings tied to the head, would carry it there."""
+    if not isinstance(getattr(model, "base_model", None), LoraModel) or getattr(base, "is_quantized", False):
+        return []
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer)
+        and all(uses[id(parameter)] == 1 for parameter in module.get_base_layer().parameters())
+    ]
 
 
 def rounded(weights: torch.Tensor, dtype: torch.dtype, seed: int) -> torch.Tensor:

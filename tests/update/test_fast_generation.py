@@ -1,6 +1,6 @@
 import pytest
 import torch
-from peft import get_peft_model
+from peft import LoraConfig, get_peft_model
 from replay import LORA, TOKENIZER, build_trainer, tiny_model, trainable_weights
 from seeds import shifted
 from transformers import GenerationConfig
@@ -47,6 +47,41 @@ def test_completions_are_the_same_and_weights_come_back(with_adapter):
     assert "generate" not in vars(model)
     with torch.no_grad():  # the adapters count again, and once
         assert torch.equal(model.generate(**prompts(), generation_config=GREEDY), plain)
+
+
+ADAPTERS_OF_TIED_WEIGHTS = [
+    {"target_modules": ["q_proj", "embed_tokens"]},
+    {"target_modules": ["q_proj", "lm_head"]},
+    {"target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]},
+    {"target_modules": ["q_proj"], "trainable_token_indices": [45, 46, 60]},
+]
+
+
+@pytest.mark.parametrize("settings", ADAPTERS_OF_TIED_WEIGHTS, ids=str)
+def test_adapters_of_tied_weights_generate_with_the_trained_policy(settings):
+    torch.manual_seed(shifted(1))
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, **settings)).eval()
+    ids = torch.tensor([[45, 46, 60, 61, 62]])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+        expected = model(input_ids=ids).logits
+        with faster_generation(model, fast=True, dtype=None):
+            merged = [layer for layer in model.modules() if getattr(layer, "merged_adapters", None)]
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+        assert len(merged) == 2  # the query projections
+        assert torch.equal(model(input_ids=ids).logits, expected)
+
+
+def test_integers_are_not_rounded():
+    """Quantized weights are packed into integers."""
+    model = tiny_model()
+    packed = torch.nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+    model.model.norm.register_parameter("packed", packed)
+    with faster_generation(model, fast=False, dtype=torch.bfloat16):
+        assert packed.dtype == torch.uint8 and model.dtype == torch.bfloat16
 
 
 def test_rounding_keeps_the_mean():

@@ -1,0 +1,248 @@
+"""Checks of the model that a trainer is given, most of them before anything is loaded: what is trained and by which
+optimizer, and whether other processes and engines get the same model."""
+
+import inspect
+import logging
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
+
+from .checks import config_of
+from .rollout_config import RolloutConfig
+
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 3  # changes of a model that an error names
+
+
+def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
+    """Raise a `ValueError` if nothing would be trained, `optimizers` does not fit the trained weights, or the model
+    could not be copied or rounded as the settings require. `arguments` are the other arguments of the trainer."""
+    check_trainable(model, arguments["peft_config"])
+    check_optimizers(model, arguments["peft_config"], arguments["optimizers"])
+    check_quantization(model, args, arguments["quantization_config"])
+    if args.rollout_lag and not args.use_vllm and not isinstance(model, str):
+        check_copy_in_engine_process(model)
+
+
+def check_trainable(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:
+    """Raise a `ValueError` if no weight is trained."""
+    if peft_config is not None:
+        if peft_config.inference_mode:
+            raise ValueError(
+                "peft_config has inference_mode=True, which freezes the adapter, so nothing would be trained. Set it "
+                "to False."
+            )
+        return
+    if isinstance(model, str):
+        return
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "All weights of the model are frozen (requires_grad=False), so nothing would be trained. Load an adapter "
+            "with `PeftModel.from_pretrained(..., is_trainable=True)`, enable one with `enable_adapter_layers()`, "
+            "call `requires_grad_()` after merging one, or pass a peft_config."
+        )
+
+
+# Optimizers ----------------------------------------------------------------------------------------------------
+
+
+def check_optimizers(
+    model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None, optimizers: tuple[Any, Any]
+) -> None:
+    """Raise a `ValueError` if the optimizer has none of the trained weights or steps inside the backward pass, or if
+    the scheduler belongs to another optimizer. Log a warning if the optimizer lacks some of them."""
+    optimizer, scheduler = optimizers
+    if not isinstance(model, str):
+        check_backward_hooks(model)
+    if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "optimizers: the scheduler belongs to another optimizer than the one that trains, so the learning rate "
+            "would not change. Pass both, as `optimizers=(optimizer, scheduler)`."
+        )
+    groups = getattr(optimizer, "param_groups", None)  # DeepSpeed's placeholder has none
+    if groups is None:
+        return
+    if isinstance(optimizer, LayerWiseDummyOptimizer) or type(optimizer).__module__.startswith("lomo_optim"):
+        raise ValueError(f"optimizers: {_steps_in_backward(type(optimizer).__name__)}")
+    if isinstance(model, str) or peft_config is not None:
+        added_by = "peft_config adds" if peft_config is not None else "the trainer loads"
+        raise ValueError(
+            f"optimizers: {added_by} the weights that are trained later, so the optimizer cannot have them. Pass the "
+            "model with its adapter, and an optimizer of its weights; or remove optimizers."
+        )
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    missing = [name for name, parameter in trained.items() if id(parameter) not in held]
+    if len(missing) == len(trained):
+        raise ValueError(
+            "optimizers: the optimizer has none of the weights that the model trains, perhaps those of another copy. "
+            "Create it from `model.parameters()` of the model that is passed."
+        )
+    if missing:
+        logger.warning(
+            f"optimizers: {len(missing)} of {len(trained)} trained weights are not in the optimizer, so they stay as "
+            f"they are: {', '.join(missing[:_MOST_NAMED])}, ..."
+        )
+
+
+def check_backward_hooks(model: nn.Module) -> None:
+    """Raise a `ValueError` if gradients are used inside the backward pass."""
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            hook = next(iter(parameter._post_accumulate_grad_hooks.values()))
+            hook_name = getattr(hook, "__qualname__", type(hook).__name__)
+            raise ValueError(f"The weight {name} has a hook. {_steps_in_backward(hook_name)}")
+
+
+def _steps_in_backward(name: str) -> str:
+    return (
+        f"{name} uses gradients inside the backward pass, before those of all micro-batches of an optimizer step are "
+        "added. Use an optimizer that steps afterwards."
+    )
+
+
+# Engines and copies --------------------------------------------------------------------------------------------
+
+
+def check_quantization(
+    model: str | PreTrainedModel | PeftModel, args: RolloutConfig, quantization_config: Any = None
+) -> None:
+    """Raise a `ValueError` for a quantized model with settings that would convert or copy its packed weights."""
+    if not args.generation_dtype and (not args.rollout_lag or args.use_vllm):
+        return
+    method = _quantization_method(quantization_config or getattr(config_of(model, args), "quantization_config", None))
+    if method is None:
+        return
+    if args.rollout_lag and not args.use_vllm:
+        raise ValueError(
+            f"rollout_lag={args.rollout_lag}: the engine process cannot copy a model quantized with {method}. Remove "
+            "rollout_lag, or load the model without quantization."
+        )
+    if args.generation_dtype and method != "bitsandbytes":
+        raise ValueError(
+            f"generation_dtype={args.generation_dtype!r} would convert the weights of a model quantized with {method} "
+            "without their scales. Remove it."
+        )
+
+
+def _quantization_method(config: Any) -> str | None:
+    """Return the name of the quantization method, or `None` if weights are not quantized or are dequantized."""
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else config.to_dict()
+    if settings.get("dequantize"):
+        return None
+    method = settings.get("quant_method", "unknown")
+    return str(getattr(method, "value", method))
+
+
+def check_copy_in_engine_process(model: PreTrainedModel | PeftModel) -> None:
+    """Raise a `ValueError` if the engine process, which builds a model from its class and configuration and loads the
+    weights, would build another one than `model`."""
+    if changes := changes_in_place(model):
+        raise ValueError(
+            f"rollout_lag: the engine process builds the model from its class and configuration, and would lack "
+            f"changes that were made to the given one: {'; '.join(changes[:_MOST_NAMED])}. Undo them, or remove "
+            "rollout_lag."
+        )
+
+
+def changes_in_place(model: PreTrainedModel | PeftModel) -> list[str]:
+    """Return what differs between a model and one that is built from its class and configuration, except the values
+    of weights. Attributes of modules are compared if they are numbers with a fraction."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if type(base).__module__.split(".")[0] in ("__main__", "transformers_modules"):
+        return [f"its class {type(base).__name__} is not part of an installed package"]
+    with torch.device("meta"), torch.random.fork_rng(devices=[]):
+        rebuilt: nn.Module = type(base)(base.config)
+        if isinstance(model, PeftModel):
+            if len(model.active_adapters) > 1:
+                return [f"several active adapters ({', '.join(model.active_adapters)})"]
+            rebuilt = _with_same_adapter(rebuilt, model)
+    other_adapters = set(model.peft_config) - {model.active_adapter} if isinstance(model, PeftModel) else set()
+    expected = dict(rebuilt.named_modules())
+    changes = []
+    for name, module in model.named_modules():
+        if not other_adapters.isdisjoint(name.split(".")):
+            continue
+        label = name or type(module).__name__
+        if type(module) is not type(expected.get(name)):
+            changes.append(f"{label} is a {type(module).__name__}")
+            continue
+        changes += [f"{label}.{change}" for change in _changes_of_module(module, expected[name])]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, parameter in rebuilt.named_parameters():
+        if name not in shapes:
+            changes.append(f"{name} is shared or absent")
+        elif shapes[name] != tuple(parameter.shape):
+            changes.append(f"{name} has the shape {shapes[name]}")
+    return changes
+
+
+def _with_same_adapter(base: nn.Module, model: PeftModel) -> PeftModel:
+    """Return a rebuilt base model with the active adapter of `model`, not initialized."""
+    settings = model.active_peft_config.to_dict()
+    if isinstance(model.active_peft_config, LoraConfig):
+        settings["init_lora_weights"] = False
+    return get_peft_model(base, type(model.active_peft_config)(**settings), adapter_name=model.active_adapter)
+
+
+def _changes_of_module(module: nn.Module, expected: nn.Module) -> list[str]:
+    changes = []
+    forward = vars(module).get("forward")
+    if forward is not None and not is_wrapper_of_own_forward(module, forward):
+        changes.append("forward is replaced")
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers adds this one to train adapters with gradient checkpointing.
+    hooks = [hook for hook in hooks if getattr(hook, "__name__", "") != "make_inputs_require_grads"]
+    if len(hooks) > len(expected._forward_hooks) + len(expected._forward_pre_hooks):
+        changes.append("forward has a hook")
+    if isinstance(module, BaseTunerLayer) and module.merged:
+        changes.append("adapter is merged")
+    if not isinstance(module, nn.Dropout):
+        for key, value in vars(expected).items():
+            if isinstance(value, float) and vars(module).get(key) != value:
+                changes.append(f"{key} is {vars(module).get(key)}")
+    return changes
+
+
+def is_wrapper_of_own_forward(module: nn.Module, forward: Any) -> bool:
+    """Return whether `forward` wraps the forward method of the module's class, as those that trainers and accelerate
+    set on the models they train do."""
+    return inspect.unwrap(forward) is inspect.unwrap(type(module).forward)
+
+
+def check_adapter_of_tied_weights(model: PreTrainedModel | PeftModel) -> None:
+    """Raise a `ValueError` if an adapter changes only the embeddings or only the head of a model in which they share
+    their weights: vLLM gets one merged weight for both."""
+    if not isinstance(model, PeftModel):
+        return
+    base = model.get_base_model()
+    embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head is None or _original(embeddings).weight is not _original(head).weight:
+        return
+    adapted = [layer for layer in (embeddings, head) if isinstance(layer, BaseTunerLayer)]
+    saved = [layer for layer in (embeddings, head) if isinstance(layer, ModulesToSaveWrapper)]
+    if adapted or saved and embeddings.weight is not head.weight:
+        raise ValueError(
+            "The adapter has its own weights for the embeddings or the head, which share theirs "
+            "(tie_word_embeddings), and vLLM would use one merged weight for both. Remove embed_tokens and lm_head "
+            "from target_modules and modules_to_save, or set vllm_sync_adapter: true."
+        )
+
+
+def _original(layer: nn.Module) -> nn.Module:
+    """Return the layer without adapters."""
+    if isinstance(layer, BaseTunerLayer):
+        return layer.get_base_layer()
+    if isinstance(layer, TrainableTokensWrapper):
+        return layer.token_adapter.get_base_layer()
+    return layer.original_module if isinstance(layer, AuxiliaryTrainingWrapper) else layer
