@@ -1,4 +1,4 @@
-"""What is refused of a model that is given: frozen weights, optimizers of other weights or inside the backward pass,
+"""Models that are refused: frozen weights, optimizers of other weights or inside the backward pass,
 quantized weights that would be copied or converted, and changes that the engine process would lose."""
 
 import logging
