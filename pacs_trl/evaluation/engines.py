@@ -10,6 +10,7 @@ caller can store each one. Reproducibility differs:
 """
 
 import gc
+import math
 import os
 import sys
 import time
@@ -21,6 +22,7 @@ from ..data import check_chat_template_kwargs
 from ..errors import FailedRun
 from ..redaction import without_secrets
 from ..settings.names import check_model_path
+from ..update.context_length import context_lengths
 from . import provenance
 from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, tokenize_prompt
@@ -36,7 +38,7 @@ class TransformersEngine:
         self.model, self.tokenizer = model, tokenizer
         self.batch_size = batch_size
         self.chat_template_kwargs = chat_template_kwargs
-        self.context_length = model.config.max_position_embeddings
+        self.context_length = context_lengths(model.config)["max_position_embeddings"] or math.inf
 
     @classmethod
     def load(cls, model: str, *, revision: str | None = None, dtype: str = "auto", **kwargs):
@@ -112,9 +114,10 @@ class VLLMEngine:
 
 class ServerEngine:
     """
-    Client of the `/chat/completions` endpoint of an OpenAI-compatible server, for example `vllm serve MODEL`.
+    Client of an OpenAI-compatible server, for example `vllm serve MODEL`.
 
-    The server applies its own chat template. Start it without a reasoning parser, which would remove reasoning from
+    Conversations go to the endpoint `/chat/completions`, where the server applies its own chat template, and prompts
+    that are text to `/completions`, where it adds the tokenizer's special tokens alone, as in training. Start it without a reasoning parser, which would remove reasoning from
     the text that is graded. Connection errors, timeouts, and status 408, 429, or 5xx are retried after
     `waits_seconds`. The API key is read from the environment variable `OPENAI_API_KEY`; `chat_template_kwargs` are
     sent with each request (an extension of vLLM). Raises a `ValueError` if the server does not respond or does not
@@ -163,25 +166,32 @@ class ServerEngine:
         prompt = request.prompt
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}],
             "temperature": settings.temperature,
             "top_p": settings.top_p,
             "max_tokens": settings.max_new_tokens,
             "seed": request.seed,
         }
-        extensions = {"top_k": settings.top_k, "chat_template_kwargs": self.chat_template_kwargs}
+        extensions: dict[str, Any] = {"top_k": settings.top_k}
+        if isinstance(prompt, str):
+            endpoint = "completions"
+            body["prompt"] = prompt
+        else:
+            endpoint = "chat/completions"
+            body["messages"] = prompt
+            extensions["chat_template_kwargs"] = self.chat_template_kwargs
         body |= {key: value for key, value in extensions.items() if value}
-        answer = self._post(body)
+        answer = self._post(endpoint, body)
         choice, num_tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
-        return Completion(choice["message"]["content"] or "", num_tokens, choice["finish_reason"])
+        text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
+        return Completion(text or "", num_tokens, choice["finish_reason"])
 
-    def _post(self, body: dict) -> dict:
+    def _post(self, endpoint: str, body: dict) -> dict:
         from huggingface_hub.utils import httpx
 
         for wait in (0.0, *self.waits_seconds):
             time.sleep(wait)
             try:
-                return self._client.post("chat/completions", json=body).raise_for_status().json()
+                return self._client.post(endpoint, json=body).raise_for_status().json()
             except httpx.HTTPStatusError as error:
                 status, reason = error.response.status_code, str(error)
                 if status not in (408, 429) and status < 500:

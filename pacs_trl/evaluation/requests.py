@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
-# A prompt is a conversation (list of {"role", "content"}), a string that is already rendered, or its token ids.
+# A prompt is a conversation (list of {"role", "content"}), text without a chat template, or its token ids.
 Prompt = list[dict] | str | list[int]
 
 
@@ -57,8 +57,11 @@ def render_prompt(tokenizer, prompt: list[dict] | str, chat_template_kwargs: dic
 
 
 def tokenize_prompt(tokenizer, prompt: Prompt, chat_template_kwargs: dict | None = None) -> list[int]:
-    """Return the token ids of a prompt."""
-    if not isinstance(prompt, str) and isinstance(prompt[0], int):
+    """Return the token ids of a prompt, as in training: text with the special tokens that the tokenizer adds, and a
+    conversation with those of its chat template."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    if isinstance(prompt[0], int):
         return prompt  # type: ignore[return-value]
     text = render_prompt(tokenizer, prompt, chat_template_kwargs)  # type: ignore[arg-type]
     return tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -35,6 +35,9 @@ class Server(Loopback):
         if self.failures:
             return call.reply(self.failures.pop(), {"error": "busy"})
         self.bodies.append({**body, "authorization": call.headers["Authorization"]})
+        if call.path.endswith("/v1/completions"):
+            choice = {"text": f"{body['prompt']} {body['seed']}", "finish_reason": "length"}
+            return call.reply(200, {"choices": [choice], "usage": {"completion_tokens": 8}})
         text = f"{body['messages'][-1]['content']} {body['seed']}"
         message = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
         call.reply(200, {"choices": [message], "usage": {"completion_tokens": 7}})
@@ -85,3 +88,11 @@ def test_server_engine_checks_the_address_and_the_model(server):
         ServerEngine(server.url, "huge")
     with pytest.raises(ValueError, match="base_url"):
         ServerEngine("http://127.0.0.1:9/v1", "tiny")
+
+
+def test_text_is_completed_without_a_chat_template(server):
+    engine = ServerEngine(server.url, "tiny", concurrency=1, chat_template_kwargs={"enable_thinking": False})
+    ((_, completion),) = engine.generate([Request("p", 0, 3, "1+2=")], SETTINGS)
+    engine.close()
+    assert completion == Completion("1+2= 3", 8, "length")
+    assert server.bodies[0]["prompt"] == "1+2=" and not server.bodies[0].keys() & {"messages", "chat_template_kwargs"}
