@@ -52,7 +52,10 @@ def test_their_neighbors_are_legal():
         training = read(**MEASURES, **best, metric_for_best_model=metric).training
         assert training.metric_for_best_model == f"eval_{metric[5:]}" and training.greater_is_better
     assert read(**MEASURES, **best).training.metric_for_best_model == "eval_pass@1"
-    read(eval_strategy="epoch", eval_split_size=8, lr_scheduler_type="reduce_lr_on_plateau", save_steps=0.5)
+    assert read(**EVALUATES, **best).training.metric_for_best_model == "eval_reward"
+    plateau = {"eval_strategy": "epoch", "eval_split_size": 8, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    training = read(**plateau, save_steps=0.5).training
+    assert training.metric_for_best_model == "eval_reward" and training.lr_scheduler_kwargs["mode"] == "max"
     read(debug="underflow_overflow", pad_to_multiple_of="16", logging_steps="2", tf32=True)
     read(dataloader_prefetch_factor=2, dataloader_num_workers=1, report_to=["wandb", "trackio"])
     read(score_estimator="grpo", steps_per_generation=4, num_iterations=2, first_update_score="dr_grpo")

@@ -117,11 +117,11 @@ class ServerEngine:
     Client of an OpenAI-compatible server, for example `vllm serve MODEL`.
 
     Conversations go to the endpoint `/chat/completions`, where the server applies its own chat template, and prompts
-    that are text to `/completions`, where it adds the tokenizer's special tokens alone, as in training. Start it without a reasoning parser, which would remove reasoning from
-    the text that is graded. Connection errors, timeouts, and status 408, 429, or 5xx are retried after
-    `waits_seconds`. The API key is read from the environment variable `OPENAI_API_KEY`; `chat_template_kwargs` are
-    sent with each request (an extension of vLLM). Raises a `ValueError` if the server does not respond or does not
-    serve the model.
+    that are text to `/completions`, where it adds the tokenizer's special tokens alone, as in training. Start it
+    without a reasoning parser, which would remove reasoning from the text that is graded. Connection errors, timeouts,
+    and status 408, 429, or 5xx are retried after `waits_seconds`. The API key is read from the environment variable
+    `OPENAI_API_KEY`; `chat_template_kwargs` are sent with each conversation (an extension of vLLM). Raises a
+    `ValueError` if the server does not respond or does not serve the model.
     """
 
     timeout_seconds = 3600.0  # per request; long completions take minutes

@@ -10,7 +10,7 @@ seeds of training are not changed: a run has the same bits with and without eval
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +46,12 @@ class BenchmarkEvaluation:
         self._has_examples = arguments["eval_dataset"] is not None
         self._evaluation = EvaluationMetrics(None)
         self._evaluated_rows: list[dict[str, Any]] = []  # of the table of completions
-        if not args.eval_benchmarks:
-            return
+        examples = arguments["eval_dataset"]
+        if args.eval_benchmarks:
+            self._add_benchmarks(model, args, arguments)
+        check_best_metric(args.metric_for_best_model, examples, [benchmark.name for benchmark in self._benchmarks])
+
+    def _add_benchmarks(self, model, args, arguments: dict[str, Any]) -> None:
         if arguments["rollout_func"] or arguments["environment_factory"]:
             raise ValueError(
                 "eval_benchmarks lack the columns that `rollout_func` or `environment_factory` may read. Remove the "
@@ -214,6 +218,23 @@ class BenchmarkEvaluation:
             self.num_generations_eval = num_generations
             metrics.clear()
             metrics.update(logged)
+
+
+def check_best_metric(best: str | None, examples: Any, benchmarks: Sequence[str]) -> None:
+    """Raise a `ValueError` if no evaluation measures `metric_for_best_model`; `examples` is the `eval_dataset`."""
+    prefixes = ["eval_pass@", *(f"eval_{name}/" for name in benchmarks)] if benchmarks else []
+    if isinstance(examples, Mapping):
+        prefixes += [f"eval_{name}_" for name in examples]
+    elif examples is not None:
+        prefixes.append("eval_")
+    name = best if best is None or best.startswith("eval_") else f"eval_{best}"
+    if name is None or not prefixes or name.startswith(tuple(prefixes)):
+        return
+    raise ValueError(
+        f"metric_for_best_model={best!r} would not be measured: the evaluations of this run have metrics that start "
+        f"with {', '.join(prefixes)}. Set it to one of these, such as "
+        f"{'eval_pass@1' if benchmarks else f'{prefixes[0]}reward'}."
+    )
 
 
 def _arguments_of(args: Any) -> EvaluationArguments:

@@ -76,11 +76,15 @@ class RolloutConfig(GRPOConfig):
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
             self.eval_benchmarks = [self.eval_benchmarks]
-        if self.eval_benchmarks and self.load_best_model_at_end and self.metric_for_best_model is None:
-            self.metric_for_best_model = "eval_pass@1"
+        schedule_follows_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or schedule_follows_metric):
+            self.metric_for_best_model = "eval_pass@1" if self.eval_benchmarks else "eval_reward"
         if (best := self.metric_for_best_model or "").startswith("eval/"):  # the name in trackers
             self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
         super().__post_init__()
+        if schedule_follows_metric:
+            mode = "max" if self.greater_is_better else "min"
+            self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         for spec in self.eval_benchmarks or ():
             checked_name(spec)
         if errors := self.errors(Step.of(self, self.world_size)):
@@ -159,6 +163,12 @@ class RolloutConfig(GRPOConfig):
         given = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
         ks = [str(k) for k in DEFAULT_KS if self.eval_benchmarks and k <= self.eval_num_samples]
         best = self.metric_for_best_model or ""
+        if best == "loss" or best.startswith("eval_") and best.endswith("_loss"):
+            return [
+                f"metric_for_best_model={best!r} does not measure a policy: the loss is ln 2 for PACS at every step, "
+                "and not lower for better completions with other methods. Set eval_reward, or with eval_benchmarks "
+                "eval/pass@1."
+            ]
         if given and not self.eval_benchmarks:
             return [f"{', '.join(given)} would be ignored. Set eval_benchmarks, or remove the key."]
         if self.eval_temperature == 0 and self.eval_num_samples > 1:

@@ -13,6 +13,7 @@ import torch
 from long_way import CORRECTION, RaggedGroups
 from replay import (
     LORA,
+    TOKENIZER,
     DarsAndGuidanceTrainer,
     Parity,
     Recorder,
@@ -221,6 +222,28 @@ def benchmarks(rank, directory, **how):
     return [{k: v for k, v in e.items() if "pass@1" in k or "addition" in k} for e in logs]
 
 
+def numbered(prompts, trainer):
+    """Completions of a prompt that differ in length."""
+    texts = [f"{prompt[-1]['content']}{'x' * (i % 4)}" for i, prompt in enumerate(prompts)]
+    ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
+    return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], "completion_ids": ids, "logprobs": None}
+
+
+def held_out(rank, directory, **how):
+    """An evaluation on five prompts with four completions each: two processes repeat three prompts."""
+
+    def reward(prompts, completion_ids, **kwargs):
+        return [(len(str(prompt)) + 3 * len(ids)) % 7 / 7 for prompt, ids in zip(prompts, completion_ids)]
+
+    settings = {"per_device_eval_batch_size": 8, "loss_type": "dapo", "top_entropy_quantile": 0.5} | how
+    more = {"eval_dataset": addition_dataset(5), "rollout_func": numbered, "peft_config": LORA}
+    arguments = {"reward": reward, "trainer_class": GRPOTrainer, "more": more, "beta": 0.1}
+    torch.manual_seed(shifted(0))  # of the adapter
+    metrics = build_trainer(directory, **HALF | arguments | settings).evaluate()
+    names = ("eval_loss", "eval_kl", "eval_entropy", "eval_reward", "eval_reward_std", "eval_rewards/reward/mean")
+    return {name: metrics[name] for name in names}
+
+
 def probabilities(rank, directory, **how):
     """Of reference answers, of the whole training set and of completions, which the processes share."""
     settings = {"max_completion_length": 12, "per_device_train_batch_size": 4, "learning_rate": 0.5} | how
@@ -275,6 +298,7 @@ GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "bench
 GENERATING |= {"drawn where needed": drawn_where_needed}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
 DDP |= {
+    "held out": held_out,
     "zero proxies": zero_proxies,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,

@@ -21,6 +21,7 @@ from scenarios import (
     REPLAYED,
     SHARDED,
     benchmarks,
+    held_out,
     probabilities,
     run_all,
     weighted,
@@ -171,6 +172,13 @@ def test_benchmarks_are_shared_by_processes(tmp_path, request, kind):
     first, second = both(request.getfixturevalue(kind), "benchmarks")
     one = benchmarks(0, tmp_path, per_device_train_batch_size=8)
     assert first == second == one and len(one) == 2 and one[0]["eval_miniature/addition/mean_length"] > 0
+
+
+def test_an_evaluation_does_not_count_repeated_prompts(tmp_path, ddp):
+    first, second = both(ddp, "held out")
+    one = held_out(0, tmp_path, per_device_train_batch_size=8, per_device_eval_batch_size=16)
+    assert first == second == pytest.approx(one, rel=1e-4)
+    assert abs(one["eval_loss"]) > 1e-3 and one["eval_kl"] > 1e-3 and 0.1 < one["eval_reward"] < 0.9
 
 
 @pytest.mark.parametrize("kind", TWO_KINDS)

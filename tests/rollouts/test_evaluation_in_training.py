@@ -15,6 +15,7 @@ from replay import (
     digit_reward,
     trainable_weights,
 )
+from transformers import AutoConfig
 
 from pacs_trl import PACSTrainer
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
@@ -176,3 +177,47 @@ def test_prompts_of_benchmarks_are_checked_before_the_model_is_loaded(tmp_path, 
         build(PACSTrainer, tmp_path, model_path, eval_benchmarks=[str(tmp_path / "long.jsonl")])
     with pytest.raises(ValueError, match="rollout_func"):
         build_trainer(tmp_path, replay=lambda prompts, trainer: {}, eval_benchmarks=["miniature/addition"])
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_the_best_checkpoint_by_reward_unless_named_otherwise(tmp_path, trainer_class):
+    """Rewards rise and fall with the step; the loss of an evaluation does not depend on them."""
+    by_step = {1: 0.2, 2: 0.6, 3: 0.4}
+
+    def reward(completions, trainer_state, **kwargs):
+        return [by_step.get(trainer_state.global_step, 0.0) + 0.1 * y for y in digit_reward(completions)]
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
+    more = {"eval_dataset": addition_dataset(4)}
+    arguments = {"reward": reward, "trainer_class": trainer_class, "more": more, "load_best_model_at_end": True}
+    trainer = build_trainer(tmp_path, **arguments, **settings)
+    trainer.train()
+    rewards = {log["step"]: log["eval_reward"] for log in trainer.state.log_history if "eval_reward" in log}
+    assert trainer.state.best_global_step == max(rewards, key=rewards.get) == 2
+    assert trainer.state.best_metric == rewards[2]
+
+
+def test_an_evaluation_without_a_verdict_is_not_the_best(tmp_path):
+    def reward(completions, trainer_state, **kwargs):
+        return [None] * len(completions) if trainer_state.global_step == 1 else digit_reward(completions)
+
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    more = {"eval_dataset": addition_dataset(4)}
+    trainer = build_trainer(tmp_path, reward=reward, more=more, load_best_model_at_end=True, **settings)
+    trainer.train()
+    assert trainer.state.best_global_step == 2
+
+
+def test_the_metric_of_the_best_checkpoint_must_be_measured(tmp_path, model_path):
+    """Before the model is loaded, of which there are no weights."""
+    AutoConfig.from_pretrained(model_path).save_pretrained(tmp_path / "config")
+    several = {"easy": addition_dataset(2), "hard": addition_dataset(4)}
+    saving = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    for examples, more, suggested in (
+        (several, {}, "eval_easy_reward"),
+        (several, {"metric_for_best_model": "eval_other_reward"}, "eval_easy_reward"),
+        (None, {"metric_for_best_model": "eval_reward", **BENCHMARKS}, "eval_pass@1"),
+    ):
+        arguments = {"model": str(tmp_path / "config"), "more": {"eval_dataset": examples}}
+        with pytest.raises(ValueError, match=f"metric_for_best_model=.*{suggested}"):
+            build_trainer(tmp_path, **arguments, load_best_model_at_end=True, **saving, **more)
