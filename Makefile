@@ -42,7 +42,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality style bench gpu-check tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality settings style bench gpu-check tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -95,6 +95,9 @@ quality: env
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/python tests/language.py
+
+settings: env
+	$(BIN)/python -m pacs_trl.settings.help > docs/settings.md
 
 style: env
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -106,7 +106,9 @@ def worktree(commit: str, path: Path) -> Iterator[Path]:
 
 def make_inputs(directory: Path) -> Path:
     from equality_inputs import write_inputs  # after `--help`: transformers is slow to import
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     write_inputs(directory)
     return directory
 

@@ -1,6 +1,6 @@
 """Command line `pacs-trl COMMAND ...`, which runs the `main` of a module per command.
 
-Help is printed before libraries are imported. Exit codes are in `errors.py`.
+Wrong options are found before libraries are imported. Exit codes are in `errors.py`.
 """
 
 import sys
@@ -11,7 +11,8 @@ from typing import Any
 
 from .errors import exit_code
 from .plan import read_plan_arguments
-from .settings import answer_help, did_you_mean
+from .settings import did_you_mean
+from .settings.help import answer_help
 
 
 COMMANDS = {
@@ -37,7 +38,7 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Run a command and return its exit code."""
 
     def command(argv: Sequence[str]) -> Any:
-        if name in ("train", "evaluate"):  # help and wrong options, before the slow import of the command
+        if name in ("train", "evaluate"):  # before the slow import of the command
             answer_help(name, argv)
         elif name == "plan":
             read_plan_arguments(argv)

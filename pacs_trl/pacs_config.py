@@ -1,11 +1,13 @@
 """Settings of the exact update and of PACS, the rules between them, and settings of GRPO that PACS would ignore."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .rollouts.rollout_config import RolloutConfig
-from .settings import SHAPES_ONLY_GRPO, bounded, ignored_settings
+from .settings.checks import ignored_settings
+from .settings.fields import setting
+from .settings.trl_settings import SHAPES_ONLY_GRPO
 from .update.step_sizes import Step
 
 
@@ -18,25 +20,28 @@ NOT_SUPPORTED = (
 
 @dataclass
 class ExactUpdateConfig(RolloutConfig):
-    r"""
+    """
     Settings of the exact optimizer step, which all its objectives share. Inherits every parameter of
     [`~trl.GRPOConfig`].
-
-    Parameters:
-        max_tokens_per_micro_batch (`int`, *optional*):
-            Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. Every
-            prompt plus `max_completion_length` must fit, which is checked at startup.
-        padding_free (`str`, *optional*, defaults to `"auto"`):
-            `"auto"` packs the completions of a micro-batch where model and attention allow it, and pads otherwise;
-            `"never"` pads, for tests.
-        max_non_finite_steps (`int`, *optional*, defaults to `3`):
-            Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each such step
-            is skipped on all processes.
     """
 
-    max_tokens_per_micro_batch: int | None = bounded(None, least=1)
-    padding_free: Literal["auto", "never"] = "auto"
-    max_non_finite_steps: int = bounded(3, least=1)
+    max_tokens_per_micro_batch: int | None = setting(
+        None,
+        "Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. "
+        "Every prompt plus `max_completion_length` must fit, which is checked at startup.",
+        least=1,
+    )
+    padding_free: Literal["auto", "never"] = setting(
+        "auto",
+        '`"auto"` packs the completions of a micro-batch where model and attention allow it, and pads '
+        'otherwise; `"never"` pads, for tests.',
+    )
+    max_non_finite_steps: int = setting(
+        3,
+        "Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each "
+        "such step is skipped on all processes.",
+        least=1,
+    )
 
     def errors(self, step: Step) -> list[str]:
         refused = set(NOT_SUPPORTED)
@@ -56,83 +61,87 @@ class ExactUpdateConfig(RolloutConfig):
 
 @dataclass
 class PACSConfig(ExactUpdateConfig):
-    r"""
+    """
     Configuration class for the [`PACSTrainer`].
 
     Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and
     optimization keep their meaning, and so does `beta`, the weight of the KL term (k3 estimator, mean over the tokens
     of the optimizer step). Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are
     rejected unless they have their default value.
-
-    Parameters:
-        > Parameters that control the objective
-
-        pacs_beta (`float`, *optional*, defaults to `1.0`):
-            Scale of the implicit reward, beta of the paper's eq. 7.
-        score_estimator (`str`, *optional*, defaults to `"rloo"`):
-            How the implicit rewards of a group become scores: `"rloo"`, `"dr_grpo"`, `"grpo"` or `"none"`. `"grpo"`
-            divides by the group's standard deviation, which is 0 on the first update after a rollout if the reference
-            is the rollout policy; it needs `reference="snapshot"`, or `first_update_score`.
-        first_update_score (`str`, *optional*):
-            `"dr_grpo"` allows `score_estimator="grpo"` with `reference="rollout"`, the setting of the authors' code:
-            the first update after a rollout, where the quotient of `"grpo"` is undefined, has the gradient of
-            `"dr_grpo"`. `None` refuses that setting.
-        class_weighting (`str`, *optional*, defaults to `"balanced"`):
-            Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, `"only_positive"` or
-            `"only_negative"`.
-        proxy (`str`, *optional*, defaults to `"log_ratio"`):
-            Implicit reward: `"log_ratio"` (eq. 7), `"mean_log_ratio"`, the same divided by the number of tokens, or
-            `"mean_logp"`, the mean log-probability without reference.
-        actor_term_coef (`float`, *optional*, defaults to `0.0`):
-            Weight of the actor term of eq. 5 (1.0 there), here centered in the group and with class weights. The
-            authors' code has none, and 1.0 cost accuracy wherever it was measured (docs/theory.md).
-
-        > Parameters that control the reference policy
-
-        reference (`str`, *optional*, defaults to `"rollout"`):
-            `"rollout"`: the policy that generated the completions (the authors' code). `"snapshot"`: a copy of the
-            trained weights, taken at the start and renewed every `reference_reset_steps` (the paper's section 3.4).
-        reference_reset_steps (`int`, *optional*):
-            Optimizer steps between renewals of the snapshot. `None` keeps the initial one.
-        reset_optimizer_on_reference_reset (`bool`, *optional*, defaults to `False`):
-            Whether to forget the optimizer's state when the snapshot is renewed.
-        reference_offload (`bool`, *optional*, defaults to `False`):
-            Whether to keep the snapshot in CPU memory. It is exchanged with the policy parameter by parameter, so the
-            device never holds two copies.
-
-        > Parameters that control the optimizer step
-
-        group_layout (`str`, *optional*, defaults to `"auto"`):
-            When scores are not known beforehand (every update but the first after a rollout), `"whole"` keeps each
-            group in one micro-batch, if it fits, and needs one forward pass; `"split"` composes micro-batches freely
-            and needs an additional forward pass without gradient. `"auto"` takes the cheaper one by tokens; the others
-            are for tests.
-
-        > Parameters with another default than in GRPOConfig
-
-        disable_dropout (`bool`, *optional*, defaults to `True`):
-            The proxy compares two forward passes of the same tokens; dropout would fill it with noise.
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's probability,
-            truncated or masked as `vllm_importance_sampling_mode` and `..._clip_min` and `..._clip_max` say. Proxies,
-            scores, and loss keep their values. Off as in the authors' code; the mismatch is logged as `sampling/*` in
-            any case. It costs a forward pass only with `reference="snapshot"` or `proxy="mean_logp"` and several
-            updates per generation.
     """
 
-    pacs_beta: float = bounded(1.0, above=0)
-    score_estimator: ScoreEstimator = "rloo"
-    first_update_score: str | None = field(default=None, metadata={"choices": ["dr_grpo"]})
-    class_weighting: ClassWeighting = "balanced"
-    proxy: Proxy = "log_ratio"
-    actor_term_coef: float = bounded(0.0, least=0)
-    reference: Literal["rollout", "snapshot"] = "rollout"
-    reference_reset_steps: int | None = bounded(None, least=1)
-    reset_optimizer_on_reference_reset: bool = False
-    reference_offload: bool = False
-    group_layout: Literal["auto", "whole", "split"] = "auto"
-    disable_dropout: bool = True
-    vllm_importance_sampling_correction: bool = False
+    # Parameters that control the objective
+    pacs_beta: float = setting(1.0, "Scale of the implicit reward, beta of the paper's eq. 7.", above=0)
+    score_estimator: ScoreEstimator = setting(
+        "rloo",
+        'How the implicit rewards of a group become scores: `"rloo"`, `"dr_grpo"`, `"grpo"` or `"none"`. '
+        '`"grpo"` divides by the group\'s standard deviation, which is 0 on the first update after a '
+        'rollout if the reference is the rollout policy; it needs `reference="snapshot"`, or '
+        "`first_update_score`.",
+    )
+    first_update_score: str | None = setting(
+        None,
+        '`"dr_grpo"` allows `score_estimator="grpo"` with `reference="rollout"`, the setting of the '
+        'authors\' code: the first update after a rollout, where the quotient of `"grpo"` is undefined, has '
+        'the gradient of `"dr_grpo"`. `None` refuses that setting.',
+        choices=["dr_grpo"],
+    )
+    class_weighting: ClassWeighting = setting(
+        "balanced",
+        'Weights of correct and wrong completions inside each group: `"balanced"`, `"none"`, '
+        '`"only_positive"` or `"only_negative"`.',
+    )
+    proxy: Proxy = setting(
+        "log_ratio",
+        'Implicit reward: `"log_ratio"` (eq. 7), `"mean_log_ratio"`, the same divided by the number of '
+        'tokens, or `"mean_logp"`, the mean log-probability without reference.',
+    )
+    actor_term_coef: float = setting(
+        0.0,
+        "Weight of the actor term of eq. 5 (1.0 there), here centered in the group and with class weights. "
+        "The authors' code has none, and 1.0 cost accuracy wherever it was measured (docs/theory.md).",
+        least=0,
+    )
+    # Parameters that control the reference policy
+    reference: Literal["rollout", "snapshot"] = setting(
+        "rollout",
+        '`"rollout"`: the policy that generated the completions (the authors\' code). `"snapshot"`: a copy '
+        "of the trained weights, taken at the start and renewed every `reference_reset_steps` (the paper's "
+        "section 3.4).",
+    )
+    reference_reset_steps: int | None = setting(
+        None, "Optimizer steps between renewals of the snapshot. `None` keeps the initial one.", least=1
+    )
+    reset_optimizer_on_reference_reset: bool = setting(
+        False, "Whether to forget the optimizer's state when the snapshot is renewed."
+    )
+    reference_offload: bool = setting(
+        False,
+        "Whether to keep the snapshot in CPU memory. It is exchanged with the policy parameter by "
+        "parameter, so the device never holds two copies.",
+    )
+    # Parameters that control the optimizer step
+    group_layout: Literal["auto", "whole", "split"] = setting(
+        "auto",
+        'When scores are not known beforehand (every update but the first after a rollout), `"whole"` '
+        'keeps each group in one micro-batch, if it fits, and needs one forward pass; `"split"` composes '
+        'micro-batches freely and needs an additional forward pass without gradient. `"auto"` takes the '
+        "cheaper one by tokens; the others are for tests.",
+    )
+    # Parameters with another default than in GRPOConfig
+    disable_dropout: bool = setting(
+        True,
+        "Whether to disable dropout. The proxy compares two forward passes of the same tokens; dropout would fill it "
+        "with noise.",
+    )
+    vllm_importance_sampling_correction: bool = setting(
+        False,
+        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's "
+        "probability, truncated or masked as `vllm_importance_sampling_mode` and `..._clip_min` and "
+        "`..._clip_max` say. Proxies, scores, and loss keep their values. Off as in the authors' code; the "
+        "mismatch is logged as `sampling/*` in any case. It costs a forward pass only with "
+        '`reference="snapshot"` or `proxy="mean_logp"` and several updates per generation.',
+    )
 
     def errors(self, step: Step) -> list[str]:
         reason = "the loss is binary cross-entropy on the score, without probability ratios, clipping, and advantages"

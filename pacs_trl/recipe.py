@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, fields
 from importlib import import_module
 from pkgutil import iter_modules
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 from trl import ModelConfig
@@ -21,51 +21,70 @@ from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
 from .rewards import VerificationArguments
 from .rollouts.checks import shared_turns_error
-from .settings import bounded, did_you_mean, read_settings, refuse_illegal_values, set_environment, typed_values
+from .rollouts.rollout_config import RolloutConfig
+from .settings import did_you_mean, read_settings, set_environment, typed_values
+from .settings.checks import refuse_illegal_values
+from .settings.fields import setting
 from .settings.names import function_of_user
 from .update.step_sizes import Step
 
 
-# Modules of configuration and trainer; every other method is a module of `pacs_trl.experimental`.
+class Method(NamedTuple):
+    """Configuration and trainer of a method, as `module.class` in this package."""
+
+    config: str
+    trainer: str
+
+
+# Every other method is a module of `pacs_trl.experimental`.
 METHODS = {
-    "pacs": ("pacs_config", "pacs_trainer"),
-    **dict.fromkeys(("grpo", "rloo", "maxrl", "real"), ("baselines.grpo_config", "baselines.grpo_trainer")),
-    "ppo": ("baselines.ppo_config", "baselines.ppo_trainer"),
+    "pacs": Method("pacs_config.PACSConfig", "pacs_trainer.PACSTrainer"),
+    "grpo": Method("baselines.grpo_config.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
+    "rloo": Method("baselines.grpo_config.RLOOConfig", "baselines.grpo_trainer.RLOOTrainer"),
+    "maxrl": Method("baselines.grpo_config.MaxRLConfig", "baselines.grpo_trainer.MaxRLTrainer"),
+    "real": Method("baselines.grpo_config.REALConfig", "baselines.grpo_trainer.REALTrainer"),
+    "ppo": Method("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
 }
 
 
 @dataclass
 class RunArguments:
-    """
-    Select the method, rewards, tools, and environment.
+    """Select the method, rewards, tools, and environment."""
 
-    Args:
-        method (`str`, *optional*, defaults to `"pacs"`):
-            `"pacs"`; another objective on the same update, data, and rewards: `"grpo"`, `"rloo"`, `"maxrl"` or
-            `"real"`; `"ppo"`; or the name of a module in `pacs_trl.experimental`.
-        reward_funcs (`list[str]`, *optional*, defaults to `["math_reward"]`):
-            Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the working
-            directory. With several, `reward_weights` says how they add up.
-        tools (`list[str]`, *optional*):
-            Functions that the model may call before it answers: `run_python`, or `package.module.function` of your
-            own, with type hints and a docstring that describes its arguments. The chat template must have tools.
-        environment (`str`, *optional*):
-            `package.module:attribute`, importable from the working directory: an object with `environment_factory`,
-            `train_dataset`, and `reward_funcs`, as TRL's `HarborSpec` and `OpenRewardSpec`. It replaces
-            `dataset_name`, and `reward_funcs` if they are not given.
-        rollout_func (`str`, *optional*):
-            `package.module:function` that generates the completions; see `rollout_func` of TRL's `GRPOTrainer`.
-        expected_processes (`int`, *optional*):
-            Number of processes that the batch sizes are written for. Another number makes another batch, which
-            `pacs-trl plan` reports.
-    """
-
-    method: str = "pacs"
-    reward_funcs: list[str] = field(default_factory=lambda: ["math_reward"])
-    tools: list[str] | None = None
-    environment: str | None = None
-    rollout_func: str | None = None
-    expected_processes: int | None = bounded(None, least=1)
+    method: str = setting(
+        "pacs",
+        '`"pacs"`; another objective on the same update, data, and rewards: `"grpo"`, `"rloo"`, `"maxrl"` '
+        'or `"real"`; `"ppo"`; or the name of a module in `pacs_trl.experimental`.',
+    )
+    reward_funcs: list[str] = field(
+        default_factory=lambda: ["math_reward"],
+        metadata={
+            "help": "Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the "
+            "working directory. With several, `reward_weights` says how they add up."
+        },
+    )
+    tools: list[str] | None = setting(
+        None,
+        "Functions that the model may call before it answers: `run_python`, or `package.module.function` "
+        "of your own, with type hints and a docstring that describes its arguments. The chat template must "
+        "have tools.",
+    )
+    environment: str | None = setting(
+        None,
+        "`package.module:attribute`, importable from the working directory: an object with "
+        "`environment_factory`, `train_dataset`, and `reward_funcs`, as TRL's `HarborSpec` and "
+        "`OpenRewardSpec`. It replaces `dataset_name`, and `reward_funcs` if they are not given.",
+    )
+    rollout_func: str | None = setting(
+        None,
+        "`package.module:function` that generates the completions; see `rollout_func` of TRL's `GRPOTrainer`.",
+    )
+    expected_processes: int | None = setting(
+        None,
+        "Number of processes that the batch sizes are written for. Another number makes another batch, "
+        "which `pacs-trl plan` reports.",
+        least=1,
+    )
 
     def __post_init__(self):
         refuse_illegal_values(self)
@@ -95,10 +114,7 @@ class Recipe(NamedTuple):
         `num_processes` on other hardware. Raises a `ValueError` that names unknown, missing, illegal, or conflicting
         keys."""
         method = settings.get("method", "pacs")
-        if method not in method_names():
-            near = did_you_mean(str(method), method_names())
-            raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
-        parts = (RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method))
+        parts = settings_classes(method)
         if foreign := _foreign_keys(method, settings.keys() - {f.name for part in parts for f in fields(part)}):
             raise ValueError(" ".join(foreign))
         environment = settings.get("environment")
@@ -161,22 +177,41 @@ def method_names() -> list[str]:
     return [*METHODS, *sorted(each.name for each in iter_modules(folder) if not each.name.startswith("_"))]
 
 
+def settings_classes(method: str) -> tuple[type, ...]:
+    """Return the dataclasses whose fields are the settings of a recipe; the last one configures the trainer. Raises a
+    `ValueError` if there is no such method."""
+    if method not in method_names():
+        near = did_you_mean(str(method), method_names())
+        raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
+    return RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method)
+
+
 def config_class(method: str) -> type:
     """Return the training configuration of a method."""
-    return _class_of(method, "Config")
+    if method in METHODS:
+        return _import_class(METHODS[method].config)
+    return _only_subclass(f"{__package__}.experimental.{method}", RolloutConfig)
 
 
 def trainer_of_method(method: str) -> type:
     """Return the trainer of a method."""
-    return _class_of(method, "Trainer")
+    from transformers import Trainer  # slow to import, and `plan` does not need it
+
+    if method in METHODS:
+        return _import_class(METHODS[method].trainer)
+    return _only_subclass(f"{__package__}.experimental.{method}", Trainer)
 
 
-def _class_of(method: str, kind: Literal["Config", "Trainer"]) -> type:
-    """Return the class whose name is the method, without underscores and in any case, and `kind`."""
-    modules = METHODS.get(method, (f"experimental.{method}",) * 2)
-    module = import_module(f"{__package__}.{modules[kind == 'Trainer']}")
-    name = f"{method.replace('_', '')}{kind}".lower()
-    return next(each for key, each in vars(module).items() if key.lower() == name)
+def _import_class(name: str) -> type:
+    module, _, class_name = name.rpartition(".")
+    return getattr(import_module(f"{__package__}.{module}"), class_name)
+
+
+def _only_subclass(module_name: str, base: type) -> type:
+    """Return the only subclass of `base` that a module defines."""
+    classes = [each for each in vars(import_module(module_name)).values() if isinstance(each, type)]
+    (defined,) = [each for each in classes if each.__module__ == module_name and issubclass(each, base)]
+    return defined
 
 
 def _foreign_keys(method: str, unknown: Set[str]) -> list[str]:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .errors import FailedRun
-from .settings import bounded, refuse_illegal_values
+from .settings.checks import refuse_illegal_values
+from .settings.fields import setting
 from .settings.names import function_of_user
 from .verification import BaseVerifier, Grade, Outcome, Verifier, completion_text
 from .verification.code import CodeVerifier
@@ -22,44 +23,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class VerificationArguments:
-    """
-    Settings of the verifiers of training and evaluation.
+    """Settings of the verifiers of training and evaluation."""
 
-    Args:
-        verification_protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`),
-            `"number"` (the last number of the completion; expressions are not evaluated), or `"robust"` (answers as
-            people and models write them).
-        verification_num_workers (`int`, *optional*): Worker processes per rank, by default its share of the
-            processors.
-        verification_timeout_seconds (`float`): Wall-clock limit per completion.
-        verification_cpu_seconds (`float`): CPU time limit per completion.
-        verification_memory_limit_mb (`int`): Address space of a worker, in MiB.
-        verification_grade_truncated (`bool`): Grade truncated completions like others. By default only a closed box of
-            such a completion is graded.
-        verification_max_failure_share (`float`): Training stops if more than this share of the recent completions
-            could not be verified. 1.0 never stops.
-        code_isolation (`str`): Weakest accepted confinement of programs: `"landlock+seccomp"`, `"seccomp"`,
-            `"landlock"`, or `"rlimits"`.
-        code_cpu_seconds (`float`): CPU time limit of a program per test.
-        code_timeout_seconds (`float`): Wall-clock limit of a program per test.
-        code_memory_limit_mb (`int`): Address space of a program, in MiB.
-        code_label (`str`): `"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.
-        reasoning_gym_label (`str`): `"exact"`: 1 for an answer with the full score, else 0; `"share"`: the score.
-    """
-
-    verification_protocol: Literal["authors", "trl", "number", "robust"] = "authors"
-    verification_num_workers: int | None = bounded(None, least=1)
-    verification_timeout_seconds: float = bounded(5.0, above=0)
-    verification_cpu_seconds: float = bounded(0.4, above=0)
-    verification_memory_limit_mb: int = bounded(1024, least=256)
-    verification_grade_truncated: bool = False
-    verification_max_failure_share: float = bounded(0.5, least=0, most=1)
-    code_isolation: Literal["landlock+seccomp", "seccomp", "landlock", "rlimits"] = "landlock+seccomp"
-    code_cpu_seconds: float = bounded(2.0, above=0)
-    code_timeout_seconds: float = bounded(6.0, above=0)
-    code_memory_limit_mb: int = bounded(512, least=128)
-    code_label: Literal["all", "share"] = "all"
-    reasoning_gym_label: Literal["exact", "share"] = "exact"
+    verification_protocol: Literal["authors", "trl", "number", "robust"] = setting(
+        "authors",
+        '`"authors"` (the PACS authors\' grader), `"trl"` (TRL\'s `accuracy_reward`), `"number"` (the last number of '
+        'the completion; expressions are not evaluated), or `"robust"` (answers as people and models write them).',
+    )
+    verification_num_workers: int | None = setting(
+        None, "Worker processes per rank, by default its share of the processors.", least=1
+    )
+    verification_timeout_seconds: float = setting(5.0, "Wall-clock limit per completion.", above=0)
+    verification_cpu_seconds: float = setting(0.4, "CPU time limit per completion.", above=0)
+    verification_memory_limit_mb: int = setting(1024, "Address space of a worker, in MiB.", least=256)
+    verification_grade_truncated: bool = setting(
+        False,
+        "Grade truncated completions like others. By default only a closed box of such a completion is graded.",
+    )
+    verification_max_failure_share: float = setting(
+        0.5,
+        "Training stops if more than this share of the recent completions could not be verified. 1.0 never stops.",
+        least=0,
+        most=1,
+    )
+    code_isolation: Literal["landlock+seccomp", "seccomp", "landlock", "rlimits"] = setting(
+        "landlock+seccomp",
+        'Weakest accepted confinement of programs: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or `"rlimits"`.',
+    )
+    code_cpu_seconds: float = setting(2.0, "CPU time limit of a program per test.", above=0)
+    code_timeout_seconds: float = setting(6.0, "Wall-clock limit of a program per test.", above=0)
+    code_memory_limit_mb: int = setting(512, "Address space of a program, in MiB.", least=128)
+    code_label: Literal["all", "share"] = setting(
+        "all", '`"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.'
+    )
+    reasoning_gym_label: Literal["exact", "share"] = setting(
+        "exact", '`"exact"`: 1 for an answer with the full score, else 0; `"share"`: the score.'
+    )
 
     def __post_init__(self):
         refuse_illegal_values(self)

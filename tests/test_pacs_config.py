@@ -11,7 +11,7 @@ import pytest
 from pacs_trl import PACSConfig
 from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
 from pacs_trl.recipe import config_class, method_names
-from pacs_trl.settings import _TRL
+from pacs_trl.settings.trl_settings import NEEDS, REFUSED
 from pacs_trl.update.step_sizes import Step
 
 
@@ -69,15 +69,15 @@ NEEDING_VALUES = {
 }
 
 
-@pytest.mark.parametrize("name", _TRL["refused"])
+@pytest.mark.parametrize("name", REFUSED)
 def test_settings_of_the_trainer_without_effect_are_refused(name):
     with pytest.raises(ValueError, match=f"{name}=.*Remove the key"):
         make(**{name: REFUSED_VALUES.get(name, True)})
 
 
-@pytest.mark.parametrize("name", _TRL["needs"])
+@pytest.mark.parametrize("name", NEEDS)
 def test_settings_that_need_another_one_are_refused_without_it(name):
-    with pytest.raises(ValueError, match=f"{name}=.*{_TRL['needs'][name]}"):
+    with pytest.raises(ValueError, match=f"{name}=.*{NEEDS[name]}"):
         make(**{name: NEEDING_VALUES[name]})
 
 
@@ -130,9 +130,9 @@ def test_settings_that_change_nothing_or_are_honored_have_no_warning(settings):
 def illegal_values(config_class):
     for each in fields(config_class):
         if legal := each.metadata.get("metavar"):
-            outside = {"at least": -1, "above": 0, "at most": 1, "below": 0}
-            ends = [condition.rpartition(" ") for condition in legal.split(" and ")]
-            values = [float(bound) + outside[words] for words, _, bound in ends]
+            below = [legal.least - 1] if legal.least is not None else [legal.above]
+            above = [legal.most + 1] if legal.most is not None else [legal.below]
+            values = [float(bound) for bound in below + above if bound is not None]
             yield from ((each.name, value) for value in (*values, math.nan, math.inf))
         elif each.metadata.get("choices") or get_origin(get_type_hints(config_class)[each.name]) is Literal:
             yield each.name, "unknown"

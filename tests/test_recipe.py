@@ -102,6 +102,12 @@ def test_texts_are_values_of_their_types():
     assert values.hub_token == "s3cr3t" and "hub_token" not in recipe.settings and not values.startup_check
 
 
+def test_a_list_is_a_pair_of_numbers_where_the_setting_is_one():
+    assert read(method="rloo", reward_clip_range=[0, "0.5"]).training.reward_clip_range == (0.0, 0.5)
+    with pytest.raises(ValueError, match="reward_clip_range.*'low'"):
+        read(method="rloo", reward_clip_range=["low", 1])
+
+
 def test_one_process_of_several_without_a_launcher(monkeypatch, tmp_path):
     """It would wait for the others without a word."""
     monkeypatch.setenv("WORLD_SIZE", "2")

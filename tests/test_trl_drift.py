@@ -30,7 +30,7 @@ from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.rollouts.generation_keys import _KEYS, refused_keys
 from pacs_trl.rollouts.publication import Publication
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
-from pacs_trl.settings import _TRL, SHAPES_ONLY_GRPO
+from pacs_trl.settings.trl_settings import REFUSED, SHAPES_ONLY_GRPO
 
 
 TRAINERS = (
@@ -145,7 +145,7 @@ def test_every_setting_of_grpo_is_kept_or_refused():
     )
 
 
-# Settings of TrainingArguments that keep their meaning in every trainer. All others are refused in settings/trl.yaml.
+# Settings of TrainingArguments that keep their meaning in every trainer. All others are refused in trl_settings.py.
 USED = set(
     """
     output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
@@ -168,10 +168,10 @@ USED = set(
 
 
 def test_every_setting_of_the_trainer_is_used_or_refused():
-    of_trainer, refused = {f.name for f in fields(TrainingArguments)}, set(_TRL["refused"])
+    of_trainer, refused = {f.name for f in fields(TrainingArguments)}, set(REFUSED)
     assert not USED & refused
     assert of_trainer <= USED | refused, (
-        f"new: {sorted(of_trainer - USED - refused)}. A new setting is either used or refused in settings/trl.yaml."
+        f"new: {sorted(of_trainer - USED - refused)}. A new setting is used or refused in trl_settings.py."
     )
 
 

@@ -1,37 +1,40 @@
 """Configurations of GRPO, RLOO, MaxRL, and REAL on the exact update."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..objective import GROUP_LOSSES
 from ..pacs_config import ExactUpdateConfig
-from ..settings import SHAPES_ONLY_GRPO, bounded, ignored_settings
+from ..settings.checks import ignored_settings
+from ..settings.fields import setting
+from ..settings.trl_settings import SHAPES_ONLY_GRPO
 from ..surrogate import LOSS_TYPES
 from ..update.step_sizes import Step
 
 
 @dataclass
 class GRPOConfig(ExactUpdateConfig):
-    r"""
+    """
     Configuration class for the [`GRPOTrainer`].
 
     Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default. The entropy
     bonus (`entropy_coef`, `use_adaptive_entropy`, ...) and the router's auxiliary loss are not supported.
-
-    Parameters:
-        loss_type (`str`, *optional*, defaults to `"dapo"`):
-            Normalization and token weights, as in [`~trl.GRPOConfig`]: `"grpo"`, `"dr_grpo"`, `"bnpo"`, `"dapo"`,
-            `"luspo"`, `"cispo"`, `"sapo"` or `"vespo"`. `"bnpo"` divides by the tokens of the optimizer step, not of a
-            micro-batch.
-        importance_sampling_level (`str`, *optional*, defaults to `"token"`):
-            `"token"`, or `"sequence"` for one ratio per completion.
-        shuffle_minibatches (`bool`, *optional*, defaults to `False`):
-            Whether the completions of a generation are spread over its optimizer steps at random, as in TRL. By
-            default a step has whole groups, in order, so that only one reads each prompt.
     """
 
-    shuffle_minibatches: bool = False
-    loss_type: str = field(default="dapo", metadata={"choices": [name for name in LOSS_TYPES if name != "rloo"]})
-    importance_sampling_level: str = field(default="token", metadata={"choices": ["token", "sequence"]})
+    shuffle_minibatches: bool = setting(
+        False,
+        "Whether the completions of a generation are spread over its optimizer steps at random, as in TRL. "
+        "By default a step has whole groups, in order, so that only one reads each prompt.",
+    )
+    loss_type: str = setting(
+        "dapo",
+        'Normalization and token weights, as in `trl.GRPOConfig`: `"grpo"`, `"dr_grpo"`, `"bnpo"`, '
+        '`"dapo"`, `"luspo"`, `"cispo"`, `"sapo"` or `"vespo"`. `"bnpo"` divides by the tokens of the '
+        "optimizer step, not of a micro-batch.",
+        choices=[name for name in LOSS_TYPES if name != "rloo"],
+    )
+    importance_sampling_level: str = setting(
+        "token", '`"token"`, or `"sequence"` for one ratio per completion.', choices=["token", "sequence"]
+    )
 
 
 @dataclass
@@ -46,34 +49,33 @@ class MaxRLConfig(GRPOConfig):
 
 @dataclass
 class RLOOConfig(ExactUpdateConfig):
-    r"""
+    """
     Configuration class for the [`RLOOTrainer`].
 
     Inherits every parameter of [`ExactUpdateConfig`]. Its own parameters, and `epsilon` and `epsilon_high`, have the
     names, meanings, and defaults of [`~trl.RLOOConfig`]. Parameters that only affect GRPO's loss raise an error unless
     they have their default value.
-
-    Parameters:
-        beta (`float`, *optional*, defaults to `0.05`):
-            Weight of the KL penalty on the reward of a completion (sum of its log-ratios). 0 loads no reference.
-        num_generations (`int`, *optional*, defaults to `2`):
-            Completions of each prompt.
-        normalize_advantages (`bool`, *optional*, defaults to `False`):
-            Whether to shift and scale the advantages of a generation batch to mean 0 and standard deviation 1.
-        reward_clip_range (`tuple[float, float]`, *optional*):
-            Bounds on rewards.
-        shuffle_minibatches (`bool`, *optional*, defaults to `False`):
-            As in [`GRPOConfig`].
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            As in [`PACSConfig`]; `trl.RLOOTrainer` has none.
     """
 
-    beta: float = bounded(0.05, least=0)
-    num_generations: int = bounded(2, least=2)
-    normalize_advantages: bool = False
-    reward_clip_range: tuple[float, float] | None = None
-    shuffle_minibatches: bool = False
-    vllm_importance_sampling_correction: bool = False
+    beta: float = setting(
+        0.05,
+        "Weight of the KL penalty on the reward of a completion (sum of its log-ratios). 0 loads no reference.",
+        least=0,
+    )
+    num_generations: int = setting(2, "Completions of each prompt.", least=2)
+    normalize_advantages: bool = setting(
+        False,
+        "Whether to shift and scale the advantages of a generation batch to mean 0 and standard deviation 1.",
+    )
+    reward_clip_range: tuple[float, float] | None = setting(None, "Bounds on rewards.")
+    shuffle_minibatches: bool = setting(
+        False, "Whether the completions of a generation are spread over its optimizer steps at random."
+    )
+    vllm_importance_sampling_correction: bool = setting(
+        False,
+        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's probability, as "
+        "`vllm_importance_sampling_mode` says. `trl.RLOOTrainer` has no such weights.",
+    )
 
     def errors(self, step: Step) -> list[str]:
         names = [name for name in SHAPES_ONLY_GRPO if name not in ("epsilon", "epsilon_high")]
@@ -83,25 +85,29 @@ class RLOOConfig(ExactUpdateConfig):
 
 @dataclass
 class REALConfig(ExactUpdateConfig):
-    r"""
+    """
     Configuration class for the [`REALTrainer`]. Inherits every parameter of [`ExactUpdateConfig`]; those that only
     affect GRPO's loss raise an error unless they have their default value.
-
-    Parameters:
-        group_loss (`str`, *optional*, defaults to `"real"`):
-            A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its divergence constraint).
-        tau (`float`, *optional*, defaults to `0.5`):
-            Temperature of the loss; 0.5 is that of REAL's authors. DisCO's authors recommend 10.
-        disable_dropout (`bool`, *optional*, defaults to `True`):
-            The loss compares two forward passes of the same tokens; dropout would add noise.
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            As in [`PACSConfig`].
     """
 
-    group_loss: str = field(default="real", metadata={"choices": list(GROUP_LOSSES)})
-    tau: float = bounded(0.5, above=0)
-    disable_dropout: bool = True
-    vllm_importance_sampling_correction: bool = False
+    group_loss: str = setting(
+        "real",
+        'A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its divergence constraint).',
+        choices=list(GROUP_LOSSES),
+    )
+    tau: float = setting(
+        0.5, "Temperature of the loss; 0.5 is that of REAL's authors. DisCO's authors recommend 10.", above=0
+    )
+    disable_dropout: bool = setting(
+        True,
+        "Whether to disable dropout. The loss compares two forward passes of the same tokens; dropout would add "
+        "noise.",
+    )
+    vllm_importance_sampling_correction: bool = setting(
+        False,
+        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's probability, as "
+        "`vllm_importance_sampling_mode` says.",
+    )
 
     def errors(self, step: Step) -> list[str]:
         reason = "the loss compares the completions of a group and has no advantage"

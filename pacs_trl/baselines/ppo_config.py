@@ -1,9 +1,11 @@
 """Configurations of actor-critic methods and PPO, with the inherited settings that they reject."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..rollouts.rollout_config import RolloutConfig
-from ..settings import OF_OTHER_LOSSES, bounded, ignored_settings
+from ..settings.checks import ignored_settings
+from ..settings.fields import setting
+from ..settings.trl_settings import OF_OTHER_LOSSES
 from ..update.step_sizes import Step
 
 
@@ -13,56 +15,56 @@ _IGNORED = ("scale_rewards", "multi_objective_aggregation", "importance_sampling
 
 @dataclass
 class ActorCriticConfig(RolloutConfig):
-    r"""
+    """
     Base configuration of [`PPOConfig`] and [`~experimental.genac.GenACConfig`].
 
     Inherits every parameter of [`~trl.GRPOConfig`]; defaults are the settings of the PACS authors' PPO baseline.
     `epsilon`, `epsilon_high` and `delta` clip the policy's ratio as in GRPO. `max_grad_norm` clips the gradients of
     policy and critic separately; `weight_decay` and `lr_scheduler_type` apply to both. Parameters that only affect
     GRPO's advantage (`scale_rewards`, ...) raise an error unless they have their default value.
-
-    Parameters:
-        > Parameters that control the critic
-
-        critic_model_name_or_path (`str`, *optional*):
-            Initial weights of the critic: a causal language model, to which PPO adds a new value head. The default is
-            the policy's own path. Weights are float32, with autocast under `bf16`, also if the policy uses LoRA.
-        critic_learning_rate (`float`, *optional*, defaults to `1e-5`):
-            Learning rate of the critic.
-
-        > Parameters that control the advantage
-
-        gamma (`float`, *optional*, defaults to `1.0`):
-            Discount per token.
-        gae_lambda (`float`, *optional*, defaults to `1.0`):
-            Lambda of generalized advantage estimation. At 1 the advantage is the reward minus the value.
-        whiten_advantages (`bool`, *optional*, defaults to `True`):
-            Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the generation batch.
-
-        > Parameters with another default than in GRPOConfig
-
-        delta (`float`, *optional*, defaults to `3.0`):
-            Upper bound of the ratio. Above `1 + epsilon` it affects negative advantages only and is the dual clip of
-            PPO implementations, often called `clip_ratio_c`. `None` disables it.
-        loss_type (`str`, *optional*, defaults to `"dr_grpo"`):
-            Normalization of token losses, for policy and critic: `"dr_grpo"`, their sum divided by completions times
-            `max_completion_length` (the authors' code), or `"dapo"`, their mean over the tokens of the optimizer step
-            (the paper's formula).
-        disable_dropout (`bool`, *optional*, defaults to `True`):
-            The ratio compares two forward passes; dropout would add noise.
-        vllm_importance_sampling_correction (`bool`, *optional*, defaults to `False`):
-            Off by default, as in the authors' code.
     """
 
-    critic_model_name_or_path: str | None = None
-    critic_learning_rate: float = bounded(1e-5, above=0)
-    gamma: float = bounded(1.0, least=0, most=1)
-    gae_lambda: float = bounded(1.0, least=0, most=1)
-    whiten_advantages: bool = True
-    delta: float | None = 3.0
-    loss_type: str = field(default="dr_grpo", metadata={"choices": ["dr_grpo", "dapo"]})
-    disable_dropout: bool = True
-    vllm_importance_sampling_correction: bool = False
+    # Parameters that control the critic
+    critic_model_name_or_path: str | None = setting(
+        None,
+        "Initial weights of the critic: a causal language model, to which PPO adds a new value head. The "
+        "default is the policy's own path. Weights are float32, with autocast under `bf16`, also if the "
+        "policy uses LoRA.",
+    )
+    critic_learning_rate: float = setting(1e-5, "Learning rate of the critic.", above=0)
+    # Parameters that control the advantage
+    gamma: float = setting(1.0, "Discount per token.", least=0, most=1)
+    gae_lambda: float = setting(
+        1.0,
+        "Lambda of generalized advantage estimation. At 1 the advantage is the reward minus the value.",
+        least=0,
+        most=1,
+    )
+    whiten_advantages: bool = setting(
+        True,
+        "Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the generation batch.",
+    )
+    # Parameters with another default than in GRPOConfig
+    delta: float | None = setting(
+        3.0,
+        "Upper bound of the ratio. Above `1 + epsilon` it affects negative advantages only and is the dual "
+        "clip of PPO implementations, often called `clip_ratio_c`. `None` disables it.",
+    )
+    loss_type: str = setting(
+        "dr_grpo",
+        'Normalization of token losses, for policy and critic: `"dr_grpo"`, their sum divided by '
+        'completions times `max_completion_length` (the authors\' code), or `"dapo"`, their mean over the '
+        "tokens of the optimizer step (the paper's formula).",
+        choices=["dr_grpo", "dapo"],
+    )
+    disable_dropout: bool = setting(
+        True, "Whether to disable dropout. The ratio compares two forward passes; dropout would add noise."
+    )
+    vllm_importance_sampling_correction: bool = setting(
+        False,
+        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's probability. "
+        "Off by default, as in the authors' code.",
+    )
 
     def errors(self, step: Step) -> list[str]:
         reason = "advantages come from the critic (see whiten_advantages), and the ratio of each token is clipped"
@@ -83,20 +85,20 @@ class ActorCriticConfig(RolloutConfig):
 
 @dataclass
 class PPOConfig(ActorCriticConfig):
-    r"""
+    """
     Configuration class for the [`PPOTrainer`]: [`ActorCriticConfig`] and two settings of the critic. All critic
     weights are trained, also if the policy uses LoRA.
-
-    Parameters:
-        critic_warmup_steps (`int`, *optional*, defaults to `0`):
-            Number of initial optimizer steps in which only the critic is trained.
-        value_clip_range (`float`, *optional*, defaults to `0.5`):
-            Maximum distance of values from those at rollout time in the clipped value loss, in units of the reward.
-            `None` disables clipping.
     """
 
-    critic_warmup_steps: int = bounded(0, least=0)
-    value_clip_range: float | None = bounded(0.5, above=0)
+    critic_warmup_steps: int = setting(
+        0, "Number of initial optimizer steps in which only the critic is trained.", least=0
+    )
+    value_clip_range: float | None = setting(
+        0.5,
+        "Maximum distance of values from those at rollout time in the clipped value loss, in units of the "
+        "reward. `None` disables clipping.",
+        above=0,
+    )
 
     @property
     def critic_alone_steps(self) -> int:

@@ -8,13 +8,14 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pyarrow import ArrowException
 
-from ..settings import bounded, refuse_illegal_values
+from ..settings.checks import refuse_illegal_values
+from ..settings.fields import setting
 from . import gym
 from .messages import MessageCheck, content_as_text
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
@@ -47,53 +48,55 @@ TRAINING_SETS = named_sets("training", {"rlpr": _from_verl})
 
 @dataclass
 class DataArguments:
-    """
-    Arguments that select and prepare the training problems.
+    """Arguments that select and prepare the training problems."""
 
-    Args:
-        dataset_name (`str`):
-            A named set (`deepscaler`, `gsm8k`, `math`, `rlpr`; programs: `verifiable_coding`), `miniature/<task>`,
-            `reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a folder of a dataset, or a
-            dataset id on the Hub.
-        dataset_path (`str`, *optional*):
-            Local file with the columns of the named set, read instead of the Hub.
-        dataset_config (`str`, *optional*): Configuration of the Hub dataset; named sets have a default.
-        dataset_split (`str`, *optional*): Split to train on; `train` by default.
-        dataset_revision (`str`, *optional*): Commit, tag, or branch on the Hub; named sets have a default.
-        problem_column (`str`, *optional*): Column with the problem as text, or with messages, which are the prompt. By
-            default that of the named set, else the first of `prompt` (text or messages, unchanged), `problem`,
-            `question`, and `messages`.
-        solution_column (`str`, *optional*): Column with the gold answer. By default that of the named set, else
-            `answer` or `solution` (first `solution` if there is a `prompt`), else the last turn of `messages`.
-        prompt_instruction (`str`): Sentence appended to the problem after a space; empty for none. Sets of programming
-            problems have another default.
-        system_prompt (`str`, *optional*): Content of the system turn; replaces that of messages in the data.
-        max_prompt_length (`int`, *optional*): Longest prompt in tokens, chat template included; longer ones are
-            dropped and counted.
-        max_train_samples (`int`, *optional*): Number of problems to use, chosen after the shuffle.
-        dataset_seed (`int`): Seed of the shuffle.
-        eval_split_size (`int`): Number of problems held out for evaluation during training; 0 for none.
-        reasoning_gym (`dict`, *optional*): Tasks of `dataset_name: reasoning_gym`, each with `weight`,
-            `config`, and `answer`: `{chain_sum: {weight: 1, config: {max_terms: 2}, answer: last_number}}`.
-        dataset_size (`int`, *optional*): Number of problems that reasoning-gym generates; 1000 by default. Their
-            seeds are `dataset_seed` and the following ones.
-    """
-
-    dataset_name: str
-    dataset_path: str | None = None
-    dataset_config: str | None = None
-    dataset_split: str | None = None
-    dataset_revision: str | None = None
-    problem_column: str | None = None
-    solution_column: str | None = None
-    prompt_instruction: str = PROMPT_INSTRUCTION
-    system_prompt: str | None = None
-    max_prompt_length: int | None = bounded(None, least=1)
-    max_train_samples: int | None = bounded(None, least=1)
-    dataset_seed: int = 42
-    eval_split_size: int = bounded(0, least=0)
-    reasoning_gym: dict | None = None
-    dataset_size: int | None = bounded(None, least=1)
+    dataset_name: str = field(
+        metadata={
+            "help": "A named set (`deepscaler`, `gsm8k`, `math`, `rlpr`; programs: `verifiable_coding`), "
+            "`miniature/<task>`, `reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a "
+            "folder of a dataset, or a dataset id on the Hub."
+        }
+    )
+    dataset_path: str | None = setting(None, "Local file with the columns of the named set, read instead of the Hub.")
+    dataset_config: str | None = setting(None, "Configuration of the Hub dataset; named sets have a default.")
+    dataset_split: str | None = setting(None, "Split to train on; `train` by default.")
+    dataset_revision: str | None = setting(None, "Commit, tag, or branch on the Hub; named sets have a default.")
+    problem_column: str | None = setting(
+        None,
+        "Column with the problem as text, or with messages, which are the prompt. By default that of the "
+        "named set, else the first of `prompt` (text or messages, unchanged), `problem`, `question`, and "
+        "`messages`.",
+    )
+    solution_column: str | None = setting(
+        None,
+        "Column with the gold answer. By default that of the named set, else `answer` or `solution` (first "
+        "`solution` if there is a `prompt`), else the last turn of `messages`.",
+    )
+    prompt_instruction: str = setting(
+        PROMPT_INSTRUCTION,
+        "Sentence appended to the problem after a space; empty for none. Sets of programming problems have "
+        "another default.",
+    )
+    system_prompt: str | None = setting(None, "Content of the system turn; replaces that of messages in the data.")
+    max_prompt_length: int | None = setting(
+        None, "Longest prompt in tokens, chat template included; longer ones are dropped and counted.", least=1
+    )
+    max_train_samples: int | None = setting(None, "Number of problems to use, chosen after the shuffle.", least=1)
+    dataset_seed: int = setting(42, "Seed of the shuffle.")
+    eval_split_size: int = setting(
+        0, "Number of problems held out for evaluation during training; 0 for none.", least=0
+    )
+    reasoning_gym: dict | None = setting(
+        None,
+        "Tasks of `dataset_name: reasoning_gym`, each with `weight`, `config`, and `answer`: `{chain_sum: "
+        "{weight: 1, config: {max_terms: 2}, answer: last_number}}`.",
+    )
+    dataset_size: int | None = setting(
+        None,
+        "Number of problems that reasoning-gym generates; 1000 by default. Their seeds are `dataset_seed` "
+        "and the following ones.",
+        least=1,
+    )
 
     def __post_init__(self):
         refuse_illegal_values(self)

@@ -6,7 +6,9 @@ from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
 from ..rewards import VerificationArguments
-from ..settings import bounded, illegal_values, read_settings, set_environment, typed_values
+from ..settings import read_settings, set_environment, typed_values
+from ..settings.checks import illegal_values
+from ..settings.fields import setting
 from .requests import SamplingSettings
 
 
@@ -15,77 +17,63 @@ DEFAULT_KS = (1, 4, 8, 16, 32, 64)
 
 @dataclass
 class EvaluationArguments:
-    """
-    Arguments of `pacs-trl evaluate`; a recipe (`--config`) has the same keys.
+    """Arguments of `pacs-trl evaluate`; a recipe (`--config`) has the same keys."""
 
-    Args:
-        model (`str`): Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name of the model on
-            a server.
-        benchmarks (`str`): Comma-separated names; `name=PATH` reads a local file, `miniature/<task>` a generated set,
-            `module:attribute` is an environment, and the path of a `.jsonl`, `.json`, or `.parquet` file is a set of
-            your own.
-        output_dir (`str`): Directory of samples, grades, and results.
-        n (`int`): Samples per problem.
-        k (`str`, *optional*): Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to
-            `n`.
-        method (`str`, *optional*): Row label in tables; by default the name of the model.
-        revision (`str`, *optional*): Hub revision of the model.
-        temperature (`float`): Divides the logits; 0 is greedy decoding.
-        top_p (`float`): Nucleus mass in (0, 1]; 1 keeps all tokens.
-        top_k (`int`): Number of tokens to sample from; 0 keeps all tokens.
-        max_new_tokens (`int`): Completions are truncated at this length.
-        seed (`int`): Seed of all samples.
-        prompt_instruction (`str`): Sentence appended to the problem; empty for none. LiveCodeBench, GPQA, and
-            `miniature/<task>` have their own default.
-        system_prompt (`str`, *optional*): Content of a system turn.
-        chat_template_kwargs (`dict`, *optional*): Mapping passed to the chat template.
-        tools (`list[str]`, *optional*): Functions that the model may call, as in training.
-        max_tool_calling_iterations (`int`, *optional*): Largest number of rounds of calls; by default as many as fit.
-        engine (`str`): `"transformers"`, `"vllm"`, or `"server"`.
-        batch_size (`int`): transformers: completions per call; with tools and environments: conversations at a time.
-        dtype (`str`): Dtype of the weights; "auto" keeps that of the checkpoint.
-        tensor_parallel_size (`int`): vLLM: GPUs that share one copy of the model.
-        gpu_memory_utilization (`float`): vLLM: fraction of GPU memory.
-        max_model_len (`int`, *optional*): vLLM: longest prompt plus completion.
-        enforce_eager (`bool`): vLLM: start without compilation, for short evaluations.
-        base_url (`str`): server: address of the API.
-        concurrency (`int`): server: concurrent requests.
-        problem_column (`str`, *optional*): Problem column of your own files; by default as in training.
-        solution_column (`str`, *optional*): Answer column of your own files; by default as in training.
-        max_problems (`int`, *optional*): Evaluate only the first problems of each benchmark, for a quick try.
-        reasoning_gym (`dict`, *optional*): Tasks of the benchmarks `reasoning_gym/<task>`, as in training.
-    """
-
-    model: str
-    benchmarks: str | list[str]
-    output_dir: str
-    n: int = bounded(128, least=1)
-    k: list[int] | str | None = None
-    method: str | None = None
-    revision: str | None = None
-    temperature: float = bounded(0.6, least=0)
-    top_p: float = bounded(0.95, above=0, most=1)
-    top_k: int = bounded(0, least=0)
-    max_new_tokens: int = bounded(8192, least=1)
-    seed: int = 0
-    prompt_instruction: str = PROMPT_INSTRUCTION
-    system_prompt: str | None = None
-    chat_template_kwargs: dict | None = None
-    tools: list[str] | None = None
-    max_tool_calling_iterations: int | None = bounded(None, least=0)
-    engine: str = field(default="vllm", metadata={"choices": ("transformers", "vllm", "server")})
-    batch_size: int = bounded(64, least=1)
-    dtype: str = "auto"
-    tensor_parallel_size: int = bounded(1, least=1)
-    gpu_memory_utilization: float = bounded(0.9, above=0, most=1)
-    max_model_len: int | None = bounded(None, least=1)
-    enforce_eager: bool = False
-    base_url: str = "http://localhost:8000/v1"
-    concurrency: int = bounded(64, least=1)
-    problem_column: str | None = None
-    solution_column: str | None = None
-    max_problems: int | None = bounded(None, least=1)
-    reasoning_gym: dict | None = None
+    model: str = field(
+        metadata={
+            "help": "Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name of the model on "
+            "a server."
+        }
+    )
+    benchmarks: str | list[str] = field(
+        metadata={
+            "help": "Comma-separated names; `name=PATH` reads a local file, `miniature/<task>` a generated set, "
+            "`module:attribute` is an environment, and the path of a `.jsonl`, `.json`, or `.parquet` file is "
+            "a set of your own."
+        }
+    )
+    output_dir: str = field(metadata={"help": "Directory of samples, grades, and results."})
+    n: int = setting(128, "Samples per problem.", least=1)
+    k: list[int] | str | None = setting(
+        None, "Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to `n`."
+    )
+    method: str | None = setting(None, "Row label in tables; by default the name of the model.")
+    revision: str | None = setting(None, "Hub revision of the model.")
+    temperature: float = setting(0.6, "Divides the logits; 0 is greedy decoding.", least=0)
+    top_p: float = setting(0.95, "Nucleus mass in (0, 1]; 1 keeps all tokens.", above=0, most=1)
+    top_k: int = setting(0, "Number of tokens to sample from; 0 keeps all tokens.", least=0)
+    max_new_tokens: int = setting(8192, "Completions are truncated at this length.", least=1)
+    seed: int = setting(0, "Seed of all samples.")
+    prompt_instruction: str = setting(
+        PROMPT_INSTRUCTION,
+        "Sentence appended to the problem; empty for none. LiveCodeBench, GPQA, and `miniature/<task>` "
+        "have their own default.",
+    )
+    system_prompt: str | None = setting(None, "Content of a system turn.")
+    chat_template_kwargs: dict | None = setting(None, "Mapping passed to the chat template.")
+    tools: list[str] | None = setting(None, "Functions that the model may call, as in training.")
+    max_tool_calling_iterations: int | None = setting(
+        None, "Largest number of rounds of calls; by default as many as fit.", least=0
+    )
+    engine: str = setting(
+        "vllm", '`"transformers"`, `"vllm"`, or `"server"`.', choices=("transformers", "vllm", "server")
+    )
+    batch_size: int = setting(
+        64, "transformers: completions per call; with tools and environments: conversations at a time.", least=1
+    )
+    dtype: str = setting("auto", 'Dtype of the weights; "auto" keeps that of the checkpoint.')
+    tensor_parallel_size: int = setting(1, "vLLM: GPUs that share one copy of the model.", least=1)
+    gpu_memory_utilization: float = setting(0.9, "vLLM: fraction of GPU memory.", above=0, most=1)
+    max_model_len: int | None = setting(None, "vLLM: longest prompt plus completion.", least=1)
+    enforce_eager: bool = setting(False, "vLLM: start without compilation, for short evaluations.")
+    base_url: str = setting("http://localhost:8000/v1", "server: address of the API.")
+    concurrency: int = setting(64, "server: concurrent requests.", least=1)
+    problem_column: str | None = setting(None, "Problem column of your own files; by default as in training.")
+    solution_column: str | None = setting(None, "Answer column of your own files; by default as in training.")
+    max_problems: int | None = setting(
+        None, "Evaluate only the first problems of each benchmark, for a quick try.", least=1
+    )
+    reasoning_gym: dict | None = setting(None, "Tasks of the benchmarks `reasoning_gym/<task>`, as in training.")
 
     def __post_init__(self):
         if self.k is None:

@@ -10,12 +10,13 @@ groups that are still uniform; here they stay, with zero gradient. Refill is DAP
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from ..pacs_config import PACSConfig
-from ..settings import bounded, ignored_settings
+from ..settings.checks import ignored_settings
+from ..settings.fields import setting
 from ..update.step_sizes import Step
 from ._generation import ExtendingTrainer, known_labels
 
@@ -81,29 +82,27 @@ def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
 
 @dataclass
 class DARSConfig(PACSConfig):
-    """
-    Configuration of [`DARSTrainer`]: every parameter of [`PACSConfig`], and:
+    """Configuration of [`DARSTrainer`]: every parameter of [`PACSConfig`], and:"""
 
-    Parameters:
-        adaptive_rollouts (`str`, *optional*):
-            DARS schedule of additional completions for hard prompts, `"equal_treatment"` or `"hardness_weighted"`.
-            With `None` every prompt has `num_generations`.
-        max_generations (`int`, *optional*):
-            Maximum number of completions of a prompt. The authors use 32 (`"equal_treatment"`) and 64.
-        adaptive_rollouts_budget (`int`, *optional*):
-            Maximum number of additional completions of a generation batch, on all processes; the hardest prompts come
-            first. `None` leaves only the bound of `max_generations`.
-        refill_uniform_groups (`bool`, *optional*, defaults to `False`):
-            Whether to replace groups that are all correct or all wrong by completions of other prompts.
-        max_refill_rounds (`int`, *optional*, defaults to `3`):
-            Maximum number of refill rounds of a generation batch.
-    """
-
-    adaptive_rollouts: str | None = field(default=None, metadata={"choices": ["equal_treatment", "hardness_weighted"]})
-    max_generations: int | None = bounded(None, least=2)
-    adaptive_rollouts_budget: int | None = bounded(None, least=1)
-    refill_uniform_groups: bool = False
-    max_refill_rounds: int = bounded(3, least=1)
+    adaptive_rollouts: str | None = setting(
+        None,
+        'DARS schedule of additional completions for hard prompts, `"equal_treatment"` or '
+        '`"hardness_weighted"`. With `None` every prompt has `num_generations`.',
+        choices=["equal_treatment", "hardness_weighted"],
+    )
+    max_generations: int | None = setting(
+        None, 'Maximum number of completions of a prompt. The authors use 32 (`"equal_treatment"`) and 64.', least=2
+    )
+    adaptive_rollouts_budget: int | None = setting(
+        None,
+        "Maximum number of additional completions of a generation batch, on all processes; the hardest "
+        "prompts come first. `None` leaves only the bound of `max_generations`.",
+        least=1,
+    )
+    refill_uniform_groups: bool = setting(
+        False, "Whether to replace groups that are all correct or all wrong by completions of other prompts."
+    )
+    max_refill_rounds: int = setting(3, "Maximum number of refill rounds of a generation batch.", least=1)
 
     def errors(self, step: Step) -> list[str]:
         errors, most, size = super().errors(step), self.max_generations, self.num_generations

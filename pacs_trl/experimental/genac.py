@@ -24,7 +24,8 @@ from ..evaluation.requests import SamplingSettings
 from ..rollouts.checkpoint import request_seed
 from ..rollouts.engine import ServerFailure, stop_without_engine
 from ..rollouts.timing import PARTS
-from ..settings import bounded, ignored_settings
+from ..settings.checks import ignored_settings
+from ..settings.fields import setting
 from ..update.rollout import labels_from_rewards, without_padding
 from ..update.step_sizes import Step
 from . import _critic
@@ -38,40 +39,40 @@ _RATIO_CAP = 2.0  # of the weight between the current critic and the one that ge
 
 @dataclass
 class GenACConfig(ActorCriticConfig):
-    r"""
+    """
     Configuration of [`GenACTrainer`]: every parameter of [`ActorCriticConfig`], and those of a generative critic.
     Defaults are the paper's if it states them.
-
-    Parameters:
-        critic_learning_rate (`float`, *optional*, defaults to `1e-6`):
-            Learning rate of the critic.
-        critic_prompt (`str`, *optional*, defaults to `"genac"`):
-            Prompt of the critic: `genac`, `genac_unconditioned`, `miniature`, or `miniature_unconditioned`. The
-            unconditioned ones omit the policy's name, success rate, and progress.
-        critic_max_new_tokens (`int`, *optional*, defaults to `1024`):
-            Maximum number of tokens of an answer.
-        critic_batch_size (`int`, *optional*):
-            Answers per forward pass, and per call of `generate` without vLLM. Defaults to
-            `per_device_train_batch_size`.
-        segment_probability (`float`, *optional*, defaults to `0.2`):
-            Tokens with a lower probability under the policy end a segment. `None` disables the rule.
-        segment_length (`int`, *optional*, defaults to `512`):
-            Every `segment_length`-th token ends a segment. `None` disables the rule.
-        max_segments (`int`, *optional*, defaults to `16`):
-            Maximum number of segments of a completion, evenly spaced. The critic answers once per segment, and in
-            training also for the state before the last token, from which it only learns.
-        critic_pretraining_steps (`int`, *optional*, defaults to `100`):
-            Optimizer steps at the start that train only the critic.
     """
 
-    critic_learning_rate: float = bounded(1e-6, above=0)
-    critic_prompt: Literal["genac", "genac_unconditioned", "miniature", "miniature_unconditioned"] = "genac"
-    critic_max_new_tokens: int = bounded(1024, least=1)
-    critic_batch_size: int | None = bounded(None, least=1)
-    segment_probability: float | None = bounded(0.2, above=0, most=1)
-    segment_length: int | None = bounded(512, least=1)
-    max_segments: int = bounded(16, least=1)
-    critic_pretraining_steps: int = bounded(100, least=0)
+    critic_learning_rate: float = setting(1e-6, "Learning rate of the critic.", above=0)
+    critic_prompt: Literal["genac", "genac_unconditioned", "miniature", "miniature_unconditioned"] = setting(
+        "genac",
+        "Prompt of the critic: `genac`, `genac_unconditioned`, `miniature`, or `miniature_unconditioned`. "
+        "The unconditioned ones omit the policy's name, success rate, and progress.",
+    )
+    critic_max_new_tokens: int = setting(1024, "Maximum number of tokens of an answer.", least=1)
+    critic_batch_size: int | None = setting(
+        None,
+        "Answers per forward pass, and per call of `generate` without vLLM. Defaults to "
+        "`per_device_train_batch_size`.",
+        least=1,
+    )
+    segment_probability: float | None = setting(
+        0.2,
+        "Tokens with a lower probability under the policy end a segment. `None` disables the rule.",
+        above=0,
+        most=1,
+    )
+    segment_length: int | None = setting(
+        512, "Every `segment_length`-th token ends a segment. `None` disables the rule.", least=1
+    )
+    max_segments: int = setting(
+        16,
+        "Maximum number of segments of a completion, evenly spaced. The critic answers once per segment, "
+        "and in training also for the state before the last token, from which it only learns.",
+        least=1,
+    )
+    critic_pretraining_steps: int = setting(100, "Optimizer steps at the start that train only the critic.", least=0)
 
     @property
     def critic_alone_steps(self) -> int:

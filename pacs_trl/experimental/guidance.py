@@ -18,7 +18,7 @@ from trl.data_utils import is_conversational
 
 from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
-from ..settings import bounded
+from ..settings.fields import setting
 from ..update.context_length import context_lengths
 from ..update.rollout import Rollout
 from ..update.step import split_into_steps
@@ -43,23 +43,21 @@ FEEDBACK = {
 
 @dataclass
 class GuidanceConfig(PACSConfig):
-    """
-    Configuration of [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and:
+    """Configuration of [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and:"""
 
-    Parameters:
-        guidance (`str`, *optional*, defaults to `"hint"`):
-            Guidance for prompts without a correct completion: `"hint"` appends the column `hint`, if it is not empty;
-            `"feedback"` adds a turn with a failed attempt and the verifier's message. Correct guided completions
-            replace up to half of a group.
-        max_guided_fraction (`float`, *optional*, defaults to `0.25`):
-            Maximum number of guided attempts of an optimizer step, as a share of its completions.
-        guided_weight (`float`, *optional*, defaults to `1.0`):
-            Factor on the gradient of guided completions.
-    """
-
-    guidance: Guidance = "hint"
-    max_guided_fraction: float = bounded(0.25, above=0, most=0.5)
-    guided_weight: float = bounded(1.0, above=0)
+    guidance: Guidance = setting(
+        "hint",
+        'Guidance for prompts without a correct completion: `"hint"` appends the column `hint`, if it is '
+        'not empty; `"feedback"` adds a turn with a failed attempt and the verifier\'s message. Correct '
+        "guided completions replace up to half of a group.",
+    )
+    max_guided_fraction: float = setting(
+        0.25,
+        "Maximum number of guided attempts of an optimizer step, as a share of its completions.",
+        above=0,
+        most=0.5,
+    )
+    guided_weight: float = setting(1.0, "Factor on the gradient of guided completions.", above=0)
 
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)

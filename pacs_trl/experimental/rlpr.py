@@ -23,7 +23,7 @@ from datasets import Dataset
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..rewards import completion_text, shared_arguments
-from ..settings import bounded
+from ..settings.fields import setting
 
 
 THINK = ("<think>", "</think>")
@@ -169,16 +169,16 @@ def filter_by_spread(
 
 @dataclass
 class RLPRConfig(PACSConfig):
-    """
-    Configuration class for the [`RLPRTrainer`]: every parameter of [`PACSConfig`], and:
+    """Configuration class for the [`RLPRTrainer`]: every parameter of [`PACSConfig`], and:"""
 
-    Parameters:
-        spread_filter (`float`, *optional*):
-            Mask out groups whose labels have a standard deviation below this share of its moving average, after ten
-            generations: for soft labels, which are never all equal. RLPR uses 0.5 with Qwen models.
-    """
-
-    spread_filter: float | None = bounded(None, above=0, most=2)
+    spread_filter: float | None = setting(
+        None,
+        "Mask out groups whose labels have a standard deviation below this share of its moving average, "
+        "after ten generations: for soft labels, which are never all equal. RLPR uses 0.5 with Qwen "
+        "models.",
+        above=0,
+        most=2,
+    )
 
 
 class RLPRTrainer(PACSTrainer):

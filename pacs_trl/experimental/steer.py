@@ -13,7 +13,8 @@ from accelerate import Accelerator
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
-from ..settings import bounded, ignored_settings
+from ..settings.checks import ignored_settings
+from ..settings.fields import setting
 from ..update.step_sizes import Step
 from ..update.token_weights import TokenValues, TokenWeights
 
@@ -122,21 +123,13 @@ class SteerWeights(TokenWeights):
 
 @dataclass
 class STEERConfig(PACSConfig):
-    """
-    Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and:
+    """Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and:"""
 
-    Parameters:
-        token_weight_mapping (`str`, *optional*, defaults to `"exponential"`):
-            `"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.
-        token_weight_min (`float`, *optional*, defaults to `0.8`):
-            Smallest weight.
-        token_weight_max (`float`, *optional*, defaults to `1.2`):
-            Largest weight of `token_weight_mapping="linear"`.
-    """
-
-    token_weight_mapping: Mapping = "exponential"
-    token_weight_min: float = bounded(0.8, above=0, below=2)
-    token_weight_max: float = bounded(1.2, above=0, below=2)
+    token_weight_mapping: Mapping = setting(
+        "exponential", '`"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.'
+    )
+    token_weight_min: float = setting(0.8, "Smallest weight.", above=0, below=2)
+    token_weight_max: float = setting(1.2, 'Largest weight of `token_weight_mapping="linear"`.', above=0, below=2)
 
     def errors(self, step: Step) -> list[str]:
         errors, exponential = super().errors(step), self.token_weight_mapping == "exponential"

@@ -17,7 +17,7 @@ import torch
 
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
-from ..settings import bounded
+from ..settings.fields import setting
 from ..update.forward_pass import ForwardPass
 from ..update.policy_update import PolicyUpdate
 from ..update.step import MicroBatch, StepRollouts
@@ -176,18 +176,14 @@ class VERLUpdate(PolicyUpdate):
 
 @dataclass
 class VERLConfig(PACSConfig):
-    """
-    Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and:
+    """Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and:"""
 
-    Parameters:
-        bonus_tokens (`str`, *optional*, defaults to `"all"`):
-            Tokens of a completion that get the bonus: `"all"`, or `"last"` (the authors' code).
-        hidden_state_stride (`int`, *optional*, defaults to `40`):
-            Tokens between the prefixes of a completion whose effective ranks are compared.
-    """
-
-    bonus_tokens: Literal["all", "last"] = "all"
-    hidden_state_stride: int = bounded(40, least=1)
+    bonus_tokens: Literal["all", "last"] = setting(
+        "all", 'Tokens of a completion that get the bonus: `"all"`, or `"last"` (the authors\' code).'
+    )
+    hidden_state_stride: int = setting(
+        40, "Tokens between the prefixes of a completion whose effective ranks are compared.", least=1
+    )
 
     def errors(self, step: Step) -> list[str]:
         stride, longest, errors = self.hidden_state_stride, self.max_completion_length, super().errors(step)

@@ -29,7 +29,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
 from ..errors import NO_ROOM, FailedRun
-from ..settings import SHAPES_ONLY_GRPO
+from ..settings.trl_settings import SHAPES_ONLY_GRPO
 from ..update.rollout import Rollout, with_arrays, with_tensors
 from .checkpoint_files import check_complete, last_checkpoint
 

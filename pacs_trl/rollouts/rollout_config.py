@@ -10,7 +10,8 @@ from trl import GRPOConfig
 from ..evaluation.arguments import DEFAULT_KS
 from ..evaluation.benchmarks import checked_name
 from ..redaction import published
-from ..settings import bounded, refuse_illegal_values, refused_settings
+from ..settings.checks import refuse_illegal_values, refused_settings
+from ..settings.fields import setting
 from ..update.step_sizes import Step
 from .generation_keys import generation_errors, generation_warnings
 
@@ -20,55 +21,65 @@ class RolloutConfig(GRPOConfig):
     """
     Base of the training configurations. `eval_strategy`, `eval_steps`, and `eval_on_start` say when benchmarks are
     measured; `max_completion_length` bounds their completions, too.
-
-    Parameters:
-        fast_generation (`bool`, *optional*, defaults to `False`):
-            Whether to merge LoRA weights into the model for generation, and to prefill each prompt once instead of
-            once per completion, where the model supports it. Log-probs differ from those without it by rounding.
-        generation_dtype (`str`, *optional*):
-            `"bfloat16"` generates with weights rounded to bfloat16: float32 weights up or down at random, with equal
-            thresholds in each generation, so that small updates count. The mismatch with the trained policy is larger
-            than float32 rounding, and is not corrected.
-        vllm_sync_adapter (`bool`, *optional*, defaults to `False`):
-            Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and to check
-            that vLLM generates with it. A server reads it from `output_dir`.
-        rollout_lag (`int`, *optional*, defaults to `0`):
-            Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch `n + lag`
-            with the weights from before the updates on batch `n`, while these run. Without vLLM the engine is a
-            process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not depend on timing.
-        rollout_engine (`str`, *optional*, defaults to `"transformers"`):
-            What generates in that process: `"transformers"`, or `"vllm"`, a vLLM for CPUs, in float32, whose context
-            and memory are `vllm_max_model_length` and `vllm_gpu_memory_utilization`.
-        stale_logps (`str`, *optional*):
-            Log-probs of the policy that generated a batch with a lag: `"engine"` takes those that the engine reports
-            for the tokens it samples; `"recompute"`, the default of the engine process, computes them by a forward
-            pass with the weights that generated. For a server, whose default is `"engine"`, the trainer keeps a copy
-            of these weights.
-        startup_check (`bool`, *optional*, defaults to `True`):
-            Whether to compare the log-probs of three short sequences, computed as in training, with each model's own
-            logits before training. If they differ, training uses a slower forward pass that agrees and logs a warning,
-            or fails if there is none.
-        eval_benchmarks (`list[str]`, *optional*): Benchmarks in the notation of `pacs-trl evaluate`. In a recipe,
-            their prompts have the instruction and system prompt of training.
-        eval_max_problems (`int`, *optional*): Use only the first problems of each benchmark.
-        eval_num_samples (`int`): Completions of each problem. k is 1, 4, 8, 16, 32, and 64 up to this number.
-        eval_temperature (`float`, *optional*): Sampling temperature on benchmarks, by default that of training; 0 is
-            greedy decoding.
-        eval_top_p (`float`, *optional*): Nucleus mass on benchmarks, by default that of training.
     """
 
-    fast_generation: bool = False
-    generation_dtype: Literal["bfloat16"] | None = None
-    vllm_sync_adapter: bool = False
-    rollout_lag: Literal[0, 1, 2] = 0
-    rollout_engine: Literal["transformers", "vllm"] = "transformers"
-    stale_logps: Literal["engine", "recompute"] | None = None
-    startup_check: bool = True
-    eval_benchmarks: list[str] | None = None
-    eval_max_problems: int | None = bounded(None, least=1)
-    eval_num_samples: int = bounded(8, least=1)
-    eval_temperature: float | None = bounded(None, least=0)
-    eval_top_p: float | None = bounded(None, above=0, most=1)
+    fast_generation: bool = setting(
+        False,
+        "Whether to merge LoRA weights into the model for generation, and to prefill each prompt once "
+        "instead of once per completion, where the model supports it. Log-probs differ from those without "
+        "it by rounding.",
+    )
+    generation_dtype: Literal["bfloat16"] | None = setting(
+        None,
+        '`"bfloat16"` generates with weights rounded to bfloat16: float32 weights up or down at random, '
+        "with equal thresholds in each generation, so that small updates count. The mismatch with the "
+        "trained policy is larger than float32 rounding, and is not corrected.",
+    )
+    vllm_sync_adapter: bool = setting(
+        False,
+        "Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and "
+        "to check that vLLM generates with it. A server reads it from `output_dir`.",
+    )
+    rollout_lag: Literal[0, 1, 2] = setting(
+        0,
+        "Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch "
+        "`n + lag` with the weights from before the updates on batch `n`, while these run. Without vLLM "
+        'the engine is a process on the CPU; with `vllm_mode="server"` the largest lag is 1. Bits do not '
+        "depend on timing.",
+    )
+    rollout_engine: Literal["transformers", "vllm"] = setting(
+        "transformers",
+        'What generates in that process: `"transformers"`, or `"vllm"`, a vLLM for CPUs, in float32, whose '
+        "context and memory are `vllm_max_model_length` and `vllm_gpu_memory_utilization`.",
+    )
+    stale_logps: Literal["engine", "recompute"] | None = setting(
+        None,
+        'Log-probs of the policy that generated a batch with a lag: `"engine"` takes those that the engine '
+        'reports for the tokens it samples; `"recompute"`, the default of the engine process, computes '
+        "them by a forward pass with the weights that generated. For a server, whose default is "
+        '`"engine"`, the trainer keeps a copy of these weights.',
+    )
+    startup_check: bool = setting(
+        True,
+        "Whether to compare the log-probs of three short sequences, computed as in training, with each "
+        "model's own logits before training. If they differ, training uses a slower forward pass that "
+        "agrees and logs a warning, or fails if there is none.",
+    )
+    eval_benchmarks: list[str] | None = setting(
+        None,
+        "Benchmarks in the notation of `pacs-trl evaluate`. In a recipe, their prompts have the "
+        "instruction and system prompt of training.",
+    )
+    eval_max_problems: int | None = setting(None, "Use only the first problems of each benchmark.", least=1)
+    eval_num_samples: int = setting(
+        8, "Completions of each problem. k is 1, 4, 8, 16, 32, and 64 up to this number.", least=1
+    )
+    eval_temperature: float | None = setting(
+        None, "Sampling temperature on benchmarks, by default that of training; 0 is greedy decoding.", least=0
+    )
+    eval_top_p: float | None = setting(
+        None, "Nucleus mass on benchmarks, by default that of training.", above=0, most=1
+    )
 
     eval_data = None  # `DataArguments` of a recipe, which prompts are made from; not a field
 

@@ -1,118 +1,37 @@
-"""Settings from YAML files and command lines, ranges of values, and help.
+"""Settings from YAML files and command lines.
 
 Commands parse `--config FILE.yaml [--key value ...]` with TRL's parser; unknown names get a suggestion. This module
-imports only PyYAML, so that help and wrong options do not wait for libraries.
+imports only PyYAML, so that wrong options do not wait for libraries.
 """
 
 import argparse
-import ast
 import difflib
-import math
-import operator
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, field, fields
-from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import yaml
 
-
-# Ranges -----------------------------------------------------------------------------------------------------
-
-
-_COMPARISONS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
-_WORDS = {"least": "at least", "above": "above", "most": "at most", "below": "below"}
+from .fields import type_hints
 
 
-def bounded(default: float | None, **bounds: float) -> Any:
-    """Return a dataclass field with legal values, which parsers take as `metavar`: `bounded(1.0, above=0, most=2)`."""
-    legal = " and ".join(f"{_WORDS[name]} {bound:g}" for name, bound in bounds.items())
-    return field(default=default, metadata={"metavar": legal})
-
-
-def _is_legal(value: float, legal: str) -> bool:
-    conditions = [condition.rpartition(" ") for condition in legal.split(" and ")]
-    is_finite = -math.inf < value < math.inf  # also of integers that no float can hold
-    return is_finite and all(_COMPARISONS[words](value, float(bound)) for words, _, bound in conditions)
-
-
-# Legal values of settings of TRL, and names in other libraries.
-_TRL = yaml.safe_load(Path(__file__).with_name("trl.yaml").read_text(encoding="utf-8"))
-
-
-def illegal_values(config: object) -> list[str]:
-    """Return one message per field of a configuration that is out of its range or not among its choices."""
-    hints, messages = _type_hints(type(config)), []
-    for each in fields(config):
-        name, value = each.name, getattr(config, each.name)
-        legal = each.metadata.get("metavar") or _TRL["ranges"].get(name)
-        literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        choices = each.metadata.get("choices") or literals
-        is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
-        is_missing = value is None and each.default is not None and is_required
-        turned_off = " 0 turns it off." if name in _TRL["turned_off_by_0"] else ""
-        if legal and (is_missing or isinstance(value, int | float) and not _is_legal(value, legal)):
-            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {each.default!r}.{turned_off}")
-        elif choices and value not in choices and not (value is None and each.default is None):
-            messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
-    return messages
-
-
-@cache
-def _type_hints(part: type) -> dict[str, Any]:
-    return get_type_hints(part)
-
-
-def refuse_illegal_values(config: object) -> None:
-    """Raise a `ValueError` with all [`illegal_values`]."""
-    if messages := illegal_values(config):
-        raise ValueError(" ".join(messages))
-
-
-# Settings of GRPOConfig that only shape GRPO's loss, and those of the SAPO and VESPO losses among them.
-OF_OTHER_LOSSES = ("sapo_temperature_neg", "sapo_temperature_pos")
-OF_OTHER_LOSSES += ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")
-SHAPES_ONLY_GRPO = (
-    *("delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "scale_rewards"),
-    *("multi_objective_aggregation", "top_entropy_quantile", "off_policy_mask_threshold", "use_bias_correction_kl"),
-    *OF_OTHER_LOSSES,
-)
-
-
-def ignored_settings(given: Any, names: Collection[str], reason: str, instead: str = "`method: grpo`") -> list[str]:
-    """Return one message per setting that a method ignores for a `reason` and that differs from its default; `instead`
-    says what takes it."""
-    defaults = {each.name: each.default for each in fields(given)}
-    return [
-        f"{name}={getattr(given, name)!r} would be ignored: {reason}. Remove the key (its default is "
-        f"{defaults[name]!r}), or train with {instead}."
-        for name in names
-        if getattr(given, name) != defaults[name]
-    ]
-
-
-def refused_settings(config: Any) -> list[str]:
-    """Return one message per setting of TRL and transformers that no trainer of this package honors and that differs
-    from its default, or that is ignored without another setting."""
-    messages = []
-    for each in fields(config):
-        value = getattr(config, each.name)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
-        if value == default:
-            continue
-        if reason := _TRL["refused"].get(each.name):
-            messages.append(f"{each.name}={value!r} {reason}. Remove the key (its default is {default!r}).")
-        condition = _TRL["needs"].get(each.name)
-        if condition is not None and not getattr(config, condition):
-            messages.append(
-                f"{each.name}={value!r} would be ignored without {condition}. Set {condition}, or remove the key."
-            )
-    return messages
+# Names in other libraries that are not similar to ours.
+_NAMES_ELSEWHERE = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "lora": "use_peft",
+    "use_lora": "use_peft",
+    "peft": "use_peft",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+    "group_size": "num_generations",
+    "num_samples": "num_generations",
+    "vllm": "use_vllm",
+    "wandb": "report_to",
+}
 
 
 # YAML -------------------------------------------------------------------------------------------------------
@@ -177,7 +96,7 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a suggestion of the nearest known names after a space; empty without one."""
-    if (ours := _TRL["names_elsewhere"].get(name)) in known:
+    if (ours := _NAMES_ELSEWHERE.get(name)) in known:
         return f" Did you mean `{ours}`?"
     nearest = (
         difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -222,7 +141,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
 
     parser = FieldParser(parts, allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}
-    hints = {name: str(hint) for part in parts for name, hint in _type_hints(part).items()}
+    hints = {name: str(hint) for part in parts for name, hint in type_hints(part).items()}
     words, as_they_are, unknown = [], {}, []
     for key, value in settings.items():
         if key not in actions and key.removeprefix("no_") in actions and value is True:
@@ -232,9 +151,11 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
             continue
         if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
             value = parse_mapping(value, f"setting `{key}`")
+        if isinstance(value, list) and "tuple" in hints[key]:  # of numbers; neither YAML nor argparse has tuples
+            value = tuple(_number(each, key) for each in value)
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]
-        elif isinstance(value, list | dict | None) or key == "fsdp" and value is True:  # not a single word
+        elif isinstance(value, list | tuple | dict | None) or key == "fsdp" and value is True:  # not a single word
             kind = "None" if value is None else type(value).__name__
             if kind not in hints[key] and value is not True and not (value is None and actions[key].default is None):
                 raise ValueError(
@@ -254,6 +175,13 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     return vars(parser.parse_args(words)) | as_they_are
 
 
+def _number(value: Any, key: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{key} must be a list of numbers, got {value!r} in it. Correct the value.") from error
+
+
 def set_environment(settings: Mapping[str, Any]) -> None:
     """Set the environment variables of the key `env`."""
     env = settings.get("env") or {}
@@ -262,51 +190,12 @@ def set_environment(settings: Mapping[str, Any]) -> None:
     os.environ.update({key: str(value) for key, value in env.items()})
 
 
-# Help -------------------------------------------------------------------------------------------------------
-
-
-_PACKAGE = Path(__file__).parents[1]
-
-
-def answer_help(command: str, argv: Sequence[str]) -> None:
-    """Print the help of `train` or `evaluate` if requested, from the source of its dataclasses, and exit; otherwise
-    check that the recipe can be read."""
-    settings = read_settings([word for word in argv if word not in ("-h", "--help")])
-    if not {"-h", "--help"} & set(argv):
-        return
-    entry = yaml.safe_load((_PACKAGE / "templates" / "help.yaml").read_text())[command]
-    method = str(settings.get("method", "pacs"))
-    description = textwrap.fill(entry["description"].format(method=method), 100)
-    print(f"usage: {entry['usage']}\n\n{description}\n\n  --config FILE.yaml\n      Keys and values.")
-    for name in entry["classes"]:
-        for node in dataclass_sources(name.format(method=method.replace("_", ""))):
-            if declared := [f"  --{ast.unparse(line)}" for line in node.body if isinstance(line, ast.AnnAssign)]:
-                text = (ast.get_docstring(node) or "").partition("\n\n")[2]
-                print(f"\n{node.name}:", *declared, "", textwrap.indent(text, "  "), sep="\n")
-    raise SystemExit(0)
+# Templates ----------------------------------------------------------------------------------------------------
 
 
 def render(template: str, **values: Any) -> str:
     """Return the text that a file of `templates` makes of values, without empty lines at its end."""
     from jinja2 import Template
 
-    text = (_PACKAGE / "templates" / template).read_text(encoding="utf-8")
+    text = (Path(__file__).parents[1] / "templates" / template).read_text(encoding="utf-8")
     return Template(text, trim_blocks=True, lstrip_blocks=True).render(values).rstrip("\n")
-
-
-def dataclass_sources(name: str) -> list[ast.ClassDef]:
-    """Return the source of a class of this package (its name in any case) and of its bases in the package."""
-    for file, text in _sources().items():
-        if found := re.search(rf"^class ({name})\b", text, re.MULTILINE | re.IGNORECASE):
-            nodes = ast.parse(text, file).body
-            node = next(node for node in nodes if isinstance(node, ast.ClassDef) and node.name == found[1])
-            imports = [line for line in nodes if isinstance(line, ast.ImportFrom) and line.level == 0]
-            external = {alias.name for line in imports for alias in line.names}  # trl.GRPOConfig
-            bases = [base.id for base in node.bases if isinstance(base, ast.Name) and base.id not in external]
-            return [node, *(source for base in bases for source in dataclass_sources(base))]
-    return []
-
-
-@cache
-def _sources() -> dict[str, str]:
-    return {str(file): file.read_text(encoding="utf-8") for file in sorted(_PACKAGE.rglob("*.py"))}

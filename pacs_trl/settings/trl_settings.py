@@ -1,0 +1,98 @@
+"""Settings of TRL and transformers: legal values that they do not check, settings that are refused, and settings that
+only some losses read."""
+
+from .fields import Range
+
+
+# Settings that TRL accepts with illegal values, or rejects without naming them.
+RANGES = {
+    "per_device_train_batch_size": Range(least=1),
+    "gradient_accumulation_steps": Range(least=1),
+    "steps_per_generation": Range(least=1),
+    "generation_batch_size": Range(least=1),
+    "num_iterations": Range(least=1),
+    "num_generations": Range(least=2),
+    "max_completion_length": Range(least=1),
+    "temperature": Range(above=0),
+    "learning_rate": Range(least=0),
+    "beta": Range(least=0),
+    "epsilon": Range(above=0),
+    "epsilon_high": Range(above=0),
+    "max_grad_norm": Range(least=0),
+    "weight_decay": Range(least=0),
+    "adam_beta1": Range(least=0, below=1),
+    "adam_beta2": Range(least=0, below=1),
+    "adam_epsilon": Range(least=0),
+    "warmup_steps": Range(least=0),
+    "per_device_eval_batch_size": Range(least=1),
+    "num_generations_eval": Range(least=1),
+    "top_k": Range(least=0),
+    "top_p": Range(above=0, most=1),
+    "min_p": Range(least=0, most=1),
+    "repetition_penalty": Range(above=0),
+    "ref_model_mixup_alpha": Range(least=0, most=1),
+    "ref_model_sync_steps": Range(least=1),
+    "vllm_importance_sampling_clip_min": Range(least=0),
+    "vllm_importance_sampling_clip_max": Range(above=0),
+}
+TURNED_OFF_BY_0 = ("max_grad_norm", "top_k")
+
+# Settings that are refused unless they have their default value, and what they would do.
+REFUSED = {
+    "label_smoothing_factor": "would be ignored, because the loss has no target labels",
+    "neftune_noise_alpha": (
+        "would compute log-probs of another model than the one that generates, with noise on its embeddings"
+    ),
+    **dict.fromkeys(
+        ("train_sampling_strategy", "length_column_name"),
+        "would be ignored, because a generation batch has whole groups in the order of shuffle_dataset",
+    ),
+    "data_seed": "would be ignored, because the order of prompts depends on seed",
+    "average_tokens_across_devices": "would be ignored, because the loss is normalized over all processes",
+    "include_num_input_tokens_seen": (
+        "would be ignored, because num_tokens counts the tokens of prompts and completions"
+    ),
+    **dict.fromkeys(
+        (
+            "include_for_metrics",
+            "batch_eval_metrics",
+            "prediction_loss_only",
+            "label_names",
+            "eval_do_concat_batches",
+            "eval_accumulation_steps",
+            "eval_use_gather_object",
+        ),
+        "would be ignored, because an evaluation has rewards instead of predictions",
+    ),
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "would round the trained weights in an evaluation",
+    ),
+    "hub_always_push": "would be ignored, because models are pushed at the end of training",
+    "enable_jit_checkpoint": (
+        "may save inside an optimizer step; `pacs-trl train` and pacs_trl.rollouts.callbacks.StopOnSignal() "
+        "save between two"
+    ),
+}
+
+# Settings that would be ignored without another one.
+NEEDS = {
+    "vllm_structured_outputs_regex": "use_vllm",
+    "transformers_continuous_batching_config": "use_transformers_continuous_batching",
+    "ref_model_mixup_alpha": "sync_ref_model",
+    "ref_model_sync_steps": "sync_ref_model",
+    "num_completions_to_print": "log_completions",
+    "log_unique_prompts": "log_completions",
+    "liger_kernel_config": "use_liger_kernel",
+}
+
+# Settings of GRPOConfig that only shape GRPO's loss, and those of the SAPO and VESPO losses among them.
+OF_OTHER_LOSSES = (
+    *("sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+)
+SHAPES_ONLY_GRPO = (
+    *("delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "scale_rewards"),
+    *("multi_objective_aggregation", "top_entropy_quantile", "off_policy_mask_threshold", "use_bias_correction_kl"),
+    *OF_OTHER_LOSSES,
+)

@@ -1,0 +1,107 @@
+"""Settings declare their default, help, and legal values once."""
+
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from transformers import HfArgumentParser
+from trl import TrlParser
+
+from pacs_trl.evaluation.arguments import EvaluationArguments
+from pacs_trl.recipe import config_class, method_names, settings_classes
+from pacs_trl.settings.checks import illegal_values
+from pacs_trl.settings.fields import Range, setting
+from pacs_trl.settings.help import declared_settings, legal_values, reference_page
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+
+
+@dataclass
+class Base:
+    size: int | None = setting(None, "Number of rows.", least=1)
+    kind: Literal["a", "b"] = setting("a", "Which one.")
+
+
+@dataclass
+class Derived(Base):
+    share: float = setting(0.5, "Fraction of rows.", above=0, most=1)
+    name: str | None = setting(None, "What it is called.", choices=["x", "y"])
+    kind: Literal["a", "b"] = setting("b", "Which one, here.")
+
+
+@pytest.mark.parametrize(
+    ("legal", "inside", "outside"),
+    [
+        (Range(least=1), [1, 2.5], [0, 0.999]),
+        (Range(above=0), [1e-300, 7], [0, -1]),
+        (Range(above=0, most=1), [0.1, 1], [0, 1.0000001]),
+        (Range(least=-1, below=2), [-1, 1.999], [-1.5, 2]),
+    ],
+)
+def test_range(legal, inside, outside):
+    assert all(value in legal for value in inside)
+    assert not any(value in legal for value in (*outside, math.nan, math.inf, -math.inf))
+
+
+def test_a_range_is_printed_in_words():
+    assert str(Range(above=0, most=0.5)) == "above 0 and at most 0.5"
+    assert str(Range(least=1, below=2)) == "at least 1 and below 2"
+
+
+def test_illegal_values_name_value_range_and_default():
+    assert illegal_values(Derived(size=0, share=2.0, name="z", kind="c")) == [
+        "size must be at least 1, got 0. Its default is None.",
+        "kind must be one of a, b; got 'c'.",
+        "share must be above 0 and at most 1, got 2.0. Its default is 0.5.",
+        "name must be one of x, y; got 'z'.",
+    ]
+    assert illegal_values(Derived(size=None, name="y")) == []
+    assert illegal_values(Derived(share=None)) == [
+        "share must be above 0 and at most 1, got None. Its default is 0.5."
+    ]
+
+
+def test_settings_belong_to_the_class_that_declares_them_last():
+    sections = {part: [each.name for each in found] for part, found in declared_settings(Derived).items()}
+    assert sections == {Derived: ["share", "name", "kind"], Base: ["size"]}
+
+
+def test_legal_values_in_words():
+    words = {each.name: legal_values(Derived, each) for each in fields(Derived)}
+    assert words == {
+        "size": "int, at least 1, default None",
+        "kind": "'a' | 'b', default 'b'",
+        "share": "float, above 0 and at most 1, default 0.5",
+        "name": "'x' | 'y', default None",
+    }
+
+
+@pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])
+def test_parsers_of_trl_and_transformers_print_help_and_range(parser):
+    text = " ".join(parser(Derived, prog="x").format_help().split())
+    assert "--share above 0 and at most 1 Fraction of rows. (default: 0.5)" in text
+
+
+ALL = {part for method in method_names() for part in settings_classes(method)} | {EvaluationArguments}
+
+
+@pytest.mark.parametrize("part", sorted(ALL, key=lambda part: part.__name__), ids=lambda part: part.__name__)
+def test_every_setting_of_ours_has_a_help_that_is_a_sentence(part):
+    for settings in declared_settings(part).values():
+        for each in settings:
+            assert each.metadata["help"].endswith((".", ")")), each.name
+    HfArgumentParser(part).format_help()  # raises where argparse would read a percent sign
+
+
+def test_page_of_settings_is_up_to_date():
+    assert PAGE.read_text() == reference_page(), "run `make settings`"
+
+
+def test_page_has_the_settings_of_every_method():
+    text = PAGE.read_text()
+    for method in method_names():
+        for settings in declared_settings(config_class(method)).values():
+            assert all(f"- `{each.name}` (" in text for each in settings)
