@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 
 from ..data import gym, instruction_for
 from ..data.messages import MessageCheck
+from ..data.prompt_date import prints_date, stored_date, with_date
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
 from ..rewards import configure_verification
@@ -112,19 +113,20 @@ def evaluate(
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
-        engine = None
+        engine, dated = None, args
         if any(requests):
             if args.engine == "vllm":
                 require_vllm("sample with `--engine transformers`")
-            _check_messages(args, benchmarks, requests, tools[1] if tools else None)
-            engine = start_engine(args)
+            dated = _with_stored_date(args)
+            _check_messages(dated, benchmarks, requests, tools[1] if tools else None)
+            engine = start_engine(dated)
             stack.callback(engine.close)
         for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
             if benchmark.is_gym:
                 grader = stack.enter_context(replace(verifier, protocol="reasoning_gym"))
             bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
-            generator = ConversationEngine(engine, *tools, args, benchmark) if engine and tools else engine
+            generator = ConversationEngine(engine, *tools, dated, benchmark) if engine and tools else engine
             records = _records(args, store, missing, generator, bar)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
@@ -187,6 +189,21 @@ def missing_requests(
     return [r for batch in batches if any((r.problem_id, r.sample) not in stored for r in batch) for r in batch]
 
 
+def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
+    """Return arguments whose prompts have the date of the first samples in `output_dir`, if the chat template prints
+    one. A server has its own chat template."""
+    if args.engine == "server" or not prints_date(_tokenizer(args).chat_template):
+        return args
+    date = stored_date(Path(args.output_dir))
+    return replace(args, chat_template_kwargs=with_date(args.chat_template_kwargs, lambda: date))
+
+
+def _tokenizer(args: EvaluationArguments) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+
+
 def _check_messages(
     args: EvaluationArguments,
     benchmarks: Sequence[LoadedBenchmark],
@@ -196,10 +213,7 @@ def _check_messages(
     """Raise a `ValueError` if the text of a message would not reach the prompt. A server has its own chat template."""
     if args.engine == "server":
         return
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-    messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
+    messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
     for benchmark, of_benchmark in zip(benchmarks, requests, strict=True):
         for request in of_benchmark:
             messages.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
@@ -319,7 +333,7 @@ def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries
                 "grade_truncated": verifier.grade_truncated,
             },
         },
-        "prompt_digest": _prompt_digest(args),
+        "prompt_digest": _prompt_digest(_with_stored_date(args)),
         "engine": {"name": args.engine, "dtype": args.dtype} | {key: getattr(args, key) for key in engine_keys},
         "benchmarks": entries,
         "versions": provenance.versions(),
@@ -342,7 +356,4 @@ def _prompt_digest(args: EvaluationArguments) -> str:
     prompt = args.prompt_of("What is $1 + 1$?")
     if args.engine == "server":
         return digest({"messages": prompt})
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
-    return digest({"text": render_prompt(tokenizer, prompt, args.chat_template_kwargs)})
+    return digest({"text": render_prompt(_tokenizer(args), prompt, args.chat_template_kwargs)})

@@ -11,11 +11,13 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from datetime import datetime
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -25,6 +27,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
+from ..data.prompt_date import prints_date, with_date
 from ..errors import FailedRun
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
@@ -39,7 +42,6 @@ from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
-from .prompt_date import date_now, prints_date, with_date
 from .publication import Publication
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
@@ -389,7 +391,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self._num_requests = 0  # vLLM requests of this process in training
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
         self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
-        self._prompt_date = date_now()
+        (self._prompt_date,) = broadcast_object_list([datetime.now().isoformat()])  # that of the first process
         self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
         self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
 

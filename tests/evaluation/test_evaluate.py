@@ -5,17 +5,19 @@ import dataclasses
 import json
 import resource
 import shutil
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import pytest
+import trl
 
 from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
-from pacs_trl.evaluation.requests import Completion
+from pacs_trl.evaluation.requests import Completion, render_prompt
 from pacs_trl.evaluation.results import read_results
 from pacs_trl.evaluation.run import evaluate, load_benchmarks, missing_requests
 from pacs_trl.verification import Verifier
@@ -61,6 +63,29 @@ def test_messages_without_text_are_refused_before_the_model_is_loaded(run, argum
     file.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in ([turns[1]], turns)))
     with pytest.raises(ValueError, match="Problem 1 of own .*'system' without content"):
         run(arguments, benchmarks=str(file))
+
+
+def test_samples_of_another_day_have_the_date_of_the_first_ones(run, arguments, checkpoint, tmp_path, monkeypatch):
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    template = Path(trl.__file__).parent / "chat_templates" / "llama3_2.jinja"
+    (model / "chat_template.jinja").write_text(template.read_text())
+    rendered = []
+    generate = TransformersEngine.generate
+
+    def noted(self, requests, settings):
+        rendered.append(render_prompt(self.tokenizer, requests[0].prompt, self.chat_template_kwargs))
+        return generate(self, requests, settings)
+
+    monkeypatch.setattr(TransformersEngine, "generate", noted)
+    first = run(arguments, model=str(model), n=1, k="1")
+    date = tmp_path / "out" / "prompt_date"
+    assert date.read_text()[:10] == datetime.now().isoformat()[:10]
+    date.write_text("2024-02-29T12:00:00")
+    second = run(arguments, model=str(model), n=2, k="1")
+    assert "29 Feb 2024" in rendered[1] and rendered[0] != rendered[1]
+    third = run(arguments, model=str(model), n=3, k="1")
+    assert rendered[2] == rendered[1]
+    assert first["prompt_digest"] != second["prompt_digest"] == third["prompt_digest"]
 
 
 def test_truncated_samples_are_graded_as_in_training(run, arguments, play):
