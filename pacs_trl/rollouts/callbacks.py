@@ -18,6 +18,7 @@ import secrets
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,6 +34,8 @@ from transformers import ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
 from ..redaction import published
+from . import interruption
+from .checkpoint import random_states, restore_random_states
 
 
 logger = logging.getLogger(__name__)
@@ -277,9 +280,10 @@ class StepStart(TrainerCallback):
     def __init__(self, trainer):
         self.trainer = trainer
         self._state: dict | None = None
+        self._random_states: Any = None  # after the last optimizer step
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self._state = None
+        self._state = self._random_states = None
 
     def on_step_begin(self, args, state, control, **kwargs):
         names = {*self.trainer._saved_attributes, "_buffered_inputs", "_pending"}
@@ -290,9 +294,13 @@ class StepStart(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         self._state = None
+        self._random_states = random_states(self.trainer.accelerator.device)
 
     def rewind(self) -> None:
-        """Restore the state at the start of the current optimizer step, whose completions must be generated again."""
+        """Restore the state at the start of the current optimizer step, whose completions must be generated again.
+        With a lag random states stay: reward functions of batches that are kept may have used them."""
+        if self._random_states is not None and not self.trainer.args.rollout_lag:
+            restore_random_states(self._random_states, self.trainer.accelerator.device)
         for name, value in (self._state or {}).items():
             setattr(self.trainer, name, value)
         if self._state is not None:
@@ -305,9 +313,10 @@ class StepStart(TrainerCallback):
 class StopOnSignal(TrainerCallback):
     """
     Save a checkpoint and stop all processes at the end of the optimizer step in which any process received SIGTERM or
-    SIGINT; a due evaluation is skipped. A second SIGINT stops immediately. Works in the main thread, from the start of
-    training until `close`; use it with `contextlib.closing`. If SIGINT is ignored, as for background jobs of a shell,
-    it stays ignored.
+    SIGINT; a due evaluation is skipped. A user's code that does not return in time is interrupted, see
+    `interruption.py`. A second SIGINT stops immediately. Works in the main thread, from the start of training until
+    `close`; use it with `contextlib.closing`. If SIGINT is ignored, as for background jobs of a shell, it stays
+    ignored.
 
     Attributes:
         stopped (`signal.Signals`, *optional*): Signal that stopped training early.
@@ -318,15 +327,39 @@ class StopOnSignal(TrainerCallback):
         self.stopped: signal.Signals | None = None
         self.received: list[int] = []
         self._previous: dict[signal.Signals, Any] = {}
+        self._closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._first_time: float | None = None  # of the first signal
+        self._interrupts = False  # whether the next SIGTERM comes from this process
 
     def _receive(self, signum, frame):
+        if self._interrupts:
+            self._interrupts = False
+            if interruption.is_overdue(self._first_time):
+                raise interruption.Interrupted
+            return
         if signum == signal.SIGINT:
             if signum in self.received:
                 raise KeyboardInterrupt
             if os.environ.get("RANK", "0") == "0":
                 with contextlib.suppress(OSError):  # not print: it is not reentrant
                     os.write(2, b"\nCtrl-C: saving after this optimizer step. Press Ctrl-C again to stop at once.\n")
+        self._first_time = self._first_time or time.monotonic()
         self.received.append(signum)  # the current step continues
+
+    def _interrupt_when_overdue(self) -> None:
+        """Send the main thread a signal when it waits too long for a user's code: only a signal ends its sleep. Again
+        if that code has caught the exception."""
+        while not self._closed.wait(0.2):
+            if self._first_time is not None and interruption.is_overdue(self._first_time):
+                logger.warning(
+                    "A reward function, tool, or rollout function has not returned %g s after the signal to stop. It "
+                    "is interrupted, and the state after the last optimizer step is saved.",
+                    interruption.PATIENCE,
+                )
+                self._interrupts = True
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                self._closed.wait(interruption.PATIENCE)
 
     def on_train_begin(self, args, state, control, **kwargs):
         if self._previous or threading.current_thread() is not threading.main_thread():  # only it can set handlers
@@ -335,14 +368,25 @@ class StopOnSignal(TrainerCallback):
             if (previous := signal.getsignal(signum)) != signal.SIG_IGN or signum == signal.SIGTERM:
                 signal.signal(signum, self._receive)
                 self._previous[signum] = previous or signal.SIG_DFL  # None: not installed from Python
+        self._thread = threading.Thread(target=self._interrupt_when_overdue, daemon=True)
+        self._thread.start()
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def _received_anywhere(self, args) -> signal.Signals | None:
+        """Return the signal that any process has received, on all processes."""
         received = torch.tensor([float(signum in self.received) for signum in NAMES], device=args.device)
         received = reduce(received, reduction="sum").tolist()
-        if not any(received):
+        return next((signum for signum, number in zip(NAMES, received, strict=True) if number), None)
+
+    def stop(self, args) -> None:
+        """Note on all processes that a signal has stopped training before the end of its step."""
+        self.stopped = self._received_anywhere(args)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        signum = self._received_anywhere(args)
+        if signum is None:
             return
         if state.global_step < state.max_steps:
-            self.stopped = next(signum for signum, number in zip(NAMES, received, strict=True) if number)
+            self.stopped = signum
         args.save_only_model = False  # such checkpoints cannot be resumed
         control.should_evaluate = False
         control.should_save = True
@@ -350,6 +394,9 @@ class StopOnSignal(TrainerCallback):
 
     def close(self) -> None:
         """Restore the previous signal handlers."""
+        self._closed.set()
+        if self._thread is not None:  # it must not send a signal to the previous handlers
+            self._thread.join()
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
         self._previous.clear()

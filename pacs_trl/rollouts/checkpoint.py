@@ -99,14 +99,29 @@ def evaluation_seed(trainer: Any) -> int:
 @contextmanager
 def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
     """Seed all random number generators inside the context, and restore their states on exit."""
-    states, devices = (random.getstate(), np.random.get_state()), [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type="cuda" if device.type == "cpu" else device.type):
-        set_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])
+    states = random_states(device)
+    set_seed(seed)
+    try:
+        yield
+    finally:
+        restore_random_states(states, device)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of all random number generators of this process."""
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states["device"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Restore what [`random_states`] returned."""
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states["device"], device)
 
 
 # Completions --------------------------------------------------------------------------------------------------------
