@@ -32,10 +32,24 @@ class FailedRun(RuntimeError):
 
 
 @contextmanager
+def without_exit(what: str) -> Iterator[None]:
+    """Raise a [`FailedRun`] if a user's code inside, which `what` names, would end the process: a command that has
+    done nothing would end with the exit code of success."""
+    try:
+        yield
+    except SystemExit as error:
+        raise FailedRun(
+            f"{what} called sys.exit({error.code!r}), which would end the command. Raise an exception, or catch "
+            "SystemExit where it comes from."
+        ) from error
+
+
+@contextmanager
 def during_run() -> Iterator[None]:
     """Mark errors raised inside as the end of a run, for the exit code and advice of [`exit_code`]."""
     try:
-        yield
+        with without_exit("A callback, an environment, or other code that training calls"):
+            yield
     except BaseException as error:
         error.ended_run = True  # type: ignore[attr-defined]
         raise

@@ -90,7 +90,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[A
                 _ = [first[name].reset(**row) for _ in range(2)]
     except ValueError:
         raise
-    except Exception as error:  # no `reset`, another signature, code of a user, or its server
+    except (Exception, SystemExit) as error:  # no `reset`, another signature, code of a user, or its server
         columns = f" at `reset` with the columns {', '.join(row)}" if row else ""
         raise ValueError(
             f"The environment failed{columns} ({type(error).__name__}: {error}). Write `reset` as `def reset(self, "

@@ -17,9 +17,12 @@ from trl.chat_template_utils import (
     parse_response,
     supports_tool_calling,
 )
+from trl.trainer.utils import get_callable_name
 
 from ..data.environments import environment_tools
 from ..rewards import run_python, shared_code_verifier, tool_function
+from ..rollouts.reward_functions import independent_copy
+from ..update.rollout import as_numbers
 from ..verification import completion_text
 from .arguments import EvaluationArguments
 from .benchmarks import LoadedBenchmark
@@ -153,7 +156,10 @@ class ConversationEngine:
             "log_extra": lambda *_: None,
             "log_metric": lambda *_: None,
         }
-        rewards = [_awaited(function(**given)) for function in self.reward_funcs]
+        rewards = []
+        for function in self.reward_funcs:
+            result = _awaited(function(**independent_copy(given)))
+            rewards.append(as_numbers(result, get_callable_name(function)))
         own = [getattr(each.environment, "get_reward", lambda: None) for each in batch]
         rewards.append([_awaited(get_reward()) for get_reward in own])
         known = [[reward for reward in several if reward is not None] for several in zip(*rewards, strict=True)]
@@ -168,7 +174,7 @@ def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
         if name not in by_name:
             raise ValueError(f"Tool {name} not found.")
         result = _awaited(by_name[name](**function["arguments"]))
-    except Exception as error:  # what the model is told in training
+    except (Exception, SystemExit) as error:  # what the model is told in training
         result = {"error": str(error)}
     return {"role": "tool", "name": name, "content": result if isinstance(result, list) else str(result)}
 

@@ -24,6 +24,7 @@ from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
 from ..data.sets import MINIATURE, report_unreadable_golds
 from ..data.tasks import check_task
+from ..errors import without_exit
 from ..rewards import configure_verification
 from ..settings.names import check_model_path, require_vllm
 from ..verification import Outcome, Verifier
@@ -50,7 +51,8 @@ def main(argv: Sequence[str]) -> int:
     # they start their processes when they are first used, which is after all checks
     with closing(verification.build()) as verifier, closing(verification.build_code()) as code_verifier:
         share = verification.verification_max_failure_share
-        results = evaluate(args, verifier, code_verifier, max_failure_share=share)
+        with without_exit("A tool, an environment, or a reward function"):
+            results = evaluate(args, verifier, code_verifier, max_failure_share=share)
     for entry in results["benchmarks"].values():
         line = "  ".join(
             f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"

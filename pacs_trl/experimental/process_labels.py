@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from ..objective import ClassWeighting, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
-from ..rollouts.rollout_trainer import with_result
+from ..rollouts.reward_functions import with_result
 from ..update.policy_update import PolicyUpdate
 from ..update.rollout import Rollout
 from ..update.step import Groups, MicroBatch, StepRollouts

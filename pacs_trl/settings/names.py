@@ -79,7 +79,7 @@ def object_of_user(name: str, key: str) -> Any:
         sys.path.append(str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), attribute)
-    except Exception as error:  # the import of a user's module can raise anything
+    except (Exception, SystemExit) as error:  # the import of a user's module can raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
             f"{key}: {name!r} cannot be imported from {Path.cwd()} ({type(error).__name__}: {error}; {place.filename} "

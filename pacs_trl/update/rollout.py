@@ -5,7 +5,7 @@ to one [`Rollout`] without padding, so that it can be dropped, reordered, moved 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,19 +66,33 @@ def with_arrays(value: Any) -> Any:
     return value.numpy() if torch.is_tensor(value) else value
 
 
+MAX_REWARD = 1e18  # in magnitude: advantages are computed in float32, from squares of rewards
+
+
 def as_numbers(rewards: Any, name: str) -> list[float | None]:
-    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an iterable of
-    finite numbers and `None`: TRL would take NaN for a missing reward."""
+    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an ordered
+    iterable of finite numbers and `None`: TRL would take NaN for a missing reward."""
     try:
-        numbers = [None if entry is None else float(entry) for entry in rewards]
-        if not all(number is None or math.isfinite(number) for number in numbers):
-            raise ValueError("NaN or infinity")
-    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: from tensors with several elements
+        if isinstance(rewards, Mapping | Set | str | bytes) or not isinstance(rewards, Iterable):
+            raise TypeError(f"a {type(rewards).__name__} is not a list")
+        numbers = [None if entry is None else _as_number(entry) for entry in rewards]
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: tensors of several elements
         raise ValueError(
             f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
             "completion: a finite number, or None for no verdict."
         ) from error
     return numbers
+
+
+def _as_number(entry: Any) -> float:
+    if isinstance(entry, str | bytes):
+        raise TypeError(f"{entry!r:.50} is text")
+    number = float(entry)
+    if not math.isfinite(number):
+        raise ValueError("NaN or infinity")
+    if abs(number) > MAX_REWARD:
+        raise ValueError(f"{number:g} is larger than {MAX_REWARD:g}")
+    return number
 
 
 def weighted_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
