@@ -356,6 +356,11 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._snapshot is not None and (process == 0 or is_sharded(self.model_wrapped)):
             torch.save(self._snapshot.state_dict(), directory / f"pacs_reference_{process}.pt")
 
+    def _save_last_step(self) -> None:
+        if self._late is not None:
+            self._late.put_back()
+        super()._save_last_step()
+
     def _own_state(self) -> dict:
         waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
