@@ -8,6 +8,7 @@ JSON: the median seconds from one generation batch to the next after the first t
 """
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
@@ -92,12 +93,13 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
             disable_tqdm=True,
         )
 
-        def reward(completions, **kwargs):
+        def late_reward(completions, **kwargs):  # plain functions are called when their batch is taken
             time.sleep(args.reward_seconds)
             return [float(i % 2) for i in range(len(completions))]
 
-        def late_reward(completions, trainer_state, **kwargs):  # called when its batch is taken
-            return reward(completions)
+        async def reward(completions, **kwargs):  # called when its batch arrives
+            await asyncio.sleep(args.reward_seconds)
+            return [float(i % 2) for i in range(len(completions))]
 
         trainer_class = InTurnTrainer if kind == "0" else PACSTrainer
         data = {"train_dataset": Dataset.from_list(prompts), "callbacks": [clock]}

@@ -254,6 +254,10 @@ def reasoning_gym_reward(
     return _labels(grades, _arguments.reasoning_gym_label)
 
 
+# The reward functions of this package, which may be called in any thread.
+FUNCTIONS = (math_reward, code_reward, reasoning_gym_reward)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 

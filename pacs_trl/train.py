@@ -24,7 +24,7 @@ from . import rewards
 from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.sets import MINIATURE
-from .errors import during_run
+from .errors import during_run, without_exit
 from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
@@ -63,12 +63,14 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     _check_output(training.output_dir, checkpoint)
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
-    environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
-    reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
+    with without_exit("The environment"):
+        environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
+        reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
     peft_config, tokenizer = _checked_model(recipe)
     if checkpoint is not None:
         check_same_adapter(checkpoint, peft_config)
-    train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
+    with without_exit("The environment"):
+        train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
         tokenizer = _make_warm_start(recipe)
 

@@ -58,6 +58,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
         arguments |= given
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
+        check_num_labels(function)
         if not (callable(function) or isinstance(function, str | None)) or function in vars(rewards):
             raise ValueError(
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
@@ -71,6 +72,18 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
         check_vllm(args, name_of(model), lora_rank)
+
+
+def check_num_labels(reward_model: Any) -> None:
+    """Raise a `ValueError` for a sequence classification model with several labels, of which TRL would take the first.
+    Other models are checked when they are called."""
+    kind = type(reward_model).__name__
+    if isinstance(reward_model, PreTrainedModel) and kind.endswith("ForSequenceClassification"):
+        if (number := reward_model.config.num_labels) != 1:
+            raise ValueError(
+                f"The reward model in reward_funcs, a {kind}, has {number} labels, of which the first would be the "
+                "reward. Load it with num_labels=1, or pass a function that computes a reward from the labels."
+            )
 
 
 def max_lora_rank(args: RolloutConfig, model: Any, peft_config: Any) -> int | None:

@@ -4,9 +4,12 @@ With `rollout_lag: k`, batch `n + k` is generated with the weights from before t
 `k` have the initial weights. The number of a batch, not timing, decides its weights, prompts, and seed, so that two
 runs are equal. Each process requests its own completions. Checkpoints wait for the batches in flight and contain them.
 
-Rewards are computed when a batch arrives, in the order of batches and never beside an evaluation, and replayed when
-TRL asks for them. A function that names `trainer_state` or an argument of the trainer (`compute_logps`) as a parameter
-reads the current policy, so it is called when its batch is taken, like reward models.
+Plain reward functions are called in the main thread when their batch is taken, as without a lag: signals, event
+loops, and connections of databases work in one thread only. The functions of this package, and asynchronous ones,
+which run in the thread of their event loop with and without a lag, are called when the batch arrives, beside training,
+in the order of batches and never beside an evaluation; their rewards are replayed when TRL asks for them. One that
+names `trainer_state` or an argument of the trainer (`compute_logps`) as a parameter reads the current policy, so it is
+called when its batch is taken, like reward models.
 
 The log-probs of the engine are those of the policy that generated: the reference `rollout` and the denominator of
 probability ratios (`exact_trainer.set_generating_logps`). PACS's proxies are therefore not 0 on the first update.
@@ -26,28 +29,26 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import nn
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
+from trl.trainer.utils import is_async_callable
 
-from ..errors import FailedRun
+from ..errors import FailedRun, without_exit
+from ..rewards import FUNCTIONS
 from ..update.step_sizes import Step
 from .callbacks import StopOnSignal
-from .checkpoint import EpochSampler, request_seed, save_last_step
+from .checkpoint import EpochSampler, request_seed
 from .checks import server_url
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
+from .interruption import PATIENCE, Stopped
+from .reward_functions import independent_copy
+from .rollout_output import ENGINE_FIELDS, check_prompts
 
 
 logger = logging.getLogger(__name__)
 
-PATIENCE = 2.0  # seconds that a run that is to stop waits for all batches in flight
-_OF_ENGINE = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 _SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
-
-
-class Stopped(Exception):
-    """A signal has stopped the run while it waited, and the state after the last optimizer step is saved."""
 
 
 class ServerRequests:
@@ -103,6 +104,7 @@ class LateBatches:
         self.engine: Any = None  # started with the first batch
         self.arrived: dict[int, dict[str, Any]] = {}
         self.taken: dict[str, Any] = {"rewards": {}}
+        self._taken_number, self._taken_at = -1, -1  # number of `taken`, and the optimizer step that took it
         self._in_flight: dict[int, tuple[int, Future]] = {}  # the optimizer step of the weights, and the batch
         self._last: Future | None = None
         self._deadline: float | None = None  # until which a run that is to stop waits
@@ -123,10 +125,6 @@ class LateBatches:
         if any(errors):
             raise ServerFailure("stopped", next(filter(None, errors)))
         if "" in errors:
-            for each in self.signals:
-                each.on_step_end(trainer.args, trainer.state, trainer.control)
-            trainer._step_start.rewind()
-            save_last_step(trainer)
             raise Stopped
         batch = self.taken = self.arrived[number]
         if batch["prompts"] != prompts:
@@ -135,6 +133,7 @@ class LateBatches:
                 "the number of processes differs from the checkpoint's. Resume with both as they were."
             )
         del self.arrived[number]
+        self._taken_number, self._taken_at = number, trainer.state.global_step
         self._submit(number + self.lag)
         metrics = {"lag_updates": float(trainer.state.global_step - batch["step"]), "learner_wait": waited}
         metrics |= {"engine_wait": batch["idle"], "overlapped_share": max(0.0, 1 - waited / batch["seconds"])}
@@ -155,6 +154,11 @@ class LateBatches:
                 batches[number] = {"step": step, "weights": weights}
         return batches
 
+    def put_back(self) -> None:
+        """Undo the last `take` if it belongs to the current optimizer step, which a run that resumes repeats."""
+        if self._taken_at == self.trainer.state.global_step:
+            self.arrived[self._taken_number] = self.taken
+
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
@@ -165,14 +169,17 @@ class LateBatches:
         self.signals = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnSignal)]
         self._last_end = time.perf_counter()
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # threads must not share one
-        late = {"trainer_state", *trainer.reward_arguments()}
-        parses = any(getattr(trainer._tokenizer, name, None) for name in ("response_template", "response_schema"))
-        self._early = {
-            i: function
-            for i, function in enumerate(trainer.reward_funcs)
-            if not (parses or isinstance(function, nn.Module))
-            and late.isdisjoint(inspect.signature(function).parameters)
-        }
+        self._early = {i: each for i, each in enumerate(trainer.reward_funcs) if self._is_early(each)}
+
+    def _is_early(self, function: Callable) -> bool:
+        """Whether a reward function is called when its batch arrives, in another thread than the main one."""
+        tokenizer = self.trainer._tokenizer
+        if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+            return False  # completions are parsed when a batch is taken
+        if not is_async_callable(function) and inspect.unwrap(function) not in FUNCTIONS:
+            return False
+        reads_policy = {"trainer_state", *self.trainer.reward_arguments()}
+        return reads_policy.isdisjoint(inspect.signature(function).parameters)
 
     def _receive(self, number: int) -> str | None:
         """Wait for a batch. Returns why it did not arrive; this is empty after a signal or another reason to stop."""
@@ -226,10 +233,13 @@ class LateBatches:
 
         async def generate(prompt_ids: list[list[int]]) -> dict[str, list[list]]:
             seed = request_seed(f"{stream}/{number}", next(calls))
+            prompt_ids = check_prompts(prompt_ids, trainer.model.config)
             return await asyncio.wrap_future(_in_background(self.engine.generate, slot, prompt_ids, seed))
 
         try:
-            output = asyncio.run(trainer.late_rollout(copy.deepcopy(prompts), generate))
+            with without_exit("rollout_func"):
+                output = asyncio.run(trainer.late_rollout(independent_copy(prompts), generate))
+            output = trainer.check_rollouts(output, len(prompts))
             return json.loads(json.dumps(output))  # what checkpoints can hold
         except Exception:
             logger.exception("rollout_func failed to generate batch %d.", number)
@@ -240,7 +250,7 @@ class LateBatches:
         weights. Returns the `rewards` and what was `logged` of each, or the exception it raised."""
         if not self._early:
             return {}
-        more = {name: values for name, values in output.items() if name not in _OF_ENGINE}
+        more = {name: values for name, values in output.items() if name not in ENGINE_FIELDS}
         rows = [row | {name: values[i] for name, values in more.items()} for i, row in enumerate(rows)]
         completion_ids = [ids or [self.trainer._tokenizer.eos_token_id] for ids in output["completion_ids"]]
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
@@ -283,7 +293,7 @@ class LateBatches:
         of_all = order[number % len(order)].repeat_interleave(trainer.num_generations)
         own = of_all.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
         row_of = {i: trainer.train_dataset[i] for i in set(own)}
-        return [row_of[i] for i in own]
+        return [independent_copy(row_of[i]) for i in own]  # completions of a group share nothing
 
 
 def _in_background(function: Callable, *arguments: Any) -> Future:

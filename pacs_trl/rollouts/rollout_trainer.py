@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, gather
 from datasets import IterableDataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.trainer_utils import TrainOutput
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable
@@ -28,22 +29,25 @@ from trl.trainer.utils import is_async_callable
 from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
-from ..errors import FailedRun
+from ..errors import FailedRun, without_exit
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks, completion_columns, model_checks
-from .callbacks import NoSignalCallback, StepStart, shorten_console
+from .callbacks import NoSignalCallback, StepStart, StopOnSignal, shorten_console
 from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
+from .interruption import Interrupted, Stopped, call_or_stop, interruptible_function, stop_if_interrupted
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .publication import Publication
+from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result
 from .rollout_config import RolloutConfig
+from .rollout_output import checked_output
 from .run_position import LoggedLoss, StreamPosition
 from .timing import StepTimer
 
@@ -137,10 +141,11 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self.forward_pass = self.create_forward_pass(self.model, self.temperature)
         if self.ref_model is not None:  # of the KL term
             self.ref_pass = self.create_forward_pass(self.accelerator.unwrap_model(self.ref_model), self.temperature)
-        self.reward_funcs = [
-            function if isinstance(function, nn.Module) else self._wrap_reward(i, function, name)
-            for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True))
-        ]
+        for i, (function, name) in enumerate(zip(self.reward_funcs, self.reward_func_names, strict=True)):
+            if isinstance(function, nn.Module):
+                check_scores_of(function, name)
+            else:
+                self.reward_funcs[i] = self._wrap_reward(i, function, name)
 
     def _prepare_learning(self) -> None:
         """Set up the method-specific parts of the trainer. Called last in construction."""
@@ -217,7 +222,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
         try:
-            batch = self._generate_and_score_completions([dict(row) for row in inputs for _ in range(num_generations)])
+            rows = [independent_copy(dict(row)) for row in inputs for _ in range(num_generations)]
+            batch = self._generate_and_score_completions(rows)
         finally:
             self.num_generations, self.num_generations_eval = before
         if groups is not None:
@@ -249,16 +255,25 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         return completion_ids, logprobs
 
     def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Call a rollout function, and check its number of completions."""
-        output = rollout_func(prompts, trainer)
-        if "completion_ids" in output:  # TRL raises an error for missing keys
-            if (number := len(output["completion_ids"])) != len(prompts):
-                raise ValueError(
-                    f"rollout_func returned {number} completions for {len(prompts)} prompts. The batch contains each "
-                    "prompt once per generation already; return exactly one completion for each."
-                )
-            self._end_empty(output["completion_ids"], output.get("logprobs"), output.get("env_mask"))
+        """Call a rollout function, and check its output."""
+        if self.args.rollout_lag:  # the output of a late rollout, which is waited for elsewhere
+            output = rollout_func(prompts, trainer)
+        else:
+            with without_exit("rollout_func"):
+                output = call_or_stop(interruptible_function(rollout_func), prompts, trainer)
+        output = self.check_rollouts(output, len(prompts))
+        self._end_empty(output["completion_ids"], output["logprobs"], output.get("env_mask"))
         return output
+
+    def check_rollouts(self, output: Any, num_prompts: int) -> dict[str, Any]:
+        """Return the output of a rollout function as [`checked_output`] does."""
+        needs = {"needs_logprobs": self.args.rollout_lag > 0, "has_tools": bool(self.tools)}
+        return checked_output(output, num_prompts=num_prompts, config=self.model.config, **needs)
+
+    def _tool_call_loop(self, *args):
+        self._sync_tool_dicts = [_stoppable(tools) for tools in self._sync_tool_dicts]
+        self._async_tool_dicts = [_stoppable(tools) for tools in self._async_tool_dicts]
+        return call_or_stop(super()._tool_call_loop, *args)
 
     def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
         """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
@@ -302,13 +317,31 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         with self.timer.part("verification"):
             truncated = self.are_truncated(completion_ids_list)
             inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            rewards_per_func = self._call_reward_functions(inputs, prompts, completions, completion_ids_list)
         completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))
         self._labels = self._labels_of(rewards_per_func)
         if self.model.training and self._unrewarded is not None:
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
             if self._unrewarded == _MOST_UNREWARDED:
                 self._stop_without_rewards()
+        return rewards_per_func
+
+    def _call_reward_functions(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
+        """Return the rewards `(B, F)` of all processes. Raises [`Stopped`] on all of them if a signal interrupted a
+        reward function on one."""
+        functions, is_interrupted = self.reward_funcs, False
+        self.reward_funcs = [
+            each if isinstance(each, nn.Module) else interruptible_function(each) for each in functions
+        ]
+        try:
+            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        except Interrupted:
+            is_interrupted = True
+            none = torch.full((len(prompts), len(functions)), torch.nan, device=self.accelerator.device)
+            rewards_per_func = gather(none)  # the other processes have called it
+        finally:
+            self.reward_funcs = functions
+        stop_if_interrupted(is_interrupted)
         return rewards_per_func
 
     def _stop_without_rewards(self) -> NoReturn:
@@ -338,6 +371,7 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
                 "all processes make together, in one order. Write it as a plain function."
             )
         function = wraps(function)(partial(function, **own)) if own else function
+        function = never_exiting(function, f"The reward function {name!r}")
         return with_result(function, lambda rewards, given: as_numbers(rewards, name))
 
     def reward_arguments(self) -> dict[str, Any]:
@@ -372,10 +406,22 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         with checkpoint.reporting_full_disk(self.args.output_dir):
-            output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            try:
+                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            except Stopped:
+                self._save_last_step()
+                return TrainOutput(self.state.global_step, float("nan"), {})
         if self._unrewarded and self.state.global_step >= self.state.max_steps:
             self._stop_without_rewards()
         return output
+
+    def _save_last_step(self) -> None:
+        """Save the state after the last optimizer step, when a signal has stopped the current one."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, StopOnSignal):
+                callback.stop(self.args)
+        self._step_start.rewind()
+        checkpoint.save_last_step(self)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
@@ -454,17 +500,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
 
 
-def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
-    """Wrap a reward function, sync or async, to return `convert(result, keyword arguments)`."""
-    if is_async_callable(function):
-
-        @wraps(function)
-        async def call(*args, **kwargs):
-            return convert(await function(*args, **kwargs), kwargs)
-    else:
-
-        @wraps(function)
-        def call(*args, **kwargs):
-            return convert(function(*args, **kwargs), kwargs)
-
-    return call
+def _stoppable(tools: dict[str, Callable]) -> dict[str, Callable]:
+    """Wrap the tools of a completion, so that they neither end the process nor keep it from stopping."""
+    return {name: interruptible_function(never_exiting(tool, f"The tool {name!r}")) for name, tool in tools.items()}

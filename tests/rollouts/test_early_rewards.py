@@ -1,4 +1,5 @@
-"""Rewards with a lag: computed when a batch arrives, in order, with the values and logs of a call when it is taken."""
+"""Rewards with a lag: plain functions are called in the main thread when their batch is taken, asynchronous ones when
+it arrives, in order, with the values and logs of a call when it is taken."""
 
 import random
 import threading
@@ -10,6 +11,7 @@ from late_runs import trainer_of
 from replay import assert_same_models, digit_reward
 
 from pacs_trl import GRPOTrainer
+from pacs_trl.rollouts import late_batches
 
 
 called: list[tuple] = []  # name, texts, optimizer step of the state, whether in the main thread
@@ -20,22 +22,27 @@ def note(name, completions, step):
     called.append((name, [turns[0]["content"] for turns in completions], step, is_main))
 
 
-def early(completions, completion_ids, solution, truncated, log_metric, log_extra, **kwargs):
+async def early(completions, prompts, completion_ids, solution, truncated, log_metric, log_extra, **kwargs):
+    assert prompts[0][0]["role"] == "user"
     note("early", completions, kwargs["trainer_state"].global_step)
     log_metric("share", sum(truncated) / len(truncated))
     log_extra("answer", [torch.tensor(len(ids)) for ids in completion_ids])
     noise = random.random() * 0.1  # global random numbers are those of a run that was not resumed
-    return [0.9 * reward + noise for reward in digit_reward(completions)]
+    return [None if i == 0 else 0.9 * reward + noise for i, reward in enumerate(digit_reward(completions))]
 
 
-async def early_async(completions, prompts, **kwargs):
-    assert prompts[0][0]["role"] == "user"
-    note("async", completions, kwargs["trainer_state"].global_step)
-    return [None if i == 0 else reward for i, reward in enumerate(digit_reward(completions))]
+def of_package(completions, **kwargs):
+    note("of_package", completions, kwargs["trainer_state"].global_step)
+    return digit_reward(completions)
 
 
-def of_state(completions, trainer_state, **kwargs):
-    note("of_state", completions, trainer_state.global_step)
+def plain(completions, **kwargs):
+    note("plain", completions, kwargs["trainer_state"].global_step)
+    return digit_reward(completions)
+
+
+async def async_of_state(completions, trainer_state, **kwargs):
+    note("async_of_state", completions, trainer_state.global_step)
     return digit_reward(completions)
 
 
@@ -45,11 +52,11 @@ def of_policy(completions, completion_ids, compute_logps, **kwargs):
     return digit_reward(completions)
 
 
-FUNCTIONS = [early, early_async, of_state, of_policy]
+FUNCTIONS = [early, of_package, plain, async_of_state, of_policy]
 
 
 def run(directory, resume=None, **settings):
-    given = {"reward_weights": [0.25] * 4, "max_steps": 8, "rollout_lag": 2} | settings
+    given = {"reward_weights": [0.2] * 5, "max_steps": 8, "rollout_lag": 2} | settings
     called.clear()
     random.seed(7)
     with forked_engine():
@@ -59,15 +66,17 @@ def run(directory, resume=None, **settings):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_functions_are_called_early_unless_they_read_the_policy(tmp_path):
+def test_functions_that_need_neither_the_main_thread_nor_the_policy_are_called_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(late_batches, "FUNCTIONS", (of_package,))
     straight, calls = run(tmp_path / "straight", eval_strategy="steps", eval_steps=4)
     texts = [[r.completion_ids.tolist() for r in kept] for kept in straight.kept]
     assert len(texts) == 4
-    for name, is_early in (("early", True), ("async", True), ("of_state", False), ("of_policy", False)):
+    for name in ("early", "of_package", "plain", "async_of_state", "of_policy"):
+        is_early, is_plain = name in ("early", "of_package"), name in ("plain", "of_policy")
         own = [(given, step, is_main) for each, given, step, is_main in calls if each == name]
         training = [each for each in own if len(each[0]) == 16]
         assert len(training) == 4 and len(own) > 4, f"{name}: once per batch, and in the evaluation"
-        assert [is_main for *_, is_main in training] == [not is_early] * 4
+        assert [is_main for *_, is_main in training] == [is_plain] * 4
         if name != "of_policy":
             late = [0, 0, 0, 2] if is_early else [0, 2, 4, 6]
             assert [step for _, step, _ in training] == late
@@ -79,7 +88,7 @@ def test_functions_are_called_early_unless_they_read_the_policy(tmp_path):
     resumed, again = run(tmp_path / "resumed", resume=str(tmp_path / "straight" / "checkpoint-3"), eval_strategy="no")
     logged = resumed._logs["extra"]["answer"]
     assert list(logged) == [f"tensor({len(ids)})" for ids in texts[-1]]
-    assert [each[0] for each in again if each[3]] == ["of_state", "of_policy"] * 2
+    assert [each[0] for each in again if each[3]] == ["plain", "of_policy"] * 2
     assert_same_models(straight, resumed)
 
 
@@ -87,14 +96,14 @@ class Wrong(Exception):
     pass
 
 
-def wrong_at_second(completions, **kwargs):
+async def wrong_at_second(completions, **kwargs):
     called.append(())
     if len(called) == 2:
         raise Wrong
     return digit_reward(completions)
 
 
-def too_few(completions, **kwargs):
+async def too_few(completions, **kwargs):
     return digit_reward(completions)[1:]
 
 

@@ -1,0 +1,196 @@
+"""Reward functions cannot change what is trained, end the command, or return what float32 cannot hold."""
+
+import asyncio
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from forked_engine import forked_engine
+from late_runs import trainer_of
+from replay import TOKENIZER, addition_dataset, assert_same_models, build_trainer, digit_reward, tiny_model
+from scripted import run_recipe
+from torch import nn
+from transformers import Qwen3ForSequenceClassification
+
+from pacs_trl import GRPOTrainer
+from pacs_trl.errors import FailedRun, exit_code
+from pacs_trl.rollouts.reward_functions import independent_copy
+from pacs_trl.update.rollout import as_numbers
+
+
+class Handle:
+    """An object of a user, such as an environment."""
+
+
+def test_copies_share_no_container_and_keep_other_objects():
+    shared, handle = [1, 2], Handle()
+    value = {"ids": [shared, shared], "rows": ({"a": [shared]},), "tensor": torch.zeros(2), "handle": [handle]}
+    copied = independent_copy(value)
+    assert copied["ids"] == [[1, 2], [1, 2]] and copied["rows"] == ({"a": [[1, 2]]},)
+    assert copied["handle"][0] is handle
+    copied["ids"][0].append(3)
+    copied["rows"][0]["a"][0].clear()
+    copied["tensor"].add_(1)
+    assert shared == [1, 2] and copied["ids"][1] == [1, 2] and value["tensor"].tolist() == [0, 0]
+
+
+def destructive(completions, completion_ids, prompts, solution, **kwargs):
+    """Return rewards, and change everything that was given."""
+    rewards = digit_reward(completions)
+    for ids in completion_ids:
+        del ids[1:]
+    for messages in (*completions, *prompts):
+        messages[0]["content"] = ""
+        messages.append({"role": "user", "content": "more"})
+    solution.clear()
+    return rewards
+
+
+async def destructive_async(completions, **kwargs):
+    return destructive(completions, **kwargs)
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_reward_functions_that_change_their_arguments_change_no_weights(tmp_path, lag):
+    """Neither those of the model, nor what the next reward function, an evaluation, or a table gets."""
+    seen = []
+
+    def last(completions, completion_ids, prompts, solution, **kwargs):
+        seen.append((completions, completion_ids, prompts, solution))
+        return digit_reward(completions)
+
+    settings = {"rollout_lag": lag, "max_steps": 4, "save_strategy": "no", "trainer_class": GRPOTrainer}
+    settings |= {"eval_strategy": "steps", "eval_steps": 2, "reward_weights": [0.3, 0.3, 0.4]}
+    trainers, arguments = [], []
+    with forked_engine():
+        for functions in ([destructive, destructive_async, last], [digit_reward, digit_reward, last]):
+            seen.clear()
+            trainers.append(trainer_of(tmp_path, reward=functions, **settings))
+            trainers[-1].train()
+            arguments.append(list(seen))
+    assert_same_models(*trainers)
+    assert arguments[0] == arguments[1] and len(arguments[0]) > 2
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_completions_of_a_group_share_no_object(tmp_path, lag):
+    shared = []
+
+    def reward(prompts, completions, **kwargs):
+        shared.append(len({id(prompt[0]) for prompt in prompts}) < len(prompts))
+        return digit_reward(completions)
+
+    with forked_engine():
+        trainer_of(tmp_path, reward=reward, rollout_lag=lag, max_steps=2, save_strategy="no").train()
+    assert shared and not any(shared)
+
+
+def test_rows_of_generate_more_share_no_object(tmp_path):
+    trainer, given = build_trainer(tmp_path), []
+    generate = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: given.extend(inputs) or generate(inputs)
+    trainer.train()
+    given.clear()
+    trainer.generate_more([addition_dataset()[0]], 4)
+    assert len({id(row["prompt"][0]) for row in given}) == 4
+
+
+def test_with_a_lag_rewards_may_need_the_main_thread(tmp_path):
+    """Alarms, as in the time limits of math-verify, work in the main thread alone."""
+    threads = []
+
+    def with_alarm(completions, **kwargs):
+        threads.append(threading.current_thread())
+        before = signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.signal(signal.SIGALRM, before)
+        return digit_reward(completions)
+
+    with forked_engine():
+        trainer_of(tmp_path, reward=with_alarm, max_steps=4, save_strategy="no").train()
+    assert set(threads) == {threading.main_thread()}
+
+
+def leaves(completions, **kwargs):
+    sys.exit(0)
+
+
+async def leaves_later(completions, **kwargs):
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+async def cancels(completions, **kwargs):
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("function", [leaves, leaves_later, cancels], ids=lambda function: function.__name__)
+def test_a_reward_function_cannot_end_the_process(tmp_path, function, lag):
+    words = "raised CancelledError" if function is cancels else r"called sys.exit\(0\)"
+    with forked_engine():
+        trainer = trainer_of(tmp_path, reward=function, rollout_lag=lag, save_strategy="no")
+        with pytest.raises(FailedRun, match=f"The reward function '{function.__name__}' {words}"):
+            trainer.train()
+
+
+def test_a_command_whose_code_exits_has_failed(tmp_path, model_path, monkeypatch, capsys):
+    """Also code that nothing wraps, here a callback."""
+
+    def main(argv):
+        run_recipe(tmp_path, model_path, *argv)
+
+    assert exit_code("pacs-trl train", main, ["--reward_funcs", "test_reward_functions.leaves"]) == 1
+    assert "'leaves' called sys.exit(0)" in capsys.readouterr().err
+    monkeypatch.setattr("pacs_trl.rollouts.timing.StepTimer.on_step_end", lambda *args, **kwargs: sys.exit(0))
+    assert exit_code("pacs-trl train", main, []) == 1
+    assert "called sys.exit(0), which would end the command" in capsys.readouterr().err
+
+
+def test_rewards_that_are_no_list_of_numbers():
+    for result in ({0: 0.5, 1: 0.5}, {0.5, 1.0}, "10", ["1", "0"], [b"1", b"0"]):
+        with pytest.raises(ValueError, match="'reward' returned"):
+            as_numbers(result, "reward")
+
+
+def test_rewards_that_float32_cannot_hold():
+    assert as_numbers([1e18, -1e18], "reward") == [1e18, -1e18]
+    for result in ([1e39, 0.0], [0.0, -1e19], [10**400, 0]):
+        with pytest.raises(ValueError, match="'reward' returned"):
+            as_numbers(result, "reward")
+
+
+class RewardModel(nn.Module):
+    """A reward model that returns the logits `scores(number of texts)`."""
+
+    def __init__(self, scores):
+        super().__init__()
+        self.scores, self.config = scores, SimpleNamespace(_name_or_path="judge", architectures=None)
+        self.warnings_issued = {}
+
+    def forward(self, input_ids, attention_mask):
+        return SimpleNamespace(logits=self.scores(len(input_ids)))
+
+
+SCORES = {
+    "NaN": (lambda n: torch.full((n, 1), torch.nan), "returned nan"),
+    "infinity": (lambda n: torch.full((n, 1), torch.inf), "returned inf"),
+    "two labels": (lambda n: torch.zeros(n, 2), r"returned logits of shape \(8, 2\)"),
+    "a label per token": (lambda n: torch.zeros(n, 3, 1), r"returned logits of shape \(8, 3, 1\)"),
+}
+
+
+@pytest.mark.parametrize(("scores", "words"), SCORES.values(), ids=SCORES)
+def test_scores_of_reward_models_are_checked(tmp_path, scores, words):
+    more = {"reward_processing_classes": TOKENIZER}
+    with pytest.raises(ValueError, match=f"reward model 'judge' {words}"):
+        build_trainer(tmp_path, trainer_class=GRPOTrainer, reward=RewardModel(scores), more=more).train()
+
+
+def test_reward_models_of_several_labels_are_refused(tmp_path):
+    config = tiny_model().config
+    config.num_labels = 2
+    with pytest.raises(ValueError, match="Qwen3ForSequenceClassification, has 2 labels.*num_labels=1"):
+        build_trainer(tmp_path, model="no model", reward=Qwen3ForSequenceClassification(config))
