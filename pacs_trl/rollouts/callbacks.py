@@ -347,7 +347,7 @@ class StopOnSignal(TrainerCallback):
         self._first_time = self._first_time or time.monotonic()
         self.received.append(signum)  # the current step continues
 
-    def _interrupt_when_overdue(self) -> None:
+    def _interrupt_when_overdue(self, main_thread: int) -> None:
         """Send the main thread a signal when it waits too long for a user's code: only a signal ends its sleep. Again
         if that code has caught the exception."""
         while not self._closed.wait(0.2):
@@ -358,7 +358,7 @@ class StopOnSignal(TrainerCallback):
                     interruption.PATIENCE,
                 )
                 self._interrupts = True
-                signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+                signal.pthread_kill(main_thread, signal.SIGTERM)
                 self._closed.wait(interruption.PATIENCE)
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -368,7 +368,9 @@ class StopOnSignal(TrainerCallback):
             if (previous := signal.getsignal(signum)) != signal.SIG_IGN or signum == signal.SIGTERM:
                 signal.signal(signum, self._receive)
                 self._previous[signum] = previous or signal.SIG_DFL  # None: not installed from Python
-        self._thread = threading.Thread(target=self._interrupt_when_overdue, daemon=True)
+        self._thread = threading.Thread(
+            target=self._interrupt_when_overdue, args=(threading.get_ident(),), daemon=True
+        )
         self._thread.start()
 
     def _received_anywhere(self, args) -> signal.Signals | None:

@@ -159,6 +159,7 @@ def train_on_two(directory):
     hanging = Hanging(2 if os.environ["RANK"] == "1" else None)
     with closing(StopOnSignal()) as stopping:
         trainer = train(directory, "plain", hanging, stopping, rollout_lag=0, per_device_train_batch_size=4)
+    trainer.accelerator.wait_for_everyone()  # as the command does; the first process writes the checkpoint
     assert trainer.state.global_step == 1 and stopping.stopped == signal.SIGTERM
     assert isinstance(trainer, PACSTrainer) and last_checkpoint(directory) is not None
 
