@@ -333,7 +333,7 @@ class StopOnSignal(TrainerCallback):
         self._interrupts = False  # whether the next SIGTERM comes from this process
 
     def _receive(self, signum, frame):
-        if self._interrupts:
+        if self._interrupts and signum == signal.SIGTERM:
             self._interrupts = False
             if interruption.is_overdue(self._first_time):
                 raise interruption.Interrupted
@@ -368,6 +368,7 @@ class StopOnSignal(TrainerCallback):
             if (previous := signal.getsignal(signum)) != signal.SIG_IGN or signum == signal.SIGTERM:
                 signal.signal(signum, self._receive)
                 self._previous[signum] = previous or signal.SIG_DFL  # None: not installed from Python
+        self._closed.clear()
         self._thread = threading.Thread(
             target=self._interrupt_when_overdue, args=(threading.get_ident(),), daemon=True
         )
