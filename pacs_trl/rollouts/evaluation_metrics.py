@@ -66,10 +66,11 @@ class EvaluationMetrics:
         batch = {}
         for name, values in metrics.items():
             known = [value for value in values if not math.isnan(value)]
-            if known:
-                batch[name] = sum(known) / len(known)
+            batch[name] = sum(known) / len(known) if known else math.nan
         for name, value in batch.items():
-            self._values[name].append((value, self._weight(name, batch)))
+            values_and_weights = self._values[name]  # also of a metric that never has a value
+            if not math.isnan(value):
+                values_and_weights.append((value, self._weight(name, batch)))
 
     def _weight(self, name: str, batch: Mapping[str, float]) -> float:
         """Return how many completions, tokens, or calls the mean of a batch covers."""
@@ -86,8 +87,10 @@ class EvaluationMetrics:
         """Return the metrics of the evaluation; `None` for a mean of no value."""
         metrics: dict[str, float | None] = {}
         for name, values in self._values.items():
-            numbers, weights = zip(*values, strict=True)
-            if name in _SMALLEST:
+            numbers, weights = [value for value, _ in values], [weight for _, weight in values]
+            if not values:
+                metrics[name] = None
+            elif name in _SMALLEST:
                 metrics[name] = min(numbers)
             elif name in _LARGEST:
                 metrics[name] = max(numbers)

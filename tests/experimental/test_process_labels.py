@@ -163,7 +163,7 @@ def test_labels_of_steps_beside_numbers(tmp_path):
         tmp_path, reward=[half_of_them, always], more={"eval_dataset": addition_dataset(4)}, **settings
     )
     learned, schedule = [], trainer.update.schedule
-    trainer.update.schedule = lambda rollouts: learned.extend(rollouts) or schedule(rollouts)
+    trainer.update.schedule = lambda rollouts, **how: learned.extend(rollouts) or schedule(rollouts, **how)
     trainer.train()
     labeled = [row for row in learned if row.extra]
     assert 0 < len(labeled) < len(learned)
@@ -189,7 +189,7 @@ def too_few(completions, **kwargs):
     [
         (mixed, {"trainer_class": ProcessLabelsTrainer}, "completion 2"),
         (too_few, {"trainer_class": ProcessLabelsTrainer}, "returned 1 "),
-        ([halves, halves], {"trainer_class": ProcessLabelsTrainer, "reward_weights": [0.5, 0.5]}, "'halves'"),
+        ([halves, halves], {"trainer_class": ProcessLabelsTrainer, "reward_weights": [0.5, 0.5]}, "'halves_2'"),
         (halves, {}, "'halves'"),  # another method
     ],
 )

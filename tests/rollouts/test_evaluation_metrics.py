@@ -62,6 +62,11 @@ def test_rewards_without_a_verdict_are_left_out():
     assert evaluation_of([(1, {})], [[[math.nan, math.nan]]])["reward"] is None
 
 
+def test_a_metric_without_a_value_is_none():
+    metrics = evaluation_of([(2, {"a": math.nan, "b": math.nan}), (2, {"a": 1.0, "b": math.nan})])
+    assert metrics == {"a": 1.0, "b": None}
+
+
 def test_repeated_prompts_at_the_end_do_not_count():
     rewards = [[[1.0, 0.0]] * 4, [[0.0, 0.0], [0.0, 0.0], [1.0, 0.0], [1.0, 0.0]]]
     metrics = evaluation_of([(4, {"loss": 1.0}), (4, {"loss": 4.0})], rewards, num_completions=6)
