@@ -300,7 +300,11 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def log(self, logs, start_time=None):
         completion_columns.unify_types(self._logs["extra"])
+        log_completions = self.log_completions
+        if len(self._logs["prompt"]) == 0:  # after a resume inside a generation batch, whose table is already written
+            self.log_completions = False
         super().log(logs, start_time)
+        self.log_completions = log_completions
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""

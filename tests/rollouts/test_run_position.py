@@ -3,6 +3,7 @@
 import datetime
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 import transformers.utils.chat_template_utils
@@ -39,6 +40,16 @@ def test_logged_losses_after_a_resume_cover_all_steps(tmp_path, model_path, trai
         resumed = build(tmp_path / "resumed")
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))
         assert losses(resumed) == losses(straight), step
+
+
+def test_a_resume_inside_a_generation_batch_keeps_its_table_of_completions(tmp_path):
+    settings = SAVING | {"max_steps": 3, "steps_per_generation": 2, "log_completions": True}
+    build_trainer(tmp_path, reward=digit_reward, **settings).train()
+    tables = {file: pd.read_parquet(file) for file in sorted((tmp_path / "completions").glob("*.parquet"))}
+    assert [len(table) for table in tables.values()] == [16, 16, 16]
+    build_trainer(tmp_path, reward=digit_reward, **settings).train(str(tmp_path / "checkpoint-1"))
+    for file, table in tables.items():
+        assert pd.read_parquet(file).equals(table), file
 
 
 class NotedPrompts:
