@@ -94,6 +94,10 @@ async def likely(completions, compute_logps, **kwargs):
     """A reward function."""
 
 
+def needs_solution(completions, solution, **kwargs):
+    """A reward function."""
+
+
 class Environment:
     def reset(self, **kwargs) -> None:
         """Start."""
@@ -143,6 +147,10 @@ REFUSED = {
         f"a column {name}": ({"more": {"train_dataset": with_column(name)}}, f"train_dataset has the column `{name}`")
         for name in ("completions", "prompts", "completion_ids", "truncated", "log_metric", "log_extra")
     },
+    "columns that are removed": (
+        {"reward": needs_solution, "remove_unused_columns": True},
+        "'needs_solution'.*train_dataset with remove_unused_columns=True.*'solution'",
+    ),
     "a reward's name": ({"reward": "math_reward"}, "reward_funcs"),
     "a number for a reward": ({"reward": [digit_reward, 1.0]}, "reward_funcs"),
     "a correction of nothing": ({"vllm_importance_sampling_correction": True}, "nothing to correct"),

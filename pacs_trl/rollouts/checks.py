@@ -67,7 +67,10 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     given_by_data = functions if arguments["rollout_func"] is None else ()  # a rollout function may add columns
     passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
     for name in ("train_dataset", "eval_dataset"):
-        check_dataset(name, arguments[name], given_by_data, passed)
+        dataset, title = arguments[name], name
+        if args.remove_unused_columns:
+            dataset, title = without_unused_columns(dataset), f"{name} with remove_unused_columns=True"
+        check_dataset(title, dataset, given_by_data, passed)
     check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
@@ -132,6 +135,15 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
                     f"{name}, {', '.join(dataset.column_names)} ({error}). Write "
                     "it as `def reward(completions, COLUMN, **kwargs)`; rename the column, or give it a default value."
                 ) from error
+
+
+def without_unused_columns(dataset: Any) -> Any:
+    """Return a dataset, or a dict of datasets, with the columns that TRL keeps with `remove_unused_columns`."""
+    if isinstance(dataset, dict):
+        return {key: without_unused_columns(part) for key, part in dataset.items()}
+    if not isinstance(dataset, Dataset | IterableDataset) or dataset.column_names is None:
+        return dataset
+    return dataset.select_columns([name for name in ("prompt", "image", "images") if name in dataset.column_names])
 
 
 def check_columns(name: str, columns: Iterable[str]) -> None:

@@ -246,7 +246,8 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         fast, dtype = self.args.fast_generation, self.args.generation_dtype
         faster: AbstractContextManager = nullcontext()
-        if fast or dtype is not None:
+        converts = self.args.use_transformers_continuous_batching  # TRL rounds the trained weights themselves
+        if fast or dtype is not None or converts:
             model = self.accelerator.unwrap_model(self.model_wrapped)
             faster = faster_generation(model, fast=fast, dtype=None if dtype is None else getattr(torch, dtype))
         with faster:

@@ -3,6 +3,7 @@
 import logging
 
 import pytest
+import torch
 from replay import MAX_COMPLETION_LENGTH, TOKENIZER, build_trainer, tiny_model
 
 
@@ -50,3 +51,10 @@ def test_a_model_whose_own_generation_reshapes_the_policy(tmp_path, caplog):
     keys = {"generation_kwargs": {"no_repeat_ngram_size": 0}, "min_p": 0.0}
     build_trainer(tmp_path, model=model_with(no_repeat_ngram_size=2, min_p=0.1), **keys)
     assert not any("generation_config" in record.message for record in caplog.records)
+
+
+def test_continuous_batching_does_not_round_the_trained_weights(tmp_path):
+    """TRL converts the model to bfloat16 before it generates."""
+    model = tiny_model()
+    build_trainer(tmp_path, model=model, use_transformers_continuous_batching=True, bf16=True, max_steps=1).train()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
