@@ -8,7 +8,7 @@ import pytest
 import torch
 from replay import addition_dataset, build_trainer, digit_reward
 
-from pacs_trl.rollouts.completion_columns import new_column, unify_types
+from pacs_trl.rollouts.completion_columns import align_columns, new_column, unify_types
 
 
 def unified(*values):
@@ -40,6 +40,13 @@ def test_columns_without_one_value_per_completion_are_refused(values):
 def test_a_second_column_of_a_name_gets_a_number():
     assert new_column("note", [1], 1, {}) == "note"
     assert new_column("note", [1], 1, {"note": [2], "note_2": [3]}) == "note_3"
+
+
+def test_a_column_of_later_completions_is_empty_for_earlier_ones():
+    """Of the last three completions, more were generated for one prompt, and only these have the column."""
+    columns = {"note": deque([1], maxlen=3), "of_evaluation": [2, 3]}
+    align_columns(columns, 3)
+    assert list(columns["note"]) == [None, None, 1] and columns["of_evaluation"] == [None, 2, 3]
 
 
 def test_completions_table_with_columns_of_any_values(tmp_path):
