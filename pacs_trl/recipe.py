@@ -114,34 +114,54 @@ class Recipe(NamedTuple):
         `num_processes` on other hardware. Raises a `ValueError` that names unknown, missing, illegal, or conflicting
         keys."""
         method = settings.get("method", "pacs")
-        parts = settings_classes(method)
-        if foreign := _foreign_keys(method, settings.keys() - {f.name for part in parts for f in fields(part)}):
-            raise ValueError(" ".join(foreign))
-        environment = settings.get("environment")
-        own_data = {"dataset_name": environment} if environment else {}
-        values = typed_values(own_data | settings, parts, f"method {method}")
-        if environment and "reward_funcs" not in settings:
-            values["reward_funcs"] = []  # those of the environment
-        if values["model_name_or_path"] is None:
-            raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
-        given = {"method": method}
-        for key in sorted(settings.keys() - {"env", "hub_token"}):
-            name = key if key in values else key.removeprefix("no_")
-            given[name] = values[name] if isinstance(values[name], str | int | float | None) else settings[key]
-        errors, made = [], []
-        for part in (*parts[:-1], _planned(parts[-1], num_processes)):
-            own = {f.name: values[f.name] for f in fields(part) if f.init}
-            try:
-                made.append(part(**own))
-            except (ValueError, TypeError, OSError, ImportError) as error:  # of libraries: files, missing packages
-                errors.append(f"{part.__name__}: {error}")
-        if errors:
+        classes = settings_classes(method)
+        known = {each.name for part in classes for each in fields(part)}
+        if errors := _keys_of_other_methods(method, settings.keys() - known):
             raise ValueError(" ".join(errors))
-        run, data, model, verification, training = made
-        step = Step.of(training, training.world_size)
+        values = _typed_values(settings, classes, method)
+        parts = _instantiate((*classes[:-1], _planned(classes[-1], num_processes)), values)
+        run, data, model, verification, training = parts
         if errors := _conflicts(run, data, model, training, settings):
             raise ValueError(" ".join(errors))
-        return cls(run, data, model, training, verification, given, step)
+        step = Step.of(training, training.world_size)
+        return cls(run, data, model, training, verification, _repeatable(settings, values, method), step)
+
+
+def _typed_values(settings: dict, classes: tuple[type, ...], method: str) -> dict[str, Any]:
+    """Return the values of all fields of some dataclasses. An environment replaces dataset and rewards."""
+    environment = settings.get("environment")
+    if environment:
+        settings = {"dataset_name": environment, **settings}
+    values = typed_values(settings, classes, f"method {method}")
+    if environment and "reward_funcs" not in settings:
+        values["reward_funcs"] = []
+    if values["model_name_or_path"] is None:
+        raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
+    return values
+
+
+def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]:
+    """Return an object of each dataclass. Raises a `ValueError` with what all of them refuse."""
+    instances, errors = [], []
+    for part in classes:
+        values_of_part = {each.name: values[each.name] for each in fields(part) if each.init}
+        try:
+            instances.append(part(**values_of_part))
+        except (ValueError, TypeError, OSError, ImportError) as error:  # of libraries: files, missing packages
+            errors.append(f"{part.__name__}: {error}")
+    if errors:
+        raise ValueError(" ".join(errors))
+    return instances
+
+
+def _repeatable(settings: dict, values: dict[str, Any], method: str) -> dict[str, Any]:
+    """Return the given settings, with typed values, without token and environment variables."""
+    repeatable = {"method": method}
+    for key in sorted(settings.keys() - {"env", "hub_token"}):
+        name = key if key in values else key.removeprefix("no_")
+        is_scalar = isinstance(values[name], str | int | float | None)
+        repeatable[name] = values[name] if is_scalar else settings[key]
+    return repeatable
 
 
 def _planned(config: type, num_processes: int | None) -> type:
@@ -154,8 +174,8 @@ def _planned(config: type, num_processes: int | None) -> type:
         self.use_cpu, self.tf32 = True, None
         config.__post_init__(self)
 
-    own = {"world_size": property(lambda self: num_processes), "__post_init__": __post_init__}
-    return type(config.__name__, (config,), own)
+    members = {"world_size": property(lambda self: num_processes), "__post_init__": __post_init__}
+    return type(config.__name__, (config,), members)
 
 
 def read_recipe(argv: Sequence[str]) -> Recipe:
@@ -210,68 +230,99 @@ def _import_class(name: str) -> type:
 def _only_subclass(module_name: str, base: type) -> type:
     """Return the only subclass of `base` that a module defines."""
     classes = [each for each in vars(import_module(module_name)).values() if isinstance(each, type)]
-    (defined,) = [each for each in classes if each.__module__ == module_name and issubclass(each, base)]
-    return defined
+    subclasses = [each for each in classes if each.__module__ == module_name and issubclass(each, base)]
+    if len(subclasses) != 1:
+        names = ", ".join(each.__name__ for each in subclasses) or "none"
+        raise ValueError(
+            f"The module {module_name} of a method must define one subclass of {base.__name__}, and defines {names}. "
+            "Add it, or move the others to a module whose name begins with an underscore."
+        )
+    return subclasses[0]
 
 
-def _foreign_keys(method: str, unknown: Set[str]) -> list[str]:
+def _keys_of_other_methods(method: str, unknown: Set[str]) -> list[str]:
     """Return one message per unknown key that is a setting of other methods of `METHODS`."""
-    found: dict[str, list[str]] = {}
-    for other in METHODS if unknown else ():
-        for name in unknown & {f.name for f in fields(config_class(other))}:
-            found.setdefault(name, []).append(other)
+    if not unknown:
+        return []
+    methods_of: dict[str, list[str]] = {}
+    for other in METHODS:
+        for name in unknown & {each.name for each in fields(config_class(other))}:
+            methods_of.setdefault(name, []).append(other)
     return [
-        f"`{name}` is a setting of method {' and '.join(found[name])}, not of {method}. Remove the key, or change "
-        "`method`."
-        for name in sorted(found)
+        f"`{name}` is a setting of method {' and '.join(methods_of[name])}, not of {method}. Remove the key, or "
+        "change `method`."
+        for name in sorted(methods_of)
     ]
 
 
-def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any, given: dict) -> list[str]:
+def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any, settings: dict) -> list[str]:
     """Return what is wrong between settings, or would be ignored without a word by TRL and transformers."""
-    evaluates, calls_tools = training.eval_strategy != "no", bool(run.tools or run.environment)
-    clips = (training.vllm_importance_sampling_clip_min, training.vllm_importance_sampling_clip_max)
+    errors = [
+        f"`{key}` would be ignored: {why}. Remove it."
+        for is_ignored, key, why in _ignored_keys(run, model, training, settings)
+        if is_ignored
+    ]
+    if run.tools or run.environment:
+        if error := shared_turns_error(training):
+            errors.append(error)
+    if training.eval_strategy != "no" and not (data.eval_split_size or training.eval_benchmarks):
+        errors.append(
+            f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
+            "their number, or eval_benchmarks to names of benchmarks."
+        )
+    if training.reward_weights is not None:
+        errors += _reward_weight_errors(training.reward_weights, run.reward_funcs, hasattr(training, "pacs_beta"))
+    return errors
+
+
+def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) -> list[tuple[Any, str, str]]:
+    """Return for each key that may be ignored whether it is, its name, and why."""
+    evaluates = training.eval_strategy != "no"
+    calls_tools = bool(run.tools or run.environment)
+    is_adamw = training.optim in ("adamw_torch", "adamw_torch_fused")
+    has_clip = bool(training.vllm_importance_sampling_clip_min or training.vllm_importance_sampling_clip_max)
     truncates = training.vllm_importance_sampling_mode.endswith("_truncate")
     corrects = training.vllm_importance_sampling_correction
-    adamw = training.optim in ("adamw_torch", "adamw_torch_fused")
-    of_data = {f.name for f in fields(DataArguments)} - {"eval_split_size", "max_train_samples", "dataset_seed"}
-    lora = sorted(name for name in given if name.startswith("lora_") or name in ("use_dora", "use_rslora"))
-    if model.use_peft or "use_peft" in given:
-        lora = []
-    ignored = [
-        (training.optim_args and adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
+    lora_keys = sorted(key for key in settings if key.startswith("lora_") or key in ("use_dora", "use_rslora"))
+    trains_whole_model = not model.use_peft and "use_peft" not in settings
+    data_keys = {each.name for each in fields(DataArguments)} - {
+        "eval_split_size",
+        "max_train_samples",
+        "dataset_seed",
+    }
+    unused_data_keys = sorted(data_keys & settings.keys()) if run.environment else []
+    return [
+        (training.optim_args and is_adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
         (training.warmup_steps and training.lr_scheduler_type == "constant", "warmup_steps", "the rate is constant"),
         (training.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no"),
         (training.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
         (training.fsdp_config and not training.fsdp, "fsdp_config", "fsdp is not set, or for accelerate launch"),
-        (corrects and truncates and not any(clips), "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
+        (corrects and truncates and not has_clip, "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
         (
             training.max_tool_calling_iterations is not None and not calls_tools,
             "max_tool_calling_iterations",
             "there are no tools (tools: [run_python]) and no environment",
         ),
-        (lora, ", ".join(lora), "the whole model is trained without use_peft: true; use_peft: false allows it"),
+        (
+            lora_keys and trains_whole_model,
+            ", ".join(lora_keys),
+            "the whole model is trained without use_peft: true; use_peft: false allows it",
+        ),
+        (unused_data_keys, ", ".join(unused_data_keys), "`environment` has the examples"),
     ]
-    if run.environment:
-        unused = sorted(of_data & given.keys())
-        ignored.append((unused, ", ".join(unused), "`environment` has the examples"))
-    errors = [f"`{key}` would be ignored: {why}. Remove it." for broken, key, why in ignored if broken]
-    if calls_tools and (together := shared_turns_error(training)):
-        errors.append(together)
-    if evaluates and not (data.eval_split_size or training.eval_benchmarks):
-        errors.append(
-            f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
-            "their number, or eval_benchmarks to names of benchmarks."
-        )
-    weights = training.reward_weights
-    if weights is not None and run.reward_funcs and len(weights) != len(run.reward_funcs):
-        errors.append(f"reward_weights={weights} must have one weight for each of reward_funcs={run.reward_funcs}.")
-    elif weights is not None and hasattr(training, "pacs_beta") and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
-        errors.append(
+
+
+def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_labels: bool) -> list[str]:
+    """Return what is wrong with the weights of reward functions, whose weighted sum is a label of PACS if
+    `are_labels`."""
+    if reward_funcs and len(weights) != len(reward_funcs):
+        return [f"reward_weights={weights} must have one weight for each of reward_funcs={reward_funcs}."]
+    if are_labels and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
+        return [
             f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum "
             "of the rewards is the label of PACS, from 0 (wrong) to 1 (right)."
-        )
-    return errors
+        ]
+    return []
 
 
 def load_tokenizer(recipe: Recipe, **kwargs: Any):
@@ -290,12 +341,12 @@ def load_tokenizer(recipe: Recipe, **kwargs: Any):
 
 def reward_function(name: str) -> Callable:
     """Return a function of `pacs_trl.rewards` by name, or another by dotted path, also from the working directory."""
-    own = sorted(key for key in vars(rewards) if key.endswith("_reward"))
-    if name in own:
+    names = sorted(key for key in vars(rewards) if key.endswith("_reward"))
+    if name in names:
         return getattr(rewards, name)
     if "." not in name:
         raise ValueError(
-            f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(own)}. Write functions "
+            f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(names)}. Write functions "
             "of your own as package.module.function."
         )
     return function_of_user(name, "reward_funcs")

@@ -142,37 +142,50 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     parser = FieldParser(parts, allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}
     hints = {name: str(hint) for part in parts for name, hint in type_hints(part).items()}
-    words, as_they_are, unknown = [], {}, []
-    for key, value in settings.items():
-        if key not in actions and key.removeprefix("no_") in actions and value is True:
-            key, value = key.removeprefix("no_"), False
-        if key not in actions:
-            unknown += [key] if key != "env" else []
-            continue
+    words: list[str] = []
+    values: dict[str, Any] = {}  # that are no words of a command line
+    for key, value in _known_settings(settings, actions, what).items():
         if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
             value = parse_mapping(value, f"setting `{key}`")
-        if isinstance(value, list) and "tuple" in hints[key]:  # of numbers; neither YAML nor argparse has tuples
+        elif isinstance(value, list) and "tuple" in hints[key]:  # neither YAML nor argparse has tuples
             value = tuple(_number(each, key) for each in value)
+        is_switch = key == "fsdp" and value is True
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]
-        elif isinstance(value, list | tuple | dict | None) or key == "fsdp" and value is True:  # not a single word
-            kind = "None" if value is None else type(value).__name__
-            if kind not in hints[key] and value is not True and not (value is None and actions[key].default is None):
-                raise ValueError(
-                    f"{key} must be {hints[key]}, got {kind}. Write a value of that type, or remove the key."
-                )
-            as_they_are[key] = value
+        elif isinstance(value, list | tuple | dict | None) or is_switch:
+            _check_kind(key, value, hints[key], may_be_missing=actions[key].default is None)
+            values[key] = value
             actions[key].required = False
         else:
             words.append(f"--{key}={value}")
+    return vars(parser.parse_args(words)) | values
+
+
+def _known_settings(settings: Mapping[str, Any], known: Collection[str], what: str) -> dict[str, Any]:
+    """Return the settings without `env`, `key: false` for `no_key: true`. Raises a `ValueError` for unknown keys."""
+    values, unknown = {}, []
+    for key, value in settings.items():
+        if key in known:
+            values[key] = value
+        elif key.removeprefix("no_") in known and value is True:
+            values[key.removeprefix("no_")] = False
+        elif key != "env":
+            unknown.append(key)
+    if len(unknown) > 1:
+        keys = ", ".join(sorted(unknown))
+        raise ValueError(f"Some keys are not settings of {what}: {keys}. Correct or remove them.")
     if unknown:
-        suggestion = did_you_mean(unknown[0], actions.keys() | {"config"}) or " Remove the key."
-        raise ValueError(
-            f"`{unknown[0]}` is not a setting of {what}.{suggestion}"
-            if len(unknown) == 1
-            else f"Some keys are not settings of {what}: {', '.join(sorted(unknown))}. Correct or remove them."
-        )
-    return vars(parser.parse_args(words)) | as_they_are
+        suggestion = did_you_mean(unknown[0], {*known, "config"}) or " Remove the key."
+        raise ValueError(f"`{unknown[0]}` is not a setting of {what}.{suggestion}")
+    return values
+
+
+def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:
+    """Raise a `ValueError` if a setting of type `hint` cannot be a list, tuple, mapping, or None."""
+    kind = "None" if value is None else type(value).__name__
+    if kind in hint or value is True or value is None and may_be_missing:
+        return
+    raise ValueError(f"{key} must be {hint}, got {kind}. Write a value of that type, or remove the key.")
 
 
 def _number(value: Any, key: str) -> float:

@@ -27,9 +27,9 @@ def require_vllm(remedy: str) -> None:
     version = installed_vllm()
     numbers = re.match(r"(\d+)\.(\d+)", version or "0.0")
     if numbers and not _FIRST_VLLM <= tuple(map(int, numbers.groups())) <= _LAST_VLLM:
-        found = f"vLLM {version} is installed" if version else "vLLM is not installed"
+        state = f"vLLM {version} is installed" if version else "vLLM is not installed"
         raise ValueError(
-            f"{found}, but TRL 1.16 needs vLLM 0.22 to 0.31. Run `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` "
+            f"{state}, but TRL 1.16 needs vLLM 0.22 to 0.31. Run `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` "
             f"(CUDA) or `make env-vllm` (CPU), or {remedy}."
         )
 

@@ -32,6 +32,17 @@ def test_a_recipe_finds_it(toy, tmp_path):
         read_recipe(argv)  # not a setting of PACS
 
 
+def test_a_module_with_two_trainers_is_refused(toy, tmp_path):
+    module = tmp_path / "modules" / "two.py"
+    module.write_text(
+        "from pacs_trl import PACSConfig, PACSTrainer\n\nclass A(PACSTrainer): ...\n\nclass B(PACSTrainer): ...\n"
+    )
+    with pytest.raises(ValueError, match="experimental.two.*A, B"):
+        trainer_of_method("two")
+    with pytest.raises(ValueError, match="experimental.two.*none"):
+        config_class("two")
+
+
 def test_it_trains(toy, tmp_path):
     """With all tokens it is PACS, with the first ones it is not."""
     gradients = []
