@@ -84,6 +84,6 @@ class ExtendingTrainer(PACSTrainer):
             kept.clear()
         return super()._generate_rollouts(generation_batch)
 
-    def _generate_and_score_completions(self, inputs):
+    def _call_reward_functions(self, inputs, *args):
         self._log_completion_extra("source", [self.source] * len(inputs))
-        return super()._generate_and_score_completions(inputs)
+        return super()._call_reward_functions(inputs, *args)
