@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
@@ -49,12 +50,35 @@ def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architec
     if not isinstance(policy, str):
         kwargs.setdefault("attn_implementation", policy.config._attn_implementation)
     critic = create_model_from_path(critic_path(policy, args), architecture=architecture, **kwargs)
+    if args.critic_model_name_or_path is None and not isinstance(policy, str) and args.process_index == 0:
+        _check_weights_of_path(policy, critic)
     if args.disable_dropout:
         disable_dropout_in_model(critic)
         disable_noise(critic)
     if args.gradient_checkpointing:
         critic.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
     return critic.train()
+
+
+def _check_weights_of_path(policy: PreTrainedModel | PeftModel, critic: PreTrainedModel) -> None:
+    """Raise a `ValueError` if the policy in memory has other weights than its path, where `critic` was loaded from.
+    The policy may have been rounded, also to bfloat16 and back."""
+    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    loaded = dict(critic.base_model.named_parameters())
+    for name, weight in base.base_model.named_parameters():
+        expected = loaded.get(name.replace(".base_layer", "").replace(".original_module", ""))
+        if expected is None or not weight.is_floating_point():  # of an adapter, or quantized
+            continue
+        expected = expected.detach().to(weight.device)
+        same = weight.shape == expected.shape and (
+            torch.equal(weight, expected.to(weight.dtype)) or torch.equal(weight, expected.bfloat16().to(weight.dtype))
+        )
+        if not same:
+            raise ValueError(
+                f"The policy was changed in memory ({name}), but its critic would be loaded from "
+                f"{get_config_model_id(base.config)} without these changes. Save the policy and pass the directory as "
+                "`model`, or set critic_model_name_or_path."
+            )
 
 
 class ActorCriticTrainer(RolloutTrainer):

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
+from transformers.dynamic_module_utils import init_hf_modules
 from trl.trainer.utils import pad
 
 from ..update.forward_pass import ForwardPass, fused_head
@@ -231,6 +232,7 @@ def serve(parent: int, fd: int = 0) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all processes of a job
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     connection = Connection(fd)
+    init_hf_modules()  # finds the classes of models that were loaded with trust_remote_code
     try:
         settings = connection.recv()
         torch.set_num_threads(settings["num_threads"])

@@ -159,8 +159,8 @@ def changes_in_place(model: PreTrainedModel | PeftModel) -> list[str]:
     """Return what differs between a model and one that is built from its class and configuration, except the values
     of weights. Attributes of modules are compared if they are numbers with a fraction."""
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    if type(base).__module__.split(".")[0] in ("__main__", "transformers_modules"):
-        return [f"its class {type(base).__name__} is not part of an installed package"]
+    if type(base).__module__ == "__main__":
+        return [f"its class {type(base).__name__} is defined in the main module"]
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         rebuilt: nn.Module = type(base)(base.config)
         if isinstance(model, PeftModel):

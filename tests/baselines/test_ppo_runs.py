@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from actor_critics import assert_same_logs
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from replay import assert_same_models, digit_reward, tiny_model, trainable_weights
 from scripted import run_recipe
 from seeds import shifted
@@ -112,6 +112,20 @@ class TestCritic:
             first.critic.model.layers[0].mlp.up_proj.weight, first.model.model.layers[0].mlp.up_proj.weight
         )
         assert first.critic.dtype == torch.float32
+
+    def test_a_policy_that_was_changed_in_memory_needs_one(self, tmp_path, model_path):
+        """Its critic would start from the weights before the change."""
+        policy = AutoModelForCausalLM.from_pretrained(model_path)
+        build(tmp_path, policy)
+        with torch.no_grad():
+            policy.model.norm.weight.add_(1e-3)
+        adapted = get_peft_model(policy, LoraConfig(r=2, target_modules=["q_proj"]))
+        for changed in (policy.requires_grad_(), adapted):
+            with pytest.raises(ValueError, match="norm.weight.*critic_model_name_or_path"):
+                build(tmp_path, changed)
+        rounded = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16).float()
+        build(tmp_path, rounded)
+        build(tmp_path, policy, critic_model_name_or_path=model_path)
 
     def test_a_policy_without_path_needs_one(self, tmp_path):
         with pytest.raises(ValueError, match="critic_model_name_or_path"):
