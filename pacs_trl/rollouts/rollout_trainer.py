@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast_object_list, gather
+from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -29,34 +29,34 @@ from trl.trainer.utils import is_async_callable
 from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
-from ..errors import FailedRun, without_exit
+from ..errors import FailedRun
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks, completion_columns, model_checks
-from .callbacks import NoSignalCallback, StepStart, StopOnSignal, shorten_console
+from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
-from .interruption import Interrupted, Stopped, call_or_stop, interruptible_function, stop_if_interrupted
+from .interruption import Stopped
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .publication import Publication
 from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result
 from .rollout_config import RolloutConfig
-from .rollout_output import checked_output
 from .run_position import LoggedLoss, StreamPosition
 from .timing import StepTimer
+from .user_code import UserCode
 
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
-class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
+class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
     timing, and model cards."""
 
@@ -255,27 +255,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         self._end_empty(completion_ids, logprobs)
         return completion_ids, logprobs
 
-    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
-        """Call a rollout function, and check its output."""
-        if self.args.rollout_lag:  # the output of a late rollout, which is waited for elsewhere
-            output = rollout_func(prompts, trainer)
-        else:
-            with without_exit("rollout_func"):
-                output = call_or_stop(interruptible_function(rollout_func), prompts, trainer)
-        output = self.check_rollouts(output, len(prompts))
-        self._end_empty(output["completion_ids"], output["logprobs"], output.get("env_mask"))
-        return output
-
-    def check_rollouts(self, output: Any, num_prompts: int) -> dict[str, Any]:
-        """Return the output of a rollout function as [`checked_output`] does."""
-        needs = {"needs_logprobs": self.args.rollout_lag > 0, "has_tools": bool(self.tools)}
-        return checked_output(output, num_prompts=num_prompts, config=self.model.config, **needs)
-
-    def _tool_call_loop(self, *args):
-        self._sync_tool_dicts = [_stoppable(tools) for tools in self._sync_tool_dicts]
-        self._async_tool_dicts = [_stoppable(tools) for tools in self._async_tool_dicts]
-        return call_or_stop(super()._tool_call_loop, *args)
-
     def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
         """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
         this token return empty completions."""
@@ -329,24 +308,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
             if self._unrewarded == _MOST_UNREWARDED:
                 self._stop_without_rewards()
-        return rewards_per_func
-
-    def _call_reward_functions(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
-        """Return the rewards `(B, F)` of all processes. Raises [`Stopped`] on all of them if a signal interrupted a
-        reward function on one."""
-        functions, is_interrupted = self.reward_funcs, False
-        self.reward_funcs = [
-            each if isinstance(each, nn.Module) else interruptible_function(each) for each in functions
-        ]
-        try:
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        except Interrupted:
-            is_interrupted = True
-            none = torch.full((len(prompts), len(functions)), torch.nan, device=self.accelerator.device)
-            rewards_per_func = gather(none)  # the other processes have called it
-        finally:
-            self.reward_funcs = functions
-        stop_if_interrupted(is_interrupted)
         return rewards_per_func
 
     def _stop_without_rewards(self) -> NoReturn:
@@ -419,14 +380,6 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if self._unrewarded and self.state.global_step >= self.state.max_steps:
             self._stop_without_rewards()
         return output
-
-    def _save_last_step(self) -> None:
-        """Save the state after the last optimizer step, when a signal has stopped the current one."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, StopOnSignal):
-                callback.stop(self.args)
-        self._step_start.rewind()
-        checkpoint.save_last_step(self)
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
@@ -503,8 +456,3 @@ class RolloutTrainer(BenchmarkEvaluation, Publication, GRPOTrainer):
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
             # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
-
-
-def _stoppable(tools: dict[str, Callable]) -> dict[str, Callable]:
-    """Wrap the tools of a completion, so that they neither end the process nor keep it from stopping."""
-    return {name: interruptible_function(never_exiting(tool, f"The tool {name!r}")) for name, tool in tools.items()}

@@ -16,8 +16,11 @@ from torch import nn
 from transformers import Qwen3ForSequenceClassification
 
 from pacs_trl import GRPOTrainer
+from pacs_trl.data.environments import prepare_environments
 from pacs_trl.errors import FailedRun, exit_code
 from pacs_trl.rollouts.reward_functions import independent_copy
+from pacs_trl.rollouts.user_code import stoppable_tools
+from pacs_trl.settings.names import function_of_user
 from pacs_trl.update.rollout import as_numbers
 
 
@@ -194,3 +197,31 @@ def test_reward_models_of_several_labels_are_refused(tmp_path):
     config.num_labels = 2
     with pytest.raises(ValueError, match="Qwen3ForSequenceClassification, has 2 labels.*num_labels=1"):
         build_trainer(tmp_path, model="no model", reward=Qwen3ForSequenceClassification(config))
+
+
+class Leaving:
+    """An environment whose `reset` ends the process."""
+
+    def reset(self, **kwargs) -> None:
+        sys.exit(0)
+
+
+def test_modules_and_environments_that_exit_are_errors_before_training(tmp_path, monkeypatch):
+    (tmp_path / "module_that_exits.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"reward_funcs: 'module_that_exits.f' cannot be imported.*SystemExit: 0"):
+        function_of_user("module_that_exits.f", "reward_funcs")
+    with pytest.raises(ValueError, match=r"The environment failed.*SystemExit: 0"):
+        prepare_environments(Leaving, {"train_dataset": addition_dataset()})
+
+
+def test_tools_that_exit_fail():
+    """The model is told, as of other exceptions of tools: it may have written the code that the tool runs."""
+
+    async def later():
+        sys.exit(1)
+
+    with pytest.raises(FailedRun, match=r"The tool 'f' called sys.exit\(0\)"):
+        stoppable_tools({"f": lambda: sys.exit(0)})["f"]()
+    with pytest.raises(FailedRun, match=r"The tool 'g' called sys.exit\(1\)"):
+        asyncio.run(stoppable_tools({"g": later})["g"]())
