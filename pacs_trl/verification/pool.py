@@ -35,6 +35,8 @@ _WARM_UP = [
     ("\\boxed{\\left( 3, \\frac{\\pi}{2} \\right)}", "\\left[ -2, 7 \\right)"),
     ("\\boxed{x^2 + 2\\sqrt{3}x - 1}", "(x - 1)^{2}"),
     ("\\boxed{x \\in (-\\infty, 5] \\cup \\{7, 8\\}}", "\\text{Evelyn}"),
+    ("\\boxed{a_{2} = \\sin x + \\log_2 3}", "e^{2x} - f(x)"),
+    ("\\boxed{\\frac{10!}{3} + \\binom{n}{2}}", "|x - 1|"),
     ("\\boxed{\\begin{pmatrix} 1 & 0 \\\\ 0 & 1 \\end{pmatrix}}", "y = 2x + 1"),
 ]
 

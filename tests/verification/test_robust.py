@@ -1,15 +1,20 @@
-"""Protocol `robust` on the table of graded answers, without processes."""
+"""Protocol `robust` on the table of graded answers and on rewritten golds, without processes."""
 
 from pathlib import Path
 
 import pytest
 import yaml
+from watching import read_jsonl
 
-from pacs_trl.verification import Outcome, gold_texts
+from benchmarks.graders import pairs_of
+from pacs_trl.verification import Outcome, Verifier, gold_texts
+from pacs_trl.verification.robust.exact import TooLarge, rational_value
+from pacs_trl.verification.robust.values import parse_expression
 from pacs_trl.verification.worker import grade_one
 
 
 TABLE = yaml.safe_load((Path(__file__).parents[1] / "data" / "graded_answers.yaml").read_text(encoding="utf-8"))
+HOSTILE = read_jsonl("hostile.jsonl")
 
 
 def label(gold, completion):
@@ -20,3 +25,43 @@ def label(gold, completion):
 def test_table_of_graded_answers(kind):
     labels = [[gold, completion, label(gold, completion)] for gold, completion, _ in TABLE[kind]]
     assert [row for row, expected in zip(labels, TABLE[kind]) if row != expected] == []
+
+
+def test_rewritten_golds_are_right_and_near_misses_wrong():
+    golds = list(dict.fromkeys(row["answer"] for row in read_jsonl("math_500.jsonl")))[:80]
+    right, wrong = pairs_of(golds)
+    assert len(right) == 240 and len(wrong) > 700
+    assert [pair for pair in right if not label(pair[1], pair[0])] == []
+    assert [pair for pair in wrong if label(pair[1], pair[0])] == []
+
+
+def test_solutions_of_benchmarks_are_right():
+    rows = [(row["solution"], row["answer"]) for row in read_jsonl("math_500.jsonl")[:150]]
+    rows += [(row["Solution"], row["Answer"]) for row in read_jsonl("aime_2024.jsonl")]
+    rows += [(row["answer"], row["answer"].rpartition("####")[2]) for row in read_jsonl("gsm8k_test_200.jsonl")]
+    assert [gold for completion, gold in rows if not label(gold, completion)] == []
+
+
+def test_hostile_answers_are_graded_within_the_limits():
+    texts = ["".join(text * count for text, count in row["parts"]) for row in HOSTILE]
+    with Verifier(num_workers=2, protocol="robust") as verifier:
+        grades = verifier.grade_detailed(texts, [row["gold"] for row in HOSTILE])
+    right = {row["description"] for row, grade in zip(HOSTILE, grades) if grade.outcome is Outcome.CORRECT}
+    outcomes = [grade.outcome for grade in grades]
+    assert outcomes.count(Outcome.TOO_LONG) == 3
+    assert outcomes.count(Outcome.KILLED) == 0
+    assert outcomes.count(Outcome.TIMEOUT) < 8
+    # In these only the characters around the right answer are hostile.
+    assert right == {"null bytes in the box", "right-to-left overrides", "full-width digits", "control characters"}
+
+
+def test_readable_golds():
+    golds = ["7", r"\text{Evelyn}", r"\emptyset", "(1, 2]", "x = 3", "So it is 26.", r"\frac{1}{", r"\boxed{}", "{"]
+    outcomes = [grade_one("", (gold,), "robust") for gold in golds]
+    assert [outcome is not Outcome.GOLD_UNPARSEABLE for outcome in outcomes] == [True] * 6 + [False] * 3
+
+
+def test_large_numbers_are_refused_before_they_are_computed():
+    for text in (r"10^{10^{10}}", r"(10^9)!", r"\frac{1}{2^{10^9}}", r"3^{4^{5^{6}}}"):
+        with pytest.raises(TooLarge):
+            rational_value(parse_expression(text))

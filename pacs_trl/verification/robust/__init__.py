@@ -22,16 +22,23 @@ _MAX_WORDS_LENGTH = 60
 
 @lru_cache(maxsize=1024)  # the completions of a prompt share their gold
 def _read_golds(golds: tuple[str, ...]) -> list[Any]:
-    texts = [_gold_text(gold) for gold in golds]
-    return [read_value(text) for text in texts if text]
+    values = []
+    for gold in golds:
+        texts = [text for text in _gold_texts(gold) if text]
+        alternatives = [read_value(text) for text in texts]
+        if texts and all(is_equal(alternatives[0], value) for value in alternatives[1:]):
+            values.append(alternatives[0])
+        elif texts:
+            values.append(read_value(", ".join(texts)))
+    return values
 
 
-def _gold_text(gold: str) -> str:
-    """Return the normalized answer in a gold: in its box if it has one, or its final answer if it is a solution."""
-    if "boxed" in gold or "\n" in gold.strip() or len(gold) > _MAX_GOLD_LENGTH:
-        answers = final_answers(gold)
-        return ", ".join(normalize(text) for text in answers)
-    return normalize(gold)
+def _gold_texts(gold: str) -> list[str]:
+    """Return the normalized texts of a gold: the contents of its boxes, or its final answer if it is a solution."""
+    has_box = any(command in gold for command in (r"\boxed", r"\fbox", r"\framebox"))
+    if has_box or "\n" in gold.strip() or len(gold) > _MAX_GOLD_LENGTH:
+        return [normalize(text) for text in final_answers(gold)]
+    return [normalize(gold)]
 
 
 # What remains of an expression that could not be read.

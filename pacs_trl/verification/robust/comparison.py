@@ -48,7 +48,7 @@ def is_equal(gold: Any, answer: Any) -> bool:
 
 
 def _is_equal_leaf(gold: Leaf, answer: Leaf) -> bool:
-    if gold.text == answer.text:
+    if gold.text == answer.text or _letter(gold) and _letter(gold) == _letter(answer):
         return True
     if gold.value is None or answer.value is None:
         return is_same_words(gold.text, answer.text)
@@ -128,7 +128,8 @@ def _is_equal_choice(gold: Any, answer: Any) -> bool:
 
 
 def _letter(leaf: Leaf) -> str:
-    match = re.fullmatch(r"\(?(?:option|choice)?\(?([A-Za-z])\)?", _words(leaf.text), re.IGNORECASE)
+    """Return the letter of a choice: of "B", "(b)", or "Option B"; empty for other leaves."""
+    match = re.fullmatch(r"\(?(?:option|choice)?\(?([A-Ja-j])\)?", leaf.text.replace(" ", ""), re.IGNORECASE)
     return match[1].upper() if match else ""
 
 
@@ -171,6 +172,9 @@ def _is_permutation(golds: tuple, answers: tuple) -> bool:
     return True
 
 
+_UNORDERED = ("", "{}", "\u00b1")
+
+
 def _is_equal_sequence(gold: Any, answer: Any) -> bool:
     if not (isinstance(gold, Sequence) and isinstance(answer, Sequence)):
         if isinstance(gold, Sequence) and len(gold.items) == 1 and gold.brackets in ("{}", "[]"):
@@ -183,11 +187,11 @@ def _is_equal_sequence(gold: Any, answer: Any) -> bool:
             return isinstance(gold, Leaf) and is_same_words(gold.text, "emptyset")
         return False
     golds, answers = _flat(gold), _flat(answer)
-    if gold.brackets in ("", "{}"):
-        if answer.brackets in ("", "{}"):
+    if gold.brackets in _UNORDERED:
+        if answer.brackets in _UNORDERED:
             return _is_permutation(_distinct(golds, gold), _distinct(answers, answer))
         return gold.brackets == "" and answer.brackets in ("()", "[]") and _all_equal(golds, answers)
-    if answer.brackets == "":
+    if answer.brackets in ("", "\u00b1"):
         is_interval = len(golds) == 2 and gold.brackets != "()"
         return not is_interval and _all_equal(golds, answers)
     if answer.brackets != gold.brackets:
@@ -197,13 +201,13 @@ def _is_equal_sequence(gold: Any, answer: Any) -> bool:
 
 
 def _flat(sequence: Sequence) -> tuple:
-    """Return the items of a list, with those of sets in it, as in `3 \\pm 1, 7`."""
-    if sequence.brackets != "":
-        return sequence.items
-    items = []
+    """Return the items of a sequence, with both values of each plus-minus sign, as in `3 \\pm 1, 7`."""
+    items: list = []
     for item in sequence.items:
-        is_set = isinstance(item, Sequence) and item.brackets == "{}"
-        items += item.items if is_set else [item]
+        is_pair = isinstance(item, Sequence) and (
+            item.brackets == "\u00b1" or item.brackets == "{}" and not sequence.brackets
+        )
+        items += item.items if is_pair else [item]
     return tuple(items)
 
 

@@ -69,14 +69,29 @@ def _refuse_large(bits: int) -> None:
         raise TooLarge
 
 
+_MAX_TOWER = 3
+
+
 def _has_large_number(expression: Basic) -> bool:
+    """Whether a part of an expression has too many digits to evaluate it: a power, a factorial, or a power tower."""
     try:
+        if _height_of_tower(expression) > _MAX_TOWER:
+            return True
         for part in sympy.preorder_traversal(expression):
             if isinstance(part, Pow | factorial | binomial):
                 rational_value(part)
     except TooLarge:
         return True
     return False
+
+
+def _height_of_tower(expression: Basic) -> int:
+    """Return how many exponents of an expression stand above each other."""
+    if isinstance(expression, sympy.exp):
+        return 1 + _height_of_tower(expression.args[0])
+    if isinstance(expression, Pow) and not isinstance(expression.exp, Rational):
+        return 1 + _height_of_tower(expression.exp)
+    return max((_height_of_tower(argument) for argument in expression.args), default=0)
 
 
 def is_equal_number(gold: Fraction, answer: Fraction, gold_decimals: int | None, answer_decimals: int | None) -> bool:

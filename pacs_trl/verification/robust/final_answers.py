@@ -141,7 +141,7 @@ def _first_statement(text: str) -> str:
         if text.startswith(opening) and (end := text.find(closing, len(opening))) > 0:
             return text[len(opening) : end]
     statement = text[: end.start()] if (end := _END_OF_STATEMENT.search(text)) else text
-    if statement.count("**") % 2:  # the phrase stands in bold text, too
+    if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
     if afterthought := _AFTERTHOUGHT.search(statement):
         statement = statement[: afterthought.start()]
@@ -164,15 +164,17 @@ _NUMBERS = re.compile(
     """,
     re.VERBOSE,
 )
+_CALCULATION = re.compile(r"<<[^<>]{0,200}>>")  # the calculator calls of GSM8K
 _OPEN_EQUATION = re.compile(r"(?:=|\u2248|\\approx)\s*(?:\?|_+|\.\.\.)?\s*(?:\\\)|\\\]|\$|\*)*\s*\Z")
 
 
 def _last_value(text: str) -> list[str]:
     """Return the last formula, bold text, or number, whichever ends last."""
-    tail = text[-2000:]
+    tail = _CALCULATION.sub("", text[-2000:])
     if _OPEN_EQUATION.search(tail):
         return []
-    formula, bold, number = (_last_match(pattern, tail) for pattern in (_FORMULA, _BOLD, _NUMBERS))
+    formula, bold = _last_match(_FORMULA, tail), _last_match(_BOLD, tail)
+    number = _result_of_last_line(tail) or _last_match(_NUMBERS, tail)
     if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:
         bold = None
     ends = [match.end() for match in (formula, bold, number) if match]
@@ -187,6 +189,18 @@ def _last_value(text: str) -> list[str]:
             return []  # the last operand of a sum or product that is not carried out
         return [content]
     return []
+
+
+def _result_of_last_line(text: str) -> re.Match | None:
+    """Return the number after the last equals sign of the last line, as in "5 + 3 = 8 limbs after 15 days"."""
+    end = len(text.rstrip())
+    start = text.rfind("\n", 0, end) + 1
+    equals = text.rfind("=", start, end)
+    if equals < 0:
+        return None
+    result = _NUMBERS.search(text, equals + 1, end)
+    is_direct = result and not text[equals + 1 : result.start()].strip(" *$<>\\(")
+    return result if is_direct and not re.match(r"\s*[-+*/^\u00d7\u00f7]\s*[\d(]", text[result.end() :]) else None
 
 
 def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:

@@ -116,6 +116,18 @@ def chinese_number(text: str) -> int | None:
     return total + section + digit
 
 
+_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+_ONES += " seventeen eighteen nineteen"
+_ENGLISH_NUMBERS = {word: value for value, word in enumerate(_ONES.split())}
+_TENS = {
+    word: 10 * value for value, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
+}
+_ENGLISH_NUMBERS |= _TENS
+_ENGLISH_NUMBERS |= {
+    f"{ten}-{one}": _TENS[ten] + _ENGLISH_NUMBERS[one] for ten in _TENS for one in _ONES.split()[1:10]
+}
+
+
 def _latin_numerals(text: str) -> str:
     """Return a text with digits in place of a leading Chinese numeral, and of Chinese fractions and percentages."""
 
@@ -137,7 +149,7 @@ _COPULA = re.compile("(?:です|である|だ|となる|になる|とする|입�
 _SPACING = re.compile(
     r"(?<!\\)\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|thinspace|enspace|hfill|newline)|~|[\t\n\r]"
 )
-_THOUSANDS_IN_LATEX = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|,\\!|\\[,;:! ]|~)(?=\d{3}(?!\d))")
+_THOUSANDS_IN_LATEX = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))")
 _DECIMAL_COMMA_IN_LATEX = re.compile(r"(?<=\d)\{\s*,\s*\}(?=\d)")
 _SIZING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?(?=[\s()\[\]\\|{}<>/]|$)"
@@ -147,7 +159,7 @@ _FONT = re.compile(
     r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|textbf|textit|textrm|textsf|textnormal|texttt|mbox|hbox|operatorname\*?"
     r"|boldsymbol|bm|emph|rm|bf|it)(?![A-Za-z])"
 )
-_FONT_AROUND_MATH = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*|\(?[A-Z]\)?\.?)\s*\}")
+_FONT_AROUND_MATH = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}")
 _CONNECTIVE = re.compile(
     r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
 )
@@ -185,6 +197,8 @@ _LATEX_SYNONYMS = [
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<=[\w)}])\s*\*\*\s*(?=[\w({-])"), "^"),
     (re.compile(r"\*"), r"\\cdot "),
+    (re.compile(r"(?<=[\w)}])\s*-\s*-(?=[\d\\(])"), "+"),
+    (re.compile(r"--(?=[\d\\(])"), ""),
     (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
     (re.compile(r"\^\s*(-?\d+)"), r"^{\1}"),
     (re.compile(r"(?<=[\d)])\s*\("), r"\\cdot ("),
@@ -218,7 +232,7 @@ def strip_markup(text: str) -> str:
         for opening, closing in _DELIMITERS:
             inner = text[len(opening) : -len(closing)]
             if len(text) > len(opening) + len(closing) and text.startswith(opening) and text.endswith(closing):
-                if "$" not in inner.replace(r"\$", "") and opening not in inner:
+                if "$" not in inner.replace(r"\$", "") and opening not in inner.replace(r"\$", ""):
                     text = inner
     return text
 
@@ -238,12 +252,14 @@ def normalize(text: str) -> str:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = _SPACING.sub(" ", text)
     text = re.sub(r"\\text(?![A-Za-z])(?!\s*\{)", "", _FONT.sub(r"\\text", text))
-    text = _FONT_AROUND_MATH.sub(r" \1 ", text)
+    text = _FONT_AROUND_MATH.sub(r" \1\2 ", text)
     text = _CONNECTIVE.sub(", ", text)
     for pattern, replacement in _LATEX_SYNONYMS:
         text = pattern.sub(replacement, text)
     text = text.replace("'", "") if re.search(r"\d'\d{3}", text) else text
-    return strip_markup(re.sub(r"\s+", " ", text))
+    text = strip_markup(re.sub(r"\s+", " ", text))
+    word = re.sub(r"^\\text\s*\{\s*([A-Za-z-]+)\s*\}$", r"\1", text).lower()
+    return str(_ENGLISH_NUMBERS.get(word, text))
 
 
 CURRENCY_UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "\u00a5": "yen", "\u20b9": "rupee"}

@@ -31,7 +31,8 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Sequence:
-    """Values in a pair of brackets: "()", "[]", "(]", "[)", "{}", or "" for a list without brackets."""
+    """Values in a pair of brackets: "()", "[]", "(]", "[)", "{}", "" for a list without brackets, or "\u00b1"
+    for the two values of a plus-minus sign."""
 
     brackets: str
     items: tuple
@@ -85,7 +86,7 @@ _TIMES_TEN = r"(?:[eE]|\s*(?:\\cdot|x)\s*10\s*\^\s*\{?\s*)"
 _NUMBER = re.compile(
     rf"""
     (?P<sign>[-+]\s*)?
-    (?P<currency>\\?\$|[\u20ac\u00a3\u00a5\u20b9])?\s*(?P<sign_after>-)?
+    (?P<currency>\\?\$|[\u20ac\u00a3\u00a5\u20b9])?\s*(?P<sign_after>(?<=[$\u20ac\u00a3\u00a5\u20b9])-)?
     (?:
         (?P<whole>\d+)\s*\\frac\s*\{{\s*(?P<n1>\d+)\s*\}}\s*\{{\s*(?P<d1>\d+)\s*\}}
         | (?P<whole2>\d+)(?:\s+|\s+and\s+)(?P<n2>\d+)\s*/\s*(?P<d2>\d+)(?![\d.])
@@ -104,7 +105,7 @@ _UNIT_WORDS = re.compile(
     r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)$"
 )
 _LETTER = re.compile(r"^\(?\s*(?:\\text\s*\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?$")
-_LETTER_AND_TEXT = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-Z])(?:\)|\.|:|\)\.)\s*(.+)$", re.IGNORECASE)
+_LETTER_AND_TEXT = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-J])(?:\)|\.|:|\)\.)\s*(.+)$", re.IGNORECASE)
 _WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 
@@ -130,6 +131,8 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
     items = [item for item in _split(text, (",", ";")) if item.strip()]
     if len(items) > 1 and not _is_sentence(text):
         return Sequence("", tuple(read_value(item, commas_separate) for item in items))
+    if (unlabelled := _without_label(text)) != text:
+        return read_value(unlabelled, commas_separate)
     relation = _read_relation(text)
     if relation is not None:
         return relation
@@ -148,7 +151,7 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
     if r"\pm" in text or r"\mp" in text:
         signs = [("+", "-"), ("-", "+")]
         texts = [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in signs]
-        return Sequence("{}", tuple(read_value(each.lstrip("+ "), True) for each in texts))
+        return Sequence("\u00b1", tuple(read_value(each.lstrip("+ "), True) for each in texts))
     if re.fullmatch(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+", text):
         return Ratio(tuple(Fraction(part.strip()) for part in text.split(":")), re.sub(r"\s", "", text))
     if based := re.fullmatch(
@@ -225,6 +228,22 @@ def _brackets_around(text: str) -> tuple[str, str, str] | None:
     return tokens[0], "".join(tokens[1:-1]).strip(), tokens[-1]
 
 
+_TEXT_LABEL = re.compile(
+    r"^(?:\\text\s*\{\s*)?(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is)?\s*:?|[A-Za-z][A-Za-z ]{1,40}:)"
+    r"\s*\}?\s*(?=[^\s}])",
+    re.IGNORECASE,
+)
+
+
+def _without_label(text: str) -> str:
+    """Return a text without a label in words in front of it: "Total: 5" is "5"."""
+    label = _TEXT_LABEL.match(text)
+    if label is None:
+        return text
+    rest = text[label.end() :]
+    return rest.removesuffix("}") if rest.count("}") > rest.count("{") else rest
+
+
 def _is_sentence(text: str) -> bool:
     return bool(_WORDS.match(text)) and len(re.findall(r"[^\W\d_]{2,}", text)) > 6
 
@@ -291,6 +310,8 @@ def _read_leaf(text: str) -> Leaf | Choice:
     compact = re.sub(r"\s", "", text)
     if match := _LETTER_AND_TEXT.match(text):
         return Choice(match[1].upper(), match[2].strip())
+    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
+        text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"{\\frac{\1\\pi}{180}}", text)
     number = _NUMBER.match(text)
     if number and (leaf := _read_quantity(text, compact, number)) is not None:
         return leaf
