@@ -11,6 +11,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from ..settings.names import object_of_user
+from .tool_calls import as_observation
 
 
 if TYPE_CHECKING:  # slow to import
@@ -115,6 +116,8 @@ class _Factory:
         @wraps(reset)
         def checked(**row: Any) -> Any:
             observation = reset(**row)
+            if observation is not None:
+                observation = as_observation(observation, takes_images=True)
             digest = hash(json.dumps(observation, default=lambda each: type(each).__name__))  # images have no text
             if self.observations.setdefault(hash(json.dumps(row, default=repr)), digest) != digest:
                 raise ValueError(

@@ -20,8 +20,10 @@ from trl.chat_template_utils import (
 from trl.trainer.utils import get_callable_name
 
 from ..data.environments import environment_tools
+from ..data.tool_calls import readable_calls
 from ..rewards import run_python, shared_code_verifier, tool_function
 from ..rollouts.reward_functions import independent_copy
+from ..rollouts.user_code import stoppable_tools
 from ..update.rollout import as_numbers
 from ..verification import completion_text
 from .arguments import EvaluationArguments
@@ -127,7 +129,8 @@ class ConversationEngine:
                 each = batch[int(request.problem_id)]
                 ids = list(completion.token_ids[: limit - len(each.ids)])
                 prefix = each.prompt_ids + each.ids
-                each.messages.append(parse_response(self._tokenizer, ids, prefix=prefix, tools=each.tools))
+                with readable_calls(self._tokenizer):
+                    each.messages.append(parse_response(self._tokenizer, ids, prefix=prefix, tools=each.tools))
                 each.ids, each.num_tokens = each.ids + ids, each.num_tokens + len(ids)
                 each.is_truncated = completion.finish_reason == "length" or len(ids) < len(completion.token_ids)
             turn += 1
@@ -169,14 +172,15 @@ class ConversationEngine:
 def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
     """Return the message with the result of a call."""
     function = call.get("function", {})
-    name, by_name = function.get("name", "unknown"), {tool.__name__: tool for tool in tools}
+    name = function.get("name", "unknown")
+    by_name = stoppable_tools({tool.__name__: tool for tool in tools})
     try:
         if name not in by_name:
             raise ValueError(f"Tool {name} not found.")
-        result = _awaited(by_name[name](**function["arguments"]))
-    except (Exception, SystemExit) as error:  # what the model is told in training
-        result = {"error": str(error)}
-    return {"role": "tool", "name": name, "content": result if isinstance(result, list) else str(result)}
+        content = _awaited(by_name[name](**function["arguments"]))
+    except Exception as error:  # what the model is told in training
+        content = str({"error": str(error)})
+    return {"role": "tool", "name": name, "content": content}
 
 
 def _awaited(result: Any) -> Any:

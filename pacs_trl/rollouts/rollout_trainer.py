@@ -29,6 +29,7 @@ from trl.trainer.utils import is_async_callable
 from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
+from ..data.tool_calls import messages_for_table, readable_calls
 from ..errors import FailedRun
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
@@ -236,7 +237,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def _generate(self, prompts):
         try:
-            with self.timer.part("generation"):
+            with self.timer.part("generation"), readable_calls(self._tokenizer):
                 generated = super()._generate(prompts)
             self.timer.work["generated"] += sum(map(len, generated[1]))
         except ServerFailure as failure:
@@ -280,6 +281,9 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def log(self, logs, start_time=None):
         completion_columns.unify_types(self._logs["extra"])
+        completions = self._logs["completion"]
+        for i, completion in enumerate(completions):
+            completions[i] = messages_for_table(completion)
         log_completions = self.log_completions
         if len(self._logs["prompt"]) == 0:  # after a resume inside a generation batch, whose table is already written
             self.log_completions = False

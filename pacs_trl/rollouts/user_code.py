@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather
 from torch import nn
 
+from ..data.tool_calls import safe_tools
 from ..errors import without_exit
 from . import checkpoint
 from .callbacks import StopOnSignal
@@ -38,8 +39,8 @@ class UserCode:
         return checked_output(output, num_prompts=num_prompts, config=self.model.config, **needs)
 
     def _tool_call_loop(self, *args):
-        self._sync_tool_dicts = [stoppable_tools(tools) for tools in self._sync_tool_dicts]
-        self._async_tool_dicts = [stoppable_tools(tools) for tools in self._async_tool_dicts]
+        self._sync_tool_dicts = [stoppable_tools(tools, self._is_vlm) for tools in self._sync_tool_dicts]
+        self._async_tool_dicts = [stoppable_tools(tools, self._is_vlm) for tools in self._async_tool_dicts]
         return call_or_stop(super()._tool_call_loop, *args)
 
     def _call_reward_functions(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
@@ -69,6 +70,8 @@ class UserCode:
         checkpoint.save_last_step(self)
 
 
-def stoppable_tools(tools: dict[str, Callable]) -> dict[str, Callable]:
-    """Wrap the tools of a completion, so that they neither end the process nor keep it from stopping."""
-    return {name: interruptible_function(never_exiting(tool, f"The tool {name!r}")) for name, tool in tools.items()}
+def stoppable_tools(tools: dict[str, Callable], takes_images: bool = False) -> dict[str, Callable]:
+    """Wrap the tools of a completion, so that they neither end the process nor keep it from stopping, and their
+    results are contents of messages."""
+    safe = safe_tools(tools, takes_images)
+    return {name: interruptible_function(never_exiting(tool, f"The tool {name!r}")) for name, tool in safe.items()}
