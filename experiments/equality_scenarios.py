@@ -212,6 +212,16 @@ SNAPSHOT = ADAMW | {
     "reference_reset_steps": 3,
     "reset_optimizer_on_reference_reset": True,
 }
+EVALUATION = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "eval_on_start": True,
+    "eval_split_size": 8,
+    "eval_benchmarks": ["benchmark"],
+    "eval_max_problems": 4,
+    "eval_num_samples": 4,
+    "per_device_eval_batch_size": 8,
+}
 LAG = GENERATED | TWO_MINIBATCHES | ONE_UPDATE | {"rollout_lag": 1, "max_steps": 6, "temperature": 1.3}
 
 PACS: dict[str, dict[str, Any]] = {
@@ -250,14 +260,13 @@ PACS: dict[str, dict[str, Any]] = {
     "several_batches_per_step": PLAIN
     | {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1},
     "generated": GENERATED,
+    "generated_fast": GENERATED | LORA | {"fast_generation": True},
+    "generated_bfloat16": GENERATED | {"generation_dtype": "bfloat16"},
     "weighted_rewards": {"reward_funcs": ["math_reward", "hard_label"], "reward_weights": [0.5, 0.5]},
     "tools": {"model_name_or_path": "calling", "reward_funcs": ["hard_label"], "tools": ["t"]}
     | {"max_completion_length": 32, "max_tool_calling_iterations": 2},
     "environment": {"model_name_or_path": "calling", "environment": "environment", "max_completion_length": 32},
-    "evaluation": GENERATED
-    | {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "eval_split_size": 8}
-    | {"eval_benchmarks": ["benchmark"], "eval_max_problems": 4, "eval_num_samples": 4}
-    | {"per_device_eval_batch_size": 8},
+    "evaluation": GENERATED | EVALUATION,
 }
 GRPO: dict[str, dict[str, Any]] = {
     f"grpo_{loss_type}": PLAIN | TWO_MINIBATCHES | {"loss_type": loss_type}
@@ -276,6 +285,7 @@ GRPO |= {
     "grpo_off_policy_mask_reported": REPORTED | {"off_policy_mask_threshold": 0.5},
     "grpo_shuffled": PLAIN | TWO_MINIBATCHES | {"shuffle_minibatches": True},
     "grpo_tools": TOOLS | STRADDLING | {"mask_truncated_completions": True},
+    "grpo_evaluation": GENERATED | EVALUATION | {"beta": 0.1, "top_entropy_quantile": 0.5},
     "grpo_generated": GENERATED | {"scale_rewards": "batch"},
     "grpo_several_batches_per_step": PLAIN
     | {"gradient_accumulation_steps": 4, "steps_per_generation": 2, "num_iterations": 1},
@@ -317,6 +327,7 @@ ACTOR_CRITIC: dict[str, dict[str, Any]] = {
     "ppo_dapo": PLAIN | CRITIC | ADAMW | TWO_MINIBATCHES | {"loss_type": "dapo", "gamma": 0.99, "gae_lambda": 0.9},
     "ppo_warmup": TOOLS | CRITIC | {"critic_warmup_steps": 2, "beta": 0.1, "value_clip_range": None},
     "ppo_corrected": REPORTED | CRITIC | CORRECTED | {"delta": None, "whiten_advantages": False},
+    "ppo_evaluation": GENERATED | CRITIC | EVALUATION,
     "genac": PLAIN | GENAC,
     "genac_pretraining": TOOLS | GENAC | ADAMW | {"critic_pretraining_steps": 2, "loss_type": "dapo"},
 }
@@ -339,6 +350,8 @@ EXPERIMENTAL: dict[str, dict[str, Any]] = {
     "refill": PLAIN
     | {"method": "dars", "adaptive_rollouts": "hardness_weighted", "max_generations": 6}
     | {"refill_uniform_groups": True, "num_iterations": 1, "max_steps": 6, "reward_funcs": ["rare_label"]},
+    "feedback": {"method": "guidance", "guidance": "feedback", "reward_funcs": ["math_reward"]}
+    | {"max_guided_fraction": 0.5, "max_completion_length": 24},
     "guidance": PLAIN
     | {"method": "guidance", "guidance": "hint", "guided_weight": 0.5, "max_guided_fraction": 0.5}
     | {"reward_funcs": ["rare_label"]},
@@ -354,6 +367,7 @@ WITH_LAG: dict[str, dict[str, Any]] = {
     "lag_rloo": LAG | {"method": "rloo"},
     "lag_maxrl": LAG | {"method": "maxrl", "rollout_lag": 2},
     "lag_real": LAG | {"method": "real"},
+    "lag_recomputed": LAG | {"stale_logps": "recompute"},
 }
 ON_TWO_PROCESSES: dict[str, dict[str, Any]] = {
     "straddling": PLAIN | {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1},

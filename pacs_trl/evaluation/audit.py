@@ -42,7 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--solution_column", default="solution", help="gold answer")
     parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
     parser.add_argument(
-        "--protocols", nargs="+", choices=("authors", "trl", "number", "robust"), default=["authors", "trl"]
+        "--protocols",
+        nargs="+",
+        choices=("authors", "trl", "number", "robust"),
+        default=["authors", "trl"],
+        help="protocols to compare",
     )
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
     parser.add_argument("--max_problems", type=int, help="--programs: number of problems to run")

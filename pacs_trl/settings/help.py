@@ -69,8 +69,7 @@ def declared_settings(config: type) -> dict[type, list[Field]]:
 def legal_values(part: type, setting: Field) -> str:
     """Return type, legal values, and default of a setting: `float, above 0, default 1.0`."""
     hint = type_hints(part)[setting.name]
-    choices = setting.metadata.get("choices") or _literals(hint)
-    if choices:
+    if choices := choices_of(part, setting):
         words = [" | ".join(map(repr, choices))]
     else:
         words = [hint.__name__ if isinstance(hint, type) else str(hint).removesuffix(" | None")]
@@ -85,8 +84,11 @@ def legal_values(part: type, setting: Field) -> str:
     return ", ".join(words)
 
 
-def _literals(hint: Any) -> tuple[Any, ...]:
-    """Return the values of a `Literal`, also of an optional one."""
+def choices_of(part: type, setting: Field) -> tuple[Any, ...]:
+    """Return the legal values of a setting that has a list of them, `choices` or a `Literal`; else an empty tuple."""
+    if "choices" in setting.metadata:
+        return tuple(setting.metadata["choices"])
+    hint = type_hints(part)[setting.name]
     for each in (hint, *get_args(hint)):
         if get_origin(each) is Literal:
             return get_args(each)

@@ -1,12 +1,16 @@
 """The comparison of two commits fails on any difference that no table explains."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from experiments import equality
+from experiments import equality, equality_scenarios
+from pacs_trl.recipe import config_class, method_names
+from pacs_trl.settings.help import choices_of, declared_settings
 
 
 METRICS = {"policy|1|loss": 0.5, "policy|1|reward": float("nan"), "policy|1|time/update": 1.0}
@@ -149,3 +153,28 @@ def test_a_new_name_that_the_old_side_does_not_explain_fails(sides, monkeypatch)
     monkeypatch.setattr(equality, "RENAMED", {"entropy": "objective"})
     log(sides[1], objective=0.5)
     assert equality.compare(*sides).problems == ["policy|1|objective is missing before"]
+
+
+def test_scenarios_import_only_what_the_package_exports():
+    source = Path(equality_scenarios.__file__).read_text()
+    assert re.findall(r"^\s*(?:import|from) (pacs_trl\S*)", source, re.MULTILINE) == ["pacs_trl"]
+    assert "pacs_trl" not in Path(equality_scenarios.__file__).with_name("equality_inputs.py").read_text()
+
+
+def test_scenarios_cover_every_method():
+    assert {recipe.get("method", "pacs") for recipe in equality_scenarios.RECIPES.values()} == set(method_names())
+
+
+def test_scenarios_cover_every_choice():
+    recipes = equality_scenarios.RECIPES.values()
+    covered = {(key, value) for recipe in recipes for key, value in recipe.items() if isinstance(value, str | int)}
+    choices = {
+        (each.name, choice)
+        for method in method_names()
+        for part, settings in declared_settings(config_class(method)).items()
+        for each in settings
+        for choice in choices_of(part, each)
+        if choice != each.default
+    }
+    prompts = {("critic_prompt", choice) for choice in ("genac_unconditioned", "miniature_unconditioned")}
+    assert choices - covered == {("rollout_engine", "vllm")} | prompts
