@@ -5,7 +5,7 @@ from typing import Any
 
 from sympy import Add, Basic, Mul, pi
 
-from .exact import is_carried_out, is_equal_expression, is_proportional
+from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
 from .intervals import intervals_of, is_label, is_same_intervals
 from .values import (
     Based,
@@ -64,6 +64,9 @@ def _is_equal_leaf(gold: Leaf, answer: Leaf) -> bool:
 
 
 def _same_quantity(gold: Leaf, answer: Leaf) -> bool:
+    is_angle = answer.unit is not None and answer.unit.dimension == "degree"
+    if gold.unit is None and is_angle and isinstance(gold.value, Basic) and gold.value.has(pi):
+        return is_equal_expression(gold.value, _as_expression(answer) * pi / 180, None, None)
     if gold.unit is None or answer.unit is None or gold.unit == answer.unit:
         return _same_value(gold, answer, 1)
     if gold.unit.dimension == answer.unit.dimension:
@@ -282,6 +285,8 @@ def _has_top_comma(text: str) -> bool:
 
 
 def _is_equal_relation(gold: Any, answer: Any) -> bool:
+    if isinstance(answer, Relation) and answer.operators[-1] == r"\approx":
+        return _is_equal_approximation(gold, answer)
     gold_value, answer_value = _labelled_value(gold), _labelled_value(answer)
     if not isinstance(gold, Relation):
         return answer_value is not None and is_equal(gold, answer_value)
@@ -294,6 +299,17 @@ def _is_equal_relation(gold: Any, answer: Any) -> bool:
     elif gold_value is not None and answer_value is not None:
         return is_equal(gold_value, answer_value)
     return _same_equation(gold, answer)
+
+
+def _is_equal_approximation(gold: Any, answer: Relation) -> bool:
+    """Whether the gold is one side of `5\\sqrt{5} \\approx 11.18`, whose sides must be near each other."""
+    rounded = read_value(answer.sides[-1])
+    if is_label(answer.sides[-2]):
+        return is_equal(gold, rounded)
+    exact = read_value(answer.sides[-2])
+    if not (isinstance(exact, Leaf) and isinstance(rounded, Leaf) and is_near(exact.value, rounded.value)):
+        return False
+    return is_equal(gold, exact) or is_equal(gold, rounded)
 
 
 _FLIPPED = {"<": ">", ">": "<", r"\leq": r"\geq", r"\geq": r"\leq", "=": "=", r"\neq": r"\neq"}

@@ -203,6 +203,19 @@ def _substitute(expression: Expr, values: dict[str, Float]) -> Expr:
     return expression.xreplace({symbol: values[str(symbol)] for symbol in expression.free_symbols})
 
 
+def is_near(exact: Any, rounded: Any) -> bool:
+    """Whether a number is another one rounded to two digits or more."""
+    if exact is None or rounded is None:
+        return False
+    exact, rounded = _sympified(exact), _sympified(rounded)
+    if _has_large_number(exact) or _has_large_number(rounded) or exact.free_symbols or rounded.free_symbols:
+        return False
+    left, right = _evaluate(exact), _evaluate(rounded)
+    if left is None or right is None:
+        return False
+    return bool(abs(left - right) <= abs(left) / 100)
+
+
 def is_proportional(gold: Expr, answer: Expr) -> bool:
     """Whether two expressions differ by a constant factor other than zero, so that both vanish at the same points."""
     gold, answer = _sympified(gold), _sympified(answer)

@@ -117,7 +117,7 @@ _PHRASES = [
     r"(?:الإجابة|الجواب)\s*(?:هي|هو|:)",
     r"उत्तर\s*(?:है|:)",
 ]
-_PHRASE = re.compile("(?:" + "|".join(_PHRASES) + r")\s*:?\s*", re.IGNORECASE)
+_PHRASE = re.compile("(?:" + "|".join(_PHRASES) + r")\s*[:：]?\s*", re.IGNORECASE)
 # What follows the answer in its sentence.
 _AFTERTHOUGHT = re.compile(
     r"\s*(?:,\s*)?(?:\b(?:because|since|as\s(?:we|it|the)|which|where|so\sthat|hence|therefore|I\shope)\b"

@@ -1,6 +1,7 @@
 """Sets of real numbers as intervals: brackets, unions, inequalities in one variable, and the real line."""
 
 import re
+from fractions import Fraction
 from itertools import permutations
 from typing import Any
 
@@ -34,6 +35,8 @@ def intervals_of(value: Any) -> list[_Interval] | None:
         return _intervals_of_relation(value)
     if isinstance(value, Leaf) and value.text in (r"\mathbb{R}", "allrealnumbers", "all real numbers"):
         return [(-oo, True, oo, True)]
+    if isinstance(value, Leaf) and (excluded := _WITHOUT_POINTS.match(value.text)):
+        return _without_points([_end(read_value(point)) for point in excluded[1].split(",")])
     if isinstance(value, Sequence):
         if value.brackets == "" and value.items and all(isinstance(item, Relation) for item in value.items):
             if all("=" not in item.operators for item in value.items):
@@ -44,6 +47,17 @@ def intervals_of(value: Any) -> list[_Interval] | None:
             if left is not None and right is not None:
                 return [(left, value.brackets[0] == "(", right, value.brackets[1] == ")")]
     return None
+
+
+_WITHOUT_POINTS = re.compile(r"\\mathbb\{R\}\\(?:setminus|backslash)\\\{(.*)\\\}$")
+
+
+def _without_points(points: list[Any]) -> list[_Interval] | None:
+    """Return the real line without some points."""
+    if not all(isinstance(point, Fraction) for point in points):
+        return None
+    ends = [-oo, *sorted(points), oo]
+    return [(left, True, right, True) for left, right in zip(ends, ends[1:])]
 
 
 def _joined(parts: list[list[_Interval] | None]) -> list[_Interval] | None:

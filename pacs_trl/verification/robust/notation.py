@@ -6,6 +6,9 @@ import unicodedata
 from ..numerals import CURRENCIES, plain_characters
 
 
+# Longer answers are compared as texts.
+MAX_LENGTH = 2000
+
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 _SUPERSCRIPTS = str.maketrans(
     "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f", "0123456789+-n"
@@ -161,7 +164,8 @@ _FONT = re.compile(
 )
 _FONT_AROUND_MATH = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}")
 _CONNECTIVE = re.compile(
-    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])"
+    r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
 )
 _LATEX_SYNONYMS = [
     (re.compile(r"\\(?:d|t|c|s)frac(?![A-Za-z])"), r"\\frac"),
@@ -181,7 +185,9 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\\(?:lbrack)(?![A-Za-z])"), "["),
     (re.compile(r"\\(?:rbrack)(?![A-Za-z])"), "]"),
-    (re.compile(r"\\colon(?![A-Za-z])"), ":"),
+    (re.compile(r"\\colon(?![A-Za-z])|\{:\}"), ":"),
+    (re.compile(r"(?<=\d)(?:st|nd|rd|th|\^\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?)(?![A-Za-z])"), ""),
+    (re.compile(r"^\\?#(?=\d)"), ""),
     (re.compile(r"\\(?:degree|degrees|circ)(?![A-Za-z])"), r"\\circ "),
     (re.compile(r"(?<!\^)(?<!\^\{)\\circ\s*(?![A-Za-z(])"), r"^{\\circ}"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), r"^{\\circ}"),
@@ -208,7 +214,7 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\sqrt\s*(\d|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"\\sqrt\s+\{"), r"\\sqrt{"),
 ]
-_EMPHASIS = re.compile(r"^(\*\*\*|\*\*|\*|__|_|`+)(?=\S)(.*\S)\1$", re.DOTALL)
+_EMPHASIS = re.compile(r"^(\*\*\*|\*\*|\*|__|_|`{1,3})(?=\S)(.*\S)\1$", re.DOTALL)
 _HTML = re.compile(r"</?(?:b|i|em|strong|u|span|p|br|div|code)(?:\s[^<>]{0,100})?/?>", re.IGNORECASE)
 _HTML_EXPONENT = re.compile(r"<sup>([^<>]{1,50})</sup>", re.IGNORECASE)
 _DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")]
@@ -238,7 +244,10 @@ def strip_markup(text: str) -> str:
 
 
 def normalize(text: str) -> str:
-    """Return an answer as LaTeX with one spelling per meaning: plain characters, no sizing, spacing, or emphasis."""
+    """Return an answer as LaTeX with one spelling per meaning: plain characters, no sizing, spacing, or emphasis.
+    Texts of more than `MAX_LENGTH` characters are returned as they are."""
+    if len(text) > MAX_LENGTH:
+        return text
     text = _HTML_EXPONENT.sub(r"^{\1}", _CONTROL.sub("", text))
     text = strip_markup(_HTML.sub("", text))
     text = strip_markup(ascii_notation(text))
@@ -250,7 +259,7 @@ def normalize(text: str) -> str:
     text = _SIZING.sub("", text)
     if "matrix" not in text and "array" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
-    text = _SPACING.sub(" ", text)
+    text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
     text = re.sub(r"\\text(?![A-Za-z])(?!\s*\{)", "", _FONT.sub(r"\\text", text))
     text = _FONT_AROUND_MATH.sub(r" \1\2 ", text)
     text = _CONNECTIVE.sub(", ", text)

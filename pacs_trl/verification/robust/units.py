@@ -65,6 +65,11 @@ def read_unit(text: str) -> Unit | None:
     name = re.sub(r"\\[,;:! ]|\\cdot|[.~]", " ", name)
     name = re.sub(r"\s+", " ", name).strip(" ,;")
     name = _PREFIXES.sub("", name)
+    if "/" in name or " per " in name:
+        over, _, under = name.replace(" per ", "/").partition("/")
+        top, bottom = read_unit(over), read_unit(under)
+        if top and bottom:
+            return Unit(f"{top.dimension}/{bottom.dimension}", top.factor / bottom.factor)
     exponent = 1
     if match := _EXPONENT.search(name):
         exponent = int(match[1])
@@ -73,11 +78,6 @@ def read_unit(text: str) -> Unit | None:
         if match := pattern.match(name.lower()):
             name = next(group for group in match.groups() if group)
             exponent = power
-    if "/" in name or " per " in name:
-        over, _, under = name.replace(" per ", "/").partition("/")
-        top, bottom = read_unit(over), read_unit(under)
-        if top and bottom:
-            return Unit(f"{top.dimension}/{bottom.dimension}", top.factor / bottom.factor)
     name = _singular(name)
     if name in ("", "unit"):
         return None

@@ -13,7 +13,7 @@ import math_verify.parser
 from sympy import Basic, Derivative, Expr, Integral, Limit, Product, Sum
 
 from ..numerals import MAX_EXPONENT
-from .notation import CURRENCY_UNITS
+from .notation import CURRENCY_UNITS, MAX_LENGTH
 from .units import Unit, is_unit_word, read_unit
 
 
@@ -77,8 +77,6 @@ class Choice:
     letter: str
     text: str
 
-
-MAX_LENGTH = 2000
 
 _MATRIX = re.compile(r"^\\begin\{([bpvVB]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 _RELATION = re.compile(r"\\(?:leq|geq|neq|approx|equiv|in|sim)(?![A-Za-z])|[<>]|(?<![\\!<>:])=|:=")
@@ -256,7 +254,7 @@ def _read_relation(text: str) -> Relation | None:
     while position < len(text):
         match = _RELATION.match(text, position) if depth == 0 else None
         if match and match.group() in ("=", ":=", "<", ">") or match and match.group().startswith("\\"):
-            operators.append("=" if match.group() in (":=", r"\approx", r"\equiv") else match.group())
+            operators.append("=" if match.group() in (":=", r"\equiv") else match.group())
             sides.append("")
             position = match.end()
             continue
@@ -307,7 +305,7 @@ def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | Non
 
 
 def _read_leaf(text: str) -> Leaf | Choice:
-    compact = re.sub(r"\s", "", text)
+    compact = re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # `2 5` is not 25
     if match := _LETTER_AND_TEXT.match(text):
         return Choice(match[1].upper(), match[2].strip())
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
@@ -359,7 +357,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
         unit = read_unit(CURRENCY_UNITS[match["currency"].removeprefix("\\")])
     if rest.startswith("%"):
         rest = rest[1:].strip()
-        if rest and not _UNIT_WORDS.match(rest) and not _UNIT_IN_TEXT.match(rest):
+        if rest and not rest.startswith("of ") and not _UNIT_WORDS.match(rest) and not _UNIT_IN_TEXT.match(rest):
             return None
         return Leaf(compact, value, num_decimals, None, True)
     if rest.startswith(r"^{\circ}"):
