@@ -102,6 +102,7 @@ class PACSConfig(ExactUpdateConfig):
         "The authors' code has none, and 1.0 cost accuracy wherever it was measured (docs/theory.md).",
         least=0,
     )
+
     # Parameters that control the reference policy
     reference: Literal["rollout", "snapshot"] = setting(
         "rollout",
@@ -120,6 +121,7 @@ class PACSConfig(ExactUpdateConfig):
         "Whether to keep the snapshot in CPU memory. It is exchanged with the policy parameter by "
         "parameter, so the device never holds two copies.",
     )
+
     # Parameters that control the optimizer step
     group_layout: Literal["auto", "whole", "split"] = setting(
         "auto",
@@ -128,6 +130,7 @@ class PACSConfig(ExactUpdateConfig):
         'micro-batches freely and needs an additional forward pass without gradient. `"auto"` takes the '
         "cheaper one by tokens; the others are for tests.",
     )
+
     # Parameters with another default than in GRPOConfig
     disable_dropout: bool = setting(
         True,

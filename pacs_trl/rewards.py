@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 class VerificationArguments:
     """Settings of the verifiers of training and evaluation."""
 
+    # Parameters that control the verification of answers
     verification_protocol: Literal["authors", "trl", "number", "robust"] = setting(
         "authors",
         '`"authors"` (the PACS authors\' grader), `"trl"` (TRL\'s `accuracy_reward`), `"number"` (the last number of '
@@ -46,6 +47,8 @@ class VerificationArguments:
         least=0,
         most=1,
     )
+
+    # Parameters that control the verification of programs
     code_isolation: Literal["landlock+seccomp", "seccomp", "landlock", "rlimits"] = setting(
         "landlock+seccomp",
         'Weakest accepted confinement of programs: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or `"rlimits"`.',
@@ -56,6 +59,8 @@ class VerificationArguments:
     code_label: Literal["all", "share"] = setting(
         "all", '`"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.'
     )
+
+    # Parameters that control answers of reasoning-gym
     reasoning_gym_label: Literal["exact", "share"] = setting(
         "exact", '`"exact"`: 1 for an answer with the full score, else 0; `"share"`: the score.'
     )

@@ -32,6 +32,7 @@ class ActorCriticConfig(RolloutConfig):
         "policy uses LoRA.",
     )
     critic_learning_rate: float = setting(1e-5, "Learning rate of the critic.", above=0)
+
     # Parameters that control the advantage
     gamma: float = setting(1.0, "Discount per token.", least=0, most=1)
     gae_lambda: float = setting(
@@ -44,6 +45,7 @@ class ActorCriticConfig(RolloutConfig):
         True,
         "Whether to shift and scale advantages to mean 0 and variance 1 over the tokens of the generation batch.",
     )
+
     # Parameters with another default than in GRPOConfig
     delta: float | None = setting(
         3.0,

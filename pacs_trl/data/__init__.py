@@ -50,6 +50,7 @@ TRAINING_SETS = named_sets("training", {"rlpr": _from_verl})
 class DataArguments:
     """Arguments that select and prepare the training problems."""
 
+    # Parameters that select the data
     dataset_name: str = field(
         metadata={
             "help": "A named set (`deepscaler`, `gsm8k`, `math`, `rlpr`; programs: `verifiable_coding`), "
@@ -61,6 +62,8 @@ class DataArguments:
     dataset_config: str | None = setting(None, "Configuration of the Hub dataset; named sets have a default.")
     dataset_split: str | None = setting(None, "Split to train on; `train` by default.")
     dataset_revision: str | None = setting(None, "Commit, tag, or branch on the Hub; named sets have a default.")
+
+    # Parameters that control prompts and solutions
     problem_column: str | None = setting(
         None,
         "Column with the problem as text, or with messages, which are the prompt. By default that of the "
@@ -78,6 +81,8 @@ class DataArguments:
         "another default.",
     )
     system_prompt: str | None = setting(None, "Content of the system turn; replaces that of messages in the data.")
+
+    # Parameters that control size, order, and split
     max_prompt_length: int | None = setting(
         None, "Longest prompt in tokens, chat template included; longer ones are dropped and counted.", least=1
     )
@@ -86,6 +91,8 @@ class DataArguments:
     eval_split_size: int = setting(
         0, "Number of problems held out for evaluation during training; 0 for none.", least=0
     )
+
+    # Parameters that control generated problems
     reasoning_gym: dict | None = setting(
         None,
         "Tasks of `dataset_name: reasoning_gym`, each with `weight`, `config`, and `answer`: `{chain_sum: "

@@ -19,6 +19,7 @@ DEFAULT_KS = (1, 4, 8, 16, 32, 64)
 class EvaluationArguments:
     """Arguments of `pacs-trl evaluate`; a recipe (`--config`) has the same keys."""
 
+    # Parameters that select model, benchmarks, and output
     model: str = field(
         metadata={
             "help": "Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name of the model on "
@@ -39,11 +40,15 @@ class EvaluationArguments:
     )
     method: str | None = setting(None, "Row label in tables; by default the name of the model.")
     revision: str | None = setting(None, "Hub revision of the model.")
+
+    # Parameters that control sampling
     temperature: float = setting(0.6, "Divides the logits; 0 is greedy decoding.", least=0)
     top_p: float = setting(0.95, "Nucleus mass in (0, 1]; 1 keeps all tokens.", above=0, most=1)
     top_k: int = setting(0, "Number of tokens to sample from; 0 keeps all tokens.", least=0)
     max_new_tokens: int = setting(8192, "Completions are truncated at this length.", least=1)
     seed: int = setting(0, "Seed of all samples.")
+
+    # Parameters that control prompts and tools
     prompt_instruction: str = setting(
         PROMPT_INSTRUCTION,
         "Sentence appended to the problem; empty for none. LiveCodeBench, GPQA, and `miniature/<task>` "
@@ -55,6 +60,8 @@ class EvaluationArguments:
     max_tool_calling_iterations: int | None = setting(
         None, "Largest number of rounds of calls; by default as many as fit.", least=0
     )
+
+    # Parameters that control the engine
     engine: str = setting(
         "vllm", '`"transformers"`, `"vllm"`, or `"server"`.', choices=("transformers", "vllm", "server")
     )
@@ -68,6 +75,8 @@ class EvaluationArguments:
     enforce_eager: bool = setting(False, "vLLM: start without compilation, for short evaluations.")
     base_url: str = setting("http://localhost:8000/v1", "server: address of the API.")
     concurrency: int = setting(64, "server: concurrent requests.", least=1)
+
+    # Parameters that control the problems
     problem_column: str | None = setting(None, "Problem column of your own files; by default as in training.")
     solution_column: str | None = setting(None, "Answer column of your own files; by default as in training.")
     max_problems: int | None = setting(

@@ -82,7 +82,7 @@ def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
 
 @dataclass
 class DARSConfig(PACSConfig):
-    """Configuration of [`DARSTrainer`]: every parameter of [`PACSConfig`], and:"""
+    """Configuration of [`DARSTrainer`]: every parameter of [`PACSConfig`], and those of additional rollouts."""
 
     adaptive_rollouts: str | None = setting(
         None,

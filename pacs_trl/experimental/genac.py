@@ -44,6 +44,7 @@ class GenACConfig(ActorCriticConfig):
     Defaults are the paper's if it states them.
     """
 
+    # Parameters that control the critic
     critic_learning_rate: float = setting(1e-6, "Learning rate of the critic.", above=0)
     critic_prompt: Literal["genac", "genac_unconditioned", "miniature", "miniature_unconditioned"] = setting(
         "genac",
@@ -57,6 +58,8 @@ class GenACConfig(ActorCriticConfig):
         "`per_device_train_batch_size`.",
         least=1,
     )
+
+    # Parameters that control segments and values
     segment_probability: float | None = setting(
         0.2,
         "Tokens with a lower probability under the policy end a segment. `None` disables the rule.",
@@ -72,6 +75,8 @@ class GenACConfig(ActorCriticConfig):
         "and in training also for the state before the last token, from which it only learns.",
         least=1,
     )
+
+    # Parameters that control training
     critic_pretraining_steps: int = setting(100, "Optimizer steps at the start that train only the critic.", least=0)
 
     @property

@@ -43,7 +43,7 @@ FEEDBACK = {
 
 @dataclass
 class GuidanceConfig(PACSConfig):
-    """Configuration of [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and:"""
+    """Configuration of [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and those of guided attempts."""
 
     guidance: Guidance = setting(
         "hint",

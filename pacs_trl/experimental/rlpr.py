@@ -169,7 +169,7 @@ def filter_by_spread(
 
 @dataclass
 class RLPRConfig(PACSConfig):
-    """Configuration class for the [`RLPRTrainer`]: every parameter of [`PACSConfig`], and:"""
+    """Configuration class for the [`RLPRTrainer`]: every parameter of [`PACSConfig`], and the spread filter."""
 
     spread_filter: float | None = setting(
         None,

@@ -123,7 +123,7 @@ class SteerWeights(TokenWeights):
 
 @dataclass
 class STEERConfig(PACSConfig):
-    """Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and:"""
+    """Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and those of token weights."""
 
     token_weight_mapping: Mapping = setting(
         "exponential", '`"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.'

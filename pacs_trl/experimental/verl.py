@@ -176,7 +176,7 @@ class VERLUpdate(PolicyUpdate):
 
 @dataclass
 class VERLConfig(PACSConfig):
-    """Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and:"""
+    """Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and those of the bonus."""
 
     bonus_tokens: Literal["all", "last"] = setting(
         "all", 'Tokens of a completion that get the bonus: `"all"`, or `"last"` (the authors\' code).'

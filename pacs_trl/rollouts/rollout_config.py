@@ -23,6 +23,7 @@ class RolloutConfig(GRPOConfig):
     measured; `max_completion_length` bounds their completions, too.
     """
 
+    # Parameters that control generation
     fast_generation: bool = setting(
         False,
         "Whether to merge LoRA weights into the model for generation, and to prefill each prompt once "
@@ -40,6 +41,8 @@ class RolloutConfig(GRPOConfig):
         "Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and "
         "to check that vLLM generates with it. A server reads it from `output_dir`.",
     )
+
+    # Parameters that control asynchronous rollouts
     rollout_lag: Literal[0, 1, 2] = setting(
         0,
         "Generation batches by which generation runs ahead of training, 0 to 2: an engine generates batch "
@@ -59,12 +62,16 @@ class RolloutConfig(GRPOConfig):
         "them by a forward pass with the weights that generated. For a server, whose default is "
         '`"engine"`, the trainer keeps a copy of these weights.',
     )
+
+    # Parameters that control checks
     startup_check: bool = setting(
         True,
         "Whether to compare the log-probs of three short sequences, computed as in training, with each "
         "model's own logits before training. If they differ, training uses a slower forward pass that "
         "agrees and logs a warning, or fails if there is none.",
     )
+
+    # Parameters that control evaluation on benchmarks
     eval_benchmarks: list[str] | None = setting(
         None,
         "Benchmarks in the notation of `pacs-trl evaluate`. In a recipe, their prompts have the "
