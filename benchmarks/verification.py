@@ -2,6 +2,7 @@
 
     python -m benchmarks.verification                  # clean text, several rounds, both graders in turn
     python -m benchmarks.verification --hostile        # also with 2 % hostile completions (TRL needs minutes)
+    python -m benchmarks.verification --robust         # protocol `robust` against `authors`, in turn
     python -m benchmarks.verification --protocols   # labels of the two protocols on the rows of the tests, no timing
 
 Completions are assembled from the reference solutions of MATH-500: reasoning from other problems, then a boxed answer
@@ -108,6 +109,21 @@ def compare(name: str, verifier: Verifier, batches: list[tuple[list[str], list[s
     print(f"{name}: {', '.join(f'{ratio:.2f}x' for ratio in ratios)}; median {statistics.median(ratios):.2f}x TRL\n")
 
 
+def compare_protocols(batches: list[tuple[list[str], list[str]]]) -> None:
+    """Time protocols `robust` and `authors` on each batch, in turn, with new workers and without cache."""
+    ratios = []
+    for number, (completions, golds) in enumerate(batches):
+        seconds = {}
+        for protocol in ("robust", "authors") if number % 2 == 0 else ("authors", "robust"):
+            with Verifier(num_workers=NUM_WORKERS, protocol=protocol) as verifier:
+                verifier.grade(["\\boxed{1}"], ["1"])
+                seconds[protocol], slowest, _ = time_ours(verifier, completions, golds)
+            rate = len(completions) / seconds[protocol]
+            print(f"  {protocol:8}{rate:9.1f} items/s   slowest item {slowest:6.2f} s", flush=True)
+        ratios.append(seconds["authors"] / seconds["robust"])
+    print(f"{', '.join(f'{ratio:.2f}x' for ratio in ratios)}; median {statistics.median(ratios):.2f}x authors\n")
+
+
 def print_protocols() -> None:
     """Print the labels (1 / 0 / None) of the two protocols on reference answers, all of which are correct."""
     math, aime = read_jsonl(DATA / "math_500.jsonl"), read_jsonl(DATA / "aime_2024.jsonl")
@@ -136,6 +152,7 @@ def main() -> None:
     parser.add_argument("--num-completions", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5, help="rounds on clean text")
     parser.add_argument("--hostile", action="store_true", help="one round with hostile completions as well")
+    parser.add_argument("--robust", action="store_true", help="compare protocols `robust` and `authors` instead")
     parser.add_argument("--protocols", action="store_true", help="print a table of labels instead")
     args = parser.parse_args()
     if args.protocols:
@@ -144,6 +161,9 @@ def main() -> None:
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # every timeout of TRL's reward prints its completion
     batches = [realistic_completions(args.num_completions, seed) for seed in range(args.rounds)]
+    if args.robust:
+        compare_protocols(batches)
+        return
     start = time.perf_counter()
     with Verifier(num_workers=NUM_WORKERS) as verifier:
         verifier.cache_size = 0
