@@ -224,10 +224,11 @@ class RLOOTrainer(GRPOTrainer):
         with self.timer.part("log_probs"):
             functions = self.forward_pass.compute_logps, self._compute_kl_ref_logps
             both = [logps_in_batches(partial(each, self.model_wrapped), *rows) for each in functions]
-        values = [(of_policy - of_reference).sum() for of_policy, of_reference in zip(*both, strict=True)]
-        kl = self.accelerator.gather(torch.stack(values).to(self.accelerator.device))
-        tokens = self.accelerator.reduce(torch.tensor(float(sum(len(rollout.completion_ids) for rollout in rollouts))))
-        self.record_metrics({"kl": kl.sum().item() / max(tokens.item(), 1.0)})
+        masks = [torch.from_numpy(rollout.loss_mask) for rollout in rollouts]  # tokens that the policy generated
+        log_ratios = [(policy - reference)[mask].sum() for policy, reference, mask in zip(*both, masks, strict=True)]
+        kl = self.accelerator.gather(torch.stack(log_ratios).to(self.accelerator.device))
+        num_tokens = self.accelerator.reduce(torch.stack([mask.sum() for mask in masks]).sum()).item()
+        self.record_metrics({"kl": kl.sum().item() / max(num_tokens, 1)})
         return kl
 
 
