@@ -419,6 +419,7 @@ def train(output: Path, inputs: Path, recipe: dict[str, Any], name: str = "polic
     if "eval_benchmarks" in settings:
         settings["eval_benchmarks"] = [str(inputs / f"{each}.jsonl") for each in settings["eval_benchmarks"]]
     settings["output_dir"] = str(output / "runs" / name)
+    settings["verification_protocol"] = "authors"  # earlier commits have it as default
     file = output / f"{name}-{os.environ.get('RANK', '0')}.yaml"
     file.write_text(json.dumps(settings))
     run_command("pacs_trl.train", ["--config", str(file)])

@@ -27,7 +27,7 @@ from pacs_trl.evaluation.run import evaluate
 from pacs_trl.experimental.guidance import HINT, GuidanceTrainer
 from pacs_trl.miniature.model import build_model
 from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.rewards import shared_verifier
+from pacs_trl.rewards import VerificationArguments
 
 
 RECIPE = Path(__file__).parents[1] / "recipes/miniature/sums-0.1m/pacs.yaml"
@@ -135,7 +135,8 @@ def measured(model: Path, output_dir: Path) -> dict[str, list[int]]:
         max_new_tokens=LENGTH,
         batch_size=512,
     )
-    results = evaluate(arguments, shared_verifier(), progress=False)["benchmarks"]
+    with VerificationArguments(verification_protocol="authors").build() as verifier:  # as in training
+        results = evaluate(arguments, verifier, progress=False)["benchmarks"]
     return {name: [p["c"] for p in of["problems"]] for name, of in zip(files, results.values(), strict=True)}
 
 
