@@ -26,10 +26,11 @@ class VerificationArguments:
     """Settings of the verifiers of training and evaluation."""
 
     # Parameters that control the verification of answers
-    verification_protocol: Literal["authors", "trl", "number", "robust"] = setting(
-        "authors",
-        '`"authors"` (the PACS authors\' grader), `"trl"` (TRL\'s `accuracy_reward`), `"number"` (the last number of '
-        'the completion; expressions are not evaluated), or `"robust"` (answers as people and models write them).',
+    verification_protocol: Literal["robust", "authors", "trl", "number"] = setting(
+        "robust",
+        '`"robust"` (answers as people and models write them; sums that could be carried out, and several different '
+        'answers, are wrong), `"authors"` (the PACS authors\' grader), `"trl"` (TRL\'s `accuracy_reward`), or '
+        '`"number"` (the last number of the completion; expressions are not evaluated).',
     )
     verification_num_workers: int | None = setting(
         None, "Worker processes per rank, by default its share of the processors.", least=1
@@ -170,8 +171,8 @@ def math_reward(
     Return 1.0 for a completion whose final answer equals the gold answer, 0.0 otherwise, and `None` without a readable
     gold answer.
 
-    Uses the shared verifier ([`configure_verification`]), by default with the grader of the PACS authors: the gold in
-    a box, and the completion parsed by math-verify's LaTeX and expression extractors.
+    Uses the shared verifier ([`configure_verification`]), by default with the protocol `robust`, which reads answers
+    as people and models write them; `verification_protocol: authors` is the grader of the PACS authors.
 
     Args:
         completions (`list`): Completions, plain (`str`) or conversational (lists of messages).

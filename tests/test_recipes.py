@@ -42,6 +42,7 @@ MINIATURE = sorted(
 PAPER = dict(num_generations=8, learning_rate=1e-6, weight_decay=0.01, lr_scheduler_type="constant", warmup_steps=0)
 PAPER |= dict(temperature=1.0, top_p=1.0, top_k=0, num_iterations=1, beta=0.0, dtype="float32", bf16=True)
 PAPER |= dict(use_peft=False, dataset_name="deepscaler", reward_funcs=["math_reward"])
+PAPER |= dict(verification_protocol="authors")
 PAPER |= dict(vllm_importance_sampling_correction=False, mask_truncated_completions=False)
 PAPER["prompt_instruction"] = "Please reason step by step, and put your final answer within \\boxed{}."
 VERSIONS = {"v1": dict(max_prompt_length=512, max_completion_length=4096, system_prompt=None)}
@@ -127,10 +128,10 @@ def launch_of(path: Path):
 
 
 def assert_settings(recipe, expected: dict) -> None:
-    run, data, model, training = recipe[:4]
-    values = (
-        vars(training) | {k: v for k, v in vars(model).items() if k not in vars(training)} | vars(data) | vars(run)
-    )
+    run, data, model, training, verification = recipe[:5]
+    values = {k: v for k, v in vars(model).items() if k not in vars(training)}
+    for part in (training, data, run, verification):
+        values |= vars(part)
     actual = {name: getattr(value, "value", value) for name, value in values.items()}
     assert {key: actual[key] for key in expected} == expected
 
@@ -187,6 +188,20 @@ def test_cell_has_the_settings_of_the_paper(name):
     assert recipe.step.completions_per_update == 256 * 8
     assert recipe.training.max_steps == rollout_steps * 4
     assert ("--model_name_or_path" in added) or hub_id in text.splitlines()[0]
+
+
+GRADES_ANSWERS = ("math_reward", "experiments.step_reward.step_reward")
+WITHOUT_RESULTS = {"qwen3-0.6b/pacs", "qwen3-1.7b/pacs_lora"}  # neither published nor recorded: graded by the default
+
+
+@pytest.mark.parametrize("name", [*TRAINING, *MINIATURE])
+def test_a_recipe_with_results_names_the_protocol_that_graded_them(name):
+    settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    if name not in WITHOUT_RESULTS and set(settings.get("reward_funcs", ())) & {*GRADES_ANSWERS}:
+        has_number = name.startswith("smollm2-135m/")
+        assert settings["verification_protocol"] == ("number" if has_number else "authors")
+    else:
+        assert "verification_protocol" not in settings
 
 
 def test_there_is_a_recipe_for_each_cell_and_no_other():
@@ -280,9 +295,12 @@ def evaluation(name: str) -> EvaluationArguments:
     """The recipe as `pacs-trl evaluate` reads it, with a model and a directory where the command line has to name
     them."""
     settings = yaml.safe_load((RECIPES / "evaluation" / f"{name}.yaml").read_text())
-    VerificationArguments(
+    verification = VerificationArguments(
         **{key: settings.pop(key) for key in list(settings) if key.startswith(("code_", "verification_"))}
     )
+    if name != "livecodebench":  # programs are run
+        expected = "number" if name == "smollm2_sums" else "authors"
+        assert verification.verification_protocol == expected
     return EvaluationArguments(**{"model": "MODEL", "output_dir": "DIR"} | settings)
 
 

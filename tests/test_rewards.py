@@ -15,14 +15,19 @@ from pacs_trl.rewards import (
     shared_verifier,
 )
 from pacs_trl.rollouts.checks import check_golds
+from pacs_trl.verification import Verifier
 
 
+# The protocol that evaluates what it reads, so that a completion can reach the time limit.
+AUTHORS = VerificationArguments(
+    verification_protocol="authors", verification_num_workers=1, verification_cpu_seconds=0.3
+)
 ENDLESS = r"\boxed{9^{9^9} - 1}"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small_shared_verifier():
-    configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+    configure_verification(AUTHORS)
     yield
     shared_verifier().close()
 
@@ -65,6 +70,26 @@ class TestMathReward:
         assert math_reward(texts, solution=golds, truncated=cut, log_metric=metrics.__setitem__) == [0.0, 1.0, 1.0]
         assert metrics["verification/no_answer"] == pytest.approx(1 / 3)
         assert math_reward(texts, solution=golds) == [1.0] * 3  # not told: taken for whole
+
+
+def test_the_default_reward_is_not_gamed_by_form():
+    assert VerificationArguments().verification_protocol == Verifier().protocol == "robust"
+    rewards_of = {
+        "57": 1.0,
+        "54 + 3 = 57": 1.0,
+        r"\boxed{57} and again \boxed{57}": 1.0,
+        "54 + 3 =": 0.0,
+        "54 + 3": 0.0,
+        r"\boxed{57} or \boxed{58}": 0.0,
+        r"<think>\boxed{57}</think> It is 58.": 0.0,
+        r"It is 57, so \boxed{}": 0.0,
+    }
+    configure_verification(VerificationArguments(verification_num_workers=1))
+    try:
+        assert math_reward([*rewards_of], solution=["57"] * len(rewards_of)) == [*rewards_of.values()]
+        assert math_reward([r"\boxed{57}"] * 3, solution=[None, "$$", "57"]) == [None, None, 1.0]
+    finally:
+        configure_verification(AUTHORS)
 
 
 class TestUntrustworthyBatch:
@@ -115,7 +140,7 @@ class TestCodeReward:
     def any_level(self):
         configure_verification(VerificationArguments(verification_num_workers=1, code_isolation="rlimits"))
         yield
-        configure_verification(VerificationArguments(verification_num_workers=1, verification_cpu_seconds=0.3))
+        configure_verification(AUTHORS)
 
     def test_labels_metrics_and_columns(self):
         metrics, columns = {}, {}

@@ -29,6 +29,7 @@ from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
 from ..errors import NO_ROOM, FailedRun
+from ..rewards import shared_arguments
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
 from ..update.rollout import Rollout, with_arrays, with_tensors
 from .checkpoint_files import check_complete, last_checkpoint
@@ -280,7 +281,11 @@ def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
 def _shared_settings(trainer: Any) -> dict[str, Any]:
     own = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)} - {*_SETTINGS["free"]}
     names = *_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *sorted(own), *trainer._own_shared_settings
-    return plain_settings(trainer.args, names) | {"reward functions": trainer.reward_func_names}
+    settings = plain_settings(trainer.args, names)
+    verification = shared_arguments()
+    names_of_verification = {f.name for f in fields(verification)} - {*_SETTINGS["free_verification"]}
+    settings |= plain_settings(verification, sorted(names_of_verification))
+    return settings | {"reward functions": trainer.reward_func_names}
 
 
 # Files --------------------------------------------------------------------------------------------------------------

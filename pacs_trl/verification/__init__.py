@@ -114,7 +114,7 @@ def _plain(text: str) -> str:
     return str.__str__(text)
 
 
-PROTOCOLS = ("authors", "trl", "number", "robust", "reasoning_gym")
+PROTOCOLS = ("robust", "authors", "trl", "number", "reasoning_gym")
 # Longer completions are never parsed.
 MAX_CHARACTERS = 200_000
 _MAX_GOLDS = 4096  # about 20 CPU seconds
@@ -326,9 +326,9 @@ class Verifier(BaseVerifier):
         cpu_seconds (`float`): CPU time per completion, after which the kernel ends the worker. Normally this limit
             acts first, so that labels do not depend on the load of the machine.
         memory_limit_mb (`int`): Address space of one worker, in MiB; sympy needs about 100.
-        protocol (`str`): `"authors"` (the PACS authors' grader), `"trl"` (TRL's `accuracy_reward`), `"number"` (the
-            last number of the completion, for which expressions are no answers), `"robust"` (answers as people and
-            models write them, see `robust.py`), or `"reasoning_gym"` (the scorer of the entry that a solution names,
+        protocol (`str`): `"robust"` (answers as people and models write them, see `robust/`), `"authors"` (the PACS
+            authors' grader), `"trl"` (TRL's `accuracy_reward`), `"number"` (the last number of the completion, for
+            which expressions are no answers), or `"reasoning_gym"` (the scorer of the entry that a solution names,
             see `gym_grader.py`).
         grade_truncated (`bool`): Grade truncated completions like others. By default only their last closed box is
             graded.
@@ -343,7 +343,7 @@ class Verifier(BaseVerifier):
 
     max_characters = MAX_CHARACTERS
 
-    protocol: str = "authors"
+    protocol: str = "robust"
     grade_truncated: bool = False
 
     def __post_init__(self):

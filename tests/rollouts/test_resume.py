@@ -10,6 +10,7 @@ import math
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl import rewards
 from pacs_trl.baselines.grpo_trainer import GRPOTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
@@ -366,6 +368,19 @@ def test_checkpoint_of_other_settings(tmp_path, checkpoint):
         trained(tmp_path, resume=str(checkpoint), max_steps=3, **OTHER)
     named = {part.rpartition(" ")[2] for part in str(error.value).split(": ")[:-1]}
     assert OTHER.keys() <= named and "temperature: 1.3 in the checkpoint, 1.0 now" in str(error.value)
+
+
+def test_checkpoint_graded_with_other_verification_settings(tmp_path, checkpoint, monkeypatch):
+    free = {"verification_num_workers": 1, "verification_max_failure_share": 1.0, "code_isolation": "rlimits"}
+    saved = rewards.shared_arguments()
+    monkeypatch.setattr(rewards, "_arguments", replace(saved, **free))
+    trained(tmp_path / "free", resume=str(checkpoint), max_steps=3, save_strategy="no")
+    others = {"verification_protocol": "trl", "verification_cpu_seconds": 0.2, "code_label": "share"}
+    monkeypatch.setattr(rewards, "_arguments", replace(saved, **others))
+    with pytest.raises(ValueError, match="has other settings") as error:
+        trained(tmp_path, resume=str(checkpoint), max_steps=3)
+    for name, value in others.items():
+        assert f"{name}: {getattr(saved, name)!r} in the checkpoint, {value!r} now" in str(error.value)
 
 
 def test_checkpoint_of_another_trainer(tmp_path, checkpoint):

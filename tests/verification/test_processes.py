@@ -42,7 +42,7 @@ class TestHostile:
         texts = ["".join(text * count for text, count in row["parts"]) for row in HOSTILE]
         golds = [row["gold"] for row in HOSTILE]
         assert len({row["description"] for row in HOSTILE}) == len(HOSTILE) >= 60
-        with Verifier(num_workers=2, cpu_seconds=0.15, timeout_seconds=3.0) as verifier:
+        with Verifier(num_workers=2, protocol="authors", cpu_seconds=0.15, timeout_seconds=3.0) as verifier:
             verifier.cache_size = 0
             verifier.grade([box(i) for i in range(100)], range(100))
             memory = resident_mb()
@@ -59,13 +59,13 @@ class TestHostile:
 
     def test_neighbours_of_a_hanging_item_are_graded(self):
         completions = [ENDLESS.replace("1", str(i)) if i % 20 == 7 else box(i) for i in range(100)]
-        with Verifier(num_workers=2, cpu_seconds=0.15) as verifier:
+        with Verifier(num_workers=2, protocol="authors", cpu_seconds=0.15) as verifier:
             outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, range(100))]
         expected = [Outcome.TIMEOUT if i % 20 == 7 else Outcome.CORRECT for i in range(100)]
         assert outcomes == expected
 
     def test_power_towers_need_no_limit(self):
-        with Verifier(num_workers=1, cpu_seconds=30.0, timeout_seconds=30.0) as verifier:
+        with Verifier(num_workers=1, protocol="authors", cpu_seconds=30.0, timeout_seconds=30.0) as verifier:
             grade = verifier.grade_detailed([r"\boxed{9^{9^{9^9}}}"], ["42"])[0]
         assert grade.outcome is Outcome.WRONG and grade.seconds < 5.0
 
@@ -81,7 +81,7 @@ class TestLimits:
             assert not is_running(worker)
 
     def test_kernel_ends_a_hanging_worker_while_the_pool_is_stuck(self):
-        with Verifier(num_workers=1, cpu_seconds=0.5, timeout_seconds=30.0) as verifier:
+        with Verifier(num_workers=1, protocol="authors", cpu_seconds=0.5, timeout_seconds=30.0) as verifier:
             (worker,) = workers_of(verifier)
             pool = verifier._pool.pid
             batch = in_background(verifier, [ENDLESS], ["42"])
@@ -110,7 +110,7 @@ class TestKilledProcesses:
                 os.kill(pid, number)
             return batch.result(60)
 
-        with Verifier(num_workers=1, cpu_seconds=1.0) as verifier:
+        with Verifier(num_workers=1, protocol="authors", cpu_seconds=1.0) as verifier:
             (worker,) = workers_of(verifier)
             pool = verifier._pool.pid
             # what a scheduler sends to all disturbs nothing: the trainer finishes its step, and needs its labels for
@@ -143,7 +143,7 @@ class Kind(NamedTuple):
 @pytest.fixture(params=["answers", "programs"])
 def kind(request):
     if request.param == "answers":
-        found = Kind(Verifier(num_workers=2, cpu_seconds=2.0), box, str)
+        found = Kind(Verifier(num_workers=2, protocol="authors", cpu_seconds=2.0), box, str)
     else:
         verifier = CodeVerifier(num_workers=2, isolation="rlimits")
 
@@ -216,7 +216,7 @@ from pathlib import Path
 from pacs_trl.verification import Verifier
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # shells start background jobs with it ignored
-verifier = Verifier(num_workers=2, cpu_seconds=60.0, timeout_seconds=60.0)
+verifier = Verifier(num_workers=2, protocol="authors", cpu_seconds=60.0, timeout_seconds=60.0)
 assert verifier.grade([r"\\\\boxed{1}"] * 3, [1, 1, 2]) == [1.0, 1.0, 0.0]
 pool = verifier._pool.pid
 workers = Path(f"/proc/{pool}/task/{pool}/children").read_text().split()

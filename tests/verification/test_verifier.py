@@ -46,7 +46,7 @@ def wrong_pairs(golds, seed=0):
 @pytest.fixture(scope="module")
 def verifier():
     # A generous processor time: these tests are about labels, on a machine that may be slow and busy.
-    with Verifier(num_workers=2, cpu_seconds=10.0, timeout_seconds=60.0) as verifier:
+    with Verifier(num_workers=2, protocol="authors", cpu_seconds=10.0, timeout_seconds=60.0) as verifier:
         yield verifier
 
 
@@ -243,7 +243,7 @@ class TestCallers:
         assert shared_arguments().verification_max_failure_share == 0.25
         configure_verification(VerificationArguments())
         second = shared_verifier()
-        assert second is not first and second.protocol == "authors"
+        assert second is not first and second.protocol == "robust"
         assert first._pool is None and not pool.end.alive
         configure_verification(VerificationArguments())
         assert shared_verifier() is second and second._pool.end.alive

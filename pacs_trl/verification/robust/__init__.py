@@ -24,7 +24,8 @@ _MAX_WORDS_LENGTH = 60
 def _read_golds(golds: tuple[str, ...]) -> list[Any]:
     values = []
     for gold in golds:
-        texts = [text for text in _gold_texts(gold) if text]
+        # Marks alone, such as `$$`, are no gold.
+        texts = [text for text in _gold_texts(gold) if re.search(r"\w", text)]
         alternatives = [read_value(text) for text in texts]
         if texts and all(is_equal(alternatives[0], value) for value in alternatives[1:]):
             values.append(alternatives[0])
