@@ -124,6 +124,7 @@ _AFTERTHOUGHT = re.compile(
     r"|\((?:because|since|as|which)\b|\u56e0\u4e3a)",
     re.I,
 )
+_REMARK = re.compile(r"(?<=\S)\s+\((?=[^()]*[A-Za-z]{2})[^()$\\]{1,100}\)\s*$")  # as in `5 (five)`
 _END_OF_STATEMENT = re.compile(r"(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[\u3002\uff01]|\n|!(?=\s)|;\s")
 
 
@@ -143,6 +144,9 @@ def _first_statement(text: str) -> str:
     statement = text[: end.start()] if (end := _END_OF_STATEMENT.search(text)) else text
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
+    statement = _REMARK.sub("", statement)
+    if re.search(r"[\w)]!\s*$", statement) and "$" not in statement:
+        statement = statement.rstrip().removesuffix("!")  # an exclamation, not a factorial
     if afterthought := _AFTERTHOUGHT.search(statement):
         statement = statement[: afterthought.start()]
     return statement
@@ -165,6 +169,9 @@ _NUMBERS = re.compile(
     re.VERBOSE,
 )
 _CALCULATION = re.compile(r"<<[^<>]{0,200}>>")  # the calculator calls of GSM8K
+# What follows the last equals sign, if it is an expression and ends the text.
+_RIGHT_SIDE = re.compile(r"=[ \t]*([^=\n$*]{1,100}?)[ \t]*\.?\s*\Z")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|^\$?[\d,.]+\s+\S*[A-Za-z]")  # or a number and a unit
 _OPEN_EQUATION = re.compile(r"(?:=|\u2248|\\approx)\s*(?:\?|_+|\.\.\.)?\s*(?:\\\)|\\\]|\$|\*)*\s*\Z")
 
 
@@ -173,6 +180,8 @@ def _last_value(text: str) -> list[str]:
     tail = _CALCULATION.sub("", text[-2000:])
     if _OPEN_EQUATION.search(tail):
         return []
+    if (side := _RIGHT_SIDE.search(tail[-200:])) and not _LONG_WORD.search(side[1]):
+        return [side[1]]
     formula, bold = _last_match(_FORMULA, tail), _last_match(_BOLD, tail)
     number = _result_of_last_line(tail) or _last_match(_NUMBERS, tail)
     if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:

@@ -80,6 +80,7 @@ def ascii_notation(text: str) -> str:
     text = _UNICODE_ROOT.sub(
         lambda match: rf"\sqrt{_ROOT_DEGREE[match[1]]}{{{match[2] or match[3] or match[4] or ''}}}", text
     )
+    text = "".join(each for each in text if each in _SYMBOLS or unicodedata.category(each) not in ("So", "Mn", "Cs"))
     text = _SYMBOL.sub(lambda match: _SYMBOLS[match.group()], text)
     return plain_characters(unicodedata.normalize("NFKC", plain_characters(text)))
 
@@ -158,6 +159,10 @@ _SIZING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?(?=[\s()\[\]\\|{}<>/]|$)"
     r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|centering|boldmath)(?![A-Za-z])"
 )
+_COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
+_UNDERLINE = re.compile(r"\\(?:underline|ensuremath)\s*\{([^{}]*)\}")
+_FORMULAS = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$")  # formulas in a sentence
+_HEDGE = re.compile(r"^\s*(?:approximately|about|roughly|around|exactly|simply|just|only|equal to)\s+", re.IGNORECASE)
 _FONT = re.compile(
     r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|textbf|textit|textrm|textsf|textnormal|texttt|mbox|hbox|operatorname\*?"
     r"|boldsymbol|bm|emph|rm|bf|it)(?![A-Za-z])"
@@ -256,7 +261,10 @@ def normalize(text: str) -> str:
     text = text.replace("\\\\(", "(") if "\\\\" in text and "matrix" not in text else text
     text = _THOUSANDS_IN_LATEX.sub("", text)
     text = _DECIMAL_COMMA_IN_LATEX.sub(".", text)
-    text = _SIZING.sub("", text)
+    text = _COLOR.sub("", _SIZING.sub("", text))
+    text = _UNDERLINE.sub(r"\1", text)
+    text = _FORMULAS.sub(r"\1", text)
+    text = _HEDGE.sub("", text)
     if "matrix" not in text and "array" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
@@ -268,7 +276,11 @@ def normalize(text: str) -> str:
     text = text.replace("'", "") if re.search(r"\d'\d{3}", text) else text
     text = strip_markup(re.sub(r"\s+", " ", text))
     word = re.sub(r"^\\text\s*\{\s*([A-Za-z-]+)\s*\}$", r"\1", text).lower()
-    return str(_ENGLISH_NUMBERS.get(word, text))
+    if word in _ENGLISH_NUMBERS:
+        return str(_ENGLISH_NUMBERS[word])
+    first, _, unit = text.partition(" ")
+    is_quantity = first.lower() in _ENGLISH_NUMBERS and re.fullmatch(r"[A-Za-z ]+", unit)
+    return f"{_ENGLISH_NUMBERS[first.lower()]} {unit}" if is_quantity else text
 
 
 CURRENCY_UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "\u00a5": "yen", "\u20b9": "rupee"}
