@@ -305,5 +305,5 @@ def soak(device: str, directory: Path, model: str, seconds: float) -> list[dict[
         before, after = (statistics.mean(entry[key] for entry in part) for part in (second, last))
         row |= {key: after, f"growth of {key}": after - before}
     metrics = (entry[name] for entry in logs for name in ("loss", "entropy", "grad_norm"))
-    row["finite"] = all(abs(value) < 1e6 for value in metrics) and logs[-1]["pacs/non_finite_steps"] == 0
+    row["finite"] = all(abs(value) < 1e6 for value in metrics) and logs[-1]["update/non_finite_steps"] == 0
     return [row]

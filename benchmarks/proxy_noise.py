@@ -23,8 +23,8 @@ from benchmarks import table_of
 from benchmarks.recorded import build_model, shape_of
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.microbatching import MicroBatchConfig, schedule_micro_batches
+from pacs_trl.update.minibatch import rollout_lengths
 from pacs_trl.update.rollout import Rollout
-from pacs_trl.update.step import rollout_lengths
 
 
 NUM_ROWS, NUM_GENERATIONS, PROMPT_LENGTH, ROWS_PER_FORWARD = 32, 8, 24, 8

@@ -30,7 +30,15 @@ from safetensors.torch import load_file
 BEFORE = "e6c0318"
 # Metrics that the working tree logs under another name than BEFORE, old name: new name. The numbers must be equal. The
 # old name may stay as an alias.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "pacs/forwarded_fraction": "update/forwarded_fraction",
+    "pacs/non_finite_steps": "update/non_finite_steps",
+    "pacs/uniform_group_fraction": "labels/uniform_group_fraction",
+    "pacs/label_mean": "labels/mean",
+    "eval_pacs/forwarded_fraction": "eval_update/forwarded_fraction",
+    "eval_pacs/uniform_group_fraction": "eval_labels/uniform_group_fraction",
+    "eval_pacs/label_mean": "eval_labels/mean",
+}
 # Metrics that only the working tree logs.
 ADDED: set[str] = set()
 # Metrics that depend on a clock: both sides must log them, and their numbers are not compared.

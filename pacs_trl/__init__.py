@@ -9,11 +9,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the names below, for type checkers and editors
     from .baselines.grpo_config import GRPOConfig as GRPOConfig
+    from .baselines.grpo_config import MaxRLConfig as MaxRLConfig
+    from .baselines.grpo_config import REALConfig as REALConfig
     from .baselines.grpo_config import RLOOConfig as RLOOConfig
     from .baselines.grpo_trainer import GRPOTrainer as GRPOTrainer
-    from .baselines.grpo_trainer import RLOOTrainer as RLOOTrainer
+    from .baselines.maxrl_trainer import MaxRLTrainer as MaxRLTrainer
     from .baselines.ppo_config import PPOConfig as PPOConfig
     from .baselines.ppo_trainer import PPOTrainer as PPOTrainer
+    from .baselines.real_trainer import REALTrainer as REALTrainer
+    from .baselines.rloo_trainer import RLOOTrainer as RLOOTrainer
     from .pacs_config import PACSConfig as PACSConfig
     from .pacs_trainer import PACSTrainer as PACSTrainer
 
@@ -22,12 +26,16 @@ __version__ = "0.1.0"
 _PUBLIC_NAMES = {
     "GRPOConfig": "pacs_trl.baselines.grpo_config",
     "GRPOTrainer": "pacs_trl.baselines.grpo_trainer",
+    "MaxRLConfig": "pacs_trl.baselines.grpo_config",
+    "MaxRLTrainer": "pacs_trl.baselines.maxrl_trainer",
     "PACSConfig": "pacs_trl.pacs_config",
     "PACSTrainer": "pacs_trl.pacs_trainer",
     "PPOConfig": "pacs_trl.baselines.ppo_config",
     "PPOTrainer": "pacs_trl.baselines.ppo_trainer",
+    "REALConfig": "pacs_trl.baselines.grpo_config",
+    "REALTrainer": "pacs_trl.baselines.real_trainer",
     "RLOOConfig": "pacs_trl.baselines.grpo_config",
-    "RLOOTrainer": "pacs_trl.baselines.grpo_trainer",
+    "RLOOTrainer": "pacs_trl.baselines.rloo_trainer",
 }
 
 __all__ = [*_PUBLIC_NAMES, "__version__"]

@@ -271,7 +271,7 @@ def build_card(
         model_name=title,
         place=json.dumps(name if "/" in name else "."),
         is_adapter=is_adapter,
-        method="GenAC" if method == "genac" else method.upper(),
+        method=one_line(str(training.get("method_name", method.upper()))),
         dataset=dataset,
         shown=shown and yaml.safe_dump(shown, allow_unicode=True).strip(),
         **facts,

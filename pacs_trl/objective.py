@@ -337,11 +337,11 @@ def real_loss(proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: i
     """
     right, wrong, groups = _right_and_wrong(labels, num_generations)
     logits = _at_least_float32(proxies).view(-1, num_generations) / tau
-    of_right, of_wrong = (
+    right_loss, wrong_loss = (
         torch.logsumexp(F.pad(signed.masked_fill(~where, -torch.inf), (0, 1)), dim=1)  # padding with 0 adds exp(0) = 1
         for signed, where in ((-logits, right), (logits, wrong))
     )
-    return (of_right + of_wrong).masked_fill(~(right.any(dim=1) & wrong.any(dim=1)), 0.0).sum() / groups
+    return (right_loss + wrong_loss).masked_fill(~(right.any(dim=1) & wrong.any(dim=1)), 0.0).sum() / groups
 
 
 def disco_loss(
@@ -355,8 +355,8 @@ def disco_loss(
     right, wrong, groups = _right_and_wrong(labels, num_generations)
     scores, mixed = _at_least_float32(proxies).view(-1, num_generations), right.any(dim=1) & wrong.any(dim=1)
     scores, right, wrong = scores[mixed], right[mixed], wrong[mixed]
-    of_wrong = torch.logsumexp((scores / tau).masked_fill(~wrong, -torch.inf), dim=1) - wrong.sum(dim=1).log()
-    return (tau * of_wrong - (scores * right).sum(dim=1) / right.sum(dim=1)).sum() / groups
+    log_mean_wrong = torch.logsumexp((scores / tau).masked_fill(~wrong, -torch.inf), dim=1) - wrong.sum(dim=1).log()
+    return (tau * log_mean_wrong - (scores * right).sum(dim=1) / right.sum(dim=1)).sum() / groups
 
 
 def _right_and_wrong(labels: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -383,8 +383,8 @@ def rloo_advantages(rewards: torch.Tensor, *, num_generations: int, normalize: b
     grid = _at_least_float32(rewards).view(-1, num_generations)
     advantages = _leave_one_out(grid, scorable.view(-1, num_generations)).view(-1)
     if normalize and scorable.sum() > 1:
-        own = advantages[scorable]
-        advantages = ((advantages - own.mean()) / (own.std() + 1e-4)).masked_fill(~scorable, 0.0)
+        counted = advantages[scorable]
+        advantages = ((advantages - counted.mean()) / (counted.std() + 1e-4)).masked_fill(~scorable, 0.0)
     return advantages
 
 

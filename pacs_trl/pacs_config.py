@@ -25,6 +25,9 @@ class ExactUpdateConfig(RolloutConfig):
     [`~trl.GRPOConfig`].
     """
 
+    is_exact = True
+    supports_rollout_lag = True
+
     max_tokens_per_micro_batch: int | None = setting(
         None,
         "Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. "
@@ -69,6 +72,8 @@ class PACSConfig(ExactUpdateConfig):
     of the optimizer step). Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are
     rejected unless they have their default value.
     """
+
+    scores_groups = True
 
     # Parameters that control the objective
     pacs_beta: float = setting(1.0, "Scale of the implicit reward, beta of the paper's eq. 7.", above=0)
@@ -160,7 +165,13 @@ class PACSConfig(ExactUpdateConfig):
         if self.reference_reset_steps is None and self.reference == "snapshot":
             names = ["reset_optimizer_on_reference_reset"]
             errors += ignored_settings(self, names, "the reference is never reset", "`reference_reset_steps`")
+        if self.keeps_generating_policy and self.reference == "snapshot":
+            errors.append("stale_logps: recompute would be ignored with reference: snapshot. Remove it.")
         return errors
+
+    @property
+    def proxy_reference(self) -> str | None:
+        return None if self.proxy == "mean_logp" else self.reference
 
 
 def _first_update_errors(given: Any, step: Step) -> list[str]:

@@ -8,8 +8,14 @@ import torch
 
 from . import objective
 from .pacs_config import PACSConfig
+from .rollouts.checkpoint import load_policy_copy, save_policy_copy
 from .rollouts.exact_trainer import ExactUpdateTrainer
-from .update.step import Groups, Objective
+from .update.group_loss_update import GroupObjective
+from .update.groups import Groups
+from .update.minibatch import Minibatch
+from .update.policy_update import PolicyUpdate
+from .update.reference import SnapshotReference
+from .update.rollout import labels_from_rewards
 
 
 # For |psi| above this, sigmoid(psi) * (1 - sigmoid(psi)) is below 0.7 %: the completion has almost no gradient.
@@ -17,8 +23,8 @@ SATURATED_SCORE = 5.0
 
 
 @dataclass(frozen=True)
-class PACSObjective(Objective):
-    """PACS objective for [`PolicyUpdate`]: the settings of `objective.py`, and the weights of the actor term
+class PACSObjective(GroupObjective):
+    """PACS objective for [`GroupLossUpdate`]: the settings of `objective.py`, and the weights of the actor term
     (`actor_term_coef`) and the KL term (`kl_coef`)."""
 
     pacs_beta: float = 1.0
@@ -35,25 +41,36 @@ class PACSObjective(Objective):
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return objective.sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
 
-    def slopes(self, num_tokens: torch.Tensor) -> torch.Tensor:
+    def proxy_derivatives(self, num_tokens: torch.Tensor) -> torch.Tensor:
         """Return the derivative of each proxy with respect to the log-prob of one of its `num_tokens` counted tokens,
         `(B,)`."""
-        slopes = torch.full(num_tokens.shape, self.pacs_beta)
-        return slopes if self.proxy == "log_ratio" else slopes / num_tokens.clamp(min=1)
+        derivatives = torch.full(num_tokens.shape, self.pacs_beta)
+        if self.proxy == "log_ratio":
+            return derivatives
+        return derivatives / num_tokens.clamp(min=1)
 
     def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
-        score, weighting = {"score_estimator": self.score_estimator}, {"class_weighting": self.class_weighting}
-        found = self.slopes(num_tokens) * groups.apply(objective.proxy_coefficients, proxies, **score, **weighting)
-        if self.actor_term_coef:
-            scores = groups.apply(objective.group_scores, proxies, **score)
-            actor = groups.apply(objective.actor_coefficients, scores, **weighting)
-            found = found + self.actor_term_coef * actor
-        return found
+        loss_derivatives = groups.apply(
+            objective.proxy_coefficients,
+            proxies,
+            score_estimator=self.score_estimator,
+            class_weighting=self.class_weighting,
+        )
+        coefficients = self.proxy_derivatives(num_tokens) * loss_derivatives
+        if self.actor_term_coef == 0:
+            return coefficients
+        scores = groups.apply(objective.group_scores, proxies, score_estimator=self.score_estimator)
+        actor = groups.apply(objective.actor_coefficients, scores, class_weighting=self.class_weighting)
+        return coefficients + self.actor_term_coef * actor
 
     def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss without the KL term, a scalar, and the scores psi, `(B,)`."""
-        kinds = {"score_estimator": self.score_estimator, "class_weighting": self.class_weighting}
-        return groups.apply(objective.loss_from_proxies, proxies, **kinds)
+        return groups.apply(
+            objective.loss_from_proxies,
+            proxies,
+            score_estimator=self.score_estimator,
+            class_weighting=self.class_weighting,
+        )
 
     def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
         loss, scores = self.loss(groups, proxies)
@@ -81,7 +98,7 @@ def critic_metrics(
     _, targets = groups.apply(objective.class_weights, class_weighting=class_weighting)
     probabilities = torch.sigmoid(scores)
     has_opinion = (proxies[scorable] != 0).any()
-    rated = groups.rows_of(groups.mixed) & scorable & has_opinion
+    rated = groups.expand(groups.mixed) & scorable & has_opinion
 
     def mean(values: torch.Tensor, where: torch.Tensor) -> float:
         return values[where].float().mean().item() if where.any() else math.nan
@@ -138,6 +155,9 @@ class PACSTrainer(ExactUpdateTrainer):
         "citation": (Path(__file__).parent / "templates" / "citation.bib").read_text().strip(),
     }
 
+    args: PACSConfig
+    divergence_metrics = ("pacs/proxy_abs_mean",)
+
     def create_objective(self) -> PACSObjective:
         args = self.args
         return PACSObjective(
@@ -148,3 +168,62 @@ class PACSTrainer(ExactUpdateTrainer):
             args.actor_term_coef,
             kl_coef=args.beta,
         )
+
+    def create_update(self) -> PolicyUpdate:
+        update = super().create_update()
+        update.reference_is_rollout_policy = self.args.reference == "rollout"
+        return update
+
+    def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+
+    # Snapshot reference ---------------------------------------------------------------------------------------------
+
+    def _prepare_learning(self) -> None:
+        resets_optimizer = self.args.reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
+        if resets_optimizer and self.is_deepspeed_enabled:
+            raise ValueError(
+                "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
+                "state in buffers of its own. Use DDP or FSDP2, or set it to False."
+            )
+        super()._prepare_learning()
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        self._snapshot: SnapshotReference | None = None
+
+    def policy_is_reference(self) -> bool:
+        if self.args.reference == "rollout":
+            return super().policy_is_reference()
+        return self.update.objective.has_reference and self._snapshot is None
+
+    def store_reference_logps(self, model, minibatch: Minibatch) -> None:
+        if self.args.reference == "rollout":
+            return
+        with self.timer.part("log_probs"):
+            if model.training:
+                self._renew_snapshot(model)
+            if self._snapshot is not None:  # an evaluation before the first update has none
+                with self._snapshot.in_place_of_policy():
+                    self.update.driver.store_logps(model, minibatch, "ref_logps")
+
+    def _renew_snapshot(self, model) -> None:
+        """Take the snapshot before the first update, and again every `reference_reset_steps`."""
+        if self._snapshot is None:
+            self._snapshot = SnapshotReference(model, offload=self.args.reference_offload)
+        every, step = self.args.reference_reset_steps, self.state.global_step
+        if every is not None and step > 0 and step % every == 0:
+            self._snapshot.renew()
+            if self.args.reset_optimizer_on_reference_reset:
+                self.optimizer.state.clear()
+
+    def _save_run(self, directory: Path) -> None:
+        super()._save_run(directory)
+        if self._snapshot is not None:
+            save_policy_copy(self, self._snapshot, directory)
+
+    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
+        super()._load_own_state(checkpoint, state)
+        if self.args.reference == "snapshot":
+            self._snapshot = SnapshotReference(self.model_wrapped, offload=self.args.reference_offload)
+            load_policy_copy(self, self._snapshot, checkpoint)

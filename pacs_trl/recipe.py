@@ -40,9 +40,9 @@ class Method(NamedTuple):
 METHODS = {
     "pacs": Method("pacs_config.PACSConfig", "pacs_trainer.PACSTrainer"),
     "grpo": Method("baselines.grpo_config.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
-    "rloo": Method("baselines.grpo_config.RLOOConfig", "baselines.grpo_trainer.RLOOTrainer"),
-    "maxrl": Method("baselines.grpo_config.MaxRLConfig", "baselines.grpo_trainer.MaxRLTrainer"),
-    "real": Method("baselines.grpo_config.REALConfig", "baselines.grpo_trainer.REALTrainer"),
+    "rloo": Method("baselines.grpo_config.RLOOConfig", "baselines.rloo_trainer.RLOOTrainer"),
+    "maxrl": Method("baselines.grpo_config.MaxRLConfig", "baselines.maxrl_trainer.MaxRLTrainer"),
+    "real": Method("baselines.grpo_config.REALConfig", "baselines.real_trainer.REALTrainer"),
     "ppo": Method("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
 }
 

@@ -47,15 +47,16 @@ class RatioTerms(NamedTuple):
     Attributes:
         weights (shape `(B, T)`): `w_it`; undefined outside the mask.
         values (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * values_i`.
-        low, high (shape `(B,)`): Fraction of counted tokens with a ratio below `low` and a negative advantage, or with
-            a ratio above `high` and a positive advantage; 0 or 1 at sequence level.
+        low_fraction, high_fraction (shape `(B,)`): Clip fractions: the share of counted tokens with a ratio below the
+            bound `low` and a negative advantage, or with a ratio above the bound `high` and a positive advantage; 0 or
+            1 at sequence level.
         phi (shape `(B,)`): Weight of each completion of `"vespo"`, see [`vespo_weights`]; 1 for the other losses.
     """
 
     weights: torch.Tensor
     values: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
+    low_fraction: torch.Tensor
+    high_fraction: torch.Tensor
     phi: torch.Tensor
 
 
@@ -151,13 +152,13 @@ def ratio_terms(
         weights = weights * factors
         values = (weights * logps.masked_fill(~mask, 0.0)).sum(dim=1)
     else:
-        of_ratio, slopes = function(ratio, positive, loss)
-        values = (of_ratio * factors).sum(dim=1)
+        token_values, derivatives = function(ratio, positive, loss)
+        values = (token_values * factors).sum(dim=1)
         if level == "completion":
             values = values / number[:, 0]
         # the ratio of a whole completion depends on all of its tokens
         share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
-        weights = (slopes * share).expand_as(logps)
+        weights = (derivatives * share).expand_as(logps)
     ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
     low, high = (ratio < loss.low) & negative, (ratio > loss.high) & positive
     low_fraction, high_fraction = ((where & mask).sum(dim=1) / number[:, 0] for where in (low, high))

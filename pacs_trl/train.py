@@ -152,7 +152,8 @@ def _checked_model(recipe: Recipe):
     training.eval_data = recipe.data  # from which prompts of benchmarks are made
     name = model.model_name_or_path
     check_model_path(name, "training")
-    check_model_path(vars(training).get("critic_model_name_or_path") or name)
+    if training.has_critic and training.critic_model_name_or_path:
+        check_model_path(training.critic_model_name_or_path)
     peft_config = get_peft_config(model)
     if training.use_vllm and name.startswith(MINIATURE):
         require_vllm("set use_vllm=False")  # before the warm start; the trainer checks the rest

@@ -17,7 +17,7 @@ from pacs_trl.objective import (
     rloo_advantages,
     sequence_proxies,
 )
-from pacs_trl.update.step import Groups
+from pacs_trl.update.groups import Groups
 
 
 NAN = math.nan
@@ -43,7 +43,7 @@ def test_real_and_maxrl_give_the_authors_numbers(case):
 
     # their cross-entropy is PACS with mean log-ratios, without centering and class weights, at pacs_beta 1 / tau;
     # a mean over completions of mixed groups
-    mixed = groups.rows_of(groups.mixed)
+    mixed = groups.expand(groups.mixed)
     proxies = sequence_proxies(
         logps, double(case["old_logps"]), mask, proxy="mean_log_ratio", pacs_beta=1 / case["tau"]
     )

@@ -84,7 +84,7 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
     assert rows[True] == [4, 4]  # of 8 rows per step, 4 are in the group of one class
     assert rows[False] == without_gradient
     assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0]
-    assert logged(trainer, "pacs/forwarded_fraction") == [0.5, 0.5]
+    assert logged(trainer, "update/forwarded_fraction") == [0.5, 0.5]
 
 
 @pytest.mark.trains
@@ -179,7 +179,7 @@ def test_step_with_a_gradient_that_is_not_finite_is_skipped(tmp_path, max_grad_n
     trainer.train()
     assert same(watch.weights[0], watch.weights[2]) and same(watch.optimizer[0], watch.optimizer[2])
     assert not same(watch.weights[2], watch.weights[3]) and not same(watch.optimizer[2], watch.optimizer[3])
-    assert logged(trainer, "pacs/non_finite_steps") == [0, 1, 2, 2]
+    assert logged(trainer, "update/non_finite_steps") == [0, 1, 2, 2]
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 

@@ -23,10 +23,10 @@ from seeds import shifted
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from trl.trainer.utils import shuffle_sequence_dict
 
+from pacs_trl import GRPOTrainer, RLOOTrainer
 from pacs_trl.baselines.grpo_config import GRPOConfig, RLOOConfig
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer, RLOOTrainer
 from pacs_trl.rollouts.checkpoint import request_seed
-from pacs_trl.update.step import split_into_steps
+from pacs_trl.update.minibatch import split_into_minibatches
 
 
 OWN = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
@@ -50,7 +50,7 @@ def in_our_order(trainer, batch: dict) -> dict:
     """Shuffle as with `shuffle_minibatches`."""
     args, number = trainer.args, len(batch["completion_ids"])
     seed = request_seed(f"{args.seed}/minibatches", trainer._step)
-    order = sum(split_into_steps(range(number), args.steps_per_generation, seed), [])
+    order = sum(split_into_minibatches(range(number), args.steps_per_generation, seed), [])
     with patch("torch.randperm", lambda n: torch.tensor(order)):
         return shuffle_sequence_dict(batch)
 

@@ -37,12 +37,12 @@ def generalized_advantages(
     advantage = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards)
     for t in reversed(range(values.size(1))):
-        own = mask[:, t]
+        is_counted = mask[:, t]
         delta = reward + gamma * next_value - values[:, t]
         between = gae_lambda[:, t] if isinstance(gae_lambda, torch.Tensor) else gae_lambda
-        advantage = torch.where(own, delta + gamma * between * advantage, advantage)
-        next_value = torch.where(own, values[:, t], next_value)
-        reward = reward.masked_fill(own, 0.0)
+        advantage = torch.where(is_counted, delta + gamma * between * advantage, advantage)
+        next_value = torch.where(is_counted, values[:, t], next_value)
+        reward = reward.masked_fill(is_counted, 0.0)
         advantages[:, t] = advantage
     advantages = advantages.masked_fill(~mask, 0.0)
     return advantages, (advantages + values).masked_fill(~mask, 0.0)

@@ -90,6 +90,8 @@ class REALConfig(ExactUpdateConfig):
     affect GRPO's loss raise an error unless they have their default value.
     """
 
+    scores_groups = True
+
     group_loss: str = setting(
         "real",
         'A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its divergence constraint).',

@@ -24,6 +24,8 @@ class ActorCriticConfig(RolloutConfig):
     GRPO's advantage (`scale_rewards`, ...) raise an error unless they have their default value.
     """
 
+    has_critic = True
+
     # Parameters that control the critic
     critic_model_name_or_path: str | None = setting(
         None,
@@ -91,6 +93,8 @@ class PPOConfig(ActorCriticConfig):
     Configuration class for the [`PPOTrainer`]: [`ActorCriticConfig`] and two settings of the critic. All critic
     weights are trained, also if the policy uses LoRA.
     """
+
+    critic_scores_tokens = True
 
     critic_warmup_steps: int = setting(
         0, "Number of initial optimizer steps in which only the critic is trained.", least=0

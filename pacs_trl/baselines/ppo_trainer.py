@@ -30,8 +30,8 @@ from .ppo_config import ActorCriticConfig, PPOConfig
 def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
     """Return the path of the critic: `critic_model_name_or_path`, or by default that of the policy. Raises a
     `ValueError` if the policy was built in memory."""
-    own = policy if isinstance(policy, str) else get_config_model_id(policy.config)
-    if path := args.critic_model_name_or_path or own:
+    policy_path = policy if isinstance(policy, str) else get_config_model_id(policy.config)
+    if path := args.critic_model_name_or_path or policy_path:
         return path
     raise ValueError(
         "The policy was built in memory, so there is no path from which its critic could be loaded. Save it and pass "

@@ -84,6 +84,8 @@ def _order(seed: int, epoch: int, num_prompts: int) -> list[int]:
 class DARSConfig(PACSConfig):
     """Configuration of [`DARSTrainer`]: every parameter of [`PACSConfig`], and those of additional rollouts."""
 
+    supports_rollout_lag = False
+
     adaptive_rollouts: str | None = setting(
         None,
         'DARS schedule of additional completions for hard prompts, `"equal_treatment"` or '

@@ -132,7 +132,7 @@ class GenACTrainer(ActorCriticTrainer):
         size_text = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
         self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {size_text} parameters"
 
-    def _labels_of(self, rewards_per_func):
+    def _compute_labels(self, rewards_per_func):
         return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
 
     def _value_tokens(self, inputs, batch):

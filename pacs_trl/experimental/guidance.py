@@ -20,8 +20,8 @@ from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
 from ..settings.fields import setting
 from ..update.context_length import context_lengths
+from ..update.minibatch import split_into_minibatches
 from ..update.rollout import Rollout
-from ..update.step import split_into_steps
 from ..update.step_sizes import Step
 from ..verification import Outcome
 from ._generation import CORRECT, ExtendingTrainer, known_labels
@@ -44,6 +44,8 @@ FEEDBACK = {
 @dataclass
 class GuidanceConfig(PACSConfig):
     """Configuration of [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and those of guided attempts."""
+
+    supports_rollout_lag = False
 
     guidance: Guidance = setting(
         "hint",
@@ -117,7 +119,7 @@ class GuidanceTrainer(ExtendingTrainer):
     def _guided_prompts(self, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
         """Return pairs of group and guided prompt, and metrics."""
         counts, found = {"guidance/too_long": 0}, []
-        for rollouts in split_into_steps(self.rollouts_of_groups(), num_steps):
+        for rollouts in split_into_minibatches(self.rollouts_of_groups(), num_steps):
             groups = dict.fromkeys(rollout.group for rollout in rollouts)
             prompts = {group: self._prompts_of_group(group, counts) for group in groups}
             # one prompt of each group in turn, up to the limit

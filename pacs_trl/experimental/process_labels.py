@@ -27,9 +27,10 @@ from ..objective import ClassWeighting, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
 from ..rollouts.reward_functions import with_result
-from ..update.policy_update import PolicyUpdate
+from ..update.group_loss_update import GroupLossUpdate
+from ..update.groups import Groups
+from ..update.minibatch import MicroBatch, Minibatch
 from ..update.rollout import Rollout
-from ..update.step import Groups, MicroBatch, StepRollouts
 from ..update.step_sizes import Step
 
 
@@ -150,20 +151,21 @@ def ends_of(rollout: Rollout) -> np.ndarray:
     return rollout.extra.get("positions", np.array([len(rollout.completion_ids) - 1]))
 
 
-def rows_and_ends(batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_and_ends(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return completion and end of each labeled prefix of a micro-batch, `(M,)`."""
-    ends = [torch.from_numpy(ends_of(rollout)).long() for rollout in batch.rollouts]
+    ends = [torch.from_numpy(ends_of(rollout)).long() for rollout in micro_batch.rollouts]
     rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends))))
-    return rows.to(batch.loss_mask.device), torch.cat(ends).to(batch.loss_mask.device)
+    device = micro_batch.loss_mask.device
+    return rows.to(device), torch.cat(ends).to(device)
 
 
 @dataclass
-class PrefixRollouts(StepRollouts):
-    """[`StepRollouts`] with proxies and coefficients of all prefixes."""
+class PrefixMinibatch(Minibatch):
+    """[`Minibatch`] with proxies and coefficients of all prefixes."""
 
     prefixes: Prefixes | None = None
 
-    def flat_indices(self, indices: list[int]) -> list[int]:
+    def proxy_indices(self, indices: list[int]) -> list[int]:
         starts = self.prefixes.starts
         return [starts[i] + k for i in indices for k in range(len(ends_of(self.rollouts[i])))]
 
@@ -172,69 +174,76 @@ class PrefixRollouts(StepRollouts):
         return len(self.prefixes.row)
 
 
-class PrefixUpdate(PolicyUpdate):
-    """[`PolicyUpdate`] on prefixes, for steps in which a completion has more than one label."""
+class PrefixUpdate(GroupLossUpdate):
+    """[`GroupLossUpdate`] on prefixes, for minibatches in which a completion has more than one label."""
 
-    def schedule(self, rollouts: list[Rollout], *, is_evaluation: bool = False) -> StepRollouts:
-        step = super().schedule(rollouts, is_evaluation=is_evaluation)
+    def schedule(self, rollouts: list[Rollout]) -> Minibatch:
+        minibatch = super().schedule(rollouts)
         if all(len(ends_of(rollout)) == 1 for rollout in rollouts):
-            return step
+            return minibatch
         labels = [[*rollout.extra.get("process_labels", ()), rollout.label] for rollout in rollouts]
-        return PrefixRollouts(**vars(step), prefixes=Prefixes(step.groups, labels, self.objective.class_weighting))
+        prefixes = Prefixes(minibatch.groups, labels, self.objective.class_weighting)
+        return PrefixMinibatch(**vars(minibatch), prefixes=prefixes)
 
     def counted_tokens(self, rollout: Rollout) -> int:
         return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
 
-    def proxies(self, logps: torch.Tensor, batch: MicroBatch) -> torch.Tensor:
+    def proxies(self, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Return [`objective.sequence_proxies`] of the prefixes, `(M,)`, from one float64 cumulative sum per
         completion."""
-        rows, last = rows_and_ends(batch)
-        mask, proxy = batch.loss_mask, self.objective.proxy
+        rows, last = rows_and_ends(micro_batch)
+        mask, proxy = micro_batch.loss_mask, self.objective.proxy
         if len(rows) == len(logps):
             mask = mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
-            return super().proxies(logps, replace(batch, loss_mask=mask))
-        logps = logps.detach()
-        terms = (logps if proxy == "mean_logp" else logps.float() - batch.ref_logps.float()).masked_fill(~mask, 0.0)
-        found = F.pad(terms.double().cumsum(dim=1), (1, 0))[rows, last + 1]
+            return super().proxies(logps, replace(micro_batch, loss_mask=mask))
+        terms = logps.detach()
+        if proxy != "mean_logp":
+            terms = terms.float() - micro_batch.ref_logps.float()
+        sums = F.pad(terms.masked_fill(~mask, 0.0).double().cumsum(dim=1), (1, 0))[rows, last + 1]
         if proxy != "log_ratio":
-            found = found / F.pad(mask.cumsum(dim=1), (1, 0))[rows, last + 1].clamp(min=1)
-        return (self.objective.pacs_beta * found).float()
+            num_tokens = F.pad(mask.cumsum(dim=1), (1, 0))[rows, last + 1]
+            sums = sums / num_tokens.clamp(min=1)
+        return (self.objective.pacs_beta * sums).float()
 
-    def coefficients(self, step: StepRollouts, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
-        if not isinstance(step, PrefixRollouts):
-            return super().coefficients(step, indices, proxies)
-        ended = [(step.rollouts[i], end + 1) for i in indices for end in ends_of(step.rollouts[i])]
-        num_tokens = torch.tensor([int(rollout.loss_mask[:end].sum()) for rollout, end in ended])
-        flat_indices = torch.tensor(step.flat_indices(indices))
-        of_step = torch.zeros(step.num_proxies).index_copy(0, flat_indices, proxies)
-        found = step.prefixes.coefficients(of_step)[flat_indices]
-        return self.objective.slopes(num_tokens) * found * torch.tensor([rollout.weight for rollout, _ in ended])
+    def coefficients(self, minibatch: Minibatch, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
+        if not isinstance(minibatch, PrefixMinibatch):
+            return super().coefficients(minibatch, indices, proxies)
+        prefixes = [(minibatch.rollouts[i], end + 1) for i in indices for end in ends_of(minibatch.rollouts[i])]
+        num_tokens = torch.tensor([int(rollout.loss_mask[:end].sum()) for rollout, end in prefixes])
+        weights = torch.tensor([rollout.weight for rollout, _ in prefixes])
+        proxy_indices = torch.tensor(minibatch.proxy_indices(indices))
+        all_proxies = torch.zeros(minibatch.num_proxies).index_copy(0, proxy_indices, proxies)
+        loss_derivatives = minibatch.prefixes.coefficients(all_proxies)[proxy_indices]
+        return self.objective.proxy_derivatives(num_tokens) * loss_derivatives * weights
 
-    def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
-        return token_coefficients(coefficients, *rows_and_ends(batch), batch.loss_mask.shape)
+    def token_coefficients(self, micro_batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
+        return token_coefficients(coefficients, *rows_and_ends(micro_batch), micro_batch.loss_mask.shape)
 
-    def summarize(self, step: StepRollouts, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
-        if not isinstance(step, PrefixRollouts):
-            return super().summarize(step, proxies)
-        prefixes, outcomes = step.prefixes, step.prefixes.outcomes
+    def summarize(self, minibatch: Minibatch, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        if not isinstance(minibatch, PrefixMinibatch):
+            return super().summarize(minibatch, proxies)
+        prefixes, outcomes = minibatch.prefixes, minibatch.prefixes.outcomes
         loss, scores = prefixes.loss(proxies)
-        known = ~prefixes.labels.isnan()
-        num_completions = int(known[outcomes].sum())
-        known[outcomes] = False  # labels before the outcomes
+        has_label = ~prefixes.labels.isnan()
+        num_completions = int(has_label[outcomes].sum())
+        is_process_label = has_label.index_fill(0, outcomes, False)
         differs = prefixes.labels[prefixes.compared] != prefixes.labels[:, None]
         mixed = (differs & (prefixes.compared >= 0)).any(dim=1)
         metrics = {
-            "process/labels": int(known.sum()) / max(num_completions, 1),
-            "process/label_mean": prefixes.labels[known].float().mean().item(),
-            "process/mixed_fraction": mixed[known & prefixes.scored].float().mean().item(),
+            "process/labels": int(is_process_label.sum()) / max(num_completions, 1),
+            "process/label_mean": prefixes.labels[is_process_label].float().mean().item(),
+            "process/mixed_fraction": mixed[is_process_label & prefixes.scored].float().mean().item(),
         }
-        of_outcomes = proxies[outcomes], scores[outcomes], step.groups
-        return loss.item(), metrics | critic_metrics(*of_outcomes, class_weighting=self.objective.class_weighting)
+        weighting = self.objective.class_weighting
+        metrics |= critic_metrics(proxies[outcomes], scores[outcomes], minibatch.groups, class_weighting=weighting)
+        return loss.item(), metrics
 
 
 @dataclass
 class ProcessLabelsConfig(PACSConfig):
     """Configuration of [`ProcessLabelsTrainer`]: the parameters of [`PACSConfig`]."""
+
+    supports_rollout_lag = False
 
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)
@@ -251,7 +260,7 @@ class ProcessLabelsTrainer(PACSTrainer):
 
     _name = "process_labels"
     _config_class = ProcessLabelsConfig
-    _update_class = PrefixUpdate
+    update_class = PrefixUpdate
 
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         return super()._wrap_reward(index, with_result(function, partial(self._outcomes, index, name)), name)

@@ -171,6 +171,8 @@ def filter_by_spread(
 class RLPRConfig(PACSConfig):
     """Configuration class for the [`RLPRTrainer`]: every parameter of [`PACSConfig`], and the spread filter."""
 
+    supports_rollout_lag = False
+
     spread_filter: float | None = setting(
         None,
         "Mask out groups whose labels have a standard deviation below this share of its moving average, "
@@ -250,8 +252,8 @@ class RLPRTrainer(PACSTrainer):
             found[i] = logps[indices[i]].exp().mean().item()
         return found
 
-    def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        labels, share = super()._labels_of(rewards_per_func), self.args.spread_filter
+    def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+        labels, share = super()._compute_labels(rewards_per_func), self.args.spread_filter
         if share is None or not self.model.training:
             return labels
         labels, metrics, self._spreads = filter_by_spread(labels, self.num_generations, share, self._spreads)

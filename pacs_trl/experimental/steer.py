@@ -96,13 +96,13 @@ class SteerWeights(TokenWeights):
     def __init__(self, mapping: Mapping = "exponential", weight_min: float = 0.8, weight_max: float = 1.2):
         self.kinds: dict[str, Any] = {"mapping": mapping, "weight_min": weight_min, "weight_max": weight_max}
 
-    def own_values(self, tokens: TokenValues) -> list[torch.Tensor]:
+    def completion_values(self, tokens: TokenValues) -> list[torch.Tensor]:
         """Return the smallest and the largest absolute sensitivity of each completion."""
         found = entropy_sensitivities(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
         return [found.masked_fill(~tokens.mask, math.inf).amin(dim=1), found.amax(dim=1)]
 
-    def begin(self, coefficients, own_values, counted, num_completions) -> None:
-        changes = (num_completions * coefficients * own_values).abs()[:, counted]
+    def begin(self, coefficients, completion_values, counted, num_completions) -> None:
+        changes = (num_completions * coefficients * completion_values).abs()[:, counted]
         self.extremes = (changes[0].min().item(), changes[1].max().item()) if counted.any() else (0.0, 0.0)
         self.num_completions = num_completions
         self._sums: list[torch.Tensor] = []
@@ -124,6 +124,8 @@ class SteerWeights(TokenWeights):
 @dataclass
 class STEERConfig(PACSConfig):
     """Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and those of token weights."""
+
+    supports_rollout_lag = False
 
     token_weight_mapping: Mapping = setting(
         "exponential", '`"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.'

@@ -19,8 +19,9 @@ from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..settings.fields import setting
 from ..update.forward_pass import ForwardPass
+from ..update.group_loss_update import GroupLossUpdate
+from ..update.minibatch import MicroBatch, Minibatch
 from ..update.policy_update import PolicyUpdate
-from ..update.step import MicroBatch, StepRollouts
 from ..update.step_sizes import Step
 
 
@@ -132,51 +133,59 @@ def verl_coefficients(
     return shaped, ((1 - _DECAY) * before + _DECAY * of_step).tolist()
 
 
-class VERLUpdate(PolicyUpdate):
-    """[`PolicyUpdate`] that adds the bonus to coefficients."""
+class VERLUpdate(GroupLossUpdate):
+    """[`GroupLossUpdate`] that adds the bonus to coefficients."""
 
     trainer: "VERLTrainer"
-    coefficients_first = True
+    shapes_coefficients = True
 
-    def shape_coefficients(self, model, step: StepRollouts, coefficients: torch.Tensor):
+    def shape_coefficients(self, model, minibatch: Minibatch, coefficients: torch.Tensor):
         indices = coefficients.nonzero()[:, 0].tolist()
         if not indices:
             return coefficients, {}
-        ranks = self.ranks(model, step, indices)
-        num_completions = max(int(step.groups.scorable.sum()), 1)
+        ranks = self.ranks(model, minibatch, indices)
         shaped, self.trainer.verl_means = verl_coefficients(
-            coefficients, ranks, num_completions, self.trainer.verl_means
+            coefficients, ranks, minibatch.num_scorable, self.trainer.verl_means
         )
-        bonus = (shaped / coefficients - 1)[indices].abs().mean().item()
+        means = ranks[:, indices].mean(dim=1).tolist()
+        metrics = {
+            "hidden/effective_rank": means[0],
+            "hidden/velocity": means[1],
+            "hidden/acceleration": means[2],
+            "hidden/bonus": (shaped / coefficients - 1)[indices].abs().mean().item(),
+        }
         if self.trainer.args.bonus_tokens == "last":
             shaped = torch.stack([coefficients, shaped], dim=1)
-        names = ("hidden/effective_rank", "hidden/velocity", "hidden/acceleration")
-        return shaped, dict(zip(names, ranks[:, indices].mean(dim=1).tolist(), strict=True)) | {"hidden/bonus": bonus}
+        return shaped, metrics
 
-    def token_coefficients(self, batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
+    def token_coefficients(self, micro_batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
         if coefficients.dim() == 1:
-            return super().token_coefficients(batch, coefficients)
-        last = batch.loss_mask & (batch.loss_mask.flip(1).cumsum(1).flip(1) == 1)
-        return torch.where(last, coefficients[:, 1:], coefficients[:, :1])
+            return super().token_coefficients(micro_batch, coefficients)
+        mask = micro_batch.loss_mask
+        is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
+        return torch.where(is_last, coefficients[:, 1:], coefficients[:, :1])
 
     @torch.no_grad()
-    def ranks(self, model, step: StepRollouts, indices: list[int]) -> torch.Tensor:
+    def ranks(self, model, minibatch: Minibatch, indices: list[int]) -> torch.Tensor:
         """Return effective rank, velocity, and acceleration of some completions, `(3, B)`, equal on all processes."""
-        ranks = torch.zeros(3, len(step.rollouts), device=self.accelerator.device)
-        for own, batch in self.micro_batches(step, self.schedule_some(step, indices)):
-            prompts = [rollout.prompt_ids for rollout in batch.rollouts]
-            completions = [rollout.completion_ids for rollout in batch.rollouts]
-            states = hidden_states(self.forward_pass, model, prompts, completions)
-            for i, rollout, of_completion in zip(own, batch.rollouts, states, strict=False):
-                counted = of_completion[torch.from_numpy(rollout.loss_mask)]
+        driver = self.driver
+        ranks = torch.zeros(3, len(minibatch.rollouts), device=driver.accelerator.device)
+        for micro_batch in driver.micro_batches(minibatch, driver.schedule_some(minibatch, indices)):
+            prompts = [rollout.prompt_ids for rollout in micro_batch.rollouts]
+            completions = [rollout.completion_ids for rollout in micro_batch.rollouts]
+            states = hidden_states(driver.forward_pass, model, prompts, completions)
+            for i, rollout, token_states in zip(micro_batch.indices, micro_batch.rollouts, states, strict=False):
+                counted = token_states[torch.from_numpy(rollout.loss_mask)]
                 differences = rank_velocity_and_acceleration(counted, self.trainer.args.hidden_state_stride)
                 ranks[:, i] = torch.tensor([effective_rank(counted), *differences])
-        return self.accelerator.reduce(ranks, reduction="sum").cpu()
+        return driver.accelerator.reduce(ranks, reduction="sum").cpu()
 
 
 @dataclass
 class VERLConfig(PACSConfig):
     """Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and those of the bonus."""
+
+    supports_rollout_lag = False
 
     bonus_tokens: Literal["all", "last"] = setting(
         "all", 'Tokens of a completion that get the bonus: `"all"`, or `"last"` (the authors\' code).'
@@ -200,11 +209,11 @@ class VERLTrainer(PACSTrainer):
 
     _name = "VERL"
     _config_class = VERLConfig
-    _update_class = VERLUpdate
+    update_class = VERLUpdate
     _saved_attributes = (*PACSTrainer._saved_attributes, "verl_means")
 
-    def _create_update(self) -> PolicyUpdate:
-        update = super()._create_update()
+    def create_update(self) -> PolicyUpdate:
+        update = super().create_update()
         update.trainer = self
         return update
 

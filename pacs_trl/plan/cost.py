@@ -148,43 +148,62 @@ def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = 
     return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
 
-def training_forward_equivalents(
-    method: str,
+def exact_forward_equivalents(
     *,
     checkpointing: bool,
     updates: int,
     iterations: int = 1,
-    reference: str = "rollout",
+    reference: str | None = "rollout",
     split: bool = True,
     correction: bool = False,
     kl: bool = False,
 ) -> float:
     """
-    Return the cost of all `updates` (over all `iterations`) on a generation, in forward passes over it.
+    Return the cost of all exact `updates` (over all `iterations`) on a generation, in forward passes over it.
 
-    A gradient costs 3 per iteration, 4 with gradient checkpointing. Passes without gradient:
-
-    - PPO computes log-probs of the batch once if there are several updates or for the vLLM mismatch
-      `correction`, and once under the KL reference. Its critic doubles the gradient and computes values once.
-    - The exact update computes log-probs of the minibatches after the first for the `reference` `"rollout"` or for
-      `correction`; of every minibatch for a `"snapshot"` (`"none"`: a proxy without reference) and for the KL
-      reference. If groups are `split` over micro-batches, one more pass computes proxies, except on the first update
-      after a rollout with the rollout reference, where they are 0.
+    A gradient costs 3 per iteration, 4 with gradient checkpointing. Passes without gradient: log-probs of the
+    minibatches after the first for the `reference` `"rollout"` or for the vLLM mismatch `correction`; of every
+    minibatch for a `"snapshot"` (`None`: a proxy without reference) and for the KL reference. If groups are `split`
+    over micro-batches, one more pass computes proxies, except on the first update after a rollout with the rollout
+    reference, where they are 0.
     """
-    gradient = iterations * (4 if checkpointing else 3)
-    if method != "pacs":
-        scoring = int(updates > 1 or correction) + int(kl)
-        return 2 * gradient + scoring + 1 if method == "ppo" else gradient + scoring
     share = iterations / updates  # of the batch in an optimizer step
-    later_rows = 1 - share if iterations == 1 else 1
-    passes = float(gradient + iterations * kl)
+    is_reused = iterations > 1
+    passes = iterations * _gradient_passes(checkpointing) + float(iterations * kl)
     if reference == "rollout" or correction:
-        passes += later_rows
+        passes += 1 if is_reused else 1 - share
     if reference == "snapshot":
         passes += iterations
     if split:
         passes += iterations - share if reference == "rollout" else iterations
     return passes
+
+
+def actor_critic_forward_equivalents(
+    *,
+    checkpointing: bool,
+    updates: int,
+    iterations: int = 1,
+    critic_scores_tokens: bool = True,
+    correction: bool = False,
+    kl: bool = False,
+) -> float:
+    """
+    Return the cost of all `updates` of an actor-critic method on a generation, in forward passes over it.
+
+    Passes without gradient: log-probs of the batch once if there are several updates or for the vLLM mismatch
+    `correction`, and once under the KL reference. A critic that scores tokens (PPO) doubles the gradient and computes
+    values once; the cost of a critic that answers questions (GenAC) is not included.
+    """
+    passes = iterations * _gradient_passes(checkpointing)
+    if critic_scores_tokens:
+        passes = 2 * passes + 1
+    return passes + int(updates > 1 or correction) + int(kl)
+
+
+def _gradient_passes(checkpointing: bool) -> int:
+    """Return the cost of a forward and backward pass in forward passes."""
+    return 4 if checkpointing else 3
 
 
 def mean_square_length(mean: float, longest: float) -> float:

@@ -42,8 +42,6 @@ class Estimate:
         self.has_server = training.use_vllm and training.vllm_mode == "server"
         self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
         self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
-        self.of_pacs = hasattr(training, "pacs_beta")
-        self.is_exact = recipe.run.method not in ("ppo", "genac")  # these pack completions, but compute prompts again
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
         self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
@@ -58,15 +56,16 @@ class Estimate:
         self.mean_prompt = round(sum(lengths) / len(lengths)) if lengths else min(data.max_prompt_length or 256, 256)
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
         self.sharing = 1  # completions of a prompt in an optimizer step, which compute it once
-        if self.is_exact and vars(training).get("padding_free") != "never" and self.step is not None:
+        # Trainers that are not exact pack completions, too, but compute prompts again.
+        if training.is_exact and training.padding_free != "never" and self.step is not None:
             minibatches = self.step.updates_per_generation // training.num_iterations
-            shuffles = vars(training).get("shuffle_minibatches", False)
-            self.sharing = max(1, self.step.num_generations // (minibatches if shuffles else 1))
+            self.sharing = self.step.num_generations
+            if training.shuffle_minibatches:
+                self.sharing = max(1, self.step.num_generations // minibatches)
         policy = recipe.model.model_name_or_path
-        has_critic = "critic_model_name_or_path" in vars(training)
-        self.critic_name = (training.critic_model_name_or_path or policy) if has_critic else None
+        self.critic_name = (training.critic_model_name_or_path or policy) if training.has_critic else None
         self.shape, self.critic_shape = cost.model_shape(policy), cost.model_shape(self.critic_name)
-        names = [policy, self.critic_name] if has_critic else [policy]
+        names = [policy, self.critic_name] if training.has_critic else [policy]
         self.unknown = [name for name in names if cost.model_shape(name) is None]
         if not self.unknown:
             self._estimate_memory()
@@ -77,20 +76,19 @@ class Estimate:
         if model.use_peft:
             self.trained = cost.lora_parameters(shape, model.lora_r)
         self.critic = self.critic_shape.parameters if self.critic_name else 0
-        self.has_snapshot = self.of_pacs and training.reference == "snapshot" or training.keeps_generating_policy
+        self.has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
 
         frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if self.dtype == "float32" else 2
         sharing = {"sharding": launch.sharding, "processes": self.num_gpus}
-        is_offloaded = vars(training).get("reference_offload", False)
-        copies = 4 * self.trained if self.has_snapshot and not is_offloaded else 0
+        copies = 4 * self.trained if self.has_snapshot and not training.reference_offload else 0
         copies += weight_bytes * shape.parameters if self.has_kl_model else 0
         self.state = cost.training_state_bytes(self.trained, frozen, frozen_bytes=weight_bytes, **sharing)
         self.state += copies / (self.num_gpus if launch.sharding == "full" else 1)
         self.state += cost.training_state_bytes(self.critic, 0, frozen_bytes=4, **sharing)
 
         rows = training.per_device_train_batch_size
-        self.tokens = vars(training).get("max_tokens_per_micro_batch") or self._tokens(rows)
+        self.tokens = training.max_tokens_per_micro_batch or self._tokens(rows)
         how = {"checkpointing": training.gradient_checkpointing, "precision": self.precision}
         self.activations = shape.activation_bytes(self.tokens, **how)
         if self.critic:  # its activations are freed before the update of the policy
@@ -153,22 +151,34 @@ class Estimate:
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
         training, step = self.training, self.step
-        layout, reference = "auto" if hasattr(training, "group_loss") else "whole", "rollout"
-        if self.of_pacs:
-            layout, reference = training.group_layout, "none" if training.proxy == "mean_logp" else training.reference
-        has_correction = self.of_pacs or not training.rollout_lag
+        reference = training.proxy_reference
         if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
-            reference = "none"
+            reference = None
+        corrects = training.use_vllm and training.vllm_importance_sampling_correction
+        if training.rollout_lag and not training.scores_groups:  # the denominators of ratios come from the engine
+            corrects = False
+        if not training.is_exact:
+            passes = cost.actor_critic_forward_equivalents(
+                checkpointing=training.gradient_checkpointing,
+                updates=step.updates_per_generation,
+                iterations=training.num_iterations,
+                critic_scores_tokens=training.critic_scores_tokens,
+                correction=corrects,
+                kl=training.beta != 0,
+            )
+            return passes + training.keeps_generating_policy
         group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
-        passes = cost.training_forward_equivalents(
-            "pacs" if self.is_exact else self.recipe.run.method,
+        splits_groups = training.group_layout == "split"
+        if training.group_layout == "auto":
+            splits_groups = group_exceeds_micro_batch
+        passes = cost.exact_forward_equivalents(
             checkpointing=training.gradient_checkpointing,
             updates=step.updates_per_generation,
             iterations=training.num_iterations,
-            correction=training.use_vllm and training.vllm_importance_sampling_correction and has_correction,
+            correction=corrects,
             kl=training.beta != 0,
             reference=reference,
-            split=layout == "split" or layout == "auto" and group_exceeds_micro_batch,
+            split=training.scores_groups and splits_groups,
         )
         return passes + training.keeps_generating_policy
 
@@ -177,18 +187,18 @@ class Estimate:
         training, shape, gpu, prompt = self.training, self.shape, self.gpu, self.mean_prompt
         longest, rows = training.max_completion_length, self.step.completions_per_generation
         fitting = training.per_device_train_batch_size
-        if self.sharing > 1 and vars(training).get("max_tokens_per_micro_batch"):
+        if self.sharing > 1 and training.max_tokens_per_micro_batch:
             fitting = (self.tokens - prompt) // mean_length
         sharing = max(1, min(fitting, self.sharing))
         computed = (prompt - 1) / sharing + 1 + mean_length
         squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
         attended = squares / computed
-        passes, of_critic = self.forward_passes(), 0
-        if self.recipe.run.method == "ppo":  # the critic computes values once, and is trained like the policy
-            of_critic = training.num_iterations * (4 if training.gradient_checkpointing else 3) + 1
-        flops = (passes - of_critic) * shape.forward_flops(rows * computed, attended)
-        if of_critic:
-            flops += of_critic * self.critic_shape.forward_flops(rows * computed, attended)
+        passes, critic_passes = self.forward_passes(), 0
+        if training.critic_scores_tokens:  # it computes values once, and is trained like the policy
+            critic_passes = training.num_iterations * (4 if training.gradient_checkpointing else 3) + 1
+        flops = (passes - critic_passes) * shape.forward_flops(rows * computed, attended)
+        if critic_passes:
+            flops += critic_passes * self.critic_shape.forward_flops(rows * computed, attended)
         return flops, flops / (self.num_gpus * gpu.flops * gpu.training_share)
 
     def generating(self, mean_length: int, num_gpus: int | None = None) -> float:

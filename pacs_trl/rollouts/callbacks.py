@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 PATIENCE = 10  # optimizer steps without a signal before the warning
 TRUNCATED = "completions/clipped_ratio"
 # Fraction of uniform groups: in the optimizer step (PACS), or in its generation batches.
-UNIFORM = ("pacs/uniform_group_fraction", "frac_reward_zero_std")
+UNIFORM = ("pacs/uniform_group_fraction", "labels/uniform_group_fraction", "frac_reward_zero_std")
 DENSE = "process/mixed_fraction"  # with process labels, uniform groups have a gradient too
 
 # Label, metric, and format of each number, in print order.
@@ -286,7 +286,7 @@ class StepStart(TrainerCallback):
         self._state = self._random_states = None
 
     def on_step_begin(self, args, state, control, **kwargs):
-        names = {*self.trainer._saved_attributes, "_buffered_inputs", "_pending"}
+        names = {*self.trainer._saved_attributes, "_buffered_inputs", "_waiting"}
         self._state = {name: value for name, value in vars(self.trainer).items() if name in names}
         self._metrics = {name: list(values) for name, values in self.trainer._metrics["train"].items()}
         self._tokens = state.num_input_tokens_seen

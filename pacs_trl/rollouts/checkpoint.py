@@ -31,6 +31,7 @@ from trl.trainer.utils import RepeatSampler
 from ..errors import NO_ROOM, FailedRun
 from ..rewards import shared_arguments
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
+from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, with_arrays, with_tensors
 from .checkpoint_files import check_complete, last_checkpoint
 
@@ -286,6 +287,20 @@ def _shared_settings(trainer: Any) -> dict[str, Any]:
     names_of_verification = {f.name for f in fields(verification)} - {*_SETTINGS["free_verification"]}
     settings |= plain_settings(verification, sorted(names_of_verification))
     return settings | {"reward functions": trainer.reward_func_names}
+
+
+def save_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Path) -> None:
+    """Save a copy of the policy's weights: from every process if they are sharded, otherwise from the first."""
+    process = trainer.accelerator.process_index
+    if process == 0 or is_sharded(trainer.model_wrapped):
+        torch.save(policy_copy.state_dict(), directory / f"pacs_reference_{process}.pt")
+
+
+def load_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Path) -> None:
+    """Load the weights that [`save_policy_copy`] saved into `policy_copy`."""
+    process = trainer.accelerator.process_index if is_sharded(trainer.model_wrapped) else 0
+    file = directory / f"pacs_reference_{process}.pt"
+    policy_copy.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 # Files --------------------------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def check_prompt_lengths(
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
     or if the text of a message would not reach the prompt ([`MessageCheck`]). Streaming datasets are skipped."""
     bounds = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
-    of_training = {"max_tokens_per_micro_batch": vars(args).get("max_tokens_per_micro_batch")}
+    of_training = {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch}
     completion = args.max_completion_length or 1
     messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     longest, all_are_known = 0, args.max_completion_length is not None

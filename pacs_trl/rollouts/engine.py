@@ -63,8 +63,9 @@ class SeededLLM:
     def generate(self, prompts: list, sampling_params, **kwargs) -> list:
         """Generate completions of a list of prompts; other arguments and the result are those of
         `vllm.LLM.generate`."""
-        given = sampling_params if isinstance(sampling_params, Sequence) else [sampling_params] * len(prompts)
-        params = [each.clone() for each in given]
+        if not isinstance(sampling_params, Sequence):
+            sampling_params = [sampling_params] * len(prompts)
+        params = [each.clone() for each in sampling_params]
         seedless = [each for each in params if each.seed is None]
         for request, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
             request.seed = seed
@@ -106,14 +107,14 @@ class CountingClient:
             indices.setdefault(tuple(ids), []).append(i)
         if n > 1 or features is not None or len(indices) == len(prompts):
             return self.client.generate(prompts=prompts, features=features, n=n, **kwargs)
-        by_number: dict[int, list[list[int]]] = {}
-        for of_prompt in indices.values():
-            by_number.setdefault(len(of_prompt), []).append(of_prompt)
+        by_number: dict[int, list[list[int]]] = {}  # indices of each prompt, by their number
+        for prompt_indices in indices.values():
+            by_number.setdefault(len(prompt_indices), []).append(prompt_indices)
         merged: dict[str, list] = {name: [None] * len(prompts) for name in _PER_COMPLETION}
 
         def request(number: int) -> None:
-            own = [prompts[of_prompt[0]] for of_prompt in by_number[number]]
-            answer = self.client.generate(prompts=own, features=None, n=number, **kwargs)
+            distinct_prompts = [prompts[prompt_indices[0]] for prompt_indices in by_number[number]]
+            answer = self.client.generate(prompts=distinct_prompts, features=None, n=number, **kwargs)
             for name in _PER_COMPLETION:
                 for i, row in zip(itertools.chain(*by_number[number]), answer[name], strict=True):
                     merged[name][i] = row
@@ -161,13 +162,13 @@ class Engine(VLLMGeneration):
         """Generate with the weights of another model of the same architecture inside the context, and with the
         sampling settings `sampling`. The weights of the engine's own model are sent again before the next
         generation."""
-        own = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
+        before = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
         vars(self).update(sampling, model=model, _weight_metadata=None)
         try:
             self.sync_weights()
             yield
         finally:
-            vars(self).update(own)
+            vars(self).update(before)
 
     def sync_weights(self) -> None:
         """Send the weights to vLLM. Raises a [`ServerFailure`] if a server does not answer. If a server dies during
@@ -187,9 +188,9 @@ class Engine(VLLMGeneration):
         fails or returns fewer completions than requested."""
         if self.mode == "colocate":
             return super().generate(prompts, images, num_generations, profiler)
-        given, cause = self.generation_kwargs, None
-        if "seed" not in given:  # one per call: vLLM adds the completion index to it
-            self.generation_kwargs = {**given, "seed": self._next_seeds(len(prompts))[0]}
+        generation_kwargs, cause = self.generation_kwargs, None
+        if "seed" not in generation_kwargs:  # one per call: vLLM adds the completion index to it
+            self.generation_kwargs = {**generation_kwargs, "seed": self._next_seeds(len(prompts))[0]}
         try:
             generated = super().generate(prompts, images, num_generations, profiler)
         except Exception as error:  # TRL's client raises bare exceptions
@@ -200,7 +201,7 @@ class Engine(VLLMGeneration):
             generated = ([], [], [], [])
             broadcast_object_list([generated], from_process=0)  # the others wait for this in TRL's `generate`
         finally:
-            self.generation_kwargs = given
+            self.generation_kwargs = generation_kwargs
         if len(generated[1]) < len(prompts):
             health = self._ask_health()
             state = "is healthy, but did not generate" if health is None else "stopped answering"
@@ -210,15 +211,15 @@ class Engine(VLLMGeneration):
     def _ask_health(self) -> str | None:
         """Return why the server is unhealthy, or `None` if it is healthy; the result is the same on all processes.
         Retries as TRL's client does."""
-        found: list[str | None] = [None]
+        problems: list[str | None] = [None]
         if self.accelerator.is_main_process:
             try:
                 status = self.vllm_client.session.get(f"{self.vllm_client.base_url}/health").status_code
-                found = [None if status == 200 else f"GET /health has status {status}"]
+                problems = [None if status == 200 else f"GET /health has status {status}"]
             except OSError as error:  # base class of the exceptions of requests
-                found = [f"{type(error).__name__}: {error}"]
-        broadcast_object_list(found, from_process=0)
-        return found[0]
+                problems = [f"{type(error).__name__}: {error}"]
+        broadcast_object_list(problems, from_process=0)
+        return problems[0]
 
 
 @contextmanager
@@ -259,7 +260,7 @@ class AdapterSync:
         except Exception as error:  # TRL's client raises bare exceptions, and other processes wait
             logger.exception("vLLM did not answer with the adapter.")
             problem = f"did not answer with the trained adapter ({error})"
-        if problems := [found for found in gather_object([problem]) if found]:
+        if problems := [each for each in gather_object([problem]) if each]:
             raise FailedRun(
                 f"vLLM {problems[0]}. Fix the problem, or remove vllm_sync_adapter to send all weights, and continue "
                 "with `--resume_from_checkpoint last`."
@@ -282,15 +283,20 @@ class AdapterSync:
             model.eval()
             return own_outputs(self.forward_pass, model, ids[:1], ids[1:], values=False).cpu()
 
-    def _problem(self, found: torch.Tensor, own: torch.Tensor) -> str | None:
-        """Return why the engine's log-probs `found` cannot come from the adapter, whose log-probs are `own`. Rounding
-        is measured on the base model; a lost or outdated adapter repeats earlier log-probs bit by bit."""
-        (base_found, base_own), (last_found, _) = self.seen
-        mismatch, effect, off = _distance(base_found, base_own), _distance(own, base_own), _distance(found, own)
+    def _problem(self, engine_logps: torch.Tensor, trainer_logps: torch.Tensor) -> str | None:
+        """Return why the engine's log-probs cannot come from the adapter, whose log-probs are `trainer_logps`.
+        Rounding is measured on the base model; a lost or outdated adapter repeats earlier log-probs bit by bit."""
+        (engine_base, trainer_base), (engine_last, _) = self.seen
+        mismatch = _distance(engine_base, trainer_base)
+        effect = _distance(trainer_logps, trainer_base)  # of the adapter
+        off = _distance(engine_logps, trainer_logps)
         noise = max(4 * mismatch, tolerance_of(self.forward_pass, self.engine.model) / 4)
-        repeats = any(torch.equal(found, before) and _distance(own, then) > noise for before, then in self.seen)
-        if not torch.equal(found, last_found):
-            self.seen[1] = found, own
+        repeats = any(
+            torch.equal(engine_logps, engine_before) and _distance(trainer_logps, trainer_before) > noise
+            for engine_before, trainer_before in self.seen
+        )
+        if not torch.equal(engine_logps, engine_last):
+            self.seen[1] = engine_logps, trainer_logps
         if mismatch <= HALF_PRECISION_TOLERANCE and off <= noise * (1 + effect) and not repeats:
             return None
         return (

@@ -58,9 +58,9 @@ class Generator:
 
     def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
         """Return `completion_ids` without padding, and their `logprobs` in nats under the weights of the slot."""
-        given = self.settings
-        self._use(given["slots"][slot])
-        precision = nullcontext() if given["autocast"] is None else torch.autocast("cpu", given["autocast"])
+        self._use(self.settings["slots"][slot])
+        dtype = self.settings["autocast"]
+        precision = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
         with torch.no_grad(), precision, own_random_numbers(seed, torch.device("cpu")):
             sample = self.sample if self.llm is None else self.sample_with_vllm
             completions, logps = sample(prompt_ids, seed)
@@ -80,9 +80,10 @@ class Generator:
 
     def sample(self, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
         """Return completions without padding, and their log-probs as they were sampled; random numbers are global."""
-        given, args, tokens = self.settings, self.args, [torch.tensor(ids) for ids in prompt_ids]
+        settings, args = self.settings, self.args
+        tokens = [torch.tensor(ids) for ids in prompt_ids]
         layout: dict[str, Any] = {"padding_side": "left", "pad_to_multiple_of": args.pad_to_multiple_of}
-        ids = pad(tokens, padding_value=given["pad_token_id"], **layout)
+        ids = pad(tokens, padding_value=settings["pad_token_id"], **layout)
         mask = pad([torch.ones_like(t) for t in tokens], padding_value=0, **layout)
         logps: list[torch.Tensor] = []  # `(B, 1)` per token, and `(B, V)` for the last one
 
@@ -95,17 +96,17 @@ class Generator:
         hook = self.base.register_forward_hook(note, with_kwargs=True) if reports else None
         dtype = getattr(torch, args.generation_dtype) if args.generation_dtype else None
         with faster_generation(self.model, fast=args.fast_generation, dtype=dtype):
-            config = given["generation_config"]
-            found = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        found = found[:, ids.shape[1] :]
-        is_eos = torch.isin(found, torch.tensor(given["eos_token_ids"]))
-        lengths = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, found.shape[1])
-        completions = [row[:length].tolist() for row, length in zip(found, lengths, strict=True)]
+            config = settings["generation_config"]
+            generated = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        generated = generated[:, ids.shape[1] :]
+        is_eos = torch.isin(generated, torch.tensor(settings["eos_token_ids"]))
+        lengths = torch.where(is_eos.any(1), is_eos.int().argmax(1) + 1, generated.shape[1])
+        completions = [row[:length].tolist() for row, length in zip(generated, lengths, strict=True)]
         if hook is None:
             return completions, []
         hook.remove()
-        of_rows = torch.cat([*logps[:-1], logps[-1].gather(1, found[:, -1:])], dim=1)
-        return completions, [row[:length].tolist() for row, length in zip(of_rows, lengths, strict=True)]
+        sampled_logps = torch.cat([*logps[:-1], logps[-1].gather(1, generated[:, -1:])], dim=1)
+        return completions, [row[:length].tolist() for row, length in zip(sampled_logps, lengths, strict=True)]
 
     def start_vllm(self) -> Any:
         """Return a vLLM engine in this process, which gets its weights with each request."""
@@ -136,9 +137,13 @@ class Generator:
         sampling |= {"stop_token_ids": self.settings["eos_token_ids"], **(args.generation_kwargs or {})}
         params = [SamplingParams(seed=each, detokenize=False, **sampling) for each in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
-        found = [output.outputs[0] for output in outputs]
-        chosen = [zip(each.token_ids, each.logprobs, strict=True) for each in found]
-        return [list(each.token_ids) for each in found], [[of[i].logprob for i, of in tokens] for tokens in chosen]
+        completions = [list(output.outputs[0].token_ids) for output in outputs]
+        candidates = [output.outputs[0].logprobs for output in outputs]  # by token id, for each position
+        logps = [
+            [position[token].logprob for token, position in zip(tokens, positions, strict=True)]
+            for tokens, positions in zip(completions, candidates, strict=True)
+        ]
+        return completions, logps
 
 
 def compute_logits_in_float32(model: Any, dtype: torch.dtype) -> None:

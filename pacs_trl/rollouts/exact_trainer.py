@@ -2,17 +2,18 @@
 
 The parent class provides generation, tools, vLLM, rewards, collation, and logging. Differences from the parent:
 
-- `_prepare_inputs` stores a generation batch as unpadded whole groups, split into optimizer steps.
-- `training_step` follows the parent's schedule, but runs the whole optimizer step in its last accumulation slot; see
-  `update/policy_update.py`.
+- [`ExactUpdateTrainer.training_step`] follows the parent's schedule of accumulation slots, but generates whole groups
+  without padding in the first slot of a generation batch, and runs the whole optimizer step in the last slot of the
+  step (`update/`).
 - With `rollout_lag` it takes generation batches of `late_batches.py` instead of generating.
-- Checkpoints also contain the completions of later optimizer steps, and the snapshot reference.
+- Checkpoints also contain the completions of later optimizer steps.
 """
 
 import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,35 @@ from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
+from ..update.driver import UpdateDriver
 from ..update.forward_pass import CompletionLogps
+from ..update.group_loss_update import GroupLossUpdate, GroupObjective
 from ..update.microbatching import MicroBatchConfig
+from ..update.minibatch import Minibatch, UpdateTiming, split_into_minibatches
 from ..update.policy_update import PolicyUpdate
-from ..update.reference import SnapshotReference, is_sharded
-from ..update.rollout import Rollout, labels_from_rewards, unpad_rollouts
-from ..update.step import Objective, StepRollouts, split_into_steps
+from ..update.ratio_update import RatioObjective
+from ..update.reference import SnapshotReference
+from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import merge_rollouts, request_seed, rollouts_to_save, state_name
+from .checkpoint import load_policy_copy, merge_rollouts, request_seed, rollouts_to_save, save_policy_copy, state_name
 from .late_batches import LateBatches, Stopped
 from .rollout_trainer import RolloutTrainer
+
+
+@dataclass(frozen=True)
+class WaitingRollouts:
+    """
+    Completions between their generation and their optimizer steps. Never changed in place, so that a reference to it
+    restores an earlier state.
+
+    Attributes:
+        unscheduled (`list[Rollout]`): Completions of the generation batches that share the next optimizer step.
+        minibatches (`list[Minibatch]`): The optimizer steps of the current generation batch, if it has several; each
+            is used `num_iterations` times.
+    """
+
+    unscheduled: list[Rollout] = field(default_factory=list)
+    minibatches: list[Minibatch] = field(default_factory=list)
 
 
 class ExactUpdateTrainer(RolloutTrainer):
@@ -44,31 +64,74 @@ class ExactUpdateTrainer(RolloutTrainer):
     """
 
     late_rollout: Callable | None = None  # an asynchronous `rollout_func`
-    _update_class = PolicyUpdate
+    update_class: type[PolicyUpdate] = GroupLossUpdate
+    # Logged metrics that show why a gradient is not finite.
+    divergence_metrics: tuple[str, ...] = ("grad_norm", "entropy")
     _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite")
 
+    # What a method defines ------------------------------------------------------------------------------------------
+
     @abstractmethod
-    def create_objective(self) -> Objective:
-        """Return the objective of the policy update."""
+    def create_objective(self) -> GroupObjective | RatioObjective:
+        """Return the objective of the policy update: a [`GroupObjective`], or a [`RatioObjective`] with
+        `update_class = RatioUpdate`."""
+
+    def create_update(self) -> PolicyUpdate:
+        """Return the update of an optimizer step. Extension point for coefficients that depend on more than the
+        objective."""
+        args = self.args
+        samples_untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p
+        samples_policy = samples_untruncated and args.repetition_penalty == 1.0 and not args.generation_kwargs
+        return self.update_class(
+            UpdateDriver(self.forward_pass, self.accelerator, self._micro_batch_limits()),
+            self.create_objective(),
+            self._mismatch,
+            token_weights=self.token_weights(),
+            # A temperature other than 1 is allowed, because the loss divides the logits by it too.
+            samples_policy=samples_policy and not args.rollout_lag,
+            compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
+        )
 
     def token_weights(self) -> list[TokenWeights]:
         """Return the token weights of the update. Extension point for per-token factors on the gradient."""
-        correct = self.args.vllm_importance_sampling_correction
-        return [MismatchCorrection(self.update.mismatch)] if correct else []
+        if self.args.vllm_importance_sampling_correction:
+            return [MismatchCorrection(self._mismatch)]
+        return []
+
+    def _micro_batch_limits(self) -> MicroBatchConfig:
+        args = self.args
+        return MicroBatchConfig(
+            self.accelerator.num_processes,
+            args.per_device_train_batch_size,
+            args.max_tokens_per_micro_batch,
+            group_layout=args.group_layout,
+            backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
+            pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
+        )
 
     def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
         """Return the completions of all processes for the next `num_steps` optimizer steps. `rollouts` are those that
         this process has generated. Extension point for generating more or different completions."""
         return gather_object(rollouts)
 
+    def store_reference_logps(self, model, minibatch: Minibatch) -> None:
+        """Store `ref_logps` in a minibatch before its update or evaluation. Extension point for references other than
+        the policy at rollout time, whose log-probs are stored after generation."""
+
+    def policy_is_reference(self) -> bool:
+        """Return whether the policy at rollout time is the reference of the proxies."""
+        return "ref_logps" in self.update.logps_of_generating_policy
+
+    # Construction ---------------------------------------------------------------------------------------------------
+
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
-        names = ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies")
-        if own := [name for name in names if getattr(type(self), name) is not getattr(ExactUpdateTrainer, name)]:
-            raise ValueError(
-                f"{type(self).__name__} overrides {own[0]}, which the exact update does not call in training. "
-                "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
-            )
+        for name in ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"):
+            if getattr(type(self), name) is not getattr(ExactUpdateTrainer, name):
+                raise ValueError(
+                    f"{type(self).__name__} overrides {name}, which the exact update does not call in training. "
+                    "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
+                )
         corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
         if corrects and not (args.use_vllm or args.rollout_lag or arguments["rollout_func"]):
             raise ValueError(
@@ -82,119 +145,45 @@ class ExactUpdateTrainer(RolloutTrainer):
         super()._prepare_generation()
 
     def _prepare_learning(self) -> None:
-        resets = self._reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
-        if resets and self.is_deepspeed_enabled:
-            raise ValueError(
-                "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
-                "state in buffers of its own. Use DDP or FSDP2, or set it to False."
-            )
         self._keeps_generating_policy = self.args.keeps_generating_policy
-        self.update = self._create_update()
-        self.update.token_weights = self.token_weights()
+        self.update = self.create_update()
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
-
-    @property
-    def _reference(self) -> str:
-        """Reference policy of the proxies: the policy at rollout time (`"rollout"`), or a `"snapshot"`."""
-        return vars(self.args).get("reference", "rollout")
 
     @property
     def _mismatch(self) -> Mismatch:
         args = self.args
-        bounds = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-        return Mismatch(args.vllm_importance_sampling_mode, *bounds)
-
-    def _create_update(self) -> PolicyUpdate:
-        args = self.args
-        untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p and args.repetition_penalty == 1.0
-        return self._update_class(
-            self.forward_pass,
-            self.accelerator,
-            objective=self.create_objective(),
-            limits=MicroBatchConfig(
-                self.accelerator.num_processes,
-                args.per_device_train_batch_size,
-                args.max_tokens_per_micro_batch,
-                group_layout=vars(args).get("group_layout", "auto"),
-                backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
-                pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
-            ),
-            mismatch=self._mismatch,
-            # A temperature other than 1 is allowed, because the loss divides the logits by it too.
-            samples_policy=untruncated and not args.generation_kwargs and not args.rollout_lag,
-            compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
-        )
-
-    # Rollouts -------------------------------------------------------------------------------------------------------
-
-    def _labels_of(self, rewards_per_func):
-        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
-
-    def _prepare_inputs(self, generation_batch):
-        if not self.model.training:
-            return self._generate_and_score_completions(generation_batch)
-        if self._at_generation_boundary():
-            num_steps = self.args.steps_per_generation // self.args.gradient_accumulation_steps
-            first = self._generate_rollouts(generation_batch)
-            rollouts = self.complete_generation(generation_batch, first, max(num_steps, 1))
-            if num_steps <= 1 and self.num_iterations == 1 and not self._keeps_generating_policy:
-                self._pending = self._pending + rollouts
-            else:
-                shuffles = vars(self.args).get("shuffle_minibatches", False)
-                seed = request_seed(f"{self.args.seed}/minibatches", self._step) if shuffles else None
-                self._steps = [self.update.schedule(rows) for rows in split_into_steps(rollouts, num_steps, seed)]
-                self._cache_rollout_logps()
-        return generation_batch
-
-    def _generate_rollouts(self, generation_batch) -> list[Rollout]:
-        """Generate and grade the completions of this process, and return them without padding."""
-        rollouts = unpad_rollouts(self._generate_and_score_completions(generation_batch))
-        if self.args.rollout_lag and not self._keeps_generating_policy:
-            set_generating_logps(rollouts, self._generating_logps)
-        return rollouts
-
-    @property
-    def _generating_logps(self) -> list[str]:
-        """Log-probs that are those of the policy that generated, with a lag."""
-        return ["ref_logps"] * self._reads_rollout_reference + ["old_logps"] * self.update.objective.has_ratio
-
-    @property
-    def _reads_rollout_reference(self) -> bool:
-        return self._reference == "rollout" and self.update.objective.has_reference
-
-    def _cache_rollout_logps(self) -> None:
-        """Compute the log-probs at rollout time that later updates need, before the policy changes."""
-        has_ratio, has_weights = self.update.objective.has_ratio, bool(self.update.token_weights)
-        is_late = self.args.rollout_lag > 0
-        if self._keeps_generating_policy:
-            self._recompute_generating_logps()
-        names = ["ref_logps"] * (self._reads_rollout_reference and not is_late)
-        if not (has_ratio and is_late):
-            names += ["old_logps"] * (has_weights or has_ratio) + ["old_entropies"] * has_weights
-        later = self._steps if self.num_iterations > 1 else self._steps[1:]
-        with self.timer.part("log_probs"):
-            for step in later if names else ():
-                self.update.cache_logps(self.model_wrapped, step, *names)
-
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
-        return None, None, None
+        clip_min, clip_max = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        return Mismatch(args.vllm_importance_sampling_mode, clip_min, clip_max)
 
     # Optimizer step -------------------------------------------------------------------------------------------------
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        """
+        Run one of the `gradient_accumulation_steps` slots of an optimizer step, in which Trainer passes one dataset
+        batch. Generation and update do not happen slot by slot, but at once: the first slot of a generation batch
+        generates all its completions, and the last slot of an optimizer step back-propagates the whole step.
+        """
         started = time.perf_counter()
-        model.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
-        every = self.args.torch_empty_cache_steps
-        if every is not None and self.state.global_step % every == 0:
-            clear_device_cache()
-        self._prepare_inputs(inputs)
+        self._enter_training(model)
+
+        # 1. Generate and grade a generation batch, and split it into minibatches.
+        if self._at_generation_boundary():
+            self._generate_minibatches(inputs)
+
         loss = 0.0
-        if self.accelerator.sync_gradients:  # the last slot of the optimizer step
+        if self.accelerator.sync_gradients:  # the last slot
             with self.timer.part("update"):
-                loss = self._run_update(model)
+                # 2. Take the minibatch of this optimizer step.
+                minibatch, is_first_update = self._next_minibatch()
+
+                # 3. Store the log-probs of a reference that is not the policy at rollout time.
+                self.store_reference_logps(model, minibatch)
+
+                # 4. Back-propagate its loss. Trainer clips the gradient and updates the weights.
+                result = self.update.run(model, minibatch, self._update_timing(is_first_update))
+            self.record_metrics(result.metrics)
+            loss = result.loss
+
         self._step += 1
         self._current_train_step_time += time.perf_counter() - started
         if self.accelerator.sync_gradients:
@@ -202,52 +191,86 @@ class ExactUpdateTrainer(RolloutTrainer):
             self._current_train_step_time = 0.0
         return torch.tensor(loss, device=self.args.device)
 
-    def _run_update(self, model) -> float:
-        if self._pending:
-            step, first_update = self.update.schedule(self._pending), True
-            self._pending = []
-        else:
-            update = self._step // self.args.gradient_accumulation_steps
-            step = self._steps[update % len(self._steps)]
-            first_update = update % (len(self._steps) * self.num_iterations) == 0
-        step.on_policy, step.is_late = first_update, self.args.rollout_lag > 0 and self.update.objective.has_ratio
-        if self._reference == "snapshot":
-            with self.timer.part("log_probs"):
-                self._cache_snapshot_logps(model, step)
-        proxies_are_zero = first_update and self._policy_is_reference() and not self.args.rollout_lag
-        loss, metrics = self.update.run(model, step, proxies_are_zero=proxies_are_zero)
-        self.record_metrics(metrics)
-        return loss
+    def _enter_training(self, model) -> None:
+        """Do what Trainer does at the start of a training step."""
+        model.train()
+        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
+            self.optimizer.train()
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+
+    def _prepare_inputs(self, generation_batch):
+        """Generate and grade an evaluation batch. In training, `training_step` does both."""
+        if self.model.training:
+            return generation_batch
+        return self._generate_and_score_completions(generation_batch)
+
+    def _generate_minibatches(self, inputs) -> None:
+        num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
+        rollouts = self.complete_generation(inputs, self._generate_rollouts(inputs), num_minibatches)
+        is_used_once = num_minibatches == 1 and self.num_iterations == 1
+        if is_used_once and not self._keeps_generating_policy:
+            self._waiting = WaitingRollouts(unscheduled=[*self._waiting.unscheduled, *rollouts])
+            return
+        shuffle_seed = None
+        if self.args.shuffle_minibatches:
+            shuffle_seed = request_seed(f"{self.args.seed}/minibatches", self._step)
+        parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
+        self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
+        self._store_logps_for_later_updates()
+
+    def _generate_rollouts(self, inputs) -> list[Rollout]:
+        """Generate and grade the completions of this process, and return them without padding."""
+        rollouts = unpad_rollouts(self._generate_and_score_completions(inputs))
+        if self.args.rollout_lag and not self._keeps_generating_policy:
+            use_engine_logps(rollouts, self.update.logps_of_generating_policy)
+        return rollouts
+
+    def _store_logps_for_later_updates(self) -> None:
+        """Store the log-probs at rollout time that later updates read, before the policy changes."""
+        if self._keeps_generating_policy:
+            self._recompute_generating_logps()
+        names = self.update.logps_for_later_updates(rollout_lag=self.args.rollout_lag > 0)
+        if not names:
+            return
+        is_reused = self.num_iterations > 1
+        later = self._waiting.minibatches if is_reused else self._waiting.minibatches[1:]
+        with self.timer.part("log_probs"):
+            for minibatch in later:
+                self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
 
     def _recompute_generating_logps(self) -> None:
         """Compute the log-probs of the policy that generated with its copy, which the current policy replaces: that
         is what the server generates the next batch with."""
-        if self._snapshot is None:
-            self._snapshot = self._take_snapshot(self.model_wrapped)
+        if self._generating_policy is None:
+            self._generating_policy = SnapshotReference(self.model_wrapped)
         elif self._late.taken["step"] == self.state.global_step:  # requested again after a resume
-            self._snapshot.renew()
-        with self.timer.part("log_probs"), self._snapshot.in_place_of_policy():
-            for step in self._steps:
-                self.update.cache_logps(self.model_wrapped, step, *self._generating_logps)
-        self._snapshot.renew()
+            self._generating_policy.renew()
+        with self.timer.part("log_probs"), self._generating_policy.in_place_of_policy():
+            for minibatch in self._waiting.minibatches:
+                names = self.update.logps_of_generating_policy
+                self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
+        self._generating_policy.renew()
 
-    def _take_snapshot(self, model) -> SnapshotReference:
-        return SnapshotReference(model, offload=vars(self.args).get("reference_offload", False))
+    def _next_minibatch(self) -> tuple[Minibatch, bool]:
+        """Return the completions of the next optimizer step, and whether it is the first one on their rollout."""
+        if self._waiting.unscheduled:
+            minibatch = self.update.schedule(self._waiting.unscheduled)
+            self._waiting = WaitingRollouts()
+            return minibatch, True
+        minibatches = self._waiting.minibatches
+        number = self._step // self.args.gradient_accumulation_steps
+        is_first_update = number % (len(minibatches) * self.num_iterations) == 0
+        return minibatches[number % len(minibatches)], is_first_update
 
-    def _cache_snapshot_logps(self, model, step: StepRollouts) -> None:
-        if self._snapshot is None:
-            self._snapshot = self._take_snapshot(model)
-        every = self.args.reference_reset_steps
-        if every is not None and self.state.global_step > 0 and self.state.global_step % every == 0:
-            self._snapshot.renew()
-            if self.args.reset_optimizer_on_reference_reset:
-                self.optimizer.state.clear()
-        with self._snapshot.in_place_of_policy():
-            self.update.cache_logps(model, step, "ref_logps")
-
-    def _policy_is_reference(self) -> bool:
-        """Return whether the policy at rollout time is the reference. Before the first snapshot, it is."""
-        return self.update.objective.has_reference and (self._snapshot is None or self._reference != "snapshot")
+    def _update_timing(self, is_first_update: bool) -> UpdateTiming:
+        is_late = self.args.rollout_lag > 0
+        return UpdateTiming(
+            is_first_update,
+            old_logps_are_stored=is_late and "old_logps" in self.update.logps_of_generating_policy,
+            proxies_are_zero=is_first_update and self.policy_is_reference() and not is_late,
+        )
 
     def _compute_kl_ref_logps(self, model, prompt_ids, completion_ids) -> CompletionLogps:
         if self.ref_model is not None:
@@ -256,40 +279,47 @@ class ExactUpdateTrainer(RolloutTrainer):
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
             return self.forward_pass.compute_logps(model, prompt_ids, completion_ids)
 
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
+        return None, None, None
+
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
         rollouts = self.without_repeated(gather_object(unpad_rollouts(inputs)))
-        if self.num_generations_eval < 2 and not self.update.objective.has_ratio:
-            return torch.tensor(0.0, device=self.args.device)  # a score needs a second completion of the prompt
-        step = self.update.schedule(rollouts, is_evaluation=True)
-        step.on_policy = step.coefficients is not None
-        if self._reference == "snapshot" and self._snapshot is not None:
-            with self._snapshot.in_place_of_policy():
-                self.update.cache_logps(model, step, "ref_logps")
-        loss, metrics = self.update.evaluate(model, step, proxies_are_zero=self._policy_is_reference())
-        self.record_metrics(metrics)
-        return torch.tensor(loss, device=self.args.device)
+        if self.num_generations_eval < 2 and self.update.needs_several_completions:
+            return torch.tensor(0.0, device=self.args.device)
+        minibatch = self.update.schedule_evaluation(rollouts)
+        self.store_reference_logps(model, minibatch)
+        result = self.update.evaluate(model, minibatch, policy_is_reference=self.policy_is_reference())
+        self.record_metrics(result.metrics)
+        return torch.tensor(result.loss, device=self.args.device)
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Skip and count optimizer steps with a non-finite gradient; raise a [`FailedRun`] after too many in a row."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        in_a_row, total = self._non_finite
         is_finite = math.isfinite(float(grad_norm))  # the same on all processes
-        in_a_row, total = self._non_finite = (0, total) if is_finite else (in_a_row + 1, total + 1)
-        self._metrics["train"]["pacs/non_finite_steps"].append(total)
+        in_a_row, total = self._non_finite
+        self._non_finite = (0, total) if is_finite else (in_a_row + 1, total + 1)
+        in_a_row, total = self._non_finite
+        self.record_metrics({"update/non_finite_steps": total})
         if is_finite:
             return grad_norm
-        step, is_applied = self.state.global_step + 1, self.accelerator.distributed_type == DistributedType.DEEPSPEED
+        is_applied = self.accelerator.distributed_type == DistributedType.DEEPSPEED
         if is_applied or in_a_row >= self.args.max_non_finite_steps:
-            now = f"The gradient norm was not finite in {in_a_row} optimizer steps in a row, up to step {step}"
-            weights = "DeepSpeed has already applied the gradient to the weights. Start from the last checkpoint"
-            if not is_applied:
-                now += f" (max_non_finite_steps={self.args.max_non_finite_steps})"
-                weights = "The weights are those before these steps. Look at `pacs/proxy_abs_mean`"
-            raise FailedRun(f"{now}. {weights}, and lower the learning rate, or set max_grad_norm.")
+            self._stop_after_non_finite_steps(in_a_row, is_applied)
         if self.accelerator.scaler is None:  # in fp16 the scaler skips such steps itself
             model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
         return grad_norm
+
+    def _stop_after_non_finite_steps(self, in_a_row: int, is_applied: bool) -> None:
+        step = self.state.global_step + 1
+        now = f"The gradient norm was not finite in {in_a_row} optimizer steps in a row, up to step {step}"
+        weights = "DeepSpeed has already applied the gradient to the weights. Start from the last checkpoint"
+        if not is_applied:
+            now += f" (max_non_finite_steps={self.args.max_non_finite_steps})"
+            names = " and ".join(f"`{name}`" for name in self.divergence_metrics)
+            weights = f"The weights are those before these steps. Look at {names}"
+        raise FailedRun(f"{now}. {weights}, and lower the learning rate, or set max_grad_norm.")
 
     # Generation ahead of training: batches and their rewards come from `late_batches.py` -----------------------------
 
@@ -344,17 +374,15 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._pending: list[Rollout] = []  # completions of the generation batches of one optimizer step
-        self._steps: list[StepRollouts] = []  # the optimizer steps of the current generation batch
-        self._snapshot: SnapshotReference | None = None
+        self._waiting = WaitingRollouts()
+        self._generating_policy: SnapshotReference | None = None  # a copy, for `stale_logps: recompute` with a server
         self._late = LateBatches(self) if self.args.rollout_lag else None
         self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
 
     def _save_run(self, directory: Path) -> None:
         super()._save_run(directory)
-        process = self.accelerator.process_index
-        if self._snapshot is not None and (process == 0 or is_sharded(self.model_wrapped)):
-            torch.save(self._snapshot.state_dict(), directory / f"pacs_reference_{process}.pt")
+        if self._generating_policy is not None:
+            save_policy_copy(self, self._generating_policy, directory)
 
     def _save_last_step(self) -> None:
         if self._late is not None:
@@ -362,31 +390,32 @@ class ExactUpdateTrainer(RolloutTrainer):
         super()._save_last_step()
 
     def _own_state(self) -> dict:
-        waiting = [] if self._at_generation_boundary() else [step.rollouts for step in self._steps]
+        minibatches = [] if self._at_generation_boundary() else self._waiting.minibatches
+        waiting = [minibatch.rollouts for minibatch in minibatches]
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
         return {"rollouts": rollouts, "late_batches": {} if self._late is None else self._late.finish()}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
-        self._steps = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
+        minibatches = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
+        self._waiting = WaitingRollouts(minibatches=minibatches)
         if self._late is not None:
             self._late.arrived = dict(state["late_batches"])
-        if self._reference == "snapshot" or self._keeps_generating_policy:
-            process = self.accelerator.process_index if is_sharded(self.model_wrapped) else 0
-            copies = torch.load(checkpoint / f"pacs_reference_{process}.pt", map_location="cpu", weights_only=True)
-            self._snapshot = self._take_snapshot(self.model_wrapped)
-            self._snapshot.load_state_dict(copies)
+        if self._keeps_generating_policy:
+            self._generating_policy = SnapshotReference(self.model_wrapped)
+            load_policy_copy(self, self._generating_policy, checkpoint)
 
 
-def set_generating_logps(rollouts: list[Rollout], names: list[str]) -> None:
+def use_engine_logps(rollouts: list[Rollout], names: tuple[str, ...]) -> None:
     """Store the log-probs that the engine reported under other names too (`ref_logps`, `old_logps`). Tokens without
     one are masked out."""
     for rollout in rollouts:
-        known = np.isfinite(rollout.sampling_logps)
-        rollout.loss_mask = rollout.loss_mask & known
+        is_reported = np.isfinite(rollout.sampling_logps)
+        rollout.loss_mask = rollout.loss_mask & is_reported
+        logps = np.where(is_reported, rollout.sampling_logps, 0.0).astype(np.float32)
         for name in names:
-            setattr(rollout, name, np.where(known, rollout.sampling_logps, 0.0).astype(np.float32))
+            setattr(rollout, name, logps)
 
 
 def _replay(found: Any, **given: Any) -> list[float | None]:

@@ -58,7 +58,8 @@ class Publication:
         """Write provenance, recipe, and model card into the directory of a saved model."""
         given = self._card_facts
         tags = sorted({*(self.model.model_tags or ()), *given.get("tags", ())})
-        facts = training_facts(self.accelerator.num_processes) | {"paper": self._paper} | given | {"tags": tags}
+        facts = training_facts(self.accelerator.num_processes) | {"method_name": self._name, "paper": self._paper}
+        facts |= given | {"tags": tags}
         if self.recipe is None:
             facts["settings"] = without_secrets(self._settings_from_python())
         else:

@@ -3,7 +3,7 @@ without the training stack, as `pacs-trl plan` needs."""
 
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trl import GRPOConfig
 
@@ -90,6 +90,21 @@ class RolloutConfig(GRPOConfig):
 
     eval_data = None  # `DataArguments` of a recipe, which prompts are made from; not a field
 
+    # What a method can do. Checks, `plan`, and `train` read these instead of asking which method it is.
+    is_exact: ClassVar[bool] = False  # the optimizer step is that of `ExactUpdateTrainer`
+    supports_rollout_lag: ClassVar[bool] = False
+    has_critic: ClassVar[bool] = False  # the settings of an `ActorCriticConfig` exist
+    critic_scores_tokens: ClassVar[bool] = False  # the critic is trained on the tokens of the policy's completions
+    scores_groups: ClassVar[bool] = False  # coefficients follow from the log-probs of a whole group
+
+    # Settings that only some methods have, with the value that the others behave as.
+    padding_free: ClassVar[str] = "auto"
+    max_tokens_per_micro_batch: ClassVar[int | None] = None
+    reference: ClassVar[str] = "rollout"
+    reference_offload: ClassVar[bool] = False
+    group_layout: ClassVar[str] = "auto"
+    shuffle_minibatches: ClassVar[bool] = False
+
     def __post_init__(self):
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
@@ -142,9 +157,12 @@ class RolloutConfig(GRPOConfig):
             errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
         if self.stale_logps and not self.rollout_lag:
             errors.append("stale_logps is for rollout_lag, without which it would be ignored. Set both, or neither.")
-        elif self.keeps_generating_policy and vars(self).get("reference") == "snapshot":
-            errors.append("stale_logps: recompute would be ignored with reference: snapshot. Remove it.")
         return errors
+
+    @property
+    def proxy_reference(self) -> str | None:
+        """The policy that the proxies compare with, `"rollout"` or `"snapshot"`; `None` without one."""
+        return self.reference
 
     @property
     def keeps_generating_policy(self) -> bool:
@@ -200,8 +218,7 @@ class RolloutConfig(GRPOConfig):
 
     def _lag_error(self) -> str | None:
         """Return the middle of an error message if the settings do not allow generation ahead of training."""
-        refused = ("pacs_trl.experimental", "pacs_trl.baselines.ppo")
-        if any(base.__module__.startswith(refused) for base in type(self).__mro__):  # also in subclasses
+        if not self.supports_rollout_lag:
             reason = "the method generates again, or reads the current policy. Use pacs, grpo, rloo, maxrl, or real"
             return f"is not supported by {type(self).__name__}: {reason}"
         if self.use_vllm and self.vllm_mode == "colocate":

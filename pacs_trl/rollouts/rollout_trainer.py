@@ -57,6 +57,15 @@ _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
+# Metrics are also logged under the names that they had before version 0.2, until version 0.3.
+FORMER_METRIC_NAMES = {
+    "update/forwarded_fraction": "pacs/forwarded_fraction",
+    "update/non_finite_steps": "pacs/non_finite_steps",
+    "labels/uniform_group_fraction": "pacs/uniform_group_fraction",
+    "labels/mean": "pacs/label_mean",
+}
+
+
 class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
     timing, and model cards."""
@@ -157,7 +166,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
             model,
             self.accelerator.device,
             pad_token_id=self._tokenizer.pad_token_id,
-            padding_free=vars(self.args).get("padding_free", "auto"),
+            padding_free=self.args.padding_free,
             temperature=temperature,
             autocast=self.accelerator.autocast,
         )
@@ -267,8 +276,11 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
 
     def record_metrics(self, metrics: Mapping[str, float]) -> None:
         """Record values that are averaged and logged with the next log of training, or of the running evaluation."""
+        recorded = self._metrics["train" if self.model.training else "eval"]
         for name, value in metrics.items():
-            self._metrics["train" if self.model.training else "eval"][name].append(value)
+            recorded[name].append(value)
+            if name in FORMER_METRIC_NAMES:
+                recorded[FORMER_METRIC_NAMES[name]].append(value)
 
     def _log_metric(self, name, value):
         check_metric_name(name)
@@ -307,7 +319,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
             inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
             rewards_per_func = self._call_reward_functions(inputs, prompts, completions, completion_ids_list)
         completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))
-        self._labels = self._labels_of(rewards_per_func)
+        self._labels = self._compute_labels(rewards_per_func)
         if self.model.training and self._unrewarded is not None:
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
             if self._unrewarded == _MOST_UNREWARDED:
@@ -326,7 +338,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
         ends = {*self.eos_token_ids, self._tokenizer.pad_token_id}
         return [len(ids) == 0 or ids[-1] not in ends for ids in completion_ids]
 
-    def _labels_of(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
+    def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Return the labels `(B,)` of the completions of all processes from their rewards `(B, F)`."""
         return weighted_rewards(rewards_per_func, self.reward_weights)
 

@@ -113,5 +113,5 @@ def peak_flops(accelerator: Any, dtype: torch.dtype) -> float | None:
     GPUs and precisions that TRL's table lacks, and for a part of a GPU (MIG)."""
     if accelerator.device.type != "cuda" or " MIG " in (name := torch.cuda.get_device_name(accelerator.device)):
         return None
-    of_autocast = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
-    return get_peak_flops(name, of_autocast or str(dtype).removeprefix("torch."))
+    autocast_dtype = {"bf16": "bfloat16", "fp16": "float16"}.get(accelerator.mixed_precision)
+    return get_peak_flops(name, autocast_dtype or str(dtype).removeprefix("torch."))

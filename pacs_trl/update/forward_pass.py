@@ -35,8 +35,11 @@ class CompletionLogps(NamedTuple):
         return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
 
 
+# Token ids of one prompt or completion, without padding.
+TokenIds = Sequence[int] | np.ndarray
+
 # Splits values of all completion tokens, `(1, M)`, into one tensor per rollout.
-OfCompletions = Callable[[torch.Tensor], list[torch.Tensor]]
+SplitByCompletion = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
 class ForwardPass:
@@ -90,7 +93,7 @@ class ForwardPass:
         return packed_attention(self.config, self.packing)
 
     def compute_logps(
-        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+        self, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds]
     ) -> CompletionLogps:
         """
         Compute the log-probs of completion tokens, and the entropies of the model's distributions at these tokens.
@@ -103,21 +106,19 @@ class ForwardPass:
         Returns:
             [`CompletionLogps`]; the log-probs are differentiable if gradients are enabled.
         """
-        outputs, of_completions = self.forward(model, prompt_ids, completion_ids, logps=True)
-        entropies = [] if outputs.entropy is None else of_completions(outputs.entropy)
-        return CompletionLogps(of_completions(outputs.log_probs), entropies)
+        outputs, split = self.forward(model, prompt_ids, completion_ids, logps=True)
+        entropies = [] if outputs.entropy is None else split(outputs.entropy)
+        return CompletionLogps(split(outputs.log_probs), entropies)
 
-    def values(
-        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
+    def values(self, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds]) -> list[torch.Tensor]:
         """Compute the values of a model with one output per token, read at the position before each completion token.
         Returns one float32 tensor `(C,)` per completion. Arguments are those of [`ForwardPass.compute_logps`]."""
-        outputs, of_completions = self.forward(model, prompt_ids, completion_ids)
-        return of_completions(outputs.logits[..., 0].float())
+        outputs, split = self.forward(model, prompt_ids, completion_ids)
+        return split(outputs.logits[..., 0].float())
 
     def forward(
-        self, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]], logps: bool = False
-    ) -> tuple[Any, OfCompletions]:
+        self, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds], logps: bool = False
+    ) -> tuple[Any, SplitByCompletion]:
         """Run the model, and return its outputs (with `logps` log-probs and entropies) at all completion tokens, `(1,
         M, ...)`, and a function that splits them into one tensor per rollout. Raises a `ValueError` if a rollout is so
         long that RoPE frequencies would depend on its batch."""
@@ -133,29 +134,30 @@ class ForwardPass:
         laid_out, flat_indices, texts = lay_out(prompts, completions)
         if self.on_pass is not None:
             self.on_pass(texts, len(flat_indices))
-        own_head = logps and not self.fused
+        uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
         how = {"fused_lm_head": True, "shift_labels": labels} if logps and self.fused else {"use_cache": False}
         inputs = how | {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
         num_tokens, flat_indices = inputs["input_ids"].shape[1], torch.from_numpy(flat_indices).to(self.device)
 
-        def of_predictions(states: torch.Tensor) -> torch.Tensor:
+        def at_predictions(states: torch.Tensor) -> torch.Tensor:
             states = states[:, -num_tokens:]  # drops PEFT's virtual tokens
             return states.flatten(0, 1).index_select(0, flat_indices)[None]
 
-        def behind_backbone(backbone, given, output):  # TRL's head would run on all tokens on a CPU
-            output.last_hidden_state = of_predictions(output.last_hidden_state)
+        def after_backbone(backbone, arguments, output):  # TRL's head would run on all tokens on a CPU
+            output.last_hidden_state = at_predictions(output.last_hidden_state)
 
-        def before_head(head, given):
-            return of_predictions(given[0]), *given[1:]
+        def before_head(head, arguments):
+            states, *others = arguments
+            return at_predictions(states), *others
 
-        if own_head:  # looked up per call, because FSDP and PEFT replace it
+        if uses_model_head:  # looked up per call, because FSDP and PEFT replace it
             hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
         else:
-            hook = self.backbone.register_forward_hook(behind_backbone)
+            hook = self.backbone.register_forward_hook(after_backbone)
         with self.autocast(), self.attention(), hook:
             outputs = model(**inputs)
-        if own_head:
+        if uses_model_head:
             logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
             values = logps.detach()
             outputs = FusedCausalLMOutput(

@@ -60,10 +60,10 @@ class RolloutLengths(NamedTuple):
 
     def by_text(self, indices: Sequence[int]) -> list[list[int]]:
         """Return the rollout indices `indices` grouped by prompt."""
-        found: dict[int, list[int]] = {}
+        indices_of_prompts: dict[int, list[int]] = {}
         for i in indices:
-            found.setdefault(self.texts[i], []).append(i)
-        return list(found.values())
+            indices_of_prompts.setdefault(self.texts[i], []).append(i)
+        return list(indices_of_prompts.values())
 
 
 def micro_batch_size(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> tuple[int, float]:
@@ -124,15 +124,15 @@ def schedule_micro_batches(
     schedules = [schedule(units)]
     if not padded:
         schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rollouts)]
-    possible = [found for found in schedules if found is not None]
-    return min(possible, key=lambda found: schedule_cost(found, lengths, padded=padded), default=None)
+    possible = [candidate for candidate in schedules if candidate is not None]
+    return min(possible, key=lambda candidate: schedule_cost(candidate, lengths, padded=padded), default=None)
 
 
 def _parts_of_texts(
     units: Sequence[Sequence[int]], lengths: RolloutLengths, max_rollouts: int
 ) -> Iterator[list[list[int]]]:
     """Yield units that join rollouts with the same prompt: first whole groups, then 2, 4, ... parts per group, of
-    about equal length. Yields nothing if the given units already hold several rollouts."""
+    about equal length. Yields nothing if the units already hold several rollouts."""
     if any(len(unit) != 1 for unit in units):
         return
     texts = lengths.by_text([i for (i,) in units])

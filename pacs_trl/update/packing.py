@@ -110,14 +110,14 @@ class SegmentedAttention(torch.autograd.Function):
         out = _empty_like(query)
         log_sum = torch.empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
         for part in _segments(texts):
-            own = attend(query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True)
-            out[:, :, part], log_sum[:, :, part] = own
+            attended = attend(query[:, :, part], key[:, :, part], value[:, :, part], 0.0, True)
+            out[:, :, part], log_sum[:, :, part] = attended
         for prompt, branches in _shared_prompts(texts):
-            of_prompt, prompt_sum = attend(query[:, :, branches], key[:, :, prompt], value[:, :, prompt])
-            own_sum = log_sum[:, :, branches]
-            share = torch.sigmoid(prompt_sum - own_sum)[..., None]
-            of_both = torch.lerp(out[:, :, branches].to(share.dtype), of_prompt.to(share.dtype), share)
-            out[:, :, branches], log_sum[:, :, branches] = of_both, torch.logaddexp(prompt_sum, own_sum)
+            prompt_out, prompt_sum = attend(query[:, :, branches], key[:, :, prompt], value[:, :, prompt])
+            branch_sum = log_sum[:, :, branches]
+            share = torch.sigmoid(prompt_sum - branch_sum)[..., None]
+            merged = torch.lerp(out[:, :, branches].to(share.dtype), prompt_out.to(share.dtype), share)
+            out[:, :, branches], log_sum[:, :, branches] = merged, torch.logaddexp(prompt_sum, branch_sum)
         ctx.save_for_backward(query, key, value, out, log_sum)
         ctx.texts, ctx.scale = texts, scale
         return out
@@ -127,21 +127,21 @@ class SegmentedAttention(torch.autograd.Function):
         query, key, value, out, log_sum = ctx.saved_tensors
 
         def gradients(part: slice, keys: slice, causal: bool):
-            of_queries, of_keys = (gradient, query, out, log_sum), (key, value)
-            grad, q, o, sums = (x[:, :, part] for x in of_queries)
-            k, v = (x[:, :, keys] for x in of_keys)
+            grad, q, o, sums = (x[:, :, part] for x in (gradient, query, out, log_sum))
+            k, v = (x[:, :, keys] for x in (key, value))
             attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
             return attend_backward(grad, q, k, v, o, sums, 0.0, causal, scale=ctx.scale)
 
-        found = [_empty_like(x) for x in (query, key, value)]
+        input_gradients = [_empty_like(x) for x in (query, key, value)]
         for part in _segments(ctx.texts):
-            for whole, own in zip(found, gradients(part, part, True), strict=True):
-                whole[:, :, part] = own
+            for whole, segment in zip(input_gradients, gradients(part, part, True), strict=True):
+                whole[:, :, part] = segment
         for prompt, branches in _shared_prompts(ctx.texts):
             parts = branches, prompt, prompt
-            for whole, part, of_part in zip(found, parts, gradients(branches, prompt, False), strict=True):
-                whole[:, :, part] += of_part
-        return *found, None, None
+            shared = gradients(branches, prompt, False)
+            for whole, part, shared_gradient in zip(input_gradients, parts, shared, strict=True):
+                whole[:, :, part] += shared_gradient
+        return *input_gradients, None, None
 
 
 def _empty_like(states: torch.Tensor) -> torch.Tensor:

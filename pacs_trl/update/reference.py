@@ -100,5 +100,5 @@ class SnapshotReference:
                 f"The {len(copies)} weights in the snapshot of the checkpoint do not fit the {len(self._copies)} that "
                 "are trained. Resume with the model, adapter, and number of processes the checkpoint was written with."
             )
-        for own, saved in zip(self._copies, copies, strict=True):
-            own.copy_(saved)
+        for copy, saved in zip(self._copies, copies, strict=True):
+            copy.copy_(saved)

@@ -57,11 +57,11 @@ def choose_forward_pass(
     differences: dict[str, str] = {}
     with undisturbed(model, forward_pass.device):
         model.eval()
-        own = [
+        expected_logps = [
             [own_outputs(forward_pass, model, *sequence, values=values) for sequence in zip(*batch, strict=True)]
             for batch in batches
         ]
-        first, second = own[0][:2]
+        first, second = expected_logps[0][:2]
         if (change := (first[:SAME] - second[:SAME]).abs().mean().item()) > tolerance:
             raise ValueError(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
@@ -74,14 +74,14 @@ def choose_forward_pass(
             forward_pass.packing, forward_pass.fused = packing, fused
             name = f"{'packed' if packing else 'padded'} with {'fused' if fused else 'own'} head"
             try:
-                of_batches = [
+                batch_differences = [
                     _difference(forward_pass, model, batch, expected, values=values)
-                    for batch, expected in zip(batches, own, strict=True)
+                    for batch, expected in zip(batches, expected_logps, strict=True)
                 ]
             except Exception as error:  # incompatible layers raise many types of errors
                 differences[name] = f"{type(error).__name__}: {error}"[:200]
                 continue
-            difference = torch.tensor(of_batches).max().item()  # NaN if one is NaN
+            difference = torch.tensor(batch_differences).max().item()  # NaN if one is NaN
             if difference <= tolerance:
                 break
             differences[name] = f"{difference:.2g} nats"

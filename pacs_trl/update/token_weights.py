@@ -14,11 +14,16 @@ Shapes: `B` completions, `T` completion tokens.
 """
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+
+
+if TYPE_CHECKING:
+    from .driver import UpdateDriver
+    from .minibatch import Minibatch
 
 
 class TokenValues(NamedTuple):
@@ -32,6 +37,8 @@ class TokenValues(NamedTuple):
         coefficients (shape `(B, 1)` or `(B, T)`): Derivatives of the loss with respect to the log-prob of a counted
             token.
         mask (bool): `True` for counted tokens; other attributes are undefined where it is `False`.
+        has_sampling_logps (bool, shape `(B, 1)`): Whether the engine reports log-probs at all, perhaps none for this
+            completion.
     """
 
     logps: torch.Tensor
@@ -41,6 +48,7 @@ class TokenValues(NamedTuple):
     old_entropies: torch.Tensor
     coefficients: torch.Tensor
     mask: torch.Tensor
+    has_sampling_logps: torch.Tensor | None = None
 
 
 class TokenWeights:
@@ -49,26 +57,25 @@ class TokenWeights:
     whole optimizer step.
 
     Attributes:
-        num_values (`int`): Number of tensors that [`own_values`] returns. If it is above 0, they are gathered over
-            all completions and processes before the first backward pass, which may need an extra forward pass.
+        num_values (`int`): Number of tensors that [`completion_values`] returns. If it is above 0, they are gathered
+            over all completions and processes before the first backward pass, which may need an extra forward pass.
     """
 
     num_values = 0
 
-    def prepare(self, update: Any, model: torch.nn.Module, step: Any) -> None:
-        """Prepare for an optimizer step, before its forward passes. Arguments are the `PolicyUpdate`, the wrapped
-        model, and the `StepRollouts`."""
+    def prepare(self, driver: "UpdateDriver", model: torch.nn.Module, minibatch: "Minibatch") -> None:
+        """Prepare for an optimizer step, before its forward passes. `model` is the wrapped model."""
 
-    def own_values(self, tokens: TokenValues) -> list[torch.Tensor]:
+    def completion_values(self, tokens: TokenValues) -> list[torch.Tensor]:
         """Return `num_values` tensors `(B,)` from a micro-batch; `tokens.coefficients` are still 0."""
         return []
 
     def begin(
-        self, coefficients: torch.Tensor, own_values: torch.Tensor, counted: torch.Tensor, num_completions: int
+        self, coefficients: torch.Tensor, completion_values: torch.Tensor, counted: torch.Tensor, num_completions: int
     ) -> None:
         """Receive the values of the whole optimizer step, before its first backward pass: its coefficients `(B,)`, the
-        results of [`own_values`] `(num_values, B)`, 0 for completions without a forward pass, which completions have a
-        counted token, bool `(B,)`, and the number of scorable completions, the divisor of the loss."""
+        results of [`completion_values`] `(num_values, B)`, 0 for completions without a forward pass, which completions
+        have a counted token, bool `(B,)`, and the number of scorable completions, the divisor of the loss."""
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         """Return weights `(B, T)` without gradient; they are ignored outside the mask."""
@@ -105,8 +112,8 @@ class HighEntropyTokens(TokenWeights):
     def __init__(self, quantile: float):
         self.quantile = quantile
 
-    def prepare(self, update, model, step) -> None:
-        entropies = update.token_entropies(model, step)
+    def prepare(self, driver, model, minibatch) -> None:
+        entropies = driver.token_entropies(model, minibatch)
         least = np.quantile(entropies, 1 - self.quantile) if len(entropies) else 0.0
         # The first tokens of a group have equal entropies up to rounding, so they must be on the same side. The
         # threshold is halfway between two values, so that rounding in other micro-batches moves no token across it.
@@ -159,8 +166,12 @@ def mismatch_ratios(
     [`correction_weights`]."""
     known = mask.bool() & ~sampling_logps.isnan()
     log_ratios = _log_ratios(logps, sampling_logps, known)
-    of_tokens, of_completions = log_ratios[known], log_ratios.sum(dim=1)[known.any(dim=1)]
-    return of_tokens.abs(), (of_completions if mismatch.mode.startswith("sequence_") else of_tokens).exp()
+    token_log_ratios = log_ratios[known]
+    if mismatch.mode.startswith("sequence_"):
+        ratios = log_ratios.sum(dim=1)[known.any(dim=1)].exp()
+    else:
+        ratios = token_log_ratios.exp()
+    return token_log_ratios.abs(), ratios
 
 
 def mismatch_metrics(differences: torch.Tensor, ratios: torch.Tensor) -> dict[str, float]:

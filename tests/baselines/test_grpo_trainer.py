@@ -1,10 +1,17 @@
 """GRPO and RLOO on the exact update end with the weights of TRL's trainers on the same completions."""
 
+import math
 from contextlib import nullcontext
 
 import pytest
-from replay import Replay
+import torch
+from replay import Replay, build_trainer, logps_and_entropies, rows_of_update
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, TRLS, difference, in_double_precision, run
+
+from pacs_trl import RLOOTrainer
+from pacs_trl.baselines.grpo_trainer import SurrogateObjective
+from pacs_trl.surrogate import RatioLoss
+from pacs_trl.update.token_weights import TokenValues
 
 
 pytestmark = pytest.mark.trains
@@ -109,6 +116,45 @@ def test_weights_are_those_of_trl_with_a_mismatch_of_vllm(tmp_path, settings):
     """An engine that reports the same log-prob for every token, near those of the policy."""
     settings = REUSED | SMALL_STEPS | {"vllm_importance_sampling_clip_max": 1.1} | settings
     compare(tmp_path, "grpo", settings, {"logprobs": -5.53}, bound=1e-5, vllm=True)  # TRL keeps them in float32
+
+
+@pytest.mark.parametrize(("engine_reports", "keeps"), [(True, True), (False, False)])
+def test_off_policy_mask_without_any_log_prob_of_the_engine(engine_reports, keeps):
+    """TRL keeps a completion whose log-probs an engine does not know. Without an engine the policy at rollout time is
+    compared: a mean of log 4 nats is above the threshold of 1."""
+    objective = SurrogateObjective(RatioLoss("grpo", low=0.0, high=10.0), off_policy_threshold=1.0)
+    logps, old_logps = torch.log(torch.tensor([[0.1, 0.1]])), torch.log(torch.tensor([[0.4, 0.4]]))
+    tokens = TokenValues(
+        logps=logps,
+        old_logps=old_logps,
+        sampling_logps=torch.full_like(logps, math.nan),
+        entropies=logps,
+        old_entropies=logps,
+        coefficients=torch.tensor([[1.0]]),  # of a negative advantage
+        mask=torch.ones_like(logps, dtype=torch.bool),
+        has_sampling_logps=torch.tensor([[engine_reports]]),
+    )
+    assert objective.token_terms(tokens, []).weights.bool().tolist() == [[keeps, keeps]]
+
+
+def test_kl_penalty_of_rloo_skips_tokens_that_the_policy_did_not_generate(tmp_path, model_path):
+    """The reference has other weights, so that the log-ratio of a tool's tokens is not 0."""
+    replay = Replay(tools=True)
+    trainer = build_trainer(
+        tmp_path, model=model_path, replay=replay, trainer_class=RLOOTrainer, beta=0.3, max_steps=1, learning_rate=0.0
+    )
+    for parameter in trainer.ref_model.parameters():
+        parameter.data *= 1.1
+    trainer.train()
+    _, rows = rows_of_update(replay, trainer.args, 0)
+    total, number = 0.0, 0
+    for row in rows:
+        mask = torch.tensor(row.env_mask).bool()
+        policy, reference = (logps_and_entropies(model, row)[0] for model in (trainer.model, trainer.ref_model))
+        total += (policy - reference)[mask].sum().item()
+        number += int(mask.sum())
+    assert number < sum(len(row.completion_ids) for row in rows)
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(total / number, rel=1e-4)
 
 
 def test_weights_of_an_adapter_are_those_of_trl(tmp_path):

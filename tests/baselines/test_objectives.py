@@ -17,9 +17,9 @@ from replay import (
 )
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer, MaxRLTrainer, REALTrainer
+from pacs_trl import GRPOTrainer, MaxRLTrainer, REALTrainer
 from pacs_trl.objective import disco_loss, maxrl_advantages, real_loss
-from pacs_trl.update.step import FILLER
+from pacs_trl.update.minibatch import FILLER
 
 
 pytestmark = pytest.mark.trains
@@ -129,6 +129,6 @@ def test_groups_without_a_gradient_have_no_forward_pass(tmp_path, settings):
     _, _, logs = run(tmp_path, trainers, "grpo", Replay(uniform_groups=uniform), **settings)
     minibatches, iterations = settings.get("steps_per_generation", 1), settings.get("num_iterations", 1)
     generated = 4 * 8 // iterations  # completions with a gradient, in all generations
-    assert sum(log["pacs/forwarded_fraction"] for log in logs) * 16 == pytest.approx(generated * iterations)
+    assert sum(log["update/forwarded_fraction"] for log in logs) * 16 == pytest.approx(generated * iterations)
     # and the log-probs of the policy that generated, which later updates need
     assert sum(passed) == generated * (iterations + (minibatches * iterations > 1))

@@ -124,7 +124,7 @@ def not_finite(rank, directory):
     trainer.train()
     return {
         "weights": recorder.weights,
-        "count": [e["pacs/non_finite_steps"] for e in trainer.state.log_history if "loss" in e],
+        "count": [e["update/non_finite_steps"] for e in trainer.state.log_history if "loss" in e],
     }
 
 

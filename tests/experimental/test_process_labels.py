@@ -17,7 +17,7 @@ from pacs_trl.experimental.process_labels import (
     checked_labels,
     token_coefficients,
 )
-from pacs_trl.update.step import Groups
+from pacs_trl.update.groups import Groups
 
 
 def double(values):

@@ -23,7 +23,7 @@ def test_checkpoint_on_disk(tmp_path, settings, lora):
     )
     trainer.train()
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    rows = sum(len(row.completion_ids) for step in trainer._steps for row in step.rollouts)
+    rows = sum(len(row.completion_ids) for minibatch in trainer._waiting.minibatches for row in minibatch.rollouts)
     rows = rows if "steps_per_generation" in settings else 0
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     small = ("tokenizer", "pacs_state")  # of the miniature tokenizer, and of 64 rows of a few tokens

@@ -189,7 +189,7 @@ def test_a_second_run_starts_from_nothing_but_the_weights(tmp_path):
         trainer.train()
     assert_same_models(used, fresh)
     first = next(log for log in used.state.log_history if "loss" in log)
-    assert first["pacs/proxy_abs_mean"] == 0.0 and first["pacs/non_finite_steps"] == 0
+    assert first["pacs/proxy_abs_mean"] == 0.0 and first["update/non_finite_steps"] == 0
 
 
 def test_rows_of_an_interrupted_step_are_not_learned_from(tmp_path):

@@ -6,7 +6,7 @@ from long_way import RaggedGroups
 from replay import LORA, Replay, SteerAndVerlTrainer, assert_resumes, boxed, build_trainer, digit_reward
 from seeds import shifted
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer, REALTrainer, RLOOTrainer
+from pacs_trl import GRPOTrainer, REALTrainer, RLOOTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 
 

@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from replay import Replay, build_trainer, spy_on
 
-from pacs_trl.plan.cost import training_forward_equivalents
+from pacs_trl.plan.cost import exact_forward_equivalents
 
 
 WHOLE, SPLIT, SNAPSHOT = {"group_layout": "whole"}, {"group_layout": "split"}, {"reference": "snapshot"}
@@ -39,12 +39,11 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
 
     spy_on(trainer.forward_pass, "forward", note)
     trainer.train()
-    planned = training_forward_equivalents(
-        "pacs",
+    planned = exact_forward_equivalents(
         checkpointing=False,
         updates=2 * iterations,
         iterations=iterations,
-        reference="none" if settings.get("proxy") else settings.get("reference", "rollout"),
+        reference=None if settings.get("proxy") else settings.get("reference", "rollout"),
         split=settings["group_layout"] == "split",
         correction="vllm_importance_sampling_correction" in settings,
         kl="beta" in settings,

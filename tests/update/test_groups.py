@@ -7,8 +7,9 @@ import torch
 from seeds import shifted
 
 from pacs_trl.objective import actor_coefficients, class_weights, group_scores, loss_from_proxies, proxy_coefficients
+from pacs_trl.update.groups import Groups
+from pacs_trl.update.minibatch import split_into_minibatches
 from pacs_trl.update.rollout import Rollout
-from pacs_trl.update.step import Groups, split_into_steps
 
 
 NAN = math.nan
@@ -37,7 +38,7 @@ def test_by_hand():
     assert groups.members == [[0, 2, 4], [1], [3, 5]] and groups.size == 3
     assert groups.scorable.tolist() == [True, False, True, True, False, True]
     assert groups.labeled.tolist() == [True, False, True] and groups.mixed.tolist() == [True, False, False]
-    assert groups.rows_of(groups.mixed).tolist() == [True, False, True, False, True, False]
+    assert groups.expand(groups.mixed).tolist() == [True, False, True, False, True, False]
     # group 7: 3 - 1 and back; group 3 has nothing to compare with; group 9: 6 - 4 and back
     scores = groups.apply(group_scores, torch.tensor([3.0, 9.0, 1.0, 6.0, 50.0, 4.0]), score_estimator="rloo")
     assert scores.tolist() == [2.0, 0.0, -2.0, 2.0, 0.0, -2.0]
@@ -108,7 +109,7 @@ def test_equal_sizes_change_no_bit():
 def test_optimizer_steps_get_whole_groups():
     def steps_of(groups, num_steps):
         rows = [Rollout(None, None, None, 1.0, group) for group in groups]
-        return [[row.group for row in step] for step in split_into_steps(rows, num_steps)]
+        return [[row.group for row in step] for step in split_into_minibatches(rows, num_steps)]
 
     assert steps_of([4, 4, 5, 5, 6, 6, 7, 7], 2) == [[4, 4, 5, 5], [6, 6, 7, 7]]
     assert steps_of([1, 2, 2, 2, 3, 4, 4, 5], 2) == [[1, 2, 2, 2, 3], [4, 4, 5]]
@@ -118,7 +119,7 @@ def test_optimizer_steps_get_whole_groups():
 def test_shuffled_optimizer_steps_get_every_completion_once():
     def steps_of(seed):
         rows = [Rollout(None, None, None, float(i), i // 4) for i in range(16)]
-        return [[int(row.label) for row in step] for step in split_into_steps(rows, 3, seed)]
+        return [[int(row.label) for row in step] for step in split_into_minibatches(rows, 3, seed)]
 
     seed = shifted(0)
     found = steps_of(seed)

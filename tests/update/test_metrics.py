@@ -10,7 +10,8 @@ from replay import Recorder, Replay, build_trainer, load_weights, logps_and_entr
 
 from pacs_trl.objective import group_scores
 from pacs_trl.pacs_trainer import critic_metrics
-from pacs_trl.update.step import Groups
+from pacs_trl.update.groups import Groups
+from pacs_trl.update.minibatch import scheduled_completions
 from pacs_trl.update.token_weights import mismatch_metrics
 
 
@@ -118,7 +119,7 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
     labels = [[row.label for row in rows[i : i + 4]] for i in (0, 4)]
     counting = sum(sum(v is not None for v in group) for group in labels if {0.0, 1.0} <= set(group))
     assert 0 < counting < 8
-    assert logged[0]["pacs/forwarded_fraction"] == counting / 8
+    assert logged[0]["update/forwarded_fraction"] == counting / 8
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     lines = "".join(line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `"))
     own = {name for name in logged[0] if name.startswith(("pacs/", "time/", "entropy", "loss", "grad_norm"))}
@@ -136,7 +137,8 @@ def test_entropy_is_the_mean_over_the_tokens_of_all_completions(tmp_path, group_
     trainer = build_trainer(tmp_path, replay=replay, more={"callbacks": [recorder]}, **settings)
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert logged[0]["pacs/forwarded_fraction"] < 0.7
+    assert logged[0]["update/forwarded_fraction"] < 0.7
+    assert logged[0]["pacs/forwarded_fraction"] == logged[0]["update/forwarded_fraction"]  # its former name
     model = tiny_model()
     for update in range(2):
         _, rows = rows_of_update(replay, trainer.args, update)
@@ -160,15 +162,15 @@ def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, set
         tmp_path, replay=Replay(uniform_groups=1, tools=True, logprobs=reported), num_iterations=2, **settings
     )
     found = []
-    run = trainer.update.left_out_entropy
+    compute = trainer.update._skipped_entropy
 
-    def remember(model, step, schedule):
-        forwarded = {i for batches in schedule for rows in batches for i in rows}
-        left_out = [row for i, row in enumerate(step.rollouts) if i not in forwarded]
-        found.append((run(model, step, schedule), sum(int(row.loss_mask.sum()) for row in left_out)))
-        return found[-1][0]
+    def remember(model, minibatch, schedule, timing):
+        skipped = [row for i, row in enumerate(minibatch.rollouts) if i not in scheduled_completions(schedule)]
+        entropy = compute(model, minibatch, schedule, timing)
+        found.append((entropy, sum(int(row.loss_mask.sum()) for row in skipped)))
+        return entropy
 
-    trainer.update.left_out_entropy = remember
+    trainer.update._skipped_entropy = remember
     trainer.train()
     entropy, num_tokens = found[update]
     assert bool(num_tokens) is (update == 0)

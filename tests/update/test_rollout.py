@@ -5,9 +5,9 @@ import math
 import numpy as np
 import torch
 
+from pacs_trl.update.minibatch import collate, rollout_lengths
 from pacs_trl.update.packing import PackedRollouts
 from pacs_trl.update.rollout import Rollout, unpad_rollouts
-from pacs_trl.update.step import collate, rollout_lengths
 
 
 def scored_batch(**more):
@@ -43,8 +43,8 @@ def test_tool_results_and_log_probabilities_of_the_engine():
     rows = unpad_rollouts(scored_batch(sampling_per_token_logps=logps, **masked))
     assert rows[0].completion_ids.tolist() == [20, 21] and rows[0].loss_mask.tolist() == [True, False]
     assert [row.sampling_logps.tolist() for row in rows] == [[-0.5, -2.0], [-3.0]]
-    assert collate(rows, torch.device("cpu")).sampling_logps[0].tolist() == [-0.5, -2.0]
-    (without,) = collate(unpad_rollouts(scored_batch())[:1], torch.device("cpu")).sampling_logps.tolist()
+    assert collate(rows, [0, 1], torch.device("cpu")).sampling_logps[0].tolist() == [-0.5, -2.0]
+    (without,) = collate(unpad_rollouts(scored_batch()), [0], torch.device("cpu")).sampling_logps.tolist()
     assert all(map(math.isnan, without))
 
 

@@ -211,7 +211,7 @@ def test_the_choice_is_made_before_training(tmp_path, path, caplog):
     with caplog.at_level(logging.WARNING):
         trainer.train()
     assert trainer.forward_pass.packing is trainer.ref_pass.packing is None and "nemotron" in caplog.text
-    assert trainer.update._limits.padded
+    assert trainer.update.driver.limits.padded
     with pytest.raises(AttributeError):
         build_trainer(tmp_path, model=path, replay=Replay(), startup_check=False).train()
 

@@ -146,7 +146,7 @@ def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
     )
     for trainer in (straight, again):
         groups = {}
-        for row in (row for update in trainer._steps for row in update.rollouts):
+        for row in (row for update in trainer._waiting.minibatches for row in update.rollouts):
             groups.setdefault(row.group, []).append(row)
         assert all(len({tuple(row.completion_ids) for row in rows}) > len(rows) // 2 for rows in groups.values())
         guided = [row for rows in groups.values() for row in rows if "guided" in row.extra]

@@ -1,0 +1,246 @@
+"""Driver of an optimizer step: schedules micro-batches, runs forward and backward passes, and sums their results.
+
+Both kinds of update use it ([`GroupLossUpdate`], [`RatioUpdate`]): they decide what a micro-batch contributes, and
+the driver decides which completions a micro-batch holds, and when gradients are synchronized across processes.
+
+Loss normalization: the updates divide by the number of completions or tokens of the whole optimizer step, over all
+micro-batches and processes. DDP, FSDP and DeepSpeed average over processes, so [`UpdateDriver.backward`] multiplies
+the loss by `num_processes`. Nothing is divided by the number of accumulation steps.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from .forward_pass import CompletionLogps, ForwardPass
+from .microbatching import MicroBatchConfig, Schedule, schedule_micro_batches
+from .minibatch import MicroBatch, Minibatch, collate, rollout_lengths, schedule_minibatch
+from .rollout import Rollout
+
+
+class StepResult(NamedTuple):
+    """Loss of an optimizer step, the mean over scorable completions including the KL term, and its metrics; both are
+    the same on all processes."""
+
+    loss: float
+    metrics: dict[str, float]
+
+
+class PassResults:
+    """
+    Results of the forward passes over some completions of a minibatch. [`add`] collects those of the micro-batches of
+    this process, and [`reduce`] sums them over all processes, once.
+
+    Args:
+        names (sequence of `str`): Names of the values per completion.
+        minibatch ([`Minibatch`]): Their completions.
+        accelerator ([`~accelerate.Accelerator`]): Sums over processes.
+
+    Attributes, after [`reduce`], on the CPU:
+        values (`dict[str, torch.Tensor]`): Each of shape `(B,)`, or one entry per proxy of the minibatch; 0 for
+            completions without a forward pass.
+        entropy (`float`): Summed entropy of the counted tokens, in nats.
+        num_completions (`float`): Number of completions with a forward pass.
+        kl (`float`): Summed KL terms of the counted tokens.
+    """
+
+    values: dict[str, torch.Tensor]
+    entropy: float
+    num_completions: float
+    kl: float
+
+    def __init__(self, names: Sequence[str], minibatch: Minibatch, accelerator: Accelerator):
+        self._names = list(names)
+        self._minibatch = minibatch
+        self._accelerator = accelerator
+        self._rows = torch.zeros(len(self._names), minibatch.num_proxies, device=accelerator.device)
+        self._sums = torch.zeros(3, device=accelerator.device)  # entropy, num_completions, kl
+
+    def add(
+        self,
+        micro_batch: MicroBatch,
+        entropies: torch.Tensor,
+        values: dict[str, torch.Tensor],
+        kl: torch.Tensor | None = None,
+    ) -> None:
+        """Add the results of a micro-batch: entropies `(B, T)`, the values by name, and the summed KL terms. The
+        filler of a process without completions adds nothing."""
+        if not micro_batch.indices:
+            return
+        columns = torch.tensor(self._minibatch.proxy_indices(micro_batch.indices), device=self._rows.device)
+        for row, name in zip(self._rows, self._names, strict=True):  # views of the rows
+            row[columns] = values[name].detach().to(row.dtype)
+        entropy = entropies.detach().masked_fill(~micro_batch.loss_mask, 0.0).sum()
+        kl_sum = torch.zeros_like(entropy) if kl is None else kl.detach().to(entropy.dtype)
+        number = torch.full_like(entropy, len(micro_batch.rollouts))
+        self._sums += torch.stack([entropy, number, kl_sum])
+
+    def reduce(self) -> "PassResults":
+        everything = torch.cat([self._rows.flatten(), self._sums])
+        everything = self._accelerator.reduce(everything, reduction="sum").cpu()
+        rows = everything[:-3].view(self._rows.shape)
+        self.values = dict(zip(self._names, rows, strict=True))
+        self.entropy, self.num_completions, self.kl = everything[-3:].tolist()
+        return self
+
+
+class UpdateDriver:
+    """
+    Schedules micro-batches, runs their forward and backward passes, and reduces over processes.
+
+    Args:
+        forward_pass ([`ForwardPass`]): Forward passes of the policy.
+        accelerator ([`~accelerate.Accelerator`]): Runs the backward pass and reduces over processes.
+        limits ([`MicroBatchConfig`]): Size limits of micro-batches.
+    """
+
+    def __init__(self, forward_pass: ForwardPass, accelerator: Accelerator, limits: MicroBatchConfig):
+        self.forward_pass = forward_pass
+        self.accelerator = accelerator
+        self._limits = limits
+
+    @property
+    def limits(self) -> MicroBatchConfig:
+        """The size limits, for the packing that the startup check has chosen."""
+        return self._limits._replace(padded=self.forward_pass.packing is None)
+
+    # Schedules ------------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self, rollouts: list[Rollout], takes_part: torch.Tensor | None = None, *, splits_groups: bool = False
+    ) -> Minibatch:
+        """Schedule the completions of an optimizer step, see [`schedule_minibatch`]. With `splits_groups`,
+        micro-batches need not hold whole groups, whatever the configuration says."""
+        limits = self.limits
+        if splits_groups:
+            limits = limits._replace(group_layout="split")
+        return schedule_minibatch(rollouts, limits, takes_part)
+
+    def schedule_some(self, minibatch: Minibatch, indices: Sequence[int]) -> Schedule:
+        """Return micro-batches of some completions of a minibatch. `max_tokens` is increased to the longest single
+        rollout, which is necessary only for completions without a gradient."""
+        limits = self.limits
+        lengths = rollout_lengths(minibatch.rollouts, limits.pair_cost)
+        if limits.max_tokens is not None:
+            longest = max((lengths.prompts[i] + lengths.completions[i] for i in indices), default=0)
+            limits = limits._replace(max_tokens=max(limits.max_tokens, longest))
+        schedule = schedule_micro_batches(lengths, [[i] for i in indices], limits)
+        assert schedule is not None  # a single rollout always fits
+        return schedule
+
+    def schedule_with_gradient(
+        self,
+        minibatch: Minibatch,
+        coefficients: torch.Tensor,
+        *,
+        kl_coef: float,
+        reads_stored_logps: bool,
+        has_forward_pass: bool,
+    ) -> Schedule:
+        """
+        Return micro-batches of the scheduled completions that have a gradient.
+
+        Args:
+            minibatch ([`Minibatch`]): The completions.
+            coefficients (`torch.Tensor`): A row per proxy; a completion with zeros only has no gradient.
+            kl_coef (`float`): Weight of the KL term. If it is not 0, every completion has a gradient.
+            reads_stored_logps (`bool`): Whether micro-batches read `old_logps`, which are stored only on the process
+                to which `minibatch.schedule` assigns the completion. The schedule is then kept.
+            has_forward_pass (`bool`): Whether all scheduled completions had a forward pass already. The schedule is
+                then kept if all of them have a gradient.
+        """
+        scheduled = sorted(minibatch.scheduled)
+        with_gradient = [i for i in scheduled if kl_coef != 0 or coefficients[minibatch.proxy_indices([i])].any()]
+        if reads_stored_logps or (has_forward_pass and len(with_gradient) == len(scheduled)):
+            return minibatch.schedule
+        return self.schedule_some(minibatch, with_gradient)
+
+    def micro_batches(self, minibatch: Minibatch, schedule: Schedule) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of this process. A process without completions still yields a filler, because the
+        other processes wait for its forward and backward pass."""
+        for indices in schedule[self.accelerator.process_index] or [[]]:
+            yield collate(minibatch.rollouts, indices, self.accelerator.device)
+
+    def micro_batches_for_backward(self, model, minibatch: Minibatch, schedule: Schedule) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of this process, each inside a context in which only the last backward pass
+        synchronizes gradients across processes."""
+        num_micro_batches = max(len(schedule[self.accelerator.process_index]), 1)
+        for number, micro_batch in enumerate(self.micro_batches(minibatch, schedule), start=1):
+            with self._synchronize_gradients(model, is_last=number == num_micro_batches):
+                yield micro_batch
+
+    @contextlib.contextmanager
+    def _synchronize_gradients(self, model, *, is_last: bool) -> Iterator[None]:
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self.accelerator.gradient_state._set_sync_gradients(is_last)
+        skips = not is_last and not self._is_deepspeed
+        with self.accelerator.no_sync(model) if skips else contextlib.nullcontext():
+            yield
+
+    @property
+    def _is_deepspeed(self) -> bool:
+        return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    # Passes ---------------------------------------------------------------------------------------------------------
+
+    def compute_logps(self, model, micro_batch: MicroBatch, compute: Callable | None = None) -> CompletionLogps:
+        """Compute the log-probs and entropies of the completions of a micro-batch under the policy, or with another
+        function `compute` that has the signature of [`ForwardPass.compute_logps`]."""
+        prompts = [rollout.prompt_ids for rollout in micro_batch.rollouts]
+        completions = [rollout.completion_ids for rollout in micro_batch.rollouts]
+        return (compute or self.forward_pass.compute_logps)(model, prompts, completions)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Back-propagate the loss of a micro-batch, unless gradients are disabled, as in an evaluation."""
+        if not torch.is_grad_enabled():
+            return
+        scaled = loss * self.accelerator.num_processes
+        if self._is_deepspeed:
+            self.accelerator.backward(scaled, scale_wrt_gas=False)
+        else:
+            self.accelerator.backward(scaled)
+
+    @torch.no_grad()
+    def store_logps(self, model, minibatch: Minibatch, *names: str) -> None:
+        """Compute `ref_logps`, `old_logps`, or `old_entropies` under the current weights of `model`, and store them in
+        the rollouts that are scheduled on this process."""
+        for micro_batch in self.micro_batches(minibatch, minibatch.schedule):
+            outputs = self.compute_logps(model, micro_batch)
+            for name in names:
+                rows = outputs.entropies if name == "old_entropies" else outputs.logps
+                lengths = [len(row) for row in rows]
+                rows_on_cpu = torch.cat(rows).cpu().split(lengths)  # one transfer
+                for i, row in zip(micro_batch.indices, rows_on_cpu, strict=False):
+                    setattr(minibatch.rollouts[i], name, row.numpy().copy())
+
+    @torch.no_grad()
+    def token_entropies(self, model, minibatch: Minibatch) -> np.ndarray:
+        """Compute the entropies in nats of all counted tokens of a minibatch with an extra forward pass. The result is
+        the same on all processes."""
+        counted = minibatch.counted
+        lengths = [minibatch.rollouts[i].loss_mask.sum() for i in counted]
+        starts = dict(zip(counted, np.cumsum([0, *lengths]), strict=False))
+        entropies = torch.zeros(minibatch.num_tokens, device=self.accelerator.device)
+        for micro_batch in self.micro_batches(minibatch, self.schedule_some(minibatch, counted)):
+            rows = self.compute_logps(model, micro_batch).entropies
+            for i, rollout, row in zip(micro_batch.indices, micro_batch.rollouts, rows, strict=False):
+                end = starts[i] + rollout.loss_mask.sum()
+                entropies[starts[i] : end] = row[torch.from_numpy(rollout.loss_mask)]
+        return self.accelerator.reduce(entropies, reduction="sum").cpu().numpy()
+
+    @torch.no_grad()
+    def entropy_of(self, model, minibatch: Minibatch, indices: Sequence[int]) -> float:
+        """Compute the summed entropy in nats of the counted tokens of some completions with an extra forward pass. The
+        result is the same on all processes."""
+        results = PassResults([], minibatch, self.accelerator)
+        for micro_batch in self.micro_batches(minibatch, self.schedule_some(minibatch, indices)):
+            _, entropies = self.compute_logps(model, micro_batch).padded()
+            results.add(micro_batch, entropies, {})
+        return results.reduce().entropy

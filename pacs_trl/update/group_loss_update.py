@@ -1,0 +1,248 @@
+"""Update of group losses (PACS, REAL, DisCO): the coefficients follow from the proxies of a group.
+
+The loss couples the completions of a prompt, but its gradient is `sum_i c_i * sum_t w_it * grad log pi(o_it)`, and the
+coefficients `c_i` depend on log-probs only through the proxies (`objective.proxy_coefficients`). The proxies of a
+minibatch come from one of three sources:
+
+- They are exactly 0 on the first update after a rollout, if the reference is the policy at rollout time. No forward
+  pass is needed, and completions of uniform groups, whose coefficients are 0, are skipped.
+- `"whole"` layout: micro-batches hold whole groups, so the forward pass of a micro-batch yields all its coefficients.
+- `"split"` layout: one forward pass without gradient over all completions, then one with gradient over the completions
+  with a nonzero coefficient.
+"""
+
+import math
+from abc import ABC, abstractmethod
+
+import torch
+
+from ..surrogate import kl_terms
+from .driver import PassResults, StepResult
+from .groups import Groups
+from .microbatching import Schedule
+from .minibatch import MicroBatch, Minibatch, UpdateTiming
+from .policy_update import PolicyUpdate
+from .rollout import Rollout
+
+
+class GroupObjective(ABC):
+    """
+    A loss on the proxies of a group, for [`GroupLossUpdate`].
+
+    Attributes:
+        kl_coef (`float`): Weight of the KL term, a mean over the tokens of the minibatch.
+        has_reference (`bool`): Whether the proxies read `ref_logps`.
+    """
+
+    kl_coef: float = 0.0
+    has_reference: bool = False
+
+    @abstractmethod
+    def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Return the proxy of each completion, `(B,)` without gradient, from tensors `(B, T)`. Coefficients depend on
+        log-probs only through the proxies."""
+
+    @abstractmethod
+    def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        """Return the derivative of the loss of some groups with respect to the log-prob of one counted token of each
+        completion, `(B,)`; it is the same for all counted tokens of a completion. `proxies` and `num_tokens` (counted
+        tokens) have shape `(B,)`."""
+
+    @abstractmethod
+    def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        """Return the loss without the KL term, and the metrics of the objective."""
+
+    def size(self, groups: Groups) -> int:
+        """Return the divisor of the loss of some groups."""
+        return int(groups.scorable.sum())
+
+    def kl(self, logps: torch.Tensor, ref_logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor):
+        """Return the KL term of each token, `(B, T)`, differentiable in `logps`."""
+        return kl_terms(logps, ref_logps, mask)
+
+
+class GroupLossUpdate(PolicyUpdate[Minibatch]):
+    """
+    [`PolicyUpdate`] with a [`GroupObjective`].
+
+    Attributes:
+        reference_is_rollout_policy (`bool`): Whether the reference of the proxies is the policy at rollout time.
+            Otherwise the trainer stores `ref_logps` before each update.
+    """
+
+    objective: GroupObjective
+    needs_several_completions = True
+    reference_is_rollout_policy = True
+
+    @property
+    def logps_of_generating_policy(self) -> tuple[str, ...]:
+        if self.objective.has_reference and self.reference_is_rollout_policy:
+            return ("ref_logps",)
+        return ()
+
+    # Extension points -----------------------------------------------------------------------------------------------
+
+    def proxies(self, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
+        """Return the proxies of the completions of a micro-batch, `(B,)`, from their log-probs `(B, T)` in nats."""
+        return self.objective.proxies(logps, micro_batch.ref_logps, micro_batch.loss_mask)
+
+    def counted_tokens(self, rollout: Rollout) -> int:
+        """Return the number of tokens that the proxy of a completion sums over."""
+        return int(rollout.loss_mask.sum())
+
+    def coefficients(self, minibatch: Minibatch, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
+        """Return the coefficients of the completions `indices`, which must form whole groups, for the loss averaged
+        over the whole minibatch. `proxies` are those of `indices`."""
+        groups = minibatch.groups.take(indices)
+        share = self.objective.size(groups) / max(self.objective.size(minibatch.groups), 1)
+        num_tokens = torch.tensor([self.counted_tokens(minibatch.rollouts[i]) for i in indices])
+        weights = torch.tensor([minibatch.rollouts[i].weight for i in indices])
+        return self.objective.coefficients(groups, proxies, num_tokens) * share * weights
+
+    def token_coefficients(self, micro_batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
+        """Expand the coefficients of the completions of a micro-batch, `(B,)`, to tokens, `(B, T)` or `(B, 1)`."""
+        return coefficients[:, None]
+
+    def summarize(self, minibatch: Minibatch, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        """Return the loss of the minibatch without the KL term, and the metrics of the objective."""
+        return self.objective.summarize(minibatch.groups, proxies)
+
+    # One optimizer step ---------------------------------------------------------------------------------------------
+
+    def schedule(self, rollouts: list[Rollout]) -> Minibatch:
+        if self.objective.kl_coef == 0:
+            return self.driver.schedule(rollouts)
+        # The KL term includes completions without a label.
+        takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts])
+        return self.driver.schedule(rollouts, takes_part)
+
+    def run(self, model, minibatch: Minibatch, timing: UpdateTiming) -> StepResult:
+        """Back-propagate the loss of an optimizer step. The rollouts need `ref_logps`, unless the proxies are zero or
+        the objective has no reference."""
+        reads_completion_values = any(weights.num_values > 0 for weights in self.token_weights)
+        with self.driver.forward_pass.attention():
+            self._prepare_token_weights(model, minibatch)
+
+            # 1. The proxies of the whole minibatch, unless micro-batches of whole groups yield them one by one.
+            all_proxies: torch.Tensor | None = None
+            scoring: PassResults | None = None  # the forward pass without gradient
+            if timing.proxies_are_zero:
+                all_proxies = torch.zeros(minibatch.num_proxies)
+            elif reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups:
+                scoring = self._score(model, minibatch, minibatch.schedule, timing)
+                all_proxies = scoring.values["proxies"]
+
+            # 2. Their coefficients, and the micro-batches of the completions with a gradient.
+            coefficients: torch.Tensor | None = None
+            shaping_metrics: dict[str, float] = {}
+            schedule = minibatch.schedule
+            if all_proxies is not None:
+                everything = list(range(len(minibatch.rollouts)))
+                coefficients = self.coefficients(minibatch, everything, all_proxies)
+                coefficients, shaping_metrics = self.shape_coefficients(model, minibatch, coefficients)
+                schedule = self.driver.schedule_with_gradient(
+                    minibatch,
+                    coefficients,
+                    kl_coef=self.objective.kl_coef,
+                    reads_stored_logps=bool(self.token_weights) and not timing.is_first_update,
+                    has_forward_pass=scoring is not None,
+                )
+
+            # 3. The entropy of the completions that are skipped, before the backward passes, between which FSDP keeps
+            # weights gathered.
+            seen = schedule if scoring is None else minibatch.schedule
+            skipped_entropy = self._skipped_entropy(model, minibatch, seen, timing)
+            if reads_completion_values and coefficients is not None:
+                measured = scoring or self._score(model, minibatch, schedule, timing)
+                self._begin_token_weights(minibatch, coefficients, measured)
+
+            # 4. The gradient.
+            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
+
+        # 5. Loss and metrics.
+        proxies = results.values["proxies"] if all_proxies is None else all_proxies
+        entropy = (scoring or results).entropy + skipped_entropy
+        result = self._summarize(minibatch, results, proxies, entropy, results.kl)
+        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
+        return StepResult(result.loss, metrics)
+
+    def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
+        """Compute loss and metrics as in [`run`], without gradient and token weights."""
+        timing = UpdateTiming(is_first_update=False, proxies_are_zero=policy_is_reference)
+        scoring = self._score(model, minibatch, minibatch.schedule, timing, with_kl=True)
+        proxies = scoring.values["proxies"]
+        if policy_is_reference:
+            proxies = torch.zeros_like(proxies)
+        skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
+        return self._summarize(minibatch, scoring, proxies, scoring.entropy + skipped_entropy, scoring.kl)
+
+    @torch.no_grad()
+    def _score(
+        self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming, *, with_kl: bool = False
+    ) -> PassResults:
+        """Compute the proxies of the completions of a schedule, the values that token weights need, and the KL
+        terms."""
+        results = PassResults(["proxies", *self._completion_value_names], minibatch, self.driver.accelerator)
+        for micro_batch in self.driver.micro_batches(minibatch, schedule):
+            logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            no_coefficients = logps.new_zeros(len(logps), 1)
+            tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
+            values = {"proxies": self.proxies(logps, micro_batch), **self._completion_values(tokens)}
+            kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps).sum() if with_kl else None
+            results.add(micro_batch, entropies, values, kl)
+        return results.reduce()
+
+    def _back_propagate(
+        self, model, minibatch: Minibatch, schedule: Schedule, coefficients: torch.Tensor | None, timing: UpdateTiming
+    ) -> tuple[PassResults, list]:
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. If `coefficients` is `None`,
+        micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch of each
+        micro-batch."""
+        results = PassResults(["proxies"], minibatch, self.driver.accelerator)
+        num_tokens = max(minibatch.num_tokens, 1)
+        measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
+        mismatch = []
+        for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
+            logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            proxies = self.proxies(logps, micro_batch)
+            if not micro_batch.indices:
+                completion_coefficients = torch.zeros(1)
+            elif coefficients is not None:
+                completion_coefficients = coefficients[minibatch.proxy_indices(micro_batch.indices)]
+            else:
+                completion_coefficients = self.coefficients(minibatch, micro_batch.indices, proxies.cpu())
+            token_coefficients = self.token_coefficients(micro_batch, completion_coefficients.to(logps.device))
+            if measures_mismatch:
+                mismatch.append(self._measure_mismatch(logps, micro_batch))
+
+            tokens = self._token_values(micro_batch, logps, entropies, token_coefficients, timing)
+            weighted_logps = logps
+            for weights in self.token_weights:
+                weighted_logps = weighted_logps * weights(tokens)
+            kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
+            policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
+            self.driver.backward(policy_loss + self.objective.kl_coef * kl.sum() / num_tokens)
+            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum())
+        return results.reduce(), mismatch
+
+    def _skipped_entropy(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> float:
+        """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by
+        the engine's log-probs or computed by an extra forward pass."""
+        skipped = self._skipped(minibatch, schedule)
+        if not skipped:
+            return 0.0
+        estimate = self._estimated_entropy(minibatch, skipped, timing)
+        return self.driver.entropy_of(model, minibatch, skipped) if estimate is None else estimate
+
+    def _summarize(
+        self, minibatch: Minibatch, results: PassResults, proxies: torch.Tensor, entropy: float, kl: float
+    ) -> StepResult:
+        """Return the loss and the metrics of a minibatch from its proxies and the sums of entropies and KL terms."""
+        loss, metrics = self.summarize(minibatch, proxies)
+        num_tokens = minibatch.num_tokens
+        metrics["entropy"] = entropy / num_tokens if num_tokens else math.nan
+        metrics["update/forwarded_fraction"] = results.num_completions / max(len(minibatch.rollouts), 1)
+        if self.objective.kl_coef != 0:
+            metrics["kl"] = kl / max(num_tokens, 1)
+            loss += self.objective.kl_coef * metrics["kl"]
+        return StepResult(loss, metrics)

@@ -1,0 +1,229 @@
+"""Update of probability-ratio losses (GRPO, RLOO, MaxRL): the coefficients follow from the rewards alone.
+
+    L = sum_i c_i * sum_t f(rho_it),        c_i = -advantage_i * scale_i,        rho_it = pi(o_it) / pi_old(o_it)
+
+Because the coefficients are known when a generation batch arrives, completions with coefficient 0 are never scheduled.
+The weight of a token, the derivative of `f` in log pi, is computed in the forward pass of its micro-batch
+(`surrogate.ratio_terms`).
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..surrogate import RatioTerms, kl_terms
+from .driver import PassResults, StepResult
+from .microbatching import Schedule
+from .minibatch import Minibatch, UpdateTiming, scheduled_completions
+from .policy_update import PolicyUpdate
+from .rollout import Rollout
+from .token_weights import TokenValues
+
+
+class RatioObjective(ABC):
+    """
+    A loss of probability ratios, for [`RatioUpdate`].
+
+    Attributes:
+        kl_coef (`float`): Weight of the KL term, which is normalized like the loss.
+        needs_all_completions (`bool`): Whether metrics need a forward pass of completions without a gradient too.
+    """
+
+    kl_coef: float = 0.0
+    needs_all_completions: bool = False
+
+    @abstractmethod
+    def coefficients_and_scales(
+        self, rollouts: list[Rollout], *, is_whole_generation: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the coefficients of the completions of a minibatch, `-advantage * scale`, and the scales, which are
+        also the factors on the KL terms of their tokens; both `(B,)`. `is_whole_generation` is whether the minibatch
+        is a whole generation batch in any case, as in an evaluation."""
+
+    @abstractmethod
+    def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> RatioTerms:
+        """Return the weights and values of a micro-batch; `factors` are the `(B, T)` factors of [`TokenWeights`]."""
+
+    def token_metrics(
+        self, num_tokens: torch.Tensor, low_fraction: torch.Tensor, high_fraction: torch.Tensor, phi: torch.Tensor
+    ) -> dict[str, float]:
+        """Return metrics from the number of counted tokens of the completions, and `low_fraction`, `high_fraction`,
+        and `phi` of [`RatioTerms`], all `(B,)`."""
+        return {}
+
+    def kl(self, logps: torch.Tensor, ref_logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor):
+        """Return the KL term of each token, `(B, T)`, differentiable in `logps`."""
+        return kl_terms(logps, ref_logps, mask)
+
+
+@dataclass
+class RatioMinibatch(Minibatch):
+    """[`Minibatch`] with the `coefficients` and `scales` of its completions, both `(B,)`, see [`RatioObjective`]."""
+
+    coefficients: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    scales: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+
+
+def _has_tokens(rollouts: list[Rollout]) -> torch.Tensor:
+    """Return which completions have a True entry in their loss mask, bool `(B,)`."""
+    return torch.tensor([bool(rollout.loss_mask.any()) for rollout in rollouts])
+
+
+class RatioUpdate(PolicyUpdate[RatioMinibatch]):
+    """[`PolicyUpdate`] with a [`RatioObjective`]."""
+
+    objective: RatioObjective
+
+    @property
+    def logps_of_generating_policy(self) -> tuple[str, ...]:
+        return ("old_logps",)
+
+    def schedule(self, rollouts: list[Rollout]) -> RatioMinibatch:
+        coefficients, scales = self.objective.coefficients_and_scales(rollouts)
+        takes_part = _has_tokens(rollouts)
+        needs_all = self.objective.kl_coef != 0 or self.objective.needs_all_completions or self.shapes_coefficients
+        if not needs_all:
+            takes_part &= coefficients != 0
+        return self._schedule(rollouts, takes_part, coefficients, scales)
+
+    def schedule_evaluation(self, rollouts: list[Rollout]) -> RatioMinibatch:
+        coefficients, scales = self.objective.coefficients_and_scales(rollouts, is_whole_generation=True)
+        return self._schedule(rollouts, _has_tokens(rollouts), coefficients, scales)
+
+    def _schedule(
+        self, rollouts: list[Rollout], takes_part: torch.Tensor, coefficients: torch.Tensor, scales: torch.Tensor
+    ) -> RatioMinibatch:
+        minibatch = self.driver.schedule(rollouts, takes_part, splits_groups=True)
+        return RatioMinibatch(**vars(minibatch), coefficients=coefficients, scales=scales)
+
+    def run(self, model, minibatch: RatioMinibatch, timing: UpdateTiming) -> StepResult:
+        """Back-propagate the loss of an optimizer step. The rollouts need `old_logps`, except on the first update on a
+        rollout without a lag."""
+        with self.driver.forward_pass.attention():
+            # 1. The completions with a gradient.
+            coefficients, shaping_metrics = self.shape_coefficients(model, minibatch, minibatch.coefficients)
+            schedule = minibatch.schedule
+            if self.shapes_coefficients:
+                schedule = self.driver.schedule_with_gradient(
+                    minibatch,
+                    coefficients,
+                    kl_coef=self.objective.kl_coef,
+                    reads_stored_logps=timing.old_logps_are_stored or not timing.is_first_update,
+                    has_forward_pass=False,
+                )
+
+            # 2. What the token weights need of the whole minibatch.
+            self._start_token_weights(model, minibatch, schedule, coefficients, timing)
+
+            # 3. The gradient.
+            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
+
+        # 4. Loss and metrics.
+        result = self._summarize(minibatch, schedule, results, timing)
+        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
+        return StepResult(result.loss, metrics)
+
+    @torch.no_grad()
+    def evaluate(self, model, minibatch: RatioMinibatch, *, policy_is_reference: bool = False) -> StepResult:
+        timing, schedule, coefficients = UpdateTiming(is_first_update=True), minibatch.schedule, minibatch.coefficients
+        self._start_token_weights(model, minibatch, schedule, coefficients, timing)
+        results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
+        result = self._summarize(minibatch, schedule, results, timing)
+        return StepResult(result.loss, result.metrics | self._mismatch_metrics(mismatch))
+
+    def _start_token_weights(
+        self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
+    ) -> None:
+        self._prepare_token_weights(model, minibatch)
+        if self._completion_value_names:
+            measured = self._measure_completion_values(model, minibatch, schedule, timing)
+            self._begin_token_weights(minibatch, coefficients, measured)
+
+    @torch.no_grad()
+    def _measure_completion_values(
+        self, model, minibatch: RatioMinibatch, schedule: Schedule, timing: UpdateTiming
+    ) -> PassResults:
+        """Compute the values that token weights need of the whole minibatch."""
+        results = PassResults(self._completion_value_names, minibatch, self.driver.accelerator)
+        for micro_batch in self.driver.micro_batches(minibatch, schedule):
+            logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            no_coefficients = logps.new_zeros(len(logps), 1)
+            tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
+            results.add(micro_batch, entropies, self._completion_values(tokens))
+        return results.reduce()
+
+    def _back_propagate(
+        self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
+    ) -> tuple[PassResults, list]:
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. Returns the results of the forward
+        passes, and the mismatch of each micro-batch."""
+        names = ["values", "low_fraction", "high_fraction", "phi", "kl"]
+        results = PassResults(names, minibatch, self.driver.accelerator)
+        measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
+        mismatch = []
+        for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
+            logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            if micro_batch.indices:
+                completion_coefficients = coefficients[micro_batch.indices]
+                completion_scales = minibatch.scales[micro_batch.indices]
+            else:
+                completion_coefficients = completion_scales = torch.zeros(1)
+            completion_coefficients = completion_coefficients.to(logps.device)[:, None]
+            completion_scales = completion_scales.to(logps.device)[:, None]
+            if measures_mismatch:
+                mismatch.append(self._measure_mismatch(logps, micro_batch))
+
+            tokens = self._token_values(micro_batch, logps, entropies, completion_coefficients, timing)
+            factors = [weights(tokens) for weights in self.token_weights]
+            kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
+            terms = self.objective.token_terms(tokens, factors)
+            weighted_logps = (logps * terms.weights).masked_fill(~micro_batch.loss_mask, 0.0)
+            policy_loss = (completion_coefficients * weighted_logps).sum()
+            kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
+            self.driver.backward(policy_loss + kl_loss)
+            values = {
+                "values": terms.values,
+                "low_fraction": terms.low_fraction,
+                "high_fraction": terms.high_fraction,
+                "phi": terms.phi,
+                "kl": kl.sum(dim=1),
+            }
+            results.add(micro_batch, entropies, values, kl.sum())
+        return results.reduce(), mismatch
+
+    def _summarize(
+        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, timing: UpdateTiming
+    ) -> StepResult:
+        """Return the loss of an optimizer step and its metrics."""
+        policy_loss = (minibatch.coefficients * results.values["values"]).sum()
+        kl_loss = self.objective.kl_coef * (minibatch.scales * results.values["kl"]).sum()
+        num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in minibatch.rollouts])
+        metrics = {
+            "entropy": self._mean_entropy(minibatch, schedule, results, timing),
+            "update/forwarded_fraction": results.num_completions / max(len(minibatch.rollouts), 1),
+        }
+        # The ratios of completions without a forward pass are 1, or the objective needs all completions.
+        has_forward_pass = torch.zeros(len(minibatch.rollouts), dtype=torch.bool)
+        has_forward_pass[list(scheduled_completions(schedule))] = True
+        phi = results.values["phi"].masked_fill(~has_forward_pass, 1.0)
+        fractions = results.values["low_fraction"], results.values["high_fraction"]
+        metrics |= self.objective.token_metrics(num_tokens, *fractions, phi)
+        if self.objective.kl_coef != 0:
+            metrics["kl"] = results.kl / max(minibatch.num_tokens, 1)
+        return StepResult((policy_loss + kl_loss).item(), metrics)
+
+    def _mean_entropy(
+        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, timing: UpdateTiming
+    ) -> float:
+        """Return the mean entropy of the counted tokens in nats. That of skipped completions is estimated by the
+        engine's log-probs, and is left out where there are none."""
+        skipped = self._skipped(minibatch, schedule)
+        estimate = self._estimated_entropy(minibatch, skipped, timing) if skipped else 0.0
+        if estimate is not None:
+            num_tokens = minibatch.num_tokens
+            return (results.entropy + estimate) / num_tokens if num_tokens else math.nan
+        num_tokens = minibatch.num_tokens - sum(int(minibatch.rollouts[i].loss_mask.sum()) for i in skipped)
+        return results.entropy / num_tokens if num_tokens else math.nan
