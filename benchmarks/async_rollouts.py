@@ -34,19 +34,14 @@ class InTurn(LateBatches):
         super().__init__(trainer)
         self.lag = 1  # slots
 
-    def take(self, number, prompt_ids):
-        self.current = number
-        return super().take(number, prompt_ids)
-
     def _submit(self, number):
-        if number == self.current:
+        if number == self.next_number:
             super()._submit(number)
 
 
 class InTurnTrainer(PACSTrainer):
-    def _reset_run(self):
-        super()._reset_run()
-        self._late = InTurn(self)
+    def _create_source(self):
+        return InTurn(self)
 
 
 class Clock(TrainerCallback):

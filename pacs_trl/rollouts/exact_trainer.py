@@ -14,15 +14,12 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
-from transformers.trainer_utils import TrainOutput
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
@@ -37,8 +34,9 @@ from ..update.reference import SnapshotReference
 from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from .checkpoint import load_policy_copy, merge_rollouts, request_seed, rollouts_to_save, save_policy_copy, state_name
-from .late_batches import LateBatches, Stopped
+from .late_batches import LateBatches
 from .rollout_trainer import RolloutTrainer
+from .sources import RolloutSource
 
 
 @dataclass(frozen=True)
@@ -141,8 +139,12 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _prepare_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
-            self.late_rollout, self.rollout_func = self.rollout_func, lambda prompts, _: self._take(prompts)
+            self.late_rollout = self.rollout_func
+            self.rollout_func = lambda prompts, trainer: self._source.take_rollout(prompts)
         super()._prepare_generation()
+
+    def _create_source(self) -> RolloutSource:
+        return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
     def _prepare_learning(self) -> None:
         self._keeps_generating_policy = self.args.keeps_generating_policy
@@ -222,6 +224,8 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _generate_rollouts(self, inputs) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
+        if self.late_rollout is not None:
+            self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
         rollouts = unpad_rollouts(self._generate_and_score_completions(inputs))
         if self.args.rollout_lag and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
@@ -245,7 +249,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         is what the server generates the next batch with."""
         if self._generating_policy is None:
             self._generating_policy = SnapshotReference(self.model_wrapped)
-        elif self._late.taken["step"] == self.state.global_step:  # requested again after a resume
+        elif self._source.taken["step"] == self.state.global_step:  # requested again after a resume
             self._generating_policy.renew()
         with self.timer.part("log_probs"), self._generating_policy.in_place_of_policy():
             for minibatch in self._waiting.minibatches:
@@ -321,62 +325,12 @@ class ExactUpdateTrainer(RolloutTrainer):
             weights = f"The weights are those before these steps. Look at {names}"
         raise FailedRun(f"{now}. {weights}, and lower the learning rate, or set max_grad_norm.")
 
-    # Generation ahead of training: batches and their rewards come from `late_batches.py` -----------------------------
-
-    def train(self, *args, **kwargs):
-        try:
-            return super().train(*args, **kwargs)
-        except Stopped:
-            return TrainOutput(self.state.global_step, float("nan"), {})
-        finally:
-            if self._late is not None:
-                self._late.close()
-
-    def evaluation_loop(self, *args, **kwargs):
-        if self._late is not None:  # a server has one copy of the weights, and reward functions are called in order
-            self._late.finish()
-            self.accelerator.wait_for_everyone()
-        return super().evaluation_loop(*args, **kwargs)
-
-    def _save_rng_state(self, output_dir):
-        if self._late is not None:
-            self._late.finish()  # before random states, which reward functions may use
-        super()._save_rng_state(output_dir)
-
-    def _calculate_rewards(self, *args):
-        functions = self.reward_funcs
-        if self._late is not None and self.model.training:
-            found = self._late.taken["rewards"]
-            self.reward_funcs = [partial(_replay, found[i]) if i in found else f for i, f in enumerate(functions)]
-        try:
-            return super()._calculate_rewards(*args)
-        finally:
-            self.reward_funcs = functions
-
-    def _generate(self, prompts):
-        if self.late_rollout is not None:  # else TRL would send weights while a batch is in flight
-            self._last_loaded_step = self.state.global_step
-        return super()._generate(prompts)
-
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self._late is None or not self.model.training:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        output = self._take([list(ids) for ids in prompt_ids])
-        self._end_empty(**output)
-        return output["completion_ids"], output["logprobs"]
-
-    def _take(self, prompts: list) -> dict[str, list]:
-        if not self.model.training:
-            raise ValueError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
-        return self._late.take(self._step // (self.args.steps_per_generation * self.num_iterations), prompts)
-
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
     def _reset_run(self) -> None:
         super()._reset_run()
         self._waiting = WaitingRollouts()
         self._generating_policy: SnapshotReference | None = None  # a copy, for `stale_logps: recompute` with a server
-        self._late = LateBatches(self) if self.args.rollout_lag else None
         self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
 
     def _save_run(self, directory: Path) -> None:
@@ -384,24 +338,18 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._generating_policy is not None:
             save_policy_copy(self, self._generating_policy, directory)
 
-    def _save_last_step(self) -> None:
-        if self._late is not None:
-            self._late.put_back()
-        super()._save_last_step()
-
     def _own_state(self) -> dict:
         minibatches = [] if self._at_generation_boundary() else self._waiting.minibatches
         waiting = [minibatch.rollouts for minibatch in minibatches]
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
-        return {"rollouts": rollouts, "late_batches": {} if self._late is None else self._late.finish()}
+        return {"rollouts": rollouts, "late_batches": self._source.finish()}
 
     def _load_own_state(self, checkpoint: Path, state: dict) -> None:
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         minibatches = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
         self._waiting = WaitingRollouts(minibatches=minibatches)
-        if self._late is not None:
-            self._late.arrived = dict(state["late_batches"])
+        self._source.load(state["late_batches"])
         if self._keeps_generating_policy:
             self._generating_policy = SnapshotReference(self.model_wrapped)
             load_policy_copy(self, self._generating_policy, checkpoint)
@@ -416,11 +364,3 @@ def use_engine_logps(rollouts: list[Rollout], names: tuple[str, ...]) -> None:
         logps = np.where(is_reported, rollout.sampling_logps, 0.0).astype(np.float32)
         for name in names:
             setattr(rollout, name, logps)
-
-
-def _replay(found: Any, **given: Any) -> list[float | None]:
-    if isinstance(found, Exception):
-        raise found
-    for function, name, value in found["logged"]:
-        given[function](name, value)
-    return found["rewards"]

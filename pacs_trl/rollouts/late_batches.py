@@ -12,7 +12,7 @@ names `trainer_state` or an argument of the trainer (`compute_logps`) as a param
 called when its batch is taken, like reward models.
 
 The log-probs of the engine are those of the policy that generated: the reference `rollout` and the denominator of
-probability ratios (`exact_trainer.set_generating_logps`). PACS's proxies are therefore not 0 on the first update.
+probability ratios (`exact_trainer.use_engine_logps`). PACS's proxies are therefore not 0 on the first update.
 """
 
 import asyncio
@@ -23,8 +23,10 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,11 +111,25 @@ class LateBatches:
         self._last: Future | None = None
         self._deadline: float | None = None  # until which a run that is to stop waits
 
-    def take(self, number: int, prompts: list) -> dict[str, Any]:
-        """Return the `output` of batch `number`, and start to generate batch `number + lag`. `prompts` are those that
-        training expects. Raises a [`ServerFailure`] on all processes if the engine has failed on one of them, and
-        [`Stopped`] if a signal stops the run first."""
+    @property
+    def next_number(self) -> int:
+        """Number of the batch that training takes next."""
+        return self.trainer._step // (self.trainer.args.steps_per_generation * self.trainer.num_iterations)
+
+    def take(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list]:
+        """Return `completion_ids` and `logprobs` of the next batch, see [`take_rollout`]."""
+        output = self.take_rollout([list(ids) for ids in prompt_ids])
+        self.trainer._end_empty(**output)
+        return output["completion_ids"], output["logprobs"]
+
+    def take_rollout(self, prompts: list) -> dict[str, Any]:
+        """Return the `output` of the next batch, and start to generate the one `lag` batches later. `prompts` are
+        those that training expects. Raises a [`ServerFailure`] on all processes if the engine has failed on one of
+        them, and [`Stopped`] if a signal stops the run first."""
         trainer = self.trainer
+        if not trainer.model.training:
+            raise ValueError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
+        number = self.next_number
         if self.engine is None:
             self._start()
         for n in range(number, number + self.lag):
@@ -153,6 +169,21 @@ class LateBatches:
             if (weights := self.engine.weights_of(number % self.lag)) is not None:
                 batches[number] = {"step": step, "weights": weights}
         return batches
+
+    @contextmanager
+    def early_rewards(self) -> Iterator[None]:
+        trainer, early = self.trainer, self.taken["rewards"]
+        functions = trainer.reward_funcs
+        trainer.reward_funcs = [
+            partial(_replay, early[i]) if i in early else function for i, function in enumerate(functions)
+        ]
+        try:
+            yield
+        finally:
+            trainer.reward_funcs = functions
+
+    def load(self, batches: dict[int, dict[str, Any]]) -> None:
+        self.arrived = dict(batches)
 
     def put_back(self) -> None:
         """Undo the last `take` if it belongs to the current optimizer step, which a run that resumes repeats."""
@@ -294,6 +325,15 @@ class LateBatches:
         own = of_all.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
         row_of = {i: trainer.train_dataset[i] for i in set(own)}
         return [independent_copy(row_of[i]) for i in own]  # completions of a group share nothing
+
+
+def _replay(result: Any, **arguments: Any) -> list[float | None]:
+    """Return the rewards of a function that was called early, and log what it logged; or raise what it raised."""
+    if isinstance(result, Exception):
+        raise result
+    for function, name, value in result["logged"]:
+        arguments[function](name, value)
+    return result["rewards"]
 
 
 def _in_background(function: Callable, *arguments: Any) -> Future:

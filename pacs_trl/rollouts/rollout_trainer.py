@@ -49,6 +49,7 @@ from .publication import Publication
 from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
+from .sources import GenerationNow, RolloutSource
 from .timing import StepTimer
 from .user_code import UserCode
 
@@ -254,6 +255,11 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
         return generated
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        if self.model.training:
+            return self._source.take(prompt_ids, *args, **kwargs)
+        return self._generate_now(prompt_ids, *args, **kwargs)
+
+    def _generate_now(self, prompt_ids, *args, **kwargs):
         fast, dtype = self.args.fast_generation, self.args.generation_dtype
         faster: AbstractContextManager = nullcontext()
         converts = self.args.use_transformers_continuous_batching  # TRL rounds the trained weights themselves
@@ -393,6 +399,8 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
             except Stopped:
                 self._save_last_step()
                 return TrainOutput(self.state.global_step, float("nan"), {})
+            finally:
+                self._source.close()
         if self._unrewarded and self.state.global_step >= self.state.max_steps:
             self._stop_without_rewards()
         return output
@@ -401,7 +409,17 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
         with self.timer.part("update"):
             return super().training_step(model, inputs, num_items_in_batch)
 
+    def evaluation_loop(self, *args, **kwargs):
+        self._source.finish()  # a server has one copy of the weights, and reward functions are called in order
+        self.accelerator.wait_for_everyone()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _create_source(self) -> RolloutSource:
+        """Return where the completions of training come from."""
+        return GenerationNow(self._generate_now)
+
     def _reset_run(self) -> None:
+        self._source = self._create_source()
         self._step = 0
         self._buffered_inputs = None
         self._current_train_step_time = 0.0
@@ -450,6 +468,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
 
     # Trainer calls this on every process, before it writes trainer_state.json and deletes older checkpoints.
     def _save_rng_state(self, output_dir):
+        self._source.finish()  # before random states, which reward functions may use
         super()._save_rng_state(output_dir)
         self._save_run(Path(output_dir))
         self.accelerator.wait_for_everyone()

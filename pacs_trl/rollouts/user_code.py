@@ -4,6 +4,7 @@ None of them can end the process, or keep it from stopping after a signal (`inte
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -50,8 +51,10 @@ class UserCode:
         self.reward_funcs = [
             each if isinstance(each, nn.Module) else interruptible_function(each) for each in functions
         ]
+        early_rewards = self._source.early_rewards() if self.model.training else nullcontext()
         try:
-            rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+            with early_rewards:
+                rewards_per_func = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         except Interrupted:
             is_interrupted = True
             none = torch.full((len(prompts), len(functions)), torch.nan, device=self.accelerator.device)
@@ -66,6 +69,7 @@ class UserCode:
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, StopOnSignal):
                 callback.stop(self.args)
+        self._source.put_back()
         self._step_start.rewind()
         checkpoint.save_last_step(self)
 

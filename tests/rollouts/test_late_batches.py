@@ -183,7 +183,7 @@ class EndEngine(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step == 2:
-            os.kill(self.trainer._late.engine.process.pid, self.to_engine)
+            os.kill(self.trainer._source.engine.process.pid, self.to_engine)
             if self.to_self is not None:
                 threading.Timer(0.2, os.kill, (os.getpid(), self.to_self)).start()
 
@@ -217,7 +217,7 @@ def test_ctrl_c_while_the_engine_does_not_answer(tmp_path, monkeypatch):
             trainer.add_callback(EndEngine(trainer, signal.SIGSTOP, signal.SIGINT))
             with pytest.raises(KeyboardInterrupt):
                 trainer.train()
-        assert trainer._late.engine.process.exitcode == -signal.SIGKILL
+        assert trainer._source.engine.process.exitcode == -signal.SIGKILL
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -275,7 +275,7 @@ class NotePid(TrainerCallback):
         self.trainer, self.file = trainer, file
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.file.write_text(str(self.trainer._late.engine.process.pid))
+        self.file.write_text(str(self.trainer._source.engine.process.pid))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
