@@ -74,6 +74,7 @@ class PACSConfig(ExactUpdateConfig):
     """
 
     scores_groups = True
+    rewards_are_labels = True
 
     # Parameters that control the objective
     pacs_beta: float = setting(1.0, "Scale of the implicit reward, beta of the paper's eq. 7.", above=0)

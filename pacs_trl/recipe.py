@@ -271,7 +271,7 @@ def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any
             "their number, or eval_benchmarks to names of benchmarks."
         )
     if training.reward_weights is not None:
-        errors += _reward_weight_errors(training.reward_weights, run.reward_funcs, hasattr(training, "pacs_beta"))
+        errors += _reward_weight_errors(training.reward_weights, run.reward_funcs, training.rewards_are_labels)
     return errors
 
 

@@ -91,6 +91,7 @@ class REALConfig(ExactUpdateConfig):
     """
 
     scores_groups = True
+    rewards_are_labels = True
 
     group_loss: str = setting(
         "real",

@@ -44,6 +44,8 @@ class GenACConfig(ActorCriticConfig):
     Defaults are the paper's if it states them.
     """
 
+    rewards_are_labels = True
+
     # Parameters that control the critic
     critic_learning_rate: float = setting(1e-6, "Learning rate of the critic.", above=0)
     critic_prompt: Literal["genac", "genac_unconditioned", "miniature", "miniature_unconditioned"] = setting(

@@ -95,6 +95,7 @@ class RolloutConfig(GRPOConfig):
     supports_rollout_lag: ClassVar[bool] = False
     has_critic: ClassVar[bool] = False  # the settings of an `ActorCriticConfig` exist
     critic_scores_tokens: ClassVar[bool] = False  # the critic is trained on the tokens of the policy's completions
+    rewards_are_labels: ClassVar[bool] = False  # rewards must lie in [0, 1]
     scores_groups: ClassVar[bool] = False  # coefficients follow from the log-probs of a whole group
 
     # Settings that only some methods have, with the value that the others behave as.
