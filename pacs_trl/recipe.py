@@ -313,14 +313,14 @@ def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) 
 
 
 def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_labels: bool) -> list[str]:
-    """Return what is wrong with the weights of reward functions, whose weighted sum is a label of PACS if
+    """Return what is wrong with the weights of reward functions, whose weighted sum is a label in [0, 1] if
     `are_labels`."""
     if reward_funcs and len(weights) != len(reward_funcs):
         return [f"reward_weights={weights} must have one weight for each of reward_funcs={reward_funcs}."]
     if are_labels and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
         return [
             f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum "
-            "of the rewards is the label of PACS, from 0 (wrong) to 1 (right)."
+            "of the rewards is the label, from 0 (wrong) to 1 (right)."
         ]
     return []
 
