@@ -206,7 +206,7 @@ def test_labels_are_weighted_sums_from_0_to_1(tmp_path):
     trainer = build_trainer(tmp_path, reward=functions, reward_weights=[0.6, 0.7], max_steps=1)
     trainer.train()
     assert logged(trainer, "pacs/label_mean") == [pytest.approx((0.3 + 1.0) / 2)]
-    with pytest.raises(ValueError, match=r"1.1: reward=0.5 \(weight 0.8\), reward=1 \(weight 0.7\)"):
+    with pytest.raises(ValueError, match=r"1.1: reward=0.5 \(weight 0.8\), reward_2=1 \(weight 0.7\)"):
         build_trainer(tmp_path, reward=functions, reward_weights=[0.8, 0.7], max_steps=1).train()
     with pytest.raises(ValueError, match="completion 1 .*reward=-1"):
         build_trainer(tmp_path, reward=constant([0.0, -1.0, *[0.0] * 6])).train()
