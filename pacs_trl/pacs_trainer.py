@@ -222,8 +222,8 @@ class PACSTrainer(ExactUpdateTrainer):
         if self._snapshot is not None:
             save_policy_copy(self, self._snapshot, directory)
 
-    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
-        super()._load_own_state(checkpoint, state)
+    def _load_run(self, checkpoint: Path, state: dict) -> None:
+        super()._load_run(checkpoint, state)
         if self.args.reference == "snapshot":
             self._snapshot = SnapshotReference(self.model_wrapped, offload=self.args.reference_offload)
             load_policy_copy(self, self._snapshot, checkpoint)

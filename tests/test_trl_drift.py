@@ -29,6 +29,7 @@ from pacs_trl.rollouts.evaluation import BenchmarkEvaluation
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.rollouts.generation_keys import _KEYS, refused_keys
 from pacs_trl.rollouts.publication import Publication
+from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 from pacs_trl.settings.trl_settings import REFUSED, SHAPES_ONLY_GRPO
 
@@ -36,6 +37,7 @@ from pacs_trl.settings.trl_settings import REFUSED, SHAPES_ONLY_GRPO
 TRAINERS = (
     BenchmarkEvaluation,
     Publication,
+    ResumableTrainer,
     RolloutTrainer,
     ExactUpdateTrainer,
     PACSTrainer,

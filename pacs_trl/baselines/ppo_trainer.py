@@ -86,7 +86,7 @@ class ActorCriticTrainer(RolloutTrainer):
 
     args: ActorCriticConfig
     _critic_has_values = False  # whether the critic has one output per token instead of logits
-    _own_shared_settings = ("world_size",)
+    _equal_settings = ("world_size",)
 
     def _prepare_learning(self) -> None:
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:

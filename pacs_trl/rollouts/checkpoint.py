@@ -210,11 +210,10 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
         )
     if saved is None or adapter is None:
         return
-    given = {name: getattr(adapter, name, None) for name in _ADAPTER_SETTINGS}
-    if isinstance(given["target_modules"], str) or given["target_modules"] is None:
-        del given["target_modules"]
-    plain = [{k: sorted(v) if isinstance(v, list | set) else v for k, v in each.items()} for each in (saved, given)]
-    check_same_settings(checkpoint, *plain)
+    current = {name: getattr(adapter, name, None) for name in _ADAPTER_SETTINGS}
+    if isinstance(current["target_modules"], str) or current["target_modules"] is None:
+        del current["target_modules"]
+    check_same_settings(checkpoint, _with_sorted_lists(saved), _with_sorted_lists(current))
     bases = [saved["base_model_name_or_path"], adapter.base_model_name_or_path]
     if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
         logger.warning(
@@ -222,6 +221,11 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
             "with, unless it has only moved.",
             *(checkpoint, *bases),
         )
+
+
+def _with_sorted_lists(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings whose lists and sets, of module names, can be compared in any order."""
+    return {name: sorted(value) if isinstance(value, list | set) else value for name, value in settings.items()}
 
 
 # State --------------------------------------------------------------------------------------------------------------
@@ -238,7 +242,7 @@ def save_state(trainer: Any, directory: Path) -> None:
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
-        **trainer._own_state(),
+        **trainer._unfinished_state(),
     }
     torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
 
@@ -260,7 +264,7 @@ def load_state(trainer: Any, directory: Path) -> None:
         setattr(trainer, name, value)
     trainer._metrics["train"].update(state["metrics"])
     trainer._logged_loss.restore(state["losses"])
-    trainer._load_own_state(directory, state)
+    trainer._load_run(directory, state)
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
 
@@ -280,8 +284,9 @@ def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
-    own = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)} - {*_SETTINGS["free"]}
-    names = *_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *sorted(own), *trainer._own_shared_settings
+    added_to_trl = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)}
+    added_and_equal = sorted(added_to_trl - {*_SETTINGS["free"]})
+    names = [*_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *added_and_equal, *trainer._equal_settings]
     settings = plain_settings(trainer.args, names)
     verification = shared_arguments()
     names_of_verification = {f.name for f in fields(verification)} - {*_SETTINGS["free_verification"]}
@@ -306,10 +311,13 @@ def load_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Pa
 # Files --------------------------------------------------------------------------------------------------------------
 
 
-def checkpoint_to_resume(trainer: Any, given: str | bool) -> str:
-    """Return the checkpoint to resume from: `given`, or the last complete one in `output_dir` if it is `True`. Raises
-    a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
-    checkpoint = last_checkpoint(trainer.args.output_dir) if given is True else str(given)
+def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> str:
+    """Return the checkpoint to resume from: the named one, or the last complete one in `output_dir` if the argument is
+    `True`. Raises a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
+    if resume_from_checkpoint is True:
+        checkpoint = last_checkpoint(trainer.args.output_dir)
+    else:
+        checkpoint = str(resume_from_checkpoint)
     if checkpoint is None:
         raise ValueError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
@@ -333,9 +341,12 @@ def reporting_full_disk(output_dir: str) -> Iterator[None]:
     except Exception as error:
         # safetensors and torch raise generic errors; only the message tells
         texts = [f"os error {n})" for n in NO_ROOM] + ["PytorchStreamWriter", "unexpected pos", "iostream error"]
-        of_library = isinstance(error, SafetensorError) or type(error) is RuntimeError
-        cannot_write = of_library and any(text in str(error) for text in texts)
-        if not (error.errno in NO_ROOM if isinstance(error, OSError) else cannot_write):
+        if isinstance(error, OSError):
+            cannot_write = error.errno in NO_ROOM
+        else:
+            is_library_error = isinstance(error, SafetensorError) or type(error) is RuntimeError
+            cannot_write = is_library_error and any(text in str(error) for text in texts)
+        if not cannot_write:
             raise
         last = last_checkpoint(output_dir)
         where = f"from {last}" if last else "from the beginning: no checkpoint is complete"

@@ -338,13 +338,13 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._generating_policy is not None:
             save_policy_copy(self, self._generating_policy, directory)
 
-    def _own_state(self) -> dict:
+    def _unfinished_state(self) -> dict:
         minibatches = [] if self._at_generation_boundary() else self._waiting.minibatches
         waiting = [minibatch.rollouts for minibatch in minibatches]
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
         return {"rollouts": rollouts, "late_batches": self._source.finish()}
 
-    def _load_own_state(self, checkpoint: Path, state: dict) -> None:
+    def _load_run(self, checkpoint: Path, state: dict) -> None:
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
         minibatches = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]

@@ -1,9 +1,8 @@
-"""Base trainer of every method: generation, rewards, and checkpoints on top of TRL's GRPOTrainer.
+"""Base trainer of every method: generation and rewards on top of TRL's GRPOTrainer.
 
 - Every vLLM request has a seed, so a resumed run generates the same completions as an uninterrupted run. If a vLLM
   server dies, all processes save the state after the last optimizer step and stop (`engine.py`).
-- Checkpoints resume bitwise, also in the middle of a generation batch. Each call of `train` starts from a checkpoint
-  or from scratch, regardless of earlier calls (`checkpoint.py`).
+- Checkpoints resume bitwise, also in the middle of a generation batch (`resumable_trainer.py`).
 - Every saved model has a model card, and a push uploads only the model (`publication.py`).
 """
 
@@ -11,18 +10,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from datetime import datetime
 from functools import partial, wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import broadcast_object_list
-from datasets import IterableDataset
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
-from transformers.trainer_utils import TrainOutput
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOTrainer
 from trl.trainer.utils import is_async_callable
 
@@ -38,14 +31,13 @@ from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewar
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks, completion_columns, model_checks
 from .callbacks import NoSignalCallback, StepStart, shorten_console
-from .checkpoint_files import FILE_LIST, write_file_list
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
-from .interruption import Stopped
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .publication import Publication
+from .resumable_trainer import ResumableTrainer
 from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
@@ -67,16 +59,11 @@ FORMER_METRIC_NAMES = {
 }
 
 
-class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
+class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTrainer):
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
     timing, and model cards."""
 
     _config_class: type[RolloutConfig] = RolloutConfig
-    # Settings besides those of `checkpoint.shared_settings` that must be equal in a run that resumes.
-    _own_shared_settings: tuple[str, ...] = ()
-    # Attributes that are saved in checkpoints, in addition to completions.
-    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_data_position", "_prompt_date")
-
     if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
 
         @wraps(GRPOTrainer.__init__)
@@ -197,11 +184,9 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
 
     # Generation -----------------------------------------------------------------------------------------------------
 
-    def _get_train_sampler(self, dataset=None):
-        return checkpoint.EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
-
-    def _at_generation_boundary(self) -> bool:
-        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+    def _create_source(self) -> RolloutSource:
+        """Return where the completions of training come from."""
+        return GenerationNow(self._generate_now)
 
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
@@ -387,23 +372,12 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
         with self.timer.part("log_probs"):
             return logps_in_batches(compute, prompt_ids, completion_ids, self.args.per_device_train_batch_size)
 
-    # Runs -----------------------------------------------------------------------------------------------------------
+    # Training and evaluation ----------------------------------------------------------------------------------------
 
-    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        checkpoint.check_fixed(self)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
-        with checkpoint.reporting_full_disk(self.args.output_dir):
-            try:
-                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
-            except Stopped:
-                self._save_last_step()
-                return TrainOutput(self.state.global_step, float("nan"), {})
-            finally:
-                self._source.close()
-        if self._unrewarded and self.state.global_step >= self.state.max_steps:
-            self._stop_without_rewards()
-        return output
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._choose_forward_passes()
+        return prepared
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         with self.timer.part("update"):
@@ -413,81 +387,3 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, GRPOTrainer):
         self._source.finish()  # a server has one copy of the weights, and reward functions are called in order
         self.accelerator.wait_for_everyone()
         return super().evaluation_loop(*args, **kwargs)
-
-    def _create_source(self) -> RolloutSource:
-        """Return where the completions of training come from."""
-        return GenerationNow(self._generate_now)
-
-    def _reset_run(self) -> None:
-        self._source = self._create_source()
-        self._step = 0
-        self._buffered_inputs = None
-        self._current_train_step_time = 0.0
-        self._last_loaded_step = -1  # vLLM may hold the weights of another run
-        for kept in (*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs):
-            kept.clear()
-        self._num_requests = 0  # vLLM requests of this process in training
-        self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
-        self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
-        (self._prompt_date,) = broadcast_object_list([datetime.now().isoformat()])  # that of the first process
-        self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
-        self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        self._reset_run()
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if resume_from_checkpoint is not None:
-            checkpoint.load_state(self, Path(resume_from_checkpoint))
-        self._choose_forward_passes()
-        return prepared
-
-    def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
-        place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
-        if resume is None:
-            return place
-        if isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip:
-            place = checkpoint.read_data_position(self, Path(resume))
-        step = f"optimizer step {self.state.global_step}"
-        if self.state.global_step < max_steps:
-            self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
-            return place
-        self.accelerator.print(f"{resume} is the end of a finished run ({step}), so nothing is left to train.")
-        return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
-
-    # Checkpoints ----------------------------------------------------------------------------------------------------
-
-    def _own_state(self) -> dict[str, Any]:
-        """Return the completions that this process has not finished training on, as tensors and plain values."""
-        return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
-
-    def _load_own_state(self, directory: Path, state: dict[str, Any]) -> None:
-        self._buffered_inputs = self._prepare_input(state["rollouts"])
-
-    def _save_run(self, directory: Path) -> None:
-        checkpoint.save_state(self, directory)
-
-    # Trainer calls this on every process, before it writes trainer_state.json and deletes older checkpoints.
-    def _save_rng_state(self, output_dir):
-        self._source.finish()  # before random states, which reward functions may use
-        super()._save_rng_state(output_dir)
-        self._save_run(Path(output_dir))
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            write_file_list(Path(output_dir))
-
-    def _save_checkpoint(self, model, trial):
-        directory = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        if self.args.should_save:
-            # An overwritten checkpoint is incomplete until Trainer writes its state, the last file.
-            (directory / "trainer_state.json").unlink(missing_ok=True)
-            (directory / FILE_LIST).unlink(missing_ok=True)
-        self.accelerator.wait_for_everyone()
-        super()._save_checkpoint(model, trial)
-        if not self.args.save_only_model:
-            self._saved_step = self.state.global_step
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
-            # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
-            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)

@@ -13,8 +13,6 @@ from torch import nn
 
 from ..data.tool_calls import safe_tools
 from ..errors import without_exit
-from . import checkpoint
-from .callbacks import StopOnSignal
 from .interruption import Interrupted, call_or_stop, interruptible_function, stop_if_interrupted
 from .reward_functions import never_exiting
 from .rollout_output import checked_output
@@ -63,15 +61,6 @@ class UserCode:
             self.reward_funcs = functions
         stop_if_interrupted(is_interrupted)
         return rewards_per_func
-
-    def _save_last_step(self) -> None:
-        """Save the state after the last optimizer step, when a signal has stopped the current one."""
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, StopOnSignal):
-                callback.stop(self.args)
-        self._source.put_back()
-        self._step_start.rewind()
-        checkpoint.save_last_step(self)
 
 
 def stoppable_tools(tools: dict[str, Callable], takes_images: bool = False) -> dict[str, Callable]:

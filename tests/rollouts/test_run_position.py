@@ -106,7 +106,7 @@ class Clock(datetime.datetime):
 def test_a_run_continued_on_another_day_keeps_its_prompts(tmp_path, monkeypatch):
     """The template of Llama 3.2 prints the date; so do its turns after midnight."""
     monkeypatch.setattr(transformers.utils.chat_template_utils, "datetime", Clock)
-    monkeypatch.setattr("pacs_trl.rollouts.rollout_trainer.datetime", Clock)
+    monkeypatch.setattr("pacs_trl.rollouts.resumable_trainer.datetime", Clock)
     monkeypatch.setattr(Clock, "days", 0)
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / "llama3_2.jinja").read_text()

@@ -1,0 +1,138 @@
+"""TRL's trainer made resumable: checkpoints resume bitwise, also in the middle of a generation batch.
+
+Each call of `train` starts from a checkpoint or from scratch, regardless of earlier calls. `checkpoint.py` says what a
+checkpoint contains besides Trainer's, `checkpoint_files.py` which checkpoints are complete.
+"""
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from datasets import IterableDataset
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
+from trl import GRPOTrainer
+
+from . import checkpoint
+from .callbacks import StopOnSignal
+from .checkpoint_files import FILE_LIST, write_file_list
+from .interruption import Stopped
+
+
+class ResumableTrainer(GRPOTrainer):
+    """The part of [`RolloutTrainer`] that starts, resumes, and saves runs."""
+
+    # Settings that must be equal in a run that resumes, besides those of checkpoint_settings.yaml.
+    _equal_settings: tuple[str, ...] = ()
+    # Attributes that are saved in checkpoints, in addition to completions.
+    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_data_position", "_prompt_date")
+
+    # Runs -----------------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        checkpoint.check_fixed(self)
+        if resume_from_checkpoint:
+            resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
+        with checkpoint.reporting_full_disk(self.args.output_dir):
+            try:
+                output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
+            except Stopped:
+                self._save_last_step()
+                return TrainOutput(self.state.global_step, float("nan"), {})
+            finally:
+                self._source.close()
+        if self._unrewarded and self.state.global_step >= self.state.max_steps:
+            self._stop_without_rewards()
+        return output
+
+    def _save_last_step(self) -> None:
+        """Save the state after the last optimizer step, when a signal has stopped the current one."""
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, StopOnSignal):
+                callback.stop(self.args)
+        self._source.put_back()
+        self._step_start.rewind()
+        checkpoint.save_last_step(self)
+
+    def _reset_run(self) -> None:
+        """Set the attributes that a run changes to their values at its start."""
+        self._source = self._create_source()
+        self._step = 0
+        self._buffered_inputs = None
+        self._current_train_step_time = 0.0
+        self._last_loaded_step = -1  # vLLM may hold the weights of another run
+        for kept in (*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs):
+            kept.clear()
+        self._num_requests = 0  # vLLM requests of this process in training
+        self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
+        self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
+        (self._prompt_date,) = broadcast_object_list([datetime.now().isoformat()])  # that of the first process
+        self._evaluations = (0, 0)  # optimizer step of the last evaluation, and number of evaluations at it
+        self._saved_step: int | None = None  # step of the last complete checkpoint in `output_dir`
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        self._reset_run()
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if resume_from_checkpoint is not None:
+            checkpoint.load_state(self, Path(resume_from_checkpoint))
+        return prepared
+
+    def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
+        place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
+        if resume is None:
+            return place
+        if isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip:
+            place = checkpoint.read_data_position(self, Path(resume))
+        step = f"optimizer step {self.state.global_step}"
+        if self.state.global_step < max_steps:
+            self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
+            return place
+        self.accelerator.print(f"{resume} is the end of a finished run ({step}), so nothing is left to train.")
+        return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
+
+    def _get_train_sampler(self, dataset=None):
+        return checkpoint.EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    def _at_generation_boundary(self) -> bool:
+        return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
+
+    # Checkpoints ----------------------------------------------------------------------------------------------------
+
+    def _unfinished_state(self) -> dict[str, Any]:
+        """Return the completions that this process has not finished training on, as tensors and plain values."""
+        return {"rollouts": None if self._at_generation_boundary() else self._buffered_inputs}
+
+    def _load_run(self, directory: Path, state: dict[str, Any]) -> None:
+        """Load what `_unfinished_state` returned and what `_save_run` of a subclass saved."""
+        self._buffered_inputs = self._prepare_input(state["rollouts"])
+
+    def _save_run(self, directory: Path) -> None:
+        """Save the part of a run that Trainer does not save."""
+        checkpoint.save_state(self, directory)
+
+    # Trainer calls this on every process, before it writes trainer_state.json and deletes older checkpoints.
+    def _save_rng_state(self, output_dir):
+        self._source.finish()  # before random states, which reward functions may use
+        super()._save_rng_state(output_dir)
+        self._save_run(Path(output_dir))
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            write_file_list(Path(output_dir))
+
+    def _save_checkpoint(self, model, trial):
+        directory = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            # An overwritten checkpoint is incomplete until Trainer writes its state, the last file.
+            (directory / "trainer_state.json").unlink(missing_ok=True)
+            (directory / FILE_LIST).unlink(missing_ok=True)
+        self.accelerator.wait_for_everyone()
+        super()._save_checkpoint(model, trial)
+        if not self.args.save_only_model:
+            self._saved_step = self.state.global_step
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
+            # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
+            self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
