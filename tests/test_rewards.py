@@ -100,6 +100,16 @@ class TestUntrustworthyBatch:
         (record,) = caplog.records
         assert "1 of 2 gold answers" in record.message and "row 1: 'It is two.'" in record.message
 
+    def test_a_trainer_counts_golds_by_kind(self, caplog):
+        golds = [["1"], ["1e3"], [], ["$$"], ["It is two."], ["2", "3"]]
+        check_golds(Dataset.from_dict({"prompt": ["a"] * 6, "solution": golds}))
+        (record,) = caplog.records
+        assert "4 of 6 gold answers of the training set" in record.message
+        assert "1 missing" in record.message and "(row 2: [])" in record.message
+        assert "2 unreadable" in record.message and "row 3: ['$$']" in record.message
+        assert "1 in e-notation" in record.message and "row 1: ['1e3']" in record.message
+        assert "1 of three or more words" in record.message and "row 4: ['It is two.']" in record.message
+
     def test_the_first_unreadable_gold_is_named(self, caplog):
         for _ in range(2):
             assert math_reward([r"\boxed{1}", r"\boxed{1}"], solution=["1", "$$"]) == [1.0, None]

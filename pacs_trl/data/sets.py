@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from ..settings.names import looks_like_path
-from ..verification import Verifier, gold_texts, last_boxed
+from ..verification import gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .messages import content_as_text
 from .prompts import is_conversation
@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 FILE_FORMATS = (".jsonl", ".json", ".parquet")
 MINIATURE = "miniature/"
 
-_MAX_SHOWN = 10
 _ASSERTS = re.compile(r"\s*{.*\"type\"\s*:\s*\"asserts\"", re.DOTALL)
 
 
@@ -176,20 +175,6 @@ def require_columns(source: str, rows: Sequence[dict[str, Any]], columns: Mappin
                 f"`{setting}` to one of them."
             )
     return found
-
-
-def report_unreadable_golds(
-    name: str, golds: Sequence[str | list[str]], verifier: Verifier, rows: Sequence[Any] | None = None
-) -> None:
-    """Log a warning with row (by default the position) and text of golds that the verifier cannot read."""
-    if not (found := verifier.unreadable_golds(golds)):
-        return
-    shown = ", ".join(f"row {i if rows is None else rows[i]}: {golds[i]!r:.60}" for i in found[:_MAX_SHOWN])
-    logger.warning(
-        f"{len(found)} of {len(golds)} gold answers of {name} cannot be read as mathematical expressions "
-        f"({shown}), so that no completion is graded correct unless its box has the same text. Write the final "
-        "answer only."
-    )
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:

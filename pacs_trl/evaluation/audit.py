@@ -1,35 +1,48 @@
-"""Grade a file of completions with several protocols and show where they disagree.
+"""Grade completions with several protocols, check gold answers or programs, and list those in doubt.
 
     pacs-trl audit --completions outputs/run/completions/completions_00010.parquet
+    pacs-trl audit --golds deepscaler --max_share 0.01
     pacs-trl audit --programs verifiable_coding
 
-The first form grades saved completions (tables of TRL's `log_completions`, or any JSON lines or Parquet file) with the
-authors' protocol and with TRL's `accuracy_reward`, and prints the outcomes side by side, beside labels by hand
-(`--true_column`). The second form runs the reference solutions of a set of programming problems against its tests and
-lists those that fail.
+The first form grades saved completions (tables of TRL's `log_completions`, or any JSON lines or Parquet file) and
+prints the outcomes of the protocols side by side, beside labels by hand (`--true_column`). It lists completions on
+which protocols disagree, or whose answer or gold has a form that protocols read differently: counts, and twenty
+examples. The second form lists such gold answers of a data set, before a run. The third form runs the reference
+solutions of a set of programming problems against its tests and lists those that fail.
+
+The exit status is 1 if a larger share than `--max_share` is listed.
 """
 
 import argparse
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, zip_longest
 from pathlib import Path
+from typing import Any
 
 from ..data import TRAINING_SETS
-from ..data.sets import ProblemSet, gold_answer, load_rows, read_rows, require_columns
+from ..data.golds import golds_by_kind, is_in_e_notation
+from ..data.sets import ProblemSet, gold_answer, load_rows, own_columns, read_rows, require_columns
 from ..rewards import VerificationArguments
 from ..settings import Parser
-from ..verification import Outcome, completion_text
+from ..verification import Outcome, completion_text, gold_texts
 from ..verification.cases import last_program
 from ..verification.code import CodeVerifier
-from .benchmarks import name_and_path
+from .benchmarks import BENCHMARKS, name_and_path
 
 
-EXAMPLES = 5  # disagreements that are printed for each pair of protocols
+NUM_EXAMPLES = 20
 _LABELS = dict.fromkeys(("1", "1.0", "true"), Outcome.CORRECT) | dict.fromkeys(("0", "0.0", "false"), Outcome.WRONG)
 _LABELS |= dict.fromkeys(("none", "nan"), Outcome.GOLD_UNPARSEABLE)
+
+
+# Forms of completions that graders read differently.
+_THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
+_BOX = re.compile(r"\\(?:f?boxed|fbox|framebox)(?![A-Za-z])")
+_EMPTY_BOX = re.compile(r"\\(?:f?boxed|fbox|framebox)\s*\{\s*\}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,29 +50,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("audit", __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     subject = parser.add_mutually_exclusive_group(required=True)
     subject.add_argument("--completions", help=".jsonl, .json or .parquet file with one row per completion or group")
+    subject.add_argument("--golds", help="data set whose gold answers are checked (name, NAME=FILE, FILE or Hub id)")
     subject.add_argument("--programs", help="set of programming problems (name, NAME=FILE or FILE)")
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
-    parser.add_argument("--solution_column", default="solution", help="gold answer")
+    parser.add_argument("--solution_column", help="gold answer; by default `solution`; with --golds as in training")
     parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
     parser.add_argument(
         "--protocols",
         nargs="+",
-        choices=("authors", "trl", "number", "robust"),
-        default=["authors", "trl"],
-        help="protocols to compare",
+        choices=("robust", "authors", "trl", "number"),
+        default=["authors", "robust", "number"],
+        help="protocols that are compared: authors, robust, and number by default",
+    )
+    parser.add_argument(
+        "--max_share",
+        type=share,
+        default=1.0,
+        help="exit status 1 if a larger share of completions, golds, or programs is listed; 1.0, the default, never",
     )
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
-    parser.add_argument("--max_problems", type=int, help="--programs: number of problems to run")
+    parser.add_argument("--max_problems", type=int, help="--golds and --programs: number of problems")
     args = parser.parse_args(argv)
     if args.programs:
-        _audit_programs(args)
+        num_listed, num_rows = _audit_programs(args)
+    elif args.golds:
+        num_listed, num_rows = _audit_golds(args)
     else:
-        _audit_completions(args)
-    return 0
+        num_listed, num_rows = _audit_completions(args)
+    if num_listed <= args.max_share * num_rows:
+        return 0
+    share_listed = num_listed / num_rows
+    print(f"\n{num_listed} of {num_rows} are listed: {share_listed:.4f} is above --max_share {args.max_share:g}.")
+    return 1
 
 
-def _audit_completions(args: argparse.Namespace) -> None:
+def share(text: str) -> float:
+    if not 0.0 <= float(text) <= 1.0:
+        raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1.")
+    return float(text)
+
+
+def _audit_completions(args: argparse.Namespace) -> tuple[int, int]:
+    """Print outcomes, disagreements, kinds, and examples; return the number of listed completions, and of all."""
     rows, column = read_rows(Path(args.completions)), args.completion_column
+    args.solution_column = args.solution_column or "solution"
     named = {name: getattr(args, name) for name in ("completion_column", "solution_column", "true_column")}
     require_columns(args.completions, rows, named)
     # a cell with a list of completions, but not a conversation, becomes several rows
@@ -75,24 +109,120 @@ def _audit_completions(args: argparse.Namespace) -> None:
     for protocol in args.protocols:
         with VerificationArguments(verification_protocol=protocol).build() as verifier:
             graded[protocol] = [result.outcome for result in verifier.grade_detailed(texts, golds)]
+    kinds = _completions_by_kind(texts, golds, graded)
     if labels:
         graded[args.true_column] = [_LABELS[label] for label in labels]
+        kinds["label by hand differs"] = _differing(graded, args.protocols, args.true_column)
     _print_outcomes(graded)
     for first, second in combinations(graded, 2):
-        pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
-        differing = [i for i, (one, other) in enumerate(pairs) if one != other]
-        print(f"\n{first} and {second} disagree on the label of {len(differing)} of {len(texts)} completions")
-        of_wrong, of_correct = (
-            [one for one, other in pairs if other == truth and one is not None] for truth in (0.0, 1.0)
-        )
-        print(
-            f"  {first} accepts {of_wrong.count(1.0)} of {len(of_wrong)} that {second} rejects, and rejects "
-            f"{of_correct.count(0.0)} of {len(of_correct)} that it accepts"
-        )
-        for i in differing[:EXAMPLES]:
-            print(f"  row {i}: " + ", ".join(f"{name} {graded[name][i].name.lower()}" for name in (first, second)))
-            print(f"    gold       {str(golds[i])[:200]!r}")
-            print(f"    completion ...{(texts[i] or '')[-200:]!r}")
+        _print_disagreement(first, second, graded)
+
+    examples = _print_kinds(kinds, "completions", len(texts))
+    for i in examples:
+        print(f"  row {i}: " + ", ".join(f"{name} {outcomes[i].name.lower()}" for name, outcomes in graded.items()))
+        print(f"    kinds      {', '.join(kind for kind, indices in kinds.items() if i in indices)}")
+        print(f"    gold       {str(golds[i])[:200]!r}")
+        print(f"    completion ...{(texts[i] or '')[-200:]!r}")
+    return len({i for indices in kinds.values() for i in indices}), len(texts)
+
+
+def _completions_by_kind(
+    texts: Sequence[str | None], golds: Sequence[Any], graded: dict[str, list[Outcome]]
+) -> dict[str, list[int]]:
+    """Return the indices of completions of each kind that is listed. A completion may be of several kinds."""
+    kinds: dict[str, list[int]] = {
+        "protocols disagree": [],
+        "gold that no protocol reads": [],
+        "gold that some protocols do not read": [],
+        "box in a think block": [],
+        "empty box": [],
+        "gold in e-notation": [],
+    }
+    for i, (text, gold) in enumerate(zip(texts, golds, strict=True)):
+        labels = [outcomes[i].label for outcomes in graded.values()]
+        if 0.0 in labels and 1.0 in labels:
+            kinds["protocols disagree"].append(i)
+        # Of golds that are no numbers, `number` reads few.
+        labels_of_others = [outcomes[i].label for protocol, outcomes in graded.items() if protocol != "number"]
+        if set(labels) == {None}:
+            kinds["gold that no protocol reads"].append(i)
+        elif None in labels_of_others:
+            kinds["gold that some protocols do not read"].append(i)
+        if any(_BOX.search(thought) for thought in _THOUGHT.findall(text or "")):
+            kinds["box in a think block"].append(i)
+        if _EMPTY_BOX.search(text or ""):
+            kinds["empty box"].append(i)
+        if is_in_e_notation(gold):
+            kinds["gold in e-notation"].append(i)
+    return kinds
+
+
+def _differing(graded: dict[str, list[Outcome]], protocols: Sequence[str], by_hand: str) -> list[int]:
+    """Return the indices of completions that a protocol labels otherwise than the known label by hand."""
+    differing = []
+    for i, truth in enumerate(graded[by_hand]):
+        labels = {graded[protocol][i].label for protocol in protocols}
+        if truth.label is not None and labels != {truth.label}:
+            differing.append(i)
+    return differing
+
+
+def _print_disagreement(first: str, second: str, graded: dict[str, list[Outcome]]) -> None:
+    pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
+    num_differing = sum(one != other for one, other in pairs)
+    of_wrong, of_correct = (
+        [one for one, other in pairs if other == truth and one is not None] for truth in (0.0, 1.0)
+    )
+    print(f"\n{first} and {second} disagree on the label of {num_differing} of {len(pairs)} completions")
+    print(
+        f"  {first} accepts {of_wrong.count(1.0)} of {len(of_wrong)} that {second} rejects, and rejects "
+        f"{of_correct.count(0.0)} of {len(of_correct)} that it accepts"
+    )
+
+
+def _print_kinds(kinds: dict[str, list[int]], noun: str, num_rows: int) -> list[int]:
+    """Print the counts by kind, and return the indices of the examples: the first of each kind, then the second of
+    each, up to `NUM_EXAMPLES`."""
+    num_listed = len({i for indices in kinds.values() for i in indices})
+    print(f"\n{num_listed} of {num_rows} {noun} are listed")
+    for kind, indices in kinds.items():
+        print(f"  {kind:36}{len(indices):10}")
+    in_turn = [i for round_of_kinds in zip_longest(*kinds.values()) for i in round_of_kinds if i is not None]
+    examples = sorted(list(dict.fromkeys(in_turn))[:NUM_EXAMPLES])
+    if examples:
+        print("\nExamples:")
+    return examples
+
+
+def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
+    """Print counts and examples of golds by kind; return the number of listed golds, and of all."""
+    name, path = name_and_path(args.golds)
+    entry = (TRAINING_SETS | BENCHMARKS).get(name)
+    if entry is not None and entry.answer_in == "tests":
+        raise ValueError(f"`--golds` {args.golds!r} is a set of programs, which has tests. Use `--programs`.")
+    rows = load_rows(name, entry or ProblemSet(name, title=name), path or None)[: args.max_problems or None]
+    if entry is None:
+        columns = require_columns(args.golds, rows, {"solution_column": args.solution_column})
+        entry = own_columns(ProblemSet(name, title=name), columns, None, args.solution_column)
+    elif args.solution_column:
+        entry = replace(entry, solution_column=args.solution_column, answer_in="column")
+    require_columns(args.golds, rows, {"solution_column": entry.solution_column})
+    golds = [gold_answer(row.get(entry.solution_column), entry.answer_in) for row in rows]
+    print(f"{len(golds)} gold answers of {args.golds}\n")
+
+    unreadable_by = {}
+    for protocol in args.protocols:
+        with VerificationArguments(verification_protocol=protocol).build() as verifier:
+            unreadable_by[protocol] = verifier.unreadable_golds(golds)
+        num_unreadable = sum(bool(gold_texts(golds[i])) for i in unreadable_by[protocol])
+        print(f"{'not read by ' + protocol:38}{num_unreadable:10}")
+    by_none = set.intersection(*map(set, unreadable_by.values()))
+    kinds = golds_by_kind(golds, sorted(by_none))
+    kinds["no protocol reads it"] = kinds.pop("unreadable")
+    for i in _print_kinds(kinds, "gold answers", len(golds)):
+        own_kinds = ", ".join(kind for kind, indices in kinds.items() if i in indices)
+        print(f"  row {i} ({own_kinds}): {golds[i]!r:.200}")
+    return len({i for indices in kinds.values() for i in indices}), len(golds)
 
 
 def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
@@ -106,7 +236,8 @@ def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
     print(f"{'accuracy':18}" + "".join(shares) + "   (of completions with a readable gold)")
 
 
-def _audit_programs(args: argparse.Namespace) -> None:
+def _audit_programs(args: argparse.Namespace) -> tuple[int, int]:
+    """Print the outcomes of the reference solutions; return the number of those that fail, and of all."""
     name, path = name_and_path(args.programs)
     if name not in TRAINING_SETS and not path:
         known = ", ".join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == "tests")
@@ -135,3 +266,4 @@ def _audit_programs(args: argparse.Namespace) -> None:
         if grade.outcome is not Outcome.CORRECT:
             why = problem or grade.error or f"passes {grade.share:.0%} of the tests up to the first that fails"
             print(f"  row {index} ({row.get('problem_id', index)}): {grade.outcome.name.lower()}: {why}")
+    return sum(grade.outcome is not Outcome.CORRECT for grade in grades), len(grades)

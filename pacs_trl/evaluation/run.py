@@ -20,9 +20,10 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from ..data import gym, instruction_for
+from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
-from ..data.sets import MINIATURE, report_unreadable_golds
+from ..data.sets import MINIATURE
 from ..data.tasks import check_task
 from ..errors import without_exit
 from ..rewards import configure_verification
@@ -172,7 +173,7 @@ def check_grading(benchmarks: Sequence[LoadedBenchmark], verifier: Verifier, cod
         code_verifier.start()
     for benchmark in (b for b in benchmarks if not (b.is_code or b.environment or b.is_gym)):
         ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
-        report_unreadable_golds(benchmark.title, golds, verifier, ids)
+        report_golds(benchmark.title, golds, verifier, ids)
 
 
 def missing_requests(

@@ -25,9 +25,9 @@ from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_c
 
 from .. import rewards
 from ..data.environments import examples_of, prepare_environments
+from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompts import prompt_lengths
-from ..data.sets import report_unreadable_golds
 from ..rewards import shared_verifier
 from ..settings.names import require_vllm
 from ..update.context_length import context_lengths
@@ -169,9 +169,10 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
 
 
 def check_golds(dataset: Any) -> None:
-    """Report gold answers of a training set that the shared verifier cannot parse. Streaming datasets are skipped."""
+    """Report gold answers of a training set that cannot be graded or may be misread. Streaming datasets are
+    skipped."""
     if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
-        report_unreadable_golds("the training set", dataset["solution"][:], shared_verifier())
+        report_golds("the training set", dataset["solution"][:], shared_verifier())
 
 
 def check_prompt_lengths(

@@ -27,7 +27,7 @@ def path(tmp_path):
 
 
 def test_protocols_side_by_side(path, capsys):
-    assert main(["--completions", path]) == 0
+    assert main(["--completions", path, "--protocols", "authors", "trl"]) == 0
     output = capsys.readouterr().out
     assert output.count("  row ") == 2
     lines = [line.split() for line in output.splitlines()]
@@ -38,6 +38,7 @@ def test_protocols_side_by_side(path, capsys):
         "gold_unparseable": ["0", "1"],
     }
     assert "authors and trl disagree on the label of 2 of 5 completions" in output
+    assert "gold that some protocols do not read         1\n" in output
     assert "row 1: authors correct, trl no_answer" in output
     assert "row 4: authors correct, trl gold_unparseable" in output
     assert "accuracy              0.8000    0.5000" in output
@@ -85,6 +86,87 @@ def test_errors(path, changes, key):
         main(["--completions", path, *changes])
 
 
+FORMS = [
+    {"completion": "54 + 3 =", "solution": "57"},
+    {"completion": r"<think>\boxed{57}</think> It is 58.", "solution": "57"},
+    {"completion": r"It is 57, so \boxed{}", "solution": "57"},
+    {"completion": "1000", "solution": "1e3"},
+    {"completion": "57", "solution": "$$"},
+    {"completion": r"\boxed{p}", "solution": "p"},
+    *({"completion": f"It is {i}.", "solution": i} for i in range(4)),
+]
+COUNTS = {
+    "protocols disagree": 4,
+    "gold that no protocol reads": 1,
+    "gold that some protocols do not read": 0,  # `number` reads no `p`
+    "box in a think block": 1,
+    "empty box": 1,
+    "gold in e-notation": 1,
+}
+
+
+def counts_by_kind(output):
+    """The lines that end in a number, by their text."""
+    lines = [line.strip().rsplit(maxsplit=1) for line in output.splitlines()]
+    return {line[0]: int(line[1]) for line in lines if len(line) == 2 and line[1].isdigit()}
+
+
+def test_completions_are_counted_by_kind_and_shown(tmp_path, capsys):
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in FORMS), encoding="utf-8")
+    assert main(["--completions", str(file), "--max-share", "0.5"]) == 0
+    output = capsys.readouterr().out
+    assert "5 of 10 completions are listed" in output
+    assert {kind: counts_by_kind(output)[kind] for kind in COUNTS} == COUNTS
+    assert "row 0: authors correct, robust no_answer, number wrong\n    kinds      protocols disagree\n" in output
+    assert "    kinds      protocols disagree, empty box\n" in output
+    assert output.count("  row ") == 5
+    assert main(["--completions", str(file), "--max-share", "0.4"]) == 1
+    assert capsys.readouterr().out.endswith("5 of 10 are listed: 0.5000 is above --max_share 0.4.\n")
+
+
+def test_twenty_examples_of_all_kinds_are_shown(tmp_path, capsys):
+    rows = [{"completion": r"\boxed{}", "solution": "1"}] * 30 + [{"completion": "1", "solution": None}]
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    main(["--completions", str(file)])
+    output = capsys.readouterr().out
+    assert output.count("  row ") == 20
+    assert "row 30: " in output and "row 18: " in output and "row 19: " not in output
+
+
+class TestGolds:
+    """`--golds`: the answers of a data set alone."""
+
+    ROWS = [{"problem": "?", "answer": gold} for gold in ("57", "1e3", "$$", None, "It is fifty seven.", "p - q", 2.5)]
+
+    @pytest.fixture
+    def golds(self, tmp_path):
+        file = tmp_path / "problems.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in self.ROWS), encoding="utf-8")
+        return str(file)
+
+    def test_they_are_counted_by_kind_and_shown(self, golds, capsys):
+        assert main(["--golds", golds, "--max_share", "0.4"]) == 1
+        output = capsys.readouterr().out
+        counts = {"missing": 1, "e-notation": 1, "words": 1, "no protocol reads it": 1}
+        counts |= {"not read by robust": 1, "not read by number": 3}
+        assert {kind: counts_by_kind(output)[kind] for kind in counts} == counts
+        assert "  row 1 (e-notation): '1e3'\n" in output and "row 2 (no protocol reads it): '$$'" in output
+        assert output.endswith("4 of 7 are listed: 0.5714 is above --max_share 0.4.\n")
+
+    @pytest.mark.parametrize("name", ["miniature/addition", f"math_500={DATA / 'math_500.jsonl'}"])
+    def test_a_data_set_of_training_and_of_evaluation(self, capsys, name):
+        assert main(["--golds", name, "--max_problems", "50", "--protocols", "robust", "--max_share", "0"]) == 0
+        assert "0 of 50 gold answers are listed" in capsys.readouterr().out
+
+    def test_programs_and_missing_columns_are_refused(self, golds):
+        with pytest.raises(ValueError, match="Use `--programs`"):
+            main(["--golds", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}"])
+        with pytest.raises(ValueError, match="solution_column"):
+            main(["--golds", golds, "--solution_column", "gold"])
+
+
 class TestPrograms:
     """`--programs`: the reference solutions of a set against its tests."""
 
@@ -118,7 +200,7 @@ def test_how_often_a_grader_errs(tmp_path, capsys):
     truths = [1, "true", False, 0.0, None]  # 7 in a box beside a gold of 7 is called wrong by hand
     file = tmp_path / "completions.jsonl"
     file.write_text("".join(json.dumps(row | {"by_hand": t}) + "\n" for row, t in zip(ROWS, truths)))
-    main(["--completions", str(file), "--true-column", "by_hand"])
+    main(["--completions", str(file), "--protocols", "authors", "trl", "--true-column", "by_hand"])
     output = capsys.readouterr().out
     assert "trl accepts 1 of 2 that by_hand rejects, and rejects 1 of 2 that it accepts" in output
     assert "authors accepts 1 of 2 that trl rejects, and rejects 0 of 2 that it accepts" in output
