@@ -175,13 +175,14 @@ class PACSConfig(ExactUpdateConfig):
         return None if self.proxy == "mean_logp" else self.reference
 
 
-def _first_update_errors(given: Any, step: Step) -> list[str]:
-    undefined = given.score_estimator == "grpo" and given.reference == "rollout" and given.proxy != "mean_logp"
-    first = given.first_update_score
-    if undefined and given.rollout_lag:
+def _first_update_errors(config: Any, step: Step) -> list[str]:
+    undefined = config.score_estimator == "grpo" and config.reference == "rollout" and config.proxy != "mean_logp"
+    first = config.first_update_score
+    if undefined and config.rollout_lag:
         return [
-            f"rollout_lag={given.rollout_lag} cannot be used with score_estimator='grpo' and reference='rollout': its "
-            "implicit rewards are nearly 0 at first. Set score_estimator='rloo' or 'dr_grpo', or reference='snapshot'."
+            f"rollout_lag={config.rollout_lag} cannot be used with score_estimator='grpo' and reference='rollout': "
+            "its implicit rewards are nearly 0 at first. Set score_estimator='rloo' or 'dr_grpo', or "
+            "reference='snapshot'."
         ]
     if undefined and first is None:
         return [
@@ -191,7 +192,7 @@ def _first_update_errors(given: Any, step: Step) -> list[str]:
         ]
     if not undefined:
         reason = "it is for reference='rollout' and proxy='log_ratio'"
-        return ignored_settings(given, ["first_update_score"], reason, "`score_estimator: grpo`")
+        return ignored_settings(config, ["first_update_score"], reason, "`score_estimator: grpo`")
     if first is not None and step.updates_per_generation == 1:
         return [
             f"first_update_score={first!r} needs a second update on a rollout, but with steps_per_generation="

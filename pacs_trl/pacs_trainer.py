@@ -184,7 +184,7 @@ class PACSTrainer(ExactUpdateTrainer):
         if resets_optimizer and self.is_deepspeed_enabled:
             raise ValueError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
-                "state in buffers of its own. Use DDP or FSDP2, or set it to False."
+                "state in its own buffers. Use DDP or FSDP2, or set it to False."
             )
         super()._prepare_learning()
 

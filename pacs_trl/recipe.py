@@ -115,7 +115,7 @@ class Recipe(NamedTuple):
         keys."""
         method = settings.get("method", "pacs")
         classes = settings_classes(method)
-        known = {each.name for part in classes for each in fields(part)}
+        known = {field.name for part in classes for field in fields(part)}
         if errors := _keys_of_other_methods(method, settings.keys() - known):
             raise ValueError(" ".join(errors))
         values = _typed_values(settings, classes, method)
@@ -144,7 +144,7 @@ def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]
     """Return an object of each dataclass. Raises a `ValueError` with what all of them refuse."""
     instances, errors = [], []
     for part in classes:
-        values_of_part = {each.name: values[each.name] for each in fields(part) if each.init}
+        values_of_part = {declared.name: values[declared.name] for declared in fields(part) if declared.init}
         try:
             instances.append(part(**values_of_part))
         except (ValueError, TypeError, OSError, ImportError) as error:  # of libraries: files, missing packages
@@ -194,7 +194,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
 def method_names() -> list[str]:
     """Return the names of all methods: those of `METHODS` and the modules of `pacs_trl.experimental`."""
     folder = import_module(f"{__package__}.experimental").__path__
-    return [*METHODS, *sorted(each.name for each in iter_modules(folder) if not each.name.startswith("_"))]
+    return [*METHODS, *sorted(module.name for module in iter_modules(folder) if not module.name.startswith("_"))]
 
 
 def settings_classes(method: str) -> tuple[type, ...]:
@@ -229,10 +229,10 @@ def _import_class(name: str) -> type:
 
 def _only_subclass(module_name: str, base: type) -> type:
     """Return the only subclass of `base` that a module defines."""
-    classes = [each for each in vars(import_module(module_name)).values() if isinstance(each, type)]
-    subclasses = [each for each in classes if each.__module__ == module_name and issubclass(each, base)]
+    classes = [value for value in vars(import_module(module_name)).values() if isinstance(value, type)]
+    subclasses = [part for part in classes if part.__module__ == module_name and issubclass(part, base)]
     if len(subclasses) != 1:
-        names = ", ".join(each.__name__ for each in subclasses) or "none"
+        names = ", ".join(subclass.__name__ for subclass in subclasses) or "none"
         raise ValueError(
             f"The module {module_name} of a method must define one subclass of {base.__name__}, and defines {names}. "
             "Add it, or move the others to a module whose name begins with an underscore."
@@ -246,7 +246,7 @@ def _keys_of_other_methods(method: str, unknown: Set[str]) -> list[str]:
         return []
     methods_of: dict[str, list[str]] = {}
     for other in METHODS:
-        for name in unknown & {each.name for each in fields(config_class(other))}:
+        for name in unknown & {declared.name for declared in fields(config_class(other))}:
             methods_of.setdefault(name, []).append(other)
     return [
         f"`{name}` is a setting of method {' and '.join(methods_of[name])}, not of {method}. Remove the key, or "
@@ -285,7 +285,7 @@ def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) 
     corrects = training.vllm_importance_sampling_correction
     lora_keys = sorted(key for key in settings if key.startswith("lora_") or key in ("use_dora", "use_rslora"))
     trains_whole_model = not model.use_peft and "use_peft" not in settings
-    data_keys = {each.name for each in fields(DataArguments)} - {
+    data_keys = {declared.name for declared in fields(DataArguments)} - {
         "eval_split_size",
         "max_train_samples",
         "dataset_seed",

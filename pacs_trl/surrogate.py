@@ -160,8 +160,8 @@ def ratio_terms(
         share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
         weights = (derivatives * share).expand_as(logps)
     ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
-    low, high = (ratio < loss.low) & negative, (ratio > loss.high) & positive
-    low_fraction, high_fraction = ((where & mask).sum(dim=1) / number[:, 0] for where in (low, high))
+    is_below, is_above = (ratio < loss.low) & negative, (ratio > loss.high) & positive
+    low_fraction, high_fraction = ((where & mask).sum(dim=1) / number[:, 0] for where in (is_below, is_above))
     return RatioTerms(weights, values, low_fraction, high_fraction, phi)
 
 

@@ -147,8 +147,12 @@ def _checked_model(recipe: Recipe):
     """Check the model without loading its weights, put its arguments into the training configuration, and return its
     LoRA configuration (or `None`) and tokenizer."""
     model, training = recipe.model, recipe.training
-    own = {"revision": model.model_revision, "attn_implementation": model.attn_implementation, "dtype": model.dtype}
-    training.model_init_kwargs = own | (training.model_init_kwargs or {})
+    loading = {
+        "revision": model.model_revision,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    training.model_init_kwargs = loading | (training.model_init_kwargs or {})
     training.eval_data = recipe.data  # from which prompts of benchmarks are made
     name = model.model_name_or_path
     check_model_path(name, "training")
@@ -169,13 +173,13 @@ def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], envi
     training, data = recipe.training, recipe.data
     if environment is not None:
         num_examples = int(recipe.step.rollouts(training.max_steps) * recipe.step.prompts_per_generation)
-        found = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
+        datasets = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
     else:
-        found = load_training_data(data, tokenizer, training.chat_template_kwargs)
-    check_number_of_prompts(len(found[0]), training)
+        datasets = load_training_data(data, tokenizer, training.chat_template_kwargs)
+    check_number_of_prompts(len(datasets[0]), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
-        check_dataset("the training set", found[0], reward_funcs, OWN_PARAMETERS)
-    return found
+        check_dataset("the training set", datasets[0], reward_funcs, OWN_PARAMETERS)
+    return datasets
 
 
 def _make_warm_start(recipe: Recipe):
@@ -225,9 +229,9 @@ def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
 def _check_output(output_dir: str, checkpoint: str | None) -> None:
     """Raise a `ValueError` if the model of another run would be overwritten, and an `OSError` if the directory is not
     writable."""
-    is_own = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
+    continues_run = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
     holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if holds_model and not is_own:
+    if holds_model and not continues_run:
         raise ValueError(
             f"{output_dir} already contains a model, which this run would overwrite. Choose another output_dir, or "
             "remove the directory; to train that model further, set it as model_name_or_path."

@@ -134,9 +134,9 @@ class GRPOTrainer(ExactUpdateTrainer):
         args = self.args
         epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         if args.loss_type == "cispo":  # its bound is a cap, not a distance from 1
-            low, high = -math.inf, epsilon_high
+            lower_bound, upper_bound = -math.inf, epsilon_high
         else:
-            low, high = 1 - args.epsilon, 1 + epsilon_high
+            lower_bound, upper_bound = 1 - args.epsilon, 1 + epsilon_high
         mismatch = self._mismatch if self.corrects_mismatch and args.loss_type == "vespo" else None
         has_later_updates = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
         ratios_differ_from_1 = has_later_updates or args.rollout_lag > 0 or mismatch is not None
@@ -144,8 +144,8 @@ class GRPOTrainer(ExactUpdateTrainer):
             surrogate.RatioLoss(
                 args.loss_type,
                 args.importance_sampling_level,
-                low,
-                high,
+                lower_bound,
+                upper_bound,
                 delta=args.delta,
                 sapo_temperatures=(args.sapo_temperature_pos, args.sapo_temperature_neg),
                 vespo_k=(args.vespo_k_pos, args.vespo_k_neg),

@@ -311,7 +311,7 @@ class PPOTrainer(ActorCriticTrainer):
 
     def _create_critic(self, policy, args, arguments) -> PreTrainedModel:
         """Load a critic with one output per token: a causal language model with a new value head, or a saved critic
-        with its own."""
+        with the saved head."""
         set_seed(args.seed)  # for the initialization of the value head
         return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
 

@@ -136,13 +136,18 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
     prefix = _prefix_of_evaluation(logs)
     if not prefix and "reward" not in logs:
         return None
-    of_dataset = prefix.removeprefix("eval_").removesuffix("_")
-    evaluation = f"evaluation of {of_dataset} at " if of_dataset else "evaluation at " if prefix else ""
-    parts = [f"{evaluation}step {step:{len(str(max_steps))}}/{max_steps}"]
+    dataset_name = prefix.removeprefix("eval_").removesuffix("_")
+    if dataset_name:
+        start = f"evaluation of {dataset_name} at "
+    elif prefix:
+        start = "evaluation at "
+    else:
+        start = ""
+    parts = [f"{start}step {step:{len(str(max_steps))}}/{max_steps}"]
     for name, (metric, digits) in NUMBERS.items():
         key = "eval_pass@1" if prefix and metric == "pass@1" else prefix + metric  # benchmarks belong to no dataset
         value = logs.get(key)
-        if value is not None or name == "reward" and key in logs:  # None: no completion had a verdict
+        if value is not None or (name == "reward" and key in logs):  # None: no completion had a verdict
             parts.append(f"{name} {'none' if value is None else format(value, digits)}")
     seconds = logs.get(f"{prefix}runtime" if prefix else "time/total")
     return "  ".join([*parts, f"{seconds:.1f} s"] if seconds is not None else parts)
@@ -216,7 +221,8 @@ def tracked_run(training: GRPOConfig, settings: dict[str, Any], *, resuming: boo
 
 
 def _require_key(wandb) -> None:
-    if sys.stdin is not None and sys.stdin.isatty() or wandb.setup().settings.mode != "online":
+    can_ask = sys.stdin is not None and sys.stdin.isatty()
+    if can_ask or wandb.setup().settings.mode != "online":
         return
     if not wandb.login(prompt=False, verify=False):
         raise ValueError(

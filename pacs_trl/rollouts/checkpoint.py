@@ -76,7 +76,7 @@ def request_seed(stream: str, index: int) -> int:
 
 def next_seeds(trainer: Any, num_requests: int) -> list[int]:
     """Return the seeds of the next `num_requests` vLLM requests of this process."""
-    if not trainer.model.training:  # an evaluation has seeded the generators, see `own_random_numbers`
+    if not trainer.model.training:  # an evaluation has seeded the generators, see `seeded_random_numbers`
         return [random.getrandbits(31) for _ in range(num_requests)]
     run = f"{trainer.args.seed}/{0 if trainer.vllm_mode == 'server' else _engine_of(trainer)}"
     first = trainer._num_requests
@@ -99,7 +99,7 @@ def evaluation_seed(trainer: Any) -> int:
 
 
 @contextmanager
-def own_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
+def seeded_random_numbers(seed: int, device: torch.device) -> Iterator[None]:
     """Seed all random number generators inside the context, and restore their states on exit."""
     states = random_states(device)
     set_seed(seed)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_TRIES = 2.0  # of questions to a vLLM server
 
 # Keyword arguments that TRL and this package pass to every reward function in addition to dataset columns.
-_ALWAYS_GIVEN = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
 OWN_PARAMETERS = ("compute_logps",)
 
 
@@ -53,9 +53,9 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
             step = Step.of(args, args.world_size)
             num_examples = int(step.rollouts(args.max_steps) * step.prompts_per_generation)
             arguments["train_dataset"] = examples_of(None, num_examples)
-        given = {name: arguments.pop(name) for name in ("train_dataset", "eval_dataset")}
-        arguments["environment_factory"], given = prepare_environments(arguments["environment_factory"], given)
-        arguments |= given
+        datasets = {name: arguments.pop(name) for name in ("train_dataset", "eval_dataset")}
+        arguments["environment_factory"], datasets = prepare_environments(arguments["environment_factory"], datasets)
+        arguments |= datasets
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)
@@ -64,13 +64,14 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
                 "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
             )
-    given_by_data = functions if arguments["rollout_func"] is None else ()  # a rollout function may add columns
-    passed = (*OWN_PARAMETERS, *(["environments"] if has_environment else []))
+    if arguments["rollout_func"] is not None:  # may add the columns that reward functions read
+        functions = ()
+    passed = (*OWN_PARAMETERS, "environments") if has_environment else OWN_PARAMETERS
     for name in ("train_dataset", "eval_dataset"):
         dataset, title = arguments[name], name
         if args.remove_unused_columns:
             dataset, title = without_unused_columns(dataset), f"{name} with remove_unused_columns=True"
-        check_dataset(title, dataset, given_by_data, passed)
+        check_dataset(title, dataset, functions, passed)
     check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
@@ -116,19 +117,22 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
         check_columns(name, dataset.column_names)
         checks_prompts = isinstance(dataset, Dataset) and "environments" not in passed  # which may modify prompts
         for i, prompt in enumerate(dataset["prompt"][:] if checks_prompts else ()):
-            messages = prompt if isinstance(prompt, list) else []
-            if not (prompt and isinstance(prompt, str) or messages and all(each.get("role") for each in messages)):
+            if isinstance(prompt, list):
+                is_prompt = bool(prompt) and all(message.get("role") for message in prompt)
+            else:
+                is_prompt = bool(prompt) and isinstance(prompt, str)
+            if not is_prompt:
                 raise ValueError(
                     f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that "
                     "each have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
                 )
-        given = {*_ALWAYS_GIVEN, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
+        keywords = {*_ALWAYS_PASSED, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
         for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
             if not callable(function) or isinstance(function, nn.Module):
                 continue
             signature = inspect.signature(function)
             try:
-                signature.bind(**dict.fromkeys(given | (signature.parameters.keys() & set(passed))))
+                signature.bind(**dict.fromkeys(keywords | (signature.parameters.keys() & set(passed))))
             except TypeError as error:
                 raise ValueError(
                     f"The reward function {get_callable_name(function)!r} cannot be called with the columns of "
@@ -151,7 +155,7 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
     reward functions get from the trainer, or of TRL's images, which change prompts even where they are null."""
     columns = list(columns)
     for column in columns:
-        if column in (*_ALWAYS_GIVEN, *OWN_PARAMETERS):
+        if column in (*_ALWAYS_PASSED, *OWN_PARAMETERS):
             raise ValueError(
                 f"{name} has the column `{column}`, but the trainer passes its own `{column}` to reward functions. "
                 "Rename the column, or remove it."
@@ -186,8 +190,8 @@ def check_prompt_lengths(
     `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
     or if the text of a message would not reach the prompt ([`MessageCheck`]). Streaming datasets are skipped."""
-    bounds = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
-    of_training = {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch}
+    limits_of_generation = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
+    limits_of_training = limits_of_generation | {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch}
     completion = args.max_completion_length or 1
     messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     longest, all_are_known = 0, args.max_completion_length is not None
@@ -195,7 +199,7 @@ def check_prompt_lengths(
         if not isinstance(dataset, Dataset):
             all_are_known = all_are_known and dataset is None
             continue
-        limits = bounds | (of_training if name == "train_dataset" else {})
+        limits = limits_of_training if name == "train_dataset" else limits_of_generation
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
         messages.check(name, dataset["prompt"][:])
         prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the tokenizer
@@ -332,14 +336,20 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
     unsupported = [name for name in ("tools", "environment_factory") if arguments[name]]
     if function is not None and not is_async:  # it gets the trainer, whose weights change while it runs
         unsupported.append("a rollout_func other than `async def rollout_func(prompts, generate)`")
-    unsupported += ["rollout_func with eval_dataset"] * bool(is_async and arguments["eval_dataset"])
-    unsupported += ["a streaming dataset"] * (not isinstance(arguments["train_dataset"], Dataset))
-    unsupported += ["use_transformers_continuous_batching"] * args.use_transformers_continuous_batching
+    if is_async and arguments["eval_dataset"]:
+        unsupported.append("rollout_func with eval_dataset")
+    if not isinstance(arguments["train_dataset"], Dataset):
+        unsupported.append("a streaming dataset")
+    if args.use_transformers_continuous_batching:
+        unsupported.append("use_transformers_continuous_batching")
     has_adapter = bool(arguments["peft_config"] or getattr(model, "active_peft_config", None))
-    unsupported += ["adapters with rollout_engine: vllm"] * (args.rollout_engine == "vllm" and has_adapter)
+    if args.rollout_engine == "vllm" and has_adapter:
+        unsupported.append("adapters with rollout_engine: vllm")
     plugins = [os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED")]
-    unsupported += ["FSDP or DeepSpeed without vLLM"] * (not args.use_vllm and any([*plugins, args.deepspeed]))
-    unsupported += ["generation with transformers on a GPU"] * (not args.use_vllm and args.device.type != "cpu")
+    if not args.use_vllm and any([*plugins, args.deepspeed]):
+        unsupported.append("FSDP or DeepSpeed without vLLM")
+    if not args.use_vllm and args.device.type != "cpu":
+        unsupported.append("generation with transformers on a GPU")
     if unsupported:
         raise ValueError(
             f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
@@ -373,8 +383,8 @@ def check_vllm(args: RolloutConfig, model: str, lora_rank: int | None = None) ->
         check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
         check_server(args, model, lora_rank)
         return
-    is_own = torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
-    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and not is_own:
+    port_is_of_launcher = torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
+    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and not port_is_of_launcher:
         remedy = "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`."
         check_port(int(port), "MASTER_PORT", remedy)
 

@@ -32,7 +32,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
 from ..update.generation import undisturbed
-from ..update.startup_check import HALF_PRECISION_TOLERANCE, own_outputs, tolerance_of
+from ..update.startup_check import HALF_PRECISION_TOLERANCE, model_head_outputs, tolerance_of
 from .checkpoint import next_seeds, save_last_step
 from .checks import max_lora_rank, serve_command, server_url
 
@@ -65,10 +65,10 @@ class SeededLLM:
         `vllm.LLM.generate`."""
         if not isinstance(sampling_params, Sequence):
             sampling_params = [sampling_params] * len(prompts)
-        params = [each.clone() for each in sampling_params]
-        seedless = [each for each in params if each.seed is None]
-        for request, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
-            request.seed = seed
+        params = [request_params.clone() for request_params in sampling_params]
+        seedless = [request_params for request_params in params if request_params.seed is None]
+        for request_params, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
+            request_params.seed = seed
         if self.lora_request is not None:
             kwargs = {"lora_request": self.lora_request} | kwargs
         return self.llm.generate(prompts, sampling_params=params, **kwargs)
@@ -260,7 +260,7 @@ class AdapterSync:
         except Exception as error:  # TRL's client raises bare exceptions, and other processes wait
             logger.exception("vLLM did not answer with the adapter.")
             problem = f"did not answer with the trained adapter ({error})"
-        if problems := [each for each in gather_object([problem]) if each]:
+        if problems := [text for text in gather_object([problem]) if text]:
             raise FailedRun(
                 f"vLLM {problems[0]}. Fix the problem, or remove vllm_sync_adapter to send all weights, and continue "
                 "with `--resume_from_checkpoint last`."
@@ -281,7 +281,7 @@ class AdapterSync:
         model, ids = self.engine.model, self.prompt_ids
         with undisturbed(model, self.forward_pass.device):
             model.eval()
-            return own_outputs(self.forward_pass, model, ids[:1], ids[1:], values=False).cpu()
+            return model_head_outputs(self.forward_pass, model, ids[:1], ids[1:], values=False).cpu()
 
     def _problem(self, engine_logps: torch.Tensor, trainer_logps: torch.Tensor) -> str | None:
         """Return why the engine's log-probs cannot come from the adapter, whose log-probs are `trainer_logps`.

@@ -27,7 +27,7 @@ from trl.trainer.utils import pad
 
 from ..update.forward_pass import ForwardPass, fused_head
 from ..update.generation import faster_generation
-from .checkpoint import own_random_numbers, request_seed
+from .checkpoint import request_seed, seeded_random_numbers
 
 
 class Generator:
@@ -61,7 +61,7 @@ class Generator:
         self._use(self.settings["slots"][slot])
         dtype = self.settings["autocast"]
         precision = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
-        with torch.no_grad(), precision, own_random_numbers(seed, torch.device("cpu")):
+        with torch.no_grad(), precision, seeded_random_numbers(seed, torch.device("cpu")):
             sample = self.sample if self.llm is None else self.sample_with_vllm
             completions, logps = sample(prompt_ids, seed)
             if self.args.stale_logps != "engine":
@@ -135,7 +135,7 @@ class Generator:
         sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
         sampling |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0}
         sampling |= {"stop_token_ids": self.settings["eos_token_ids"], **(args.generation_kwargs or {})}
-        params = [SamplingParams(seed=each, detokenize=False, **sampling) for each in seeds]
+        params = [SamplingParams(seed=seed_of_prompt, detokenize=False, **sampling) for seed_of_prompt in seeds]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         candidates = [output.outputs[0].logprobs for output in outputs]  # by token id, for each position

@@ -101,10 +101,10 @@ class EvaluationMetrics:
         if not self._rewards:
             return metrics
         rewards_per_func = torch.cat(self._rewards)
-        of_functions = {f"rewards/{name}/": rewards_per_func[:, i] for i, name in enumerate(reward_names)}
-        for prefix, rewards in of_functions.items():
-            metrics[f"{prefix}mean"] = _number(rewards.nanmean())
-            metrics[f"{prefix}std"] = _number(nanstd(rewards))
+        for i, name in enumerate(reward_names):
+            rewards = rewards_per_func[:, i]
+            metrics[f"rewards/{name}/mean"] = _number(rewards.nanmean())
+            metrics[f"rewards/{name}/std"] = _number(nanstd(rewards))
         rewards = weighted_rewards(rewards_per_func, reward_weights)
         return metrics | {"reward": _number(rewards.nanmean()), "reward_std": _number(nanstd(rewards))}
 

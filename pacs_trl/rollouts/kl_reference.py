@@ -1,4 +1,4 @@
-"""Reference policy of the KL term: the model that a trainer is given, with the weights that it has in memory.
+"""Reference policy of the KL term: the model that a trainer receives, with the weights that it has in memory.
 
 TRL loads the reference from the path that the model was once loaded from. The weights there are others if the model
 was changed since: by training, a merged adapter, or new tokens.

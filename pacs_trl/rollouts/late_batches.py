@@ -79,7 +79,8 @@ class ServerRequests:
         )
         if len(output["completion_ids"]) < len(prompt_ids):
             raise RuntimeError("it returned too few completions")
-        logprobs = [[of_token[0] for of_token in tokens] for tokens in output["logprobs"]]
+        # The server returns a list per token, with the log-prob of the sampled token first.
+        logprobs = [[candidates[0] for candidates in completion] for completion in output["logprobs"]]
         return {"completion_ids": output["completion_ids"], "logprobs": logprobs}
 
     def weights_of(self, slot: int) -> None:
@@ -163,7 +164,8 @@ class LateBatches:
             self._receive(number)
         batches = {}
         for number, batch in self.arrived.items():
-            rewards = {i: found for i, found in batch.get("rewards", {}).items() if not isinstance(found, Exception)}
+            results = batch.get("rewards", {})
+            rewards = {i: result for i, result in results.items() if not isinstance(result, Exception)}
             batches[number] = batch | {"rewards": rewards}  # a function that raised is called when the batch is taken
         for number, (step, _) in self._in_flight.items():
             if (weights := self.engine.weights_of(number % self.lag)) is not None:
@@ -197,10 +199,10 @@ class LateBatches:
     def _start(self) -> None:
         trainer = self.trainer
         self.engine = ServerRequests(trainer) if trainer.use_vllm else EngineProcess(trainer, self.lag)
-        self.signals = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnSignal)]
+        self.signals = [c for c in trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
         self._last_end = time.perf_counter()
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # threads must not share one
-        self._early = {i: each for i, each in enumerate(trainer.reward_funcs) if self._is_early(each)}
+        self._early = {i: function for i, function in enumerate(trainer.reward_funcs) if self._is_early(function)}
 
     def _is_early(self, function: Callable) -> bool:
         """Whether a reward function is called when its batch arrives, in another thread than the main one."""
@@ -218,7 +220,7 @@ class LateBatches:
             return None
         future = self._in_flight[number][1]
         while not wait([future], timeout=0.2).done:
-            if self.trainer.control.should_training_stop or any(each.received for each in self.signals):
+            if self.trainer.control.should_training_stop or any(callback.received for callback in self.signals):
                 self._deadline = self._deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= self._deadline:
                     return ""
@@ -287,28 +289,28 @@ class LateBatches:
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         in_turns = [[{"role": "assistant", "content": text}] for text in texts]
         others = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
-        given = {name: [row[name] for row in rows] for name in others}
-        given |= {"prompts": [row["prompt"] for row in rows], "completion_ids": completion_ids}
-        given["completions"] = in_turns if is_conversational(rows[0]) else texts
-        given["truncated"] = self.trainer.are_truncated(completion_ids)
-        given["trainer_state"] = copy.copy(self.trainer.state)
-        given["trainer_state"].global_step = step
+        arguments = {name: [row[name] for row in rows] for name in others}
+        arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": completion_ids}
+        arguments["completions"] = in_turns if is_conversational(rows[0]) else texts
+        arguments["truncated"] = self.trainer.are_truncated(completion_ids)
+        arguments["trainer_state"] = copy.copy(self.trainer.state)
+        arguments["trainer_state"].global_step = step
         results: dict[int, Any] = {}
         for i, function in self._early.items():
             try:
-                results[i] = self._call(function, given)
+                results[i] = self._call(function, arguments)
             except Exception as error:
                 results[i] = error
         return results
 
-    def _call(self, function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, function: Callable, arguments: dict[str, Any]) -> dict[str, Any]:
         logged: list[tuple[str, str, Any]] = []
         rewards = function(
             log_metric=lambda name, value: logged.append(("log_metric", name, float(value))),
             log_extra=lambda name, values: logged.append(
                 ("log_extra", name, json.loads(json.dumps([*values], default=str)))
             ),
-            **given,
+            **arguments,
         )
         if inspect.isawaitable(rewards):
             rewards = asyncio.run_coroutine_threadsafe(rewards, self.trainer.async_loop).result()
@@ -321,10 +323,10 @@ class LateBatches:
         size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
         sampler.repeat_count = sampler.mini_repeat_count = 1
         order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-        of_all = order[number % len(order)].repeat_interleave(trainer.num_generations)
-        own = of_all.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
-        row_of = {i: trainer.train_dataset[i] for i in set(own)}
-        return [independent_copy(row_of[i]) for i in own]  # completions of a group share nothing
+        all_indices = order[number % len(order)].repeat_interleave(trainer.num_generations)
+        indices = all_indices.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
+        row_of = {i: trainer.train_dataset[i] for i in set(indices)}
+        return [independent_copy(row_of[i]) for i in indices]  # completions of a group share nothing
 
 
 def _replay(result: Any, **arguments: Any) -> list[float | None]:

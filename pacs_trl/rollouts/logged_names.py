@@ -71,7 +71,7 @@ def check_metric_name(name: str) -> None:
     if name in _METRICS or name.startswith(_PREFIXES):
         raise ValueError(
             f"A reward function called log_metric({name!r}, ...), but the trainer logs a metric of this name, which "
-            "would become a mean of both. Use another name, for example one with a prefix of your own."
+            "would become a mean of both. Use another name, for example one with your own prefix."
         )
 
 

@@ -1,4 +1,4 @@
-"""Checks of the model that a trainer is given, most of them before anything is loaded: what is trained and by which
+"""Checks of the model that a trainer receives, most of them before anything is loaded: what is trained and by which
 optimizer, and whether other processes and engines get the same model."""
 
 import inspect

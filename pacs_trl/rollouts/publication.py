@@ -56,10 +56,10 @@ class Publication:
 
     def _describe_model(self, directory: Path) -> None:
         """Write provenance, recipe, and model card into the directory of a saved model."""
-        given = self._card_facts
-        tags = sorted({*(self.model.model_tags or ()), *given.get("tags", ())})
+        card_facts = self._card_facts
+        tags = sorted({*(self.model.model_tags or ()), *card_facts.get("tags", ())})
         facts = training_facts(self.accelerator.num_processes) | {"method_name": self._name, "paper": self._paper}
-        facts |= given | {"tags": tags}
+        facts |= card_facts | {"tags": tags}
         if self.recipe is None:
             facts["settings"] = without_secrets(self._settings_from_python())
         else:
@@ -67,23 +67,25 @@ class Publication:
             (directory / RECIPE_FILE).write_text(recipe, encoding="utf-8")
         content = json.dumps(facts, indent=1, default=str) + "\n"
         (directory / TRAINING_FACTS_FILE).write_text(content, encoding="utf-8")
-        name = self.hub_model_id or self.args.hub_model_id or given.get("model_name")
+        name = self.hub_model_id or self.args.hub_model_id or card_facts.get("model_name")
         write_card(directory, name or Path(self.args.output_dir).resolve().name, self.recipe, json.loads(content))
 
     def _settings_from_python(self) -> dict[str, Any]:
         """Return the settings of a run that was started from Python, under the key names of a recipe."""
-        model = get_config_model_id(self.model.config)
+        model = get_config_model_id(self.model.config) or None
+        if model is not None and Path(model).is_dir():
+            model = str(Path(model).resolve())
         settings = {
             "method": self._name.lower(),
-            "model_name_or_path": str(Path(model).resolve()) if model and Path(model).is_dir() else model or None,
+            "model_name_or_path": model,
             "reward_funcs": self.reward_func_names,
             "tools": [tool.__name__ for tool in self.tools or []],
         }
         defaults = {field.name: field.default for field in fields(self.args) if field.init}
-        given = self.args.to_dict().items()
-        return settings | {
-            name: value for name, value in given if name in defaults and value not in (None, "", [], defaults[name])
-        }
+        for name, value in self.args.to_dict().items():
+            if name in defaults and value not in (None, "", [], defaults[name]):
+                settings[name] = value
+        return settings
 
     def _push_from_checkpoint(self, checkpoint_folder):
         """Do nothing: models are pushed only at the end of training."""
@@ -91,8 +93,8 @@ class Publication:
     def create_model_card(self, model_name=None, dataset_name=None, tags=None) -> None:
         """Rewrite the model card in `output_dir` with these facts, or store them until a model is saved there."""
         tags = [tags] if isinstance(tags, str) else tags
-        given = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
-        self._card_facts |= {name: value for name, value in given.items() if value is not None}
+        facts = {"model_name": model_name, "dataset_name": dataset_name, "tags": tags}
+        self._card_facts |= {name: value for name, value in facts.items() if value is not None}
         if self._is_saved and self.args.should_save:  # TRL calls this before every checkpoint, too
             self._describe_model(Path(self.args.output_dir))
 

@@ -21,11 +21,13 @@ def independent_copy(value: Any) -> Any:
     """Copy lists, tuples, dicts, tensors, and arrays, also nested ones. Other objects, such as environments, are
     returned as they are."""
     if type(value) is list:
-        return value.copy() if _PLAIN.issuperset(map(type, value)) else [independent_copy(each) for each in value]
+        if _PLAIN.issuperset(map(type, value)):
+            return value.copy()
+        return [independent_copy(entry) for entry in value]
     if type(value) is tuple:
-        return tuple(independent_copy(each) for each in value)
+        return tuple(independent_copy(entry) for entry in value)
     if type(value) is dict:
-        return {key: independent_copy(each) for key, each in value.items()}
+        return {key: independent_copy(entry) for key, entry in value.items()}
     if torch.is_tensor(value):
         return value.clone()
     return value.copy() if isinstance(value, np.ndarray) else value

@@ -139,9 +139,10 @@ class RolloutConfig(GRPOConfig):
                 f"hub_strategy={self.hub_strategy.value!r} would be ignored: models are pushed at the end of "
                 "training, never with checkpoints, which contain the token and the optimizer. Remove the key."
             )
-        of_transformers = ("fast_generation", "generation_dtype", "cache_implementation")
-        of_transformers += ("use_transformers_continuous_batching",)
-        names = of_transformers if self.use_vllm else ("vllm_sync_adapter",)
+        names: tuple[str, ...] = ("vllm_sync_adapter",)
+        if self.use_vllm:
+            names = ("fast_generation", "generation_dtype", "cache_implementation")
+            names += ("use_transformers_continuous_batching",)
         if ignored := [name for name in names if getattr(self, name)]:
             errors.append(
                 f"{' and '.join(ignored)} would be ignored with use_vllm: {str(self.use_vllm).lower()}. Remove the "
@@ -197,17 +198,17 @@ class RolloutConfig(GRPOConfig):
 
     def _benchmark_errors(self) -> list[str]:
         names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")
-        given = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
+        changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
         ks = [str(k) for k in DEFAULT_KS if self.eval_benchmarks and k <= self.eval_num_samples]
         best = self.metric_for_best_model or ""
-        if best == "loss" or best.startswith("eval_") and best.endswith("_loss"):
+        if best == "loss" or (best.startswith("eval_") and best.endswith("_loss")):
             return [
                 f"metric_for_best_model={best!r} does not measure a policy: the loss is ln 2 for PACS at every step, "
                 "and not lower for better completions with other methods. Set eval_reward, or with eval_benchmarks "
                 "eval/pass@1."
             ]
-        if given and not self.eval_benchmarks:
-            return [f"{', '.join(given)} would be ignored. Set eval_benchmarks, or remove the key."]
+        if changed and not self.eval_benchmarks:
+            return [f"{', '.join(changed)} would be ignored. Set eval_benchmarks, or remove the key."]
         if self.eval_temperature == 0 and self.eval_num_samples > 1:
             return ["eval_temperature=0 generates equal completions of a problem. Set eval_num_samples: 1."]
         if "pass@" in best and best.rpartition("pass@")[2].partition("_")[0] not in ks:

@@ -31,7 +31,7 @@ def checked_output(
     Args:
         output (`dict`): `prompt_ids`, `completion_ids`, `logprobs` (or `None`), and optionally `env_mask` and further
             columns, with one entry per prompt.
-        num_prompts (`int`): Number of prompts that the function was given.
+        num_prompts (`int`): Number of prompts that the function received.
         config ([`~transformers.PreTrainedConfig`]): That of the model, for its vocabulary and context length.
         needs_logprobs (`bool`): Whether `logprobs` must not be `None`.
         has_tools (`bool`): Whether the trainer has tools, which make the mask themselves.
@@ -64,7 +64,8 @@ def checked_output(
             "rollout_func returned env_mask beside tools, which make the mask themselves. Remove tools, or env_mask."
         )
     for key, entries in checked.items():
-        if key in ENGINE_FIELDS and entries is not None or isinstance(entries, list):
+        is_engine_field = key in ENGINE_FIELDS and entries is not None
+        if is_engine_field or isinstance(entries, list):
             _check_number(key, entries, num_prompts)
 
     vocab_size = config.get_text_config().vocab_size
@@ -76,7 +77,7 @@ def checked_output(
     for key, check in (("logprobs", _logprobs), ("env_mask", _mask)):
         if checked.get(key) is None:
             continue
-        of_completions = []
+        checked_entries = []
         for i, (values, length) in enumerate(zip(checked[key], lengths, strict=True)):
             values = _as_list(f"{key}[{i}]", values)
             if len(values) != length:
@@ -84,8 +85,8 @@ def checked_output(
                     f"rollout_func returned {len(values)} entries in {key}[{i}] for {length} tokens in "
                     f"completion_ids[{i}]. Return one entry for each token of the completion."
                 )
-            of_completions.append(check(f"{key}[{i}]", values))
-        checked[key] = of_completions
+            checked_entries.append(check(f"{key}[{i}]", values))
+        checked[key] = checked_entries
     return checked
 
 
@@ -134,7 +135,7 @@ def _token_ids(place: str, values: Any, vocab_size: int) -> list[int]:
 
 def _check_lengths_of_sequences(prompt_ids: list[list[int]], completion_ids: list[list[int]], config: Any) -> None:
     limits = {name: limit for name, limit in context_lengths(config).items() if limit is not None}
-    name = min(limits, key=lambda each: limits[each], default=None)
+    name = min(limits, key=lambda limit_name: limits[limit_name], default=None)
     for i, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
         if not prompt:
             raise ValueError(

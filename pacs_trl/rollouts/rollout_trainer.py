@@ -68,9 +68,10 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
 
         @wraps(GRPOTrainer.__init__)
         def __init__(self, *args, **kwargs):
-            given = _SIGNATURE.bind(self, *args, **kwargs)
-            given.apply_defaults()
-            self._construct(**dict(list(given.arguments.items())[1:]))
+            bound = _SIGNATURE.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            bound.arguments.pop("self")
+            self._construct(**bound.arguments)
 
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
@@ -108,7 +109,8 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
-        for config in [each.config.get_text_config() for each in (self.model, self.ref_model) if each is not None]:
+        models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
+        for config in [model.config.get_text_config() for model in models]:
             if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
                 config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
@@ -337,15 +339,16 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         """Wrap a reward function: check its result, and bind the `reward_arguments` that it has parameters for.
         `index` is its position in `reward_funcs`."""
         parameters = inspect.signature(function).parameters
-        own = {key: value for key, value in self.reward_arguments().items() if key in parameters}
-        if own and is_async_callable(function):
+        extra_arguments = {key: value for key, value in self.reward_arguments().items() if key in parameters}
+        if extra_arguments and is_async_callable(function):
             raise ValueError(
-                f"The reward function {name!r} is asynchronous and asks for `{next(iter(own))}`, whose forward passes "
-                "all processes make together, in one order. Write it as a plain function."
+                f"The reward function {name!r} is asynchronous and asks for `{next(iter(extra_arguments))}`, whose "
+                "forward passes all processes make together, in one order. Write it as a plain function."
             )
-        function = wraps(function)(partial(function, **own)) if own else function
+        if extra_arguments:
+            function = wraps(function)(partial(function, **extra_arguments))
         function = never_exiting(function, f"The reward function {name!r}")
-        return with_result(function, lambda rewards, given: as_numbers(rewards, name))
+        return with_result(function, lambda rewards, arguments: as_numbers(rewards, name))
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter

@@ -47,7 +47,7 @@ class UserCode:
         reward function on one."""
         functions, is_interrupted = self.reward_funcs, False
         self.reward_funcs = [
-            each if isinstance(each, nn.Module) else interruptible_function(each) for each in functions
+            function if isinstance(function, nn.Module) else interruptible_function(function) for function in functions
         ]
         early_rewards = self._source.early_rewards() if self.model.training else nullcontext()
         try:

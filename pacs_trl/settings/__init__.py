@@ -125,7 +125,14 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
         raise ValueError("--config needs a file. Write --config RECIPE.yaml.")
     settings = {} if path is None else read_mapping(path[0], "recipe")
     for key, values in words.items():
-        settings[key] = values if len(values) > 1 else None if values == ["null"] else values[0] if values else True
+        if not values:
+            settings[key] = True
+        elif values == ["null"]:
+            settings[key] = None
+        elif len(values) == 1:
+            settings[key] = values[0]
+        else:
+            settings[key] = values
     return settings
 
 
@@ -148,7 +155,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
         if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
             value = parse_mapping(value, f"setting `{key}`")
         elif isinstance(value, list) and "tuple" in hints[key]:  # neither YAML nor argparse has tuples
-            value = tuple(_number(each, key) for each in value)
+            value = tuple(_number(entry, key) for entry in value)
         is_switch = key == "fsdp" and value is True
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]

@@ -12,18 +12,18 @@ def illegal_values(config: Any) -> list[str]:
     """Return one message per field of a configuration that is out of its range or not among its choices."""
     hints = type_hints(type(config))  # type: ignore[arg-type]  # of the cache
     messages = []
-    for each in fields(config):
-        name, value = each.name, getattr(config, each.name)
-        legal = each.metadata.get("metavar") or RANGES.get(name)
+    for field in fields(config):
+        name, value = field.name, getattr(config, field.name)
+        legal = field.metadata.get("metavar") or RANGES.get(name)
         literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        choices = each.metadata.get("choices") or literals
+        choices = field.metadata.get("choices") or literals
         is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
-        is_missing = value is None and each.default is not None and is_required
+        is_missing = value is None and field.default is not None and is_required
         is_number = isinstance(value, int | float)
         turned_off = " 0 turns it off." if name in TURNED_OFF_BY_0 else ""
         if legal is not None and (is_missing or is_number and value not in legal):
-            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {each.default!r}.{turned_off}")
-        elif choices and value not in choices and not (value is None and each.default is None):
+            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {field.default!r}.{turned_off}")
+        elif choices and value not in choices and not (value is None and field.default is None):
             messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
     return messages
 
@@ -37,7 +37,7 @@ def refuse_illegal_values(config: Any) -> None:
 def ignored_settings(config: Any, names: Collection[str], reason: str, instead: str = "`method: grpo`") -> list[str]:
     """Return one message per setting that a method ignores for a `reason` and that differs from its default; `instead`
     says what takes it."""
-    defaults = {each.name: each.default for each in fields(config)}
+    defaults = {field.name: field.default for field in fields(config)}
     return [
         f"{name}={getattr(config, name)!r} would be ignored: {reason}. Remove the key (its default is "
         f"{defaults[name]!r}), or train with {instead}."
@@ -50,16 +50,16 @@ def refused_settings(config: Any) -> list[str]:
     """Return one message per setting of TRL and transformers that no trainer of this package honors and that differs
     from its default, or that is ignored without another setting."""
     messages = []
-    for each in fields(config):
-        value = getattr(config, each.name)
-        default = each.default if each.default_factory is MISSING else each.default_factory()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
         if value == default:
             continue
-        if reason := REFUSED.get(each.name):
-            messages.append(f"{each.name}={value!r} {reason}. Remove the key (its default is {default!r}).")
-        condition = NEEDS.get(each.name)
+        if reason := REFUSED.get(field.name):
+            messages.append(f"{field.name}={value!r} {reason}. Remove the key (its default is {default!r}).")
+        condition = NEEDS.get(field.name)
         if condition is not None and not getattr(config, condition):
             messages.append(
-                f"{each.name}={value!r} would be ignored without {condition}. Set {condition}, or remove the key."
+                f"{field.name}={value!r} would be ignored without {condition}. Set {condition}, or remove the key."
             )
     return messages

@@ -57,7 +57,7 @@ def answer_help(command: str, argv: Sequence[str]) -> None:
 def declared_settings(config: type) -> dict[type, list[Field]]:
     """Return the settings of a dataclass by the class that declares them, without those of TRL and transformers. One
     that a subclass declares again belongs to the subclass."""
-    remaining = {each.name: each for each in fields(config)}
+    remaining = {setting.name: setting for setting in fields(config)}
     sections: dict[type, list[Field]] = {}
     for part in config.__mro__:
         declared = [remaining.pop(name) for name in get_annotations(part) if name in remaining]
@@ -89,9 +89,9 @@ def choices_of(part: type, setting: Field) -> tuple[Any, ...]:
     if "choices" in setting.metadata:
         return tuple(setting.metadata["choices"])
     hint = type_hints(part)[setting.name]
-    for each in (hint, *get_args(hint)):
-        if get_origin(each) is Literal:
-            return get_args(each)
+    for member in (hint, *get_args(hint)):  # also of `Literal[...] | None`
+        if get_origin(member) is Literal:
+            return get_args(member)
     return ()
 
 
@@ -111,8 +111,9 @@ def reference_page() -> str:
     sections: dict[type, list[Field]] = {}
     for config in (*shared, *method_configs, EvaluationArguments):
         for part, settings_of_part in declared_settings(config).items():
-            names = {each.name for each in sections.get(part, ())}
-            sections.setdefault(part, []).extend(each for each in settings_of_part if each.name not in names)
+            section = sections.setdefault(part, [])
+            names = {setting.name for setting in section}
+            section.extend(setting for setting in settings_of_part if setting.name not in names)
     paragraphs = ["# Settings", _wrapped(PAGE_START)]
     for part, settings_of_part in sections.items():
         paragraphs.append(f"## {part.__name__}")

@@ -177,7 +177,7 @@ class ForwardPass:
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         tokens = [torch.from_numpy(sequence) for sequence in sequences]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
-        mask = pad_sequence([torch.ones_like(each) for each in tokens], batch_first=True)
+        mask = pad_sequence([torch.ones_like(sequence) for sequence in tokens], batch_first=True)
         starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
         flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         inputs = {"input_ids": ids, "attention_mask": mask}

@@ -27,7 +27,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
         fast (`bool`): Whether to merge LoRA adapters, except into weights that several layers share, and to prefill
             equal prompts once.
         dtype (`torch.dtype`, *optional*): Dtype of the weights during generation, to which they are
-            [`rounded`]; by default their own.
+            [`rounded`]; by default that of the weights.
     """
     kept = [(parameter, parameter.data) for parameter in model.parameters()]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
@@ -82,9 +82,9 @@ def generate_sharing_prompts(
     covers all but its last token. `base` is the model without PEFT. Models without plain causal attention generate
     without the shared cache."""
     rows = torch.cat([input_ids, attention_mask], dim=1)  # padding and EOS may share an id
-    different, of_completion = rows.unique(dim=0, return_inverse=True)
-    if len(different) < len(rows) and input_ids.shape[1] > 1 and packing_backend(base) is not None:
-        ids, mask = different.tensor_split([input_ids.shape[1]], dim=1)
+    distinct_rows, distinct_indices = rows.unique(dim=0, return_inverse=True)
+    if len(distinct_rows) < len(rows) and input_ids.shape[1] > 1 and packing_backend(base) is not None:
+        ids, mask = distinct_rows.tensor_split([input_ids.shape[1]], dim=1)
         cache = DynamicCache(config=base.config)
         with torch.no_grad():
             base.base_model(
@@ -94,7 +94,7 @@ def generate_sharing_prompts(
                 past_key_values=cache,
                 use_cache=True,
             )
-        cache.batch_select_indices(of_completion)
+        cache.batch_select_indices(distinct_indices)
         more["past_key_values"] = cache
     return generate(input_ids=input_ids, attention_mask=attention_mask, **more)
 

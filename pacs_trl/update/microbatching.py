@@ -23,7 +23,7 @@ class MicroBatchConfig(NamedTuple):
 
     Attributes:
         num_processes (`int`): Number of processes.
-        max_rollouts (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is given.
+        max_rollouts (`int`): Maximum number of rollouts per micro-batch. Ignored if `max_tokens` is set.
         max_tokens (`int`, *optional*): Maximum number of tokens per micro-batch, see [`micro_batch_size`].
         padded (`bool`): Whether rollouts are padded (`True`) or packed (`False`).
         group_layout (`str`): `"auto"`, `"whole"`, or `"split"`, see [`PACSConfig`].

@@ -58,7 +58,10 @@ def choose_forward_pass(
     with undisturbed(model, forward_pass.device):
         model.eval()
         expected_logps = [
-            [own_outputs(forward_pass, model, *sequence, values=values) for sequence in zip(*batch, strict=True)]
+            [
+                model_head_outputs(forward_pass, model, *sequence, values=values)
+                for sequence in zip(*batch, strict=True)
+            ]
             for batch in batches
         ]
         first, second = expected_logps[0][:2]
@@ -151,7 +154,7 @@ def _sequence_that_repeats_its_start(sample: Callable[[int], list[int]], length:
     return [[*start, *middle, *start[:_ENDING]]], [start[_ENDING:]]
 
 
-def own_outputs(
+def model_head_outputs(
     forward_pass: ForwardPass, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
 ) -> torch.Tensor:
     """Compute log-probs (or values) `(C,)` of a completion with the model's own head, in float32."""

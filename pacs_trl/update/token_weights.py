@@ -152,10 +152,11 @@ def correction_weights(
     if mismatch.mode.startswith("sequence_"):
         log_ratios = log_ratios.sum(dim=1, keepdim=True).expand_as(log_ratios)
     ratios = log_ratios.exp()
-    low, high = mismatch.clip_min or 0.0, math.inf if mismatch.clip_max is None else mismatch.clip_max
+    lower_bound = mismatch.clip_min or 0.0
+    upper_bound = math.inf if mismatch.clip_max is None else mismatch.clip_max
     if mismatch.mode.endswith("_truncate"):
-        return ratios.clamp(low, high).to(logps.dtype)
-    return ratios.masked_fill((ratios < low) | (ratios > high), 0.0).to(logps.dtype)
+        return ratios.clamp(lower_bound, upper_bound).to(logps.dtype)
+    return ratios.masked_fill((ratios < lower_bound) | (ratios > upper_bound), 0.0).to(logps.dtype)
 
 
 def mismatch_ratios(
