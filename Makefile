@@ -97,7 +97,7 @@ quality: env
 	$(BIN)/python tests/language.py
 
 settings: env
-	$(BIN)/python -m pacs_trl.settings.help > docs/settings.md
+	$(BIN)/python -m pacs_trl.settings.help
 
 style: env
 	$(BIN)/ruff check --fix $(SOURCES)

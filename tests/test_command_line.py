@@ -63,12 +63,13 @@ def test_help_of_an_unknown_method_names_those_there_are(monkeypatch, capsys):
 
 def test_help_needs_no_library_with_any_version_of_them():
     """Nor do `--version`, wrong options, and a recipe that does not exist; libraries that are broken show it. Only the
-    help of `train` needs TRL, whose configuration it extends."""
+    help of `train` for another method than the default needs TRL, whose configuration it extends."""
     calls = [
         (["--help"], 0),
         (["--version"], 0),
         (["trian"], 2),
-        *(([name, "--help"], 0) for name in ("plan", "evaluate", "push", "audit")),
+        *(([name, "--help"], 0) for name in ("plan", "train", "evaluate", "push", "audit")),
+        (["train", "--config", RECIPE, "--help"], 0),
         (["train", "--config", "nowhere.yaml"], 2),
         (["plan", "--config", RECIPE, "--gpu", "abacus"], 2),
     ]

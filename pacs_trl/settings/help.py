@@ -1,18 +1,26 @@
-"""Help of `train` and `evaluate`, and docs/settings.md, printed from the fields of their dataclasses.
+"""Help of `train` and `evaluate`, and docs/settings.md, from the fields of their dataclasses.
 
-python -m pacs_trl.settings.help > docs/settings.md
+The configuration of `train` extends TRL's, which takes seconds to import. So `make settings` writes the help of the
+default method to a file of the package, too:
+
+    python -m pacs_trl.settings.help
 """
 
 import textwrap
 from collections.abc import Sequence
 from dataclasses import MISSING, Field, fields
 from inspect import get_annotations
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from . import read_settings
 from .fields import type_hints
 
 
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "settings.md"
+TRAIN_HELP = ROOT / "pacs_trl" / "templates" / "train_help.txt"  # of the default method
+DEFAULT_METHOD = "pacs"
 WIDTH = 100
 TRAIN_USAGE = "pacs-trl train [--config RECIPE.yaml] [--key value ...]"
 TRAIN_DESCRIPTION = """\
@@ -33,25 +41,48 @@ def answer_help(command: str, argv: Sequence[str]) -> None:
     settings = read_settings([word for word in argv if word not in ("-h", "--help")])
     if not {"-h", "--help"} & set(argv):
         return
-    if command == "train":
-        from ..recipe import settings_classes  # imports TRL, whose configuration ours extend
-
-        method = settings.get("method", "pacs")
-        usage, description, classes = TRAIN_USAGE, TRAIN_DESCRIPTION.format(method=method), settings_classes(method)
+    method = settings.get("method", DEFAULT_METHOD)
+    if command == "evaluate":
+        text = evaluate_help()
+    elif method == DEFAULT_METHOD:
+        text = TRAIN_HELP.read_text(encoding="utf-8")
     else:
-        from ..evaluation.arguments import EvaluationArguments
-        from ..rewards import VerificationArguments
+        text = train_help(method)
+    print(text, end="")
+    raise SystemExit(0)
 
-        usage, description = EVALUATE_USAGE, EVALUATE_DESCRIPTION
-        classes = (EvaluationArguments, VerificationArguments)
-    print(f"usage: {usage}\n\n{textwrap.fill(description, WIDTH)}\n\n  --config FILE.yaml\n      Keys and values.")
+
+def train_help(method: str) -> str:
+    """Return the help of `train` for a method. Imports TRL."""
+    from ..recipe import settings_classes
+
+    return _help_text(TRAIN_USAGE, TRAIN_DESCRIPTION.format(method=method), settings_classes(method))
+
+
+def evaluate_help() -> str:
+    """Return the help of `evaluate`."""
+    from ..evaluation.arguments import EvaluationArguments
+    from ..rewards import VerificationArguments
+
+    return _help_text(EVALUATE_USAGE, EVALUATE_DESCRIPTION, (EvaluationArguments, VerificationArguments))
+
+
+def _help_text(usage: str, description: str, classes: Sequence[type]) -> str:
+    lines = [
+        f"usage: {usage}",
+        "",
+        textwrap.fill(description, WIDTH),
+        "",
+        "  --config FILE.yaml",
+        "      Keys and values.",
+    ]
     for config in classes:
         for part, settings_of_part in declared_settings(config).items():
-            print(f"\n{part.__name__}:")
+            lines += ["", f"{part.__name__}:"]
             for setting in settings_of_part:
-                print(f"  --{setting.name} ({legal_values(part, setting)})")
-                print(textwrap.indent(textwrap.fill(setting.metadata["help"], WIDTH - 6), " " * 6))
-    raise SystemExit(0)
+                lines.append(f"  --{setting.name} ({legal_values(part, setting)})")
+                lines.append(textwrap.indent(textwrap.fill(setting.metadata["help"], WIDTH - 6), " " * 6))
+    return "\n".join(lines) + "\n"
 
 
 def declared_settings(config: type) -> dict[type, list[Field]]:
@@ -131,4 +162,5 @@ def _wrapped(text: str) -> str:
 
 
 if __name__ == "__main__":
-    print(reference_page(), end="")
+    PAGE.write_text(reference_page(), encoding="utf-8")
+    TRAIN_HELP.write_text(train_help(DEFAULT_METHOD), encoding="utf-8")

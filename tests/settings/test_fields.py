@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -13,10 +12,15 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.recipe import config_class, method_names, settings_classes
 from pacs_trl.settings.checks import illegal_values
 from pacs_trl.settings.fields import Range, setting
-from pacs_trl.settings.help import declared_settings, legal_values, reference_page
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+from pacs_trl.settings.help import (
+    DEFAULT_METHOD,
+    PAGE,
+    TRAIN_HELP,
+    declared_settings,
+    legal_values,
+    reference_page,
+    train_help,
+)
 
 
 @dataclass
@@ -98,6 +102,10 @@ def test_every_setting_of_ours_has_a_help_that_is_a_sentence(part):
 
 def test_page_of_settings_is_up_to_date():
     assert PAGE.read_text() == reference_page(), "run `make settings`"
+
+
+def test_file_with_the_help_of_training_is_up_to_date():
+    assert TRAIN_HELP.read_text() == train_help(DEFAULT_METHOD), "run `make settings`"
 
 
 def test_page_has_the_settings_of_every_method():
