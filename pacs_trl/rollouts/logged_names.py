@@ -36,6 +36,8 @@ _PREFIXES = (
     "clip_ratio/",
     "sampling/",
     "vespo/",
+    "update/",
+    "labels/",
     "pacs/",
     "time/",
     "perf/",
