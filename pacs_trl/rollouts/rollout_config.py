@@ -1,6 +1,7 @@
 """Settings of every training configuration: generation, asynchronous rollouts, and pass@k during training. They load
 without the training stack, as `pacs-trl plan` needs."""
 
+import math
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -133,7 +134,7 @@ class RolloutConfig(GRPOConfig):
     def errors(self, step: Step) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
         errors = self._benchmark_errors() + generation_errors(self) + refused_settings(self)
-        errors += self._trainer_errors() + self._optimizer_errors()
+        errors += self._trainer_errors() + self._optimizer_errors() + self._reward_weight_errors()
         if self.push_to_hub and self.hub_strategy not in ("end", "every_save"):
             errors.append(
                 f"hub_strategy={self.hub_strategy.value!r} would be ignored: models are pushed at the end of "
@@ -195,6 +196,16 @@ class RolloutConfig(GRPOConfig):
                 "generation batch. Remove both keys."
             )
         return errors
+
+    def _reward_weight_errors(self) -> list[str]:
+        weights = self.reward_weights
+        if not weights or not all(isinstance(weight, int | float) for weight in weights):
+            return []  # TRL's errors name them
+        if all(math.isfinite(weight) for weight in weights) and any(weights):
+            return []
+        return [
+            f"reward_weights={weights} must be finite numbers that are not all 0. Correct them, or remove the key."
+        ]
 
     def _benchmark_errors(self) -> list[str]:
         names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")

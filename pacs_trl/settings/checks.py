@@ -5,27 +5,41 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
 
 from .fields import type_hints
-from .trl_settings import NEEDS, RANGES, REFUSED, TURNED_OFF_BY_0
+from .trl_settings import CHOICES, NEEDS, RANGES, REFUSED, TURNED_OFF_BY_0
 
 
 def illegal_values(config: Any) -> list[str]:
-    """Return one message per field of a configuration that is out of its range or not among its choices."""
+    """Return one message per field of a configuration that has another type of number, is out of its range, or is not
+    among its choices."""
     hints = type_hints(type(config))  # type: ignore[arg-type]  # of the cache
     messages = []
     for field in fields(config):
         name, value = field.name, getattr(config, field.name)
         legal = field.metadata.get("metavar") or RANGES.get(name)
         literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        choices = field.metadata.get("choices") or literals
+        choices = field.metadata.get("choices") or literals or CHOICES.get(name)
         is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
         is_missing = value is None and field.default is not None and is_required
         is_number = isinstance(value, int | float)
         turned_off = " 0 turns it off." if name in TURNED_OFF_BY_0 else ""
-        if legal is not None and (is_missing or is_number and value not in legal):
+        if problem := _wrong_number(hints[name], value):
+            messages.append(f"{name} must be {problem}, got {value!r}. Its default is {field.default!r}.")
+        elif legal is not None and (is_missing or is_number and value not in legal):
             messages.append(f"{name} must be {legal}, got {value!r}. Its default is {field.default!r}.{turned_off}")
         elif choices and value not in choices and not (value is None and field.default is None):
             messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
     return messages
+
+
+def _wrong_number(hint: Any, value: Any) -> str | None:
+    """Return what a value should be if its field holds numbers, and it is text, or has a fraction in a field of
+    integers."""
+    types = {*(get_args(hint) or (hint,))} - {type(None)}
+    if types == {int} and isinstance(value, float | str):
+        return "an integer"
+    if types == {float} and isinstance(value, str):
+        return "a number"
+    return None
 
 
 def refuse_illegal_values(config: Any) -> None:

@@ -34,6 +34,23 @@ RANGES = {
     "ref_model_sync_steps": Range(least=1),
     "vllm_importance_sampling_clip_min": Range(least=0),
     "vllm_importance_sampling_clip_max": Range(above=0),
+    "num_train_epochs": Range(above=0),
+    "delta": Range(above=1),
+    "top_entropy_quantile": Range(least=0, most=1),
+    "off_policy_mask_threshold": Range(least=0),
+    "sapo_temperature_neg": Range(above=0),
+    "sapo_temperature_pos": Range(above=0),
+    "vespo_k_neg": Range(least=0),
+    "vespo_k_pos": Range(least=0),
+    "vespo_lambda_neg": Range(least=0),
+    "vespo_lambda_pos": Range(least=0),
+}
+# Settings with a choice that TRL checks after generation, or not at all.
+CHOICES = {
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
 TURNED_OFF_BY_0 = ("max_grad_norm", "top_k")
 

@@ -68,6 +68,13 @@ def test_illegal_values_name_value_range_and_default():
     ]
 
 
+def test_text_and_fractions_are_no_numbers():
+    assert illegal_values(Derived(size=1.5, share="0.5")) == [
+        "size must be an integer, got 1.5. Its default is None.",
+        "share must be a number, got '0.5'. Its default is 0.5.",
+    ]
+
+
 def test_settings_belong_to_the_class_that_declares_them_last():
     sections = {part: [each.name for each in found] for part, found in declared_settings(Derived).items()}
     assert sections == {Derived: ["share", "name", "kind"], Base: ["size"]}
