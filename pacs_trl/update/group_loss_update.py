@@ -110,9 +110,9 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     # One optimizer step ---------------------------------------------------------------------------------------------
 
     def schedule(self, rollouts: list[Rollout]) -> Minibatch:
-        if self.objective.kl_coef == 0:
+        if self.objective.kl_coef == 0 and not self.shapes_coefficients:
             return self.driver.schedule(rollouts)
-        # The KL term includes completions without a label.
+        # The KL term includes completions without a label, and shaped coefficients may be theirs.
         takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts])
         return self.driver.schedule(rollouts, takes_part)
 

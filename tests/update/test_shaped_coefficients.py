@@ -47,9 +47,10 @@ class ShapedGRPO(GRPOTrainer):
 @pytest.mark.parametrize("updates", [1, 2])
 @pytest.mark.parametrize("trainer_class", [ShapedPACS, ShapedGRPO])
 def test_uniform_groups_are_trained_with_shaped_coefficients(tmp_path, trainer_class, updates):
-    """All groups are uniform, so without shaping nothing has a gradient. A ratio of 1 leaves the gradient of 0.1 times
-    the summed log-probs; on the second update the weights are the same, because the learning rate is 0."""
-    replay, recorder = Replay(uniform_groups=2), Recorder()
+    """All groups are uniform, and some completions have no label, so without shaping nothing has a gradient. A ratio
+    of 1 leaves the gradient of 0.1 times the summed log-probs; on the second update the weights are the same, because
+    the learning rate is 0."""
+    replay, recorder = Replay(uniform_groups=2, unverifiable=0.5), Recorder()
     settings = {"num_iterations": updates, "max_steps": updates, "learning_rate": 0.0}
     trainer = build_trainer(
         tmp_path, replay=replay, trainer_class=trainer_class, more={"callbacks": [recorder]}, **settings
