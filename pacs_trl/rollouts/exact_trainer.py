@@ -174,7 +174,7 @@ class ExactUpdateTrainer(RolloutTrainer):
 
         loss = 0.0
         if self.accelerator.sync_gradients:  # the last slot
-            with self.timer.part("update"):
+            with self.timer.part("update"), torch.enable_grad():  # code of the user may have disabled gradients
                 # 2. Take the minibatch of this optimizer step.
                 minibatch, is_first_update = self._next_minibatch()
 

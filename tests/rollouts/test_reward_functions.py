@@ -15,7 +15,7 @@ from scripted import run_recipe
 from torch import nn
 from transformers import Qwen3ForSequenceClassification
 
-from pacs_trl import GRPOTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.data.environments import prepare_environments
 from pacs_trl.errors import FailedRun, exit_code
 from pacs_trl.rollouts.reward_functions import independent_copy
@@ -54,6 +54,23 @@ def destructive(completions, completion_ids, prompts, solution, **kwargs):
 
 async def destructive_async(completions, **kwargs):
     return destructive(completions, **kwargs)
+
+
+def without_gradients(completions, **kwargs):
+    """Return rewards, and disable gradients for good, as code for inference does."""
+    torch.set_grad_enabled(False)
+    return digit_reward(completions)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_reward_functions_that_disable_gradients_change_no_weights(tmp_path, trainer_class):
+    settings = {"trainer_class": trainer_class, "steps_per_generation": 2}
+    expected = build_trainer(tmp_path, reward=digit_reward, **settings)
+    expected.train()
+    trainer = build_trainer(tmp_path, reward=without_gradients, **settings)
+    with torch.enable_grad():  # restores it
+        trainer.train()
+    assert_same_models(trainer, expected)
 
 
 @pytest.mark.parametrize("lag", [0, 1])
