@@ -13,7 +13,7 @@ from watching import read_jsonl
 from benchmarks.graders import pairs_of
 from pacs_trl.verification import Outcome, Verifier, gold_texts, robust
 from pacs_trl.verification.robust.exact import TooLarge, rational_value
-from pacs_trl.verification.robust.values import parse_expression
+from pacs_trl.verification.robust.leaves import parse_expression
 from pacs_trl.verification.worker import grade_one
 
 

@@ -11,8 +11,9 @@ from typing import Any
 from .. import Outcome
 from .comparison import is_equal
 from .final_answers import final_answers
+from .leaves import Leaf
 from .notation import normalize
-from .values import Leaf, Relation, Sequence, Union, read_value
+from .values import Relation, Sequence, Union, read_value
 
 
 # Longer golds are solutions, whose final answer is the gold; longer completions are more than an answer in words.

@@ -7,19 +7,8 @@ from sympy import Add, Basic, Mul, pi
 
 from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
 from .intervals import intervals_of, is_label, is_same_intervals
-from .values import (
-    Based,
-    Choice,
-    Leaf,
-    Matrix,
-    Ratio,
-    Relation,
-    Sequence,
-    Union,
-    has_variables,
-    parse_expression,
-    read_value,
-)
+from .leaves import Choice, Leaf, has_variables, parse_expression
+from .values import Based, Matrix, Ratio, Relation, Sequence, Union, read_value
 
 
 def is_equal(gold: Any, answer: Any) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 from sympy import oo
 
 from .exact import is_equal_expression
-from .values import Leaf, Relation, Sequence, Union, has_variables, read_value
+from .leaves import Leaf, has_variables
+from .values import Relation, Sequence, Union, read_value
 
 
 _LABEL = re.compile(

@@ -1,7 +1,6 @@
 """Values of answers: numbers, expressions, tuples, sets, intervals, matrices, relations, and words.
 
-[`read_value`] takes an answer that `notation.normalize` has rewritten. Numbers are exact fractions, and other
-expressions are parsed by latex2sympy without being evaluated.
+[`read_value`] takes an answer that `notation.normalize` has rewritten; `leaves.py` reads what stands in no brackets.
 """
 
 import re
@@ -9,24 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-import math_verify.parser
-from sympy import Basic, Derivative, Expr, Integral, Limit, Product, Sum
-
-from ..numerals import MAX_EXPONENT
-from .notation import CURRENCY_UNITS, MAX_LENGTH
-from .units import Unit, is_unit_word, read_unit
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A number, an expression, or words. `value` is `None` for words; `num_decimals` is `None` for exact numbers."""
-
-    text: str
-    value: Any = None
-    num_decimals: int | None = None
-    unit: Unit | None = None
-    is_percent: bool = False
-    is_quotient: bool = False  # a division of whole numbers that was not carried out, as `12/4`
+from .leaves import LETTER, WORDS, Leaf, read_leaf
+from .notation import MAX_LENGTH
 
 
 @dataclass(frozen=True)
@@ -70,41 +53,8 @@ class Based:
     base: int
 
 
-@dataclass(frozen=True)
-class Choice:
-    """A letter of a multiple-choice question, with the text beside it, if any."""
-
-    letter: str
-    text: str
-
-
 _MATRIX = re.compile(r"^\\begin\{([bpvVB]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}$", re.DOTALL)
 _RELATION = re.compile(r"\\(?:leq|geq|neq|approx|equiv|in|sim)(?![A-Za-z])|[<>]|(?<![\\!<>:])=|:=")
-_TIMES_TEN = r"(?:[eE]|\s*(?:\\cdot|x)\s*10\s*\^\s*\{?\s*)"
-_NUMBER = re.compile(
-    rf"""
-    (?P<sign>[-+]\s*)?
-    (?P<currency>\\?\$|[\u20ac\u00a3\u00a5\u20b9])?\s*(?P<sign_after>(?<=[$\u20ac\u00a3\u00a5\u20b9])-)?
-    (?:
-        (?P<whole>\d+)\s*\\frac\s*\{{\s*(?P<n1>\d+)\s*\}}\s*\{{\s*(?P<d1>\d+)\s*\}}
-        | (?P<whole2>\d+)(?:\s+|\s+and\s+)(?P<n2>\d+)\s*/\s*(?P<d2>\d+)(?![\d.])
-        | \\frac\s*\{{\s*(?P<n3>-?\d+)\s*\}}\s*\{{\s*(?P<d3>-?\d+)\s*\}}
-        | (?P<n4>\d+)\s*/\s*(?P<d4>\d+)(?![\d.])
-        | (?P<before>\d*)\.(?P<once>\d*)\\(?:overline|dot|bar)\s*\{{?\s*(?P<repeating>\d+)\s*\}}?
-        | 10\s*\^\s*\{{\s*(?P<power>-?\d+)\s*\}}
-        | (?P<digits>\d+(?:\.\d*)?|\.\d+)(?:{_TIMES_TEN}(?P<exponent>[-+]?\s*\d+)\s*\}}?)?
-    )
-    """,
-    re.VERBOSE,
-)
-_UNIT_IN_TEXT = re.compile(r"\s*\\text\s*\{\s*([^{}]*)\s*\}\s*(\^\s*\{?\s*-?\d\s*\}?)?$")
-_UNIT_WORDS = re.compile(
-    r"^\s*(?:[A-Za-z\u00a2$\u20ac]+(?:[ ./-]+[A-Za-z]+)*\.?(?:\s*\^\s*\{?\s*\d\s*\}?)?"
-    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)$"
-)
-_LETTER = re.compile(r"^\(?\s*(?:\\text\s*\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?$")
-_LETTER_AND_TEXT = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-J])(?:\)|\.|:|\)\.)\s*(.+)$", re.IGNORECASE)
-_WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 
 def read_value(text: str, commas_separate: bool = False) -> Any:
@@ -142,7 +92,7 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
         if len(items) > 1 or is_set:
             kind = "{}" if is_set else opening[-1].replace("e", "(") + closing[-1].replace("e", ")")
             return Sequence(kind, tuple(read_value(item, True) for item in items))
-        if opening == "(" and not _LETTER.match(text):
+        if opening == "(" and not LETTER.match(text):
             return read_value(inside, commas_separate)
         if opening == "[" and items:
             return read_value(inside, commas_separate)
@@ -158,7 +108,7 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
         base = {"two": 2, "eight": 8, "ten": 10}.get(based[2]) or int(based[2])
         if any(character.isdigit() for character in based[1]):
             return Based(based[1].lstrip("0").upper() or "0", base)
-    return _read_leaf(text)
+    return read_leaf(text)
 
 
 def join_thousands(text: str) -> str:
@@ -243,7 +193,7 @@ def _without_label(text: str) -> str:
 
 
 def _is_sentence(text: str) -> bool:
-    return bool(_WORDS.match(text)) and len(re.findall(r"[^\W\d_]{2,}", text)) > 6
+    return bool(WORDS.match(text)) and len(re.findall(r"[^\W\d_]{2,}", text)) > 6
 
 
 def _read_relation(text: str) -> Relation | None:
@@ -265,145 +215,3 @@ def _read_relation(text: str) -> Relation | None:
     if not operators or depth != 0:
         return None
     return Relation(tuple(side.strip() for side in sides), tuple(operators))
-
-
-def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | None:
-    """Return the value of a match of `_NUMBER`, and the number of its decimals if it is written in decimals."""
-    sign = -1 if (match["sign"] or "").strip() == "-" or match["sign_after"] else 1
-    for whole, numerator, denominator in (
-        ("whole", "n1", "d1"),
-        ("whole2", "n2", "d2"),
-        (None, "n3", "d3"),
-        (None, "n4", "d4"),
-    ):
-        if match[numerator] is not None:
-            if int(match[denominator]) == 0 or len(match[numerator]) > MAX_EXPONENT:
-                return None
-            value = Fraction(int(match[numerator]), int(match[denominator]))
-            if whole:
-                if not 0 < value < 1:
-                    return None
-                value += int(match[whole])
-            return sign * value, None
-    if match["repeating"]:
-        before, once, repeating = match["before"] or "0", match["once"], match["repeating"]
-        value = Fraction(int(before + once), 10 ** len(once))
-        value += Fraction(int(repeating), (10 ** len(repeating) - 1) * 10 ** len(once))
-        return sign * value, None
-    if match["power"]:
-        exponent = int(match["power"])
-        return (sign * Fraction(10) ** exponent, None) if abs(exponent) <= MAX_EXPONENT else None
-    digits = match["digits"]
-    if len(digits) > 4000:  # Python's limit of digits
-        return None
-    exponent = int((match["exponent"] or "0").replace(" ", ""))
-    if abs(exponent) > MAX_EXPONENT:
-        return None
-    value = Fraction(digits.rstrip(".")) * Fraction(10) ** exponent
-    num_decimals = len(digits.partition(".")[2]) - exponent if "." in digits else None
-    return sign * value, num_decimals
-
-
-def _read_leaf(text: str) -> Leaf | Choice:
-    compact = re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # `2 5` is not 25
-    if match := _LETTER_AND_TEXT.match(text):
-        return Choice(match[1].upper(), match[2].strip())
-    if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
-        text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"{\\frac{\1\\pi}{180}}", text)
-    number = _NUMBER.match(text)
-    if number and (leaf := _read_quantity(text, compact, number)) is not None:
-        return leaf
-    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*)+", text) or _WORDS.match(text) and not _is_product_of_letters(text):
-        words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
-        inner = words.strip()
-        if inner != text and re.search(r"\d", inner):
-            return _read_leaf(inner)
-        return Leaf(words)
-    unit = None
-    is_percent = False
-    expression = text
-    if match := _UNIT_IN_TEXT.search(text):
-        unit = read_unit(match[1] + (match[2] or ""))
-        expression = text[: match.start()]
-    elif text.endswith("%"):
-        is_percent = True
-        expression = text[:-1]
-    elif match := re.search(r"(?<=[\s}\d)])\s*([A-Za-z]{2,}(?:/[A-Za-z]+)?)(\s*\^\s*\{?\d\}?)?$", text):
-        words = match[1].split("/")
-        if all(is_unit_word(word) for word in words) and not text[: match.start()].rstrip().endswith(("\\", "_", "^")):
-            unit = read_unit(match[1] + (match[2] or ""))
-            expression = text[: match.start()]
-    if expression.endswith(r"^{\circ}"):
-        unit = read_unit("degree")
-        expression = expression.removesuffix(r"^{\circ}")
-    expression = re.sub(r"^\s*(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])", "", expression)
-    return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
-
-
-def _is_product_of_letters(text: str) -> bool:
-    """Whether a short word such as `ab` or `x` is a product of variables."""
-    return bool(re.fullmatch(r"-?\s*[A-Za-z]{1,2}(?:\s+[A-Za-z])*|[A-Za-z](?:\s*-\s*[A-Za-z])*", text))
-
-
-def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
-    """Return a number with its unit, if that is the whole text."""
-    number = read_number(text, match)
-    if number is None:
-        return None
-    value, num_decimals = number
-    rest = text[match.end() :].strip()
-    unit = None
-    if match["currency"]:
-        unit = read_unit(CURRENCY_UNITS[match["currency"].removeprefix("\\")])
-    if rest.startswith("%"):
-        rest = rest[1:].strip()
-        if rest and not rest.startswith("of ") and not _UNIT_WORDS.match(rest) and not _UNIT_IN_TEXT.match(rest):
-            return None
-        return Leaf(compact, value, num_decimals, None, True)
-    if rest.startswith(r"^{\circ}"):
-        scale = rest.removeprefix(r"^{\circ}").strip()
-        scale = re.sub(r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\1", scale)
-        if scale in ("C", "F"):
-            return Leaf(compact, value, num_decimals, Unit(f"temperature {scale}", Fraction(1)))
-        return Leaf(compact, value, num_decimals, read_unit("degree")) if not scale else None
-    if not rest:
-        is_quotient = (
-            match["whole"] is match["whole2"] is match["digits"] is match["repeating"] is match["power"] is None
-        )
-        is_quotient = is_quotient and value.denominator == 1 and abs(int(match["d3"] or match["d4"])) != 1
-        return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
-    if in_text := _UNIT_IN_TEXT.fullmatch(rest) or _UNIT_IN_TEXT.fullmatch(" " + rest):
-        return Leaf(compact, value, num_decimals, read_unit(in_text[1] + (in_text[2] or "")) or unit)
-    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*[/.]?\s*)+", rest):
-        return Leaf(compact, value, num_decimals, read_unit(rest) or unit)
-    if _UNIT_WORDS.match(rest) and _is_unit(rest, has_space=text[match.end() : match.end() + 1] == " "):
-        return Leaf(compact, value, num_decimals, read_unit(rest) or unit)
-    return None
-
-
-def _is_unit(rest: str, has_space: bool) -> bool:
-    words = re.findall(r"[A-Za-z]+", rest)
-    if not words:  # Chinese
-        return True
-    if is_unit_word(words[0]):
-        return True
-    return has_space and all(len(word) > 2 for word in words[:1])
-
-
-def parse_expression(text: str) -> Basic | None:
-    """Return the expression that latex2sympy reads, not evaluated; `None` if it cannot be read."""
-    if not text or text.count("{") != text.count("}"):
-        return None
-    try:
-        parsed = math_verify.parser.parse_latex_cached(text)
-    except MemoryError:
-        raise
-    except Exception:  # the parser raises errors of any type
-        return None
-    if not isinstance(parsed, Expr) or parsed.has(Sum, Product, Integral, Derivative, Limit):
-        return None  # equal only as texts: their values may take minutes
-    return parsed
-
-
-def has_variables(value: Any) -> bool:
-    return isinstance(value, Basic) and bool(value.free_symbols)
