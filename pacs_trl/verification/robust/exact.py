@@ -174,20 +174,34 @@ def _is_close(left: Expr, right: Expr) -> bool:
     return bool(difference <= _EQUAL * size)
 
 
-# Points at which functions are compared: distinct irrational values of both signs for each variable.
+# Points at which functions are compared: distinct irrational values of both signs for each variable. Functions with
+# `floor` or `ceiling`, whose variables are whole numbers, are compared at whole numbers.
 _NUM_POINTS = 4
+_NUM_WHOLE_POINTS = 8
+
+
+def _points(names: list[str], has_steps: bool) -> list[dict[str, Expr]]:
+    if has_steps:
+        steps = range(_NUM_WHOLE_POINTS)
+        return [{name: Integer(5 + step + 4 * index) for index, name in enumerate(names)} for step in steps]
+    points = []
+    for number in range(_NUM_POINTS):
+        sign = -1 if number == 3 else 1
+        points.append(
+            {
+                name: sign * sympy.Float(math.sqrt(2 + 3 * number + 7 * index) / 3 + index * 0.1, _DIGITS)
+                for index, name in enumerate(names)
+            }
+        )
+    return points
 
 
 def _is_equal_function(gold: Expr, answer: Expr, names: list[str]) -> bool:
     if len(names) > 12:
         return False
     num_equal = 0
-    for point in range(_NUM_POINTS):
-        values = {
-            name: sympy.Float(math.sqrt(2 + 3 * point + 7 * index) / 3 + index * 0.1, _DIGITS)
-            * (-1 if point == 3 else 1)
-            for index, name in enumerate(names)
-        }
+    has_steps = gold.has(sympy.floor, sympy.ceiling) or answer.has(sympy.floor, sympy.ceiling)
+    for values in _points(names, has_steps):
         left, right = (_evaluate(_substitute(each, values)) for each in (gold, answer))
         if left is None and right is None:
             continue
@@ -197,7 +211,7 @@ def _is_equal_function(gold: Expr, answer: Expr, names: list[str]) -> bool:
     return num_equal >= 2
 
 
-def _substitute(expression: Expr, values: dict[str, Float]) -> Expr:
+def _substitute(expression: Expr, values: dict[str, Expr]) -> Expr:
     functions = {part: values[str(part)] for part in expression.atoms(sympy.core.function.AppliedUndef)}
     expression = expression.xreplace(functions)
     return expression.xreplace({symbol: values[str(symbol)] for symbol in expression.free_symbols})
@@ -253,6 +267,8 @@ def is_carried_out(expression: Any) -> bool:
         if isinstance(part, Pow) and _is_plain(part.base) and _is_plain(part.exp) and part.exp.is_integer:
             if part.exp != -1 and part.base != 10:
                 return False
+        if isinstance(part, Pow) and str(part.base) == "i" and _is_plain(part.exp) and part.exp != -1:
+            return False
     return True
 
 

@@ -17,7 +17,14 @@ _SUBSCRIPTS = str.maketrans("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2
 _SUPERSCRIPT_RUN = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
 _SUBSCRIPT_RUN = re.compile("[\u2080-\u2089]+")
 
+# `²⁄₃`, whose digits are neither exponent nor index.
+_RAISED_FRACTION = re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)[\u2044/]([\u2080-\u2089]+)")
+_CIRCLED_DIGITS = re.compile("[\u2460-\u2473]{2,}")
+_LONG_DASH_AS_MINUS = re.compile(r"(?:^|(?<=[=(,\[{]))\s*[\u2014\u2015](?=[\d\\(.$])")
+
 _SYMBOLS = {
+    "\u00b5": r"\mu ",
+    "\u03bc": r"\mu ",
     "\u03c0": r"\pi ",
     "\u03b8": r"\theta ",
     "\u03b1": r"\alpha ",
@@ -75,6 +82,11 @@ def ascii_notation(text: str) -> str:
     if text.isascii():
         return text
     text = "".join(_vulgar_fraction(character) for character in text)
+    text = _CIRCLED_DIGITS.sub(lambda match: ", ".join(match.group()), text)
+    text = _LONG_DASH_AS_MINUS.sub("-", text)
+    text = _RAISED_FRACTION.sub(
+        lambda match: rf"\frac{{{match[1].translate(_SUPERSCRIPTS)}}}{{{match[2].translate(_SUBSCRIPTS)}}}", text
+    )
     text = _SUPERSCRIPT_RUN.sub(lambda match: "^{" + match.group().translate(_SUPERSCRIPTS) + "}", text)
     text = _SUBSCRIPT_RUN.sub(lambda match: "_{" + match.group().translate(_SUBSCRIPTS) + "}", text)
     text = _UNICODE_ROOT.sub(
@@ -153,23 +165,47 @@ _COPULA = re.compile("(?:です|である|だ|となる|になる|とする|입�
 _SPACING = re.compile(
     r"(?<!\\)\\(?:[,;:! ]|quad(?![A-Za-z])|qquad(?![A-Za-z])|thinspace|enspace|hfill|newline)|~|[\t\n\r]"
 )
-_THOUSANDS_IN_LATEX = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|,\\!|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))")
+_THOUSANDS_IN_LATEX = re.compile(r"(?<=\d)(?:\{\s*,\s*\}|(?:\\!)?,\\!|\\!,|\\[,;:! ]|~)\s*(?=\d{3}(?!\d))")
+_THOUSANDS_IN_CODE = re.compile(r"(?<![\w.])\d{1,3}(?:_\d{3})+(?![\w.])")
+_APOSTROPHE_BEFORE_THOUSANDS = re.compile(r"(?<=\d)['\u2019\u2018](?=\d{3}(?!\d))")
 _DECIMAL_COMMA_IN_LATEX = re.compile(r"(?<=\d)\{\s*,\s*\}(?=\d)")
 _SIZING = re.compile(
     r"\\(?:left|right|[bB]igg?[lr]?)(?![A-Za-z])\s*\.?(?=[\s()\[\]\\|{}<>/]|$)"
     r"|\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|centering|boldmath)(?![A-Za-z])"
+    r"|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
 )
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
 _UNDERLINE = re.compile(r"\\(?:underline|ensuremath)\s*\{([^{}]*)\}")
 _FORMULAS = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$")  # formulas in a sentence
-_HEDGE = re.compile(r"^\s*(?:approximately|about|roughly|around|exactly|simply|just|only|equal to)\s+", re.IGNORECASE)
+_HEDGE = re.compile(
+    r"^\s*(?:(?:approximately|about|roughly|around|exactly|simply|just|only|equal to)\s+"
+    r"|\\(?:approx|sim)(?![A-Za-z])\s*"
+    r"|\\text\s*\{\s*(?:approximately|about|roughly|around)\s*\}\s*|~\s*(?=\d))",
+    re.IGNORECASE,
+)
+_MINUS_IN_WORDS = re.compile(
+    r"^(?:\\text\s*\{\s*(?:negative|minus)\s*\}|(?:negative|minus)\s)\s*(?=[\d.\\$])", re.IGNORECASE
+)
+_MINUS_IN_TEXT = re.compile(r"^\\text\s*\{\s*(?:negative|minus)\s(?=[\d.]+\s*\}$)", re.IGNORECASE)
+_CURRENCY_CODES = {"usd": "$", "us$": "$", "us\\$": "$", "eur": "\u20ac", "gbp": "\u00a3", "inr": "\u20b9"}
+_CURRENCY_CODES |= {"rs": "\u20b9", "rs.": "\u20b9"}
+_CURRENCY_CODE = re.compile(
+    r"^(?:\\text\s*\{\s*)?(USD|US\\?\$|EUR|GBP|INR|Rs\.?)\s*\}?\s*(?=\d)",
+    re.IGNORECASE,
+)
+_CENTS_BEFORE_NUMBER = re.compile(r"^\u00a2\s*(\d[\d.]*)$")
+_REPEATING_DECIMALS = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20}?)(\d{1,6}?)\3{1,20}\s*\\ldots\s*$")
 _FONT = re.compile(
     r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|textbf|textit|textrm|textsf|textnormal|texttt|mbox|hbox|operatorname\*?"
     r"|boldsymbol|bm|emph|rm|bf|it)(?![A-Za-z])"
 )
-_FONT_AROUND_MATH = re.compile(r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}")
+_FONT_AROUND_MATH = re.compile(
+    r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}"
+    r"|^\\text\s*\{\s*([A-J][.:)])\s*\}(?=\s*[^\s])"
+    r"|^\\text\s*\{\s*([-\d./]+(?:\s*(?:,|and|or|,\s*and)\s*[-\d./]+)+|\([a-z]\)(?:\s*(?:,|and)\s*\([a-z]\))+)\s*\}$"
+)
 _CONNECTIVE = re.compile(
-    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])"
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
     r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
 )
 _LATEX_SYNONYMS = [
@@ -193,16 +229,19 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\colon(?![A-Za-z])|\{:\}"), ":"),
     (re.compile(r"(?<=\d)(?:st|nd|rd|th|\^\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?)(?![A-Za-z])"), ""),
     (re.compile(r"^\\?#(?=\d)"), ""),
-    (re.compile(r"\\(?:degree|degrees|circ)(?![A-Za-z])"), r"\\circ "),
+    (re.compile(r"\\(?:degree|degrees|textdegree|circ)(?![A-Za-z])"), r"\\circ "),
+    (re.compile(r"(?<=\d)\s*\^\s*(?:o(?![A-Za-z])|\{\s*o\s*\}|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)"), r"^{\\circ}"),
     (re.compile(r"(?<!\^)(?<!\^\{)\\circ\s*(?![A-Za-z(])"), r"^{\\circ}"),
     (re.compile(r"\^\s*\{?\s*\\circ\s*\}?"), r"^{\\circ}"),
-    (re.compile(r"\\mathbb\s*R|\\R(?![A-Za-z])"), r"\\mathbb{R}"),
+    (re.compile(r"\\mathbb\s*([A-Z])(?![A-Za-z])"), r"\\mathbb{\1}"),
+    (re.compile(r"\\R(?![A-Za-z])"), r"\\mathbb{R}"),
     (re.compile(r"\\(?:therefore|because|implies|quad)(?![A-Za-z])"), " "),
     (re.compile(r"\\(?:percent)(?![A-Za-z])|\\text\s*\{\s*(?:%|\\%|percent|per cent|percentage|pct)\s*\}"), "%"),
     (re.compile(r"(?<=[\d\s}])(?:percent(?:age)?|per cent|pct)(?![A-Za-z])", re.IGNORECASE), "%"),
     (re.compile(r"\\%|\uff05"), "%"),
     (re.compile(r"(?<![A-Za-z\\])(?:infinity|inf|oo)(?![A-Za-z])", re.IGNORECASE), r"\\infty "),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
+    (re.compile(r"\\?(?<![A-Za-z])lg(?![A-Za-z])"), r"\\log "),
     (re.compile(r"(?<![A-Za-z\\])(sin|cos|tan|cot|sec|csc|log|ln|exp)(?![A-Za-z])"), r"\\\1"),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![A-Za-z\\])sqrt\s*(\d+)"), r"\\sqrt{\1}"),
@@ -211,12 +250,14 @@ _LATEX_SYNONYMS = [
     (re.compile(r"(?<=[\w)}])\s*-\s*-(?=[\d\\(])"), "+"),
     (re.compile(r"--(?=[\d\\(])"), ""),
     (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
-    (re.compile(r"\^\s*(-?\d+)"), r"^{\1}"),
+    (re.compile(r"\^\s*(-?\d+|[A-Za-z])"), r"^{\1}"),
     (re.compile(r"(?<=[\d)])\s*\("), r"\\cdot ("),
     (re.compile(r"\\frac\s*(\d)\s*(\d)"), r"\\frac{\1}{\2}"),
     (re.compile(r"\\frac\s*(\d|[A-Za-z])\s*\{"), r"\\frac{\1}{"),
     (re.compile(r"(\\frac\s*\{[^{}]*\})\s*(\d|[A-Za-z])"), r"\1{\2}"),
-    (re.compile(r"\\sqrt\s*(\d|[A-Za-z])"), r"\\sqrt{\1}"),
+    (re.compile(r"\\binom\s*(\d)\s*(\d)"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\{\s*(\w+)\s*\\choose\s*(\w+)\s*\}"), r"\\binom{\1}{\2}"),
+    (re.compile(r"\\sqrt\s*(\d+|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"\\sqrt\s+\{"), r"\\sqrt{"),
 ]
 _EMPHASIS = re.compile(r"^(\*\*\*|\*\*|\*|__|_|`{1,3})(?=\S)(.*\S)\1$", re.DOTALL)
@@ -248,6 +289,11 @@ def strip_markup(text: str) -> str:
     return text
 
 
+def _overline(match: re.Match) -> str:
+    """Return `0.3636\\ldots` as `0.\\overline{36}`."""
+    return rf"{match[1] or '0'}.{match[2]}\overline{{{match[3]}}}"
+
+
 def normalize(text: str) -> str:
     """Return an answer as LaTeX with one spelling per meaning: plain characters, no sizing, spacing, or emphasis.
     Texts of more than `MAX_LENGTH` characters are returned as they are."""
@@ -260,6 +306,8 @@ def normalize(text: str) -> str:
         text = _COPULA.sub("", _latin_numerals(text))
     text = text.replace("\\\\(", "(") if "\\\\" in text and "matrix" not in text else text
     text = _THOUSANDS_IN_LATEX.sub("", text)
+    text = _APOSTROPHE_BEFORE_THOUSANDS.sub("", text)
+    text = _THOUSANDS_IN_CODE.sub(lambda match: match.group().replace("_", ""), text)
     text = _DECIMAL_COMMA_IN_LATEX.sub(".", text)
     text = _COLOR.sub("", _SIZING.sub("", text))
     text = _UNDERLINE.sub(r"\1", text)
@@ -269,12 +317,15 @@ def normalize(text: str) -> str:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
     text = re.sub(r"\\text(?![A-Za-z])(?!\s*\{)", "", _FONT.sub(r"\\text", text))
-    text = _FONT_AROUND_MATH.sub(r" \1\2 ", text)
+    text = _MINUS_IN_TEXT.sub(r"\\text{-", _MINUS_IN_WORDS.sub("-", text))
+    text = _FONT_AROUND_MATH.sub(lambda match: f" {next(filter(None, match.groups()), '')} ", text)
+    text = _CURRENCY_CODE.sub(lambda match: _CURRENCY_CODES[match[1].lower()], text)
+    text = _CENTS_BEFORE_NUMBER.sub(r"\1 cents", text)
     text = _CONNECTIVE.sub(", ", text)
     for pattern, replacement in _LATEX_SYNONYMS:
         text = pattern.sub(replacement, text)
-    text = text.replace("'", "") if re.search(r"\d'\d{3}", text) else text
-    text = strip_markup(re.sub(r"\s+", " ", text))
+    text = _REPEATING_DECIMALS.sub(_overline, strip_markup(re.sub(r"\s+", " ", text)))
+    text = _HEDGE.sub("", text)
     word = re.sub(r"^\\text\s*\{\s*([A-Za-z-]+)\s*\}$", r"\1", text).lower()
     if word in _ENGLISH_NUMBERS:
         return str(_ENGLISH_NUMBERS[word])
