@@ -7,8 +7,8 @@ from sympy import Add, Basic, Mul, pi
 
 from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
 from .intervals import intervals_of, is_label, is_same_intervals
-from .leaves import Choice, Leaf, has_variables, parse_expression
-from .values import Based, Matrix, Ratio, Relation, Sequence, Union, read_value
+from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
+from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value
 
 
 def is_equal(gold: Any, answer: Any) -> bool:
@@ -21,7 +21,8 @@ def is_equal(gold: Any, answer: Any) -> bool:
     if gold_set is not None and answer_set is not None:
         if is_same_intervals(gold_set, answer_set):
             return True
-        if not (isinstance(gold, Relation) and isinstance(answer, Relation)):
+        # Pairs may be points, and inequalities may be written for other quantities: both are compared below.
+        if type(gold) is not type(answer) or isinstance(gold, Union):
             return False
     if isinstance(gold, Relation) or isinstance(answer, Relation):
         return _is_equal_relation(gold, answer)
@@ -29,6 +30,10 @@ def is_equal(gold: Any, answer: Any) -> bool:
         return _is_permutation(gold.parts, answer.parts)
     if isinstance(gold, Sequence) or isinstance(answer, Sequence):
         return _is_equal_sequence(gold, answer)
+    if isinstance(gold, Clock) or isinstance(answer, Clock):
+        return _is_equal_clock(gold, answer)
+    if isinstance(gold, Residue) or isinstance(answer, Residue):
+        return _is_equal_residue(gold, answer)
     if isinstance(gold, Ratio) or isinstance(answer, Ratio):
         return _is_equal_ratio(gold, answer)
     if isinstance(gold, Based) or isinstance(answer, Based):
@@ -91,7 +96,13 @@ _SAME_MEANING = [
     {"no", "false", "incorrect"},
     {"nosolution", "nosolutions", "emptyset", "norealsolution", "norealsolutions", "doesnotexist", "none", "dne"},
     {"undefined", "dne", "doesnotexist"},
+    {"infinitelymany", "infinitelymanysolutions", "infinity", "infty"},
+    {"allrealnumbers", "allreals", "allrealvalues"},
 ]
+
+
+_VERDICTS = ("yes", "no", "true", "false")
+_VERDICT = re.compile(r"^\s*(?:\\text\s*\{\s*)?(yes|no|true|false)\s*[,.;:]\s*\S", re.IGNORECASE)
 
 
 def _words(text: str) -> str:
@@ -104,6 +115,8 @@ def is_same_words(gold: str, answer: str) -> bool:
     left, right = _words(gold), _words(answer)
     if not left or not right:
         return False
+    if left in _VERDICTS and (verdict := _VERDICT.match(answer)):  # "Yes, it is possible"
+        right = verdict[1].lower()
     return left == right or any(left in group and right in group for group in _SAME_MEANING)
 
 
@@ -164,7 +177,49 @@ def _is_permutation(golds: tuple, answers: tuple) -> bool:
     return True
 
 
+def _is_equal_clock(gold: Any, answer: Any) -> bool:
+    """Whether two times of day are equal; one of them may lack "a.m." and "p.m.", or count 24 hours."""
+    gold_minutes, answer_minutes = _minutes(gold), _minutes(answer)
+    if gold_minutes is None or answer_minutes is None:
+        return False
+    if isinstance(gold, Clock) and isinstance(answer, Clock):
+        return gold_minutes == answer_minutes
+    without_half = answer_minutes if isinstance(gold, Clock) else gold_minutes
+    is_of_24_hours = without_half >= 13 * 60
+    period = 24 * 60 if is_of_24_hours else 12 * 60
+    return gold_minutes % period == answer_minutes % period
+
+
+def _minutes(value: Any) -> int | None:
+    if isinstance(value, Clock):
+        return value.minutes
+    if isinstance(value, Ratio) and _is_time(value.text):
+        return int(value.parts[0] * 60 + value.parts[1])
+    if isinstance(value, Leaf) and re.fullmatch(r"\d{1,2}", value.text):
+        return int(value.text) * 60
+    return None
+
+
+def _is_equal_residue(gold: Any, answer: Any) -> bool:
+    """Whether two residues are equal; one of them may lack the modulus."""
+    if isinstance(gold, Residue) and isinstance(answer, Residue):
+        return gold.modulus == answer.modulus and is_equal(gold.value, answer.value)
+    if isinstance(gold, Residue):
+        return is_equal(gold.value, answer)
+    return is_equal(gold, answer.value)
+
+
 _UNORDERED = ("", "{}", "\u00b1")
+
+
+# A point with its name, `P(3,-1)`, or the letters of several choices, `AC`.
+_NAMED = re.compile(r"^(?:[A-Z]'?(?=\()|(?=[A-H]{2,6}$))(\(.*\)|[A-H]+)$")
+
+
+def _letters_of(sequence: Sequence) -> list[str]:
+    """Return the letters of a list of choices in order; empty if an item is no letter."""
+    letters = [_letter(item) if isinstance(item, Leaf) else "" for item in sequence.items]
+    return sorted(letters) if all(letters) and sequence.brackets in ("", "{}") else []
 
 
 def _is_equal_sequence(gold: Any, answer: Any) -> bool:
@@ -173,6 +228,10 @@ def _is_equal_sequence(gold: Any, answer: Any) -> bool:
             return is_equal(gold.items[0], answer)
         if isinstance(answer, Sequence) and len(answer.items) == 1 and answer.brackets in ("{}", "[]"):
             return is_equal(gold, answer.items[0])
+        if isinstance(gold, Sequence) and isinstance(answer, Leaf) and (named := _NAMED.match(answer.text)):
+            return _letters_of(gold) == sorted(answer.text) or is_equal(gold, read_value(named[1], True))
+        if isinstance(gold, Leaf) and isinstance(answer, Sequence) and (named := _NAMED.match(gold.text)):
+            return _letters_of(answer) == sorted(gold.text) or is_equal(read_value(named[1], True), answer)
         if isinstance(gold, Sequence) and not gold.items:
             return isinstance(answer, Leaf) and is_same_words("emptyset", answer.text)
         if isinstance(answer, Sequence) and not answer.items:
@@ -223,13 +282,9 @@ def _is_equal_ratio(gold: Any, answer: Any) -> bool:
         products = zip(gold.parts, answer.parts, strict=True)
         return 0 not in answer.parts and len({left / right for left, right in products}) == 1
     if isinstance(gold, Ratio):
-        if isinstance(answer, Leaf) and (clock := re.match(r"(\d+:\d\d)(?:[ap]\.?m\.?)$", _words(answer.text))):
-            return clock[1].lstrip("0") == gold.text.lstrip("0")
         ratio = _quotient(gold)
         return ratio is not None and isinstance(answer, Leaf) and _is_equal_leaf(Leaf("", ratio), answer)
     ratio = _quotient(answer)
-    if isinstance(gold, Leaf) and (clock := re.match(r"(\d+:\d\d)(?:[ap]\.?m\.?)$", _words(gold.text))):
-        return clock[1].lstrip("0") == answer.text.lstrip("0")
     return ratio is not None and isinstance(gold, Leaf) and _is_equal_leaf(gold, Leaf("", ratio))
 
 
@@ -263,6 +318,8 @@ def _labelled_value(value: Any) -> Any:
     last = read_value(value.sides[-1], _has_top_comma(value.sides[-1]))
     if is_label(first) or is_chain:
         return last
+    if is_label(value.sides[-1]):
+        return read_value(first, _has_top_comma(first))  # `12 = x`
     left = parse_expression(first)
     if left is not None and not left.free_symbols and isinstance(last, Leaf) and not has_variables(last.value):
         return last  # `6 \cdot 7 = 42`
@@ -273,17 +330,46 @@ def _has_top_comma(text: str) -> bool:
     return text.strip()[:1] in ("(", "[", "\\") and "," in text
 
 
+_VARIABLE = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?$")
+_SUM_OF_NAMES = re.compile(r"^[A-Za-z](?:\s*\+\s*[A-Za-z])+$")
+_LENGTH_OR_FUNCTION = re.compile(
+    r"^(?:\|[^|=]{1,30}\||\\(?:sin|cos|tan|cot|log|ln)(?![A-Za-z])\s*(?:\\(?:angle\s*)?)?[A-Za-z]+)$"
+)
+
+
+def _measured_value(relation: Relation, names: tuple[re.Pattern, ...]) -> Any:
+    """Return the value after the name of a quantity, as in `a+b = 12` or `\\cos A = \\frac{1}{2}`; `None` if the left
+    side is none of the names."""
+    if relation.operators != ("=",) or not any(name.match(relation.sides[0]) for name in names):
+        return None
+    return read_value(relation.sides[1])
+
+
+def _label(relation: Relation) -> str:
+    """Return what a relation defines; a function of `x` is `y`."""
+    label = re.sub(r"\s|\\cdot", "", relation.sides[0])
+    return "y" if label == "f(x)" else label
+
+
 def _is_equal_relation(gold: Any, answer: Any) -> bool:
     if isinstance(answer, Relation) and answer.operators[-1] == r"\approx":
         return _is_equal_approximation(gold, answer)
     gold_value, answer_value = _labelled_value(gold), _labelled_value(answer)
     if not isinstance(gold, Relation):
+        if answer_value is None and isinstance(gold, Leaf):
+            answer_value = _measured_value(answer, (_SUM_OF_NAMES, _LENGTH_OR_FUNCTION))
         return answer_value is not None and is_equal(gold, answer_value)
     if not isinstance(answer, Relation):
+        variables = gold.sides[:-1]
+        if isinstance(answer, Sequence) and len(variables) > 1 and all(map(_VARIABLE.match, variables)):
+            return is_equal(Sequence("()", (gold_value,) * len(variables)), answer)
+        if isinstance(gold_value, Residue) and not isinstance(answer, Residue):
+            return False  # `x \\equiv 3 \\pmod 7` is many numbers
+        if gold_value is None:
+            gold_value = _measured_value(gold, (_LENGTH_OR_FUNCTION,))
         return gold_value is not None and is_equal(gold_value, answer)
     if gold_value is not None and answer_value is not None and len(gold.sides) == len(answer.sides) == 2:
-        same_label = re.sub(r"\s", "", gold.sides[0]) == re.sub(r"\s", "", answer.sides[0])
-        if same_label:
+        if _label(gold) == _label(answer):
             return is_equal(gold_value, answer_value)
     elif gold_value is not None and answer_value is not None:
         return is_equal(gold_value, answer_value)

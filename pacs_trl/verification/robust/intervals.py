@@ -14,7 +14,8 @@ from .values import Relation, Sequence, Union, read_value
 
 _LABEL = re.compile(
     r"^(?:\\text\s*\{[^{}]*\}|\\?[A-Za-z]+'*|\\(?:angle|overline|triangle)\s*\{?[A-Z]+\}?|[A-Za-z]\w*)?"
-    r"(?:\s*_\s*(?:\{[^{}]*\}|\w))?(?:\s*\([A-Za-z0-9,\s]*\)|\\cdot \([A-Za-z0-9,\s]*\))?$"
+    r"(?:\s*_\s*(?:\{[^{}]*\}|\w))?(?:\s*\^\s*\{-1\}(?=\s*(?:\(|\\cdot)))?"
+    r"(?:\s*\([A-Za-z0-9,\s]*\)|\\cdot \([A-Za-z0-9,\s]*\))?$"
 )
 
 
@@ -34,10 +35,11 @@ def intervals_of(value: Any) -> list[_Interval] | None:
         return _joined([intervals_of(part) for part in value.parts])
     if isinstance(value, Relation):
         return _intervals_of_relation(value)
-    if isinstance(value, Leaf) and value.text in (r"\mathbb{R}", "allrealnumbers", "all real numbers"):
+    if isinstance(value, Leaf) and re.sub(r"\\text|[\s{}]", "", value.text).lower() in _REAL_LINE:
         return [(-oo, True, oo, True)]
-    if isinstance(value, Leaf) and (excluded := _WITHOUT_POINTS.match(value.text)):
-        return _without_points([_end(read_value(point)) for point in excluded[1].split(",")])
+    if isinstance(value, Leaf) and (difference := _WITHOUT_POINTS.match(value.text)):
+        base = intervals_of(read_value(difference[1], True))
+        return None if base is None else _without_points(base, difference[2].split(","))
     if isinstance(value, Sequence):
         if value.brackets == "" and value.items and all(isinstance(item, Relation) for item in value.items):
             if all("=" not in item.operators for item in value.items):
@@ -50,15 +52,25 @@ def intervals_of(value: Any) -> list[_Interval] | None:
     return None
 
 
-_WITHOUT_POINTS = re.compile(r"\\mathbb\{R\}\\(?:setminus|backslash)\\\{(.*)\\\}$")
+_REAL_LINE = {r"\mathbbr", "allrealnumbers", "allreals", "allrealvalues", "realnumbers", "\u5168\u4f53\u5b9e\u6570"}
+_WITHOUT_POINTS = re.compile(r"^(.+?)(?:\\setminus|\\backslash|-)\s*\\\{([^{}]*|\\frac.*)\\\}$")
 
 
-def _without_points(points: list[Any]) -> list[_Interval] | None:
-    """Return the real line without some points."""
+def _without_points(intervals: list[_Interval], texts: list[str]) -> list[_Interval] | None:
+    """Return intervals without some points inside the last of them."""
+    points = [_end(read_value(text)) for text in texts]
     if not all(isinstance(point, Fraction) for point in points):
         return None
-    ends = [-oo, *sorted(points), oo]
-    return [(left, True, right, True) for left, right in zip(ends, ends[1:])]
+    for point in sorted(points):
+        left, left_open, right, right_open = intervals[-1]
+        if not _is_below(left, point) or not _is_below(point, right):
+            return None
+        intervals = [*intervals[:-1], (left, left_open, point, True), (point, True, right, right_open)]
+    return intervals
+
+
+def _is_below(left: Any, right: Any) -> bool:
+    return left == -oo or right == oo or bool(left < right)
 
 
 def _joined(parts: list[list[_Interval] | None]) -> list[_Interval] | None:
@@ -85,6 +97,8 @@ def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
         return None if end is None else [(-oo, True, end, True), (end, True, oo, True)]
     if not all(operator in _OPEN_END for operator in operators):
         return None
+    if len(sides) == 2 and (inside := _ABSOLUTE_VALUE.match(sides[0])) and is_label(inside[1]):
+        return _intervals_of_absolute_value(operators[0], _end(read_value(sides[1])))
     is_rising = [operator in ("<", r"\leq") for operator in operators]
     if len(set(is_rising)) > 1:
         return None
@@ -101,6 +115,19 @@ def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
         if left is not None and right is not None:
             return [(left, _OPEN_END[operators[0]], right, _OPEN_END[operators[1]])]
     return None
+
+
+_ABSOLUTE_VALUE = re.compile(r"^(?:\||\\l?vert)\s*([^|+]*?)\s*(?:\||\\r?vert)$")
+
+
+def _intervals_of_absolute_value(operator: str, bound: Any) -> list[_Interval] | None:
+    """Return the solutions of `|x| < bound` or `|x| > bound` for a positive number."""
+    if not isinstance(bound, Fraction) or bound <= 0:
+        return None
+    is_open = _OPEN_END[operator]
+    if operator in ("<", r"\leq"):
+        return [(-bound, is_open, bound, is_open)]
+    return [(-oo, True, -bound, is_open), (bound, is_open, oo, True)]
 
 
 def is_same_intervals(gold: list[_Interval], answer: list[_Interval]) -> bool:

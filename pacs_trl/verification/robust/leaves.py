@@ -36,6 +36,13 @@ class Choice:
     text: str
 
 
+@dataclass(frozen=True)
+class Clock:
+    """A time of day with "a.m." or "p.m.", in minutes after midnight."""
+
+    minutes: int
+
+
 _TIMES_TEN = r"(?:[eE]|\s*(?:\\cdot|x)\s*10\s*\^\s*\{?\s*)"
 LETTER = re.compile(r"^\(?\s*(?:\\text\s*\{)?\s*\(?([A-Z])\)?\s*\}?\s*\)?$")
 _NUMBER = re.compile(
@@ -54,13 +61,45 @@ _NUMBER = re.compile(
     """,
     re.VERBOSE,
 )
-_UNIT_IN_TEXT = re.compile(r"\s*\\text\s*\{\s*([^{}]*)\s*\}\s*(\^\s*\{?\s*-?\d\s*\}?)?$")
+_UNIT_IN_TEXT = re.compile(r"\s*\\text\s*\{\s*((?:[^{}]|\^\s*\{[^{}]*\})*)\s*\}\s*(\^\s*\{?\s*-?\d\s*\}?)?$")
 _UNIT_WORDS = re.compile(
     r"^\s*(?:[A-Za-z\u00a2$\u20ac]+(?:[ ./-]+[A-Za-z]+)*\.?(?:\s*\^\s*\{?\s*\d\s*\}?)?"
     r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)$"
 )
 _LETTER_AND_TEXT = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-J])(?:\)|\.|:|\)\.)\s*(.+)$", re.IGNORECASE)
 WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
+
+
+_TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_BINOMIAL = re.compile(r"(?<![A-Za-z\\])C\s*\((\d+),\s*(\d+)\)")
+_SCALE = re.compile(r"^(\\text\s*\{)?\s*(thousand|million|billion|trillion|万|亿)(?![A-Za-z])\s*", re.IGNORECASE)
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
+_CLOCK = re.compile(r"^(\d{1,2})(?::([0-5]\d))?\s*([ap])\.?\s?m\.?$", re.IGNORECASE)
+_UNIT_NAME = r"\s*([A-Za-z]+|[\u4e00-\u9fff]+)"
+_TWO_UNITS = re.compile(rf"^(\d+){_UNIT_NAME}[\s,]*(\d+(?:\.\d+)?){_UNIT_NAME}$")
+_DEGREES_AND_MINUTES = re.compile(r"^(\d+)\^\{\\circ\}\s*(\d+(?:\.\d+)?)\s*'$")
+
+
+def read_two_units(text: str) -> Leaf | None:
+    """Return a quantity in two units, such as `1 hour 30 minutes`, in the smaller one; `None` for other texts."""
+    text = _TEXT.sub(r" \1 ", text).strip()
+    if match := _DEGREES_AND_MINUTES.match(text):
+        return Leaf(text, int(match[1]) + Fraction(match[2]) / 60, unit=read_unit("degree"))
+    match = _TWO_UNITS.match(text)
+    if match is None or not (is_unit_word(match[2]) and is_unit_word(match[4])):
+        return None
+    large, small = read_unit(match[2]), read_unit(match[4])
+    if large is None or small is None or large.dimension != small.dimension or large.factor <= small.factor:
+        return None
+    return Leaf(text, int(match[1]) * large.factor / small.factor + Fraction(match[3]), unit=small)
+
+
+def _read_clock(text: str) -> Clock | None:
+    match = _CLOCK.match(_TEXT.sub(r"\1", text).strip())
+    if match is None or not 1 <= int(match[1]) <= 12:
+        return None
+    hour = int(match[1]) % 12 + (12 if match[3].lower() == "p" else 0)
+    return Clock(60 * hour + int(match[2] or 0))
 
 
 def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | None:
@@ -100,12 +139,15 @@ def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | Non
     return sign * value, num_decimals
 
 
-def read_leaf(text: str) -> Leaf | Choice:
+def read_leaf(text: str) -> Leaf | Choice | Clock:
     compact = re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # `2 5` is not 25
     if match := _LETTER_AND_TEXT.match(text):
         return Choice(match[1].upper(), match[2].strip())
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"{\\frac{\1\\pi}{180}}", text)
+    clock = _read_clock(text)
+    if clock is not None:
+        return clock
     number = _NUMBER.match(text)
     if number and (leaf := _read_quantity(text, compact, number)) is not None:
         return leaf
@@ -133,6 +175,7 @@ def read_leaf(text: str) -> Leaf | Choice:
         unit = read_unit("degree")
         expression = expression.removesuffix(r"^{\circ}")
     expression = re.sub(r"^\s*(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])", "", expression)
+    expression = _BINOMIAL.sub(r"\\binom{\1}{\2}", expression)
     return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
 
 
@@ -148,6 +191,11 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
         return None
     value, num_decimals = number
     rest = text[match.end() :].strip()
+    if scale := _SCALE.match(rest):
+        power = _SCALES[scale[2].lower()]
+        value *= 10**power
+        num_decimals = None if num_decimals is None else num_decimals - power
+        rest = f"{scale[1] or ''}{rest[scale.end() :]}".replace(r"\text{}", "").strip()
     unit = None
     if match["currency"]:
         unit = read_unit(CURRENCY_UNITS[match["currency"].removeprefix("\\")])

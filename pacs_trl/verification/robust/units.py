@@ -20,7 +20,8 @@ _TABLE: dict[str, Unit] = {
     **_units(
         "length",
         {
-            "nm": "1e-9",
+            "nm nanometer nanometre": "1e-9",
+            "um micrometer micrometre micron": "1e-6",
             "mm millimeter millimetre": "0.001",
             "cm centimeter centimetre 厘米": "0.01",
             "dm decimeter decimetre": "0.1",
@@ -49,9 +50,18 @@ _TABLE: dict[str, Unit] = {
     **_units("volume", {"ml milliliter millilitre 毫升": "0.001", "l liter litre 升": 1}),
     **_units("dollars", {"cent ¢": "0.01", "dollar usd buck $": 1}),
     **_units("yuan", {"元 yuan rmb 块": 1, "角": "0.1"}),
+    **_units("force", {"newton": 1}),
+    **_units("energy", {"joule": 1, "kj kilojoule": 1000, "cal calorie": "4.184", "kcal kilocalorie": 4184}),
+    **_units("power", {"watt": 1, "kw kilowatt": 1000}),
+    **_units("voltage", {"volt": 1}),
+    **_units("frequency", {"hertz hz": 1, "khz kilohertz": 1000}),
     **_units("degree", {"degree deg": 1}),
     **_units("radian", {"radian rad": 1}),
 }
+# Symbols of units that are variables elsewhere, so that they are no unit words.
+_SYMBOLS = {"N": "newton", "J": "joule", "W": "watt", "V": "volt"}
+_PRODUCT = re.compile(r"[A-Za-z]+(?:\^\{?-?\d\}?)?(?:\s+[A-Za-z]+(?:\^\{?-?\d\}?)?)+")
+_FACTOR = re.compile(r"([A-Za-z]+)(?:\^\{?(-?\d)\}?)?")
 _SQUARE = re.compile(r"^(?:square|sq\.?)\s+(.+)$|^(.+)\s+squared$|^平方(.+)$")
 _CUBE = re.compile(r"^(?:cubic|cu\.?)\s+(.+)$|^(.+)\s+cubed$|^立方(.+)$")
 _EXPONENT = re.compile(r"\^\s*\{?\s*(-?\d)\s*\}?$")
@@ -62,6 +72,7 @@ def read_unit(text: str) -> Unit | None:
     """Return the unit that a text names; `None` if the text is empty or `units`. Words that are not in the table are
     units of a dimension of their own: "apples" is "apple"."""
     name = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    name = re.sub(r"\\mu\s*(?=[mgs])", "u", name)
     name = re.sub(r"\\[,;:! ]|\\cdot|[.~]", " ", name)
     name = re.sub(r"\s+", " ", name).strip(" ,;")
     name = _PREFIXES.sub("", name)
@@ -70,6 +81,8 @@ def read_unit(text: str) -> Unit | None:
         top, bottom = read_unit(over), read_unit(under)
         if top and bottom:
             return Unit(f"{top.dimension}/{bottom.dimension}", top.factor / bottom.factor)
+    if _PRODUCT.fullmatch(name) and (product := _read_product(name)) is not None:
+        return product
     exponent = 1
     if match := _EXPONENT.search(name):
         exponent = int(match[1])
@@ -78,7 +91,7 @@ def read_unit(text: str) -> Unit | None:
         if match := pattern.match(name.lower()):
             name = next(group for group in match.groups() if group)
             exponent = power
-    name = _singular(name)
+    name = _singular(_SYMBOLS.get(name, name))
     if name in ("", "unit"):
         return None
     if name == "mph":
@@ -89,6 +102,26 @@ def read_unit(text: str) -> Unit | None:
     if exponent == 1:
         return unit
     return Unit(f"{unit.dimension}^{exponent}", unit.factor**exponent)
+
+
+def _read_product(name: str) -> Unit | None:
+    """Return the unit of `m s^{-2}`, a product of units of the table; `None` if a factor is none of them."""
+    above, below = [], []
+    factor = Fraction(1)
+    for word, power in _FACTOR.findall(name):
+        if not is_unit_word(word):
+            return None
+        unit = read_unit(f"{word}^{power.lstrip('-')}" if power.lstrip("-") not in ("", "1") else word)
+        if unit is None:
+            return None
+        if power.startswith("-"):
+            below.append(unit.dimension)
+            factor /= unit.factor
+        else:
+            above.append(unit.dimension)
+            factor *= unit.factor
+    dimension = " ".join(sorted(above))
+    return Unit("/".join([dimension, *sorted(below)]), factor)
 
 
 def _singular(name: str) -> str:

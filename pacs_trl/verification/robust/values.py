@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from .leaves import LETTER, WORDS, Leaf, read_leaf
+from .leaves import LETTER, WORDS, Leaf, read_leaf, read_two_units
 from .notation import MAX_LENGTH
 
 
@@ -53,7 +53,37 @@ class Based:
     base: int
 
 
+@dataclass(frozen=True)
+class Residue:
+    """A value modulo a number: `3 \\pmod 7`."""
+
+    value: Any
+    modulus: str
+
+
 _MATRIX = re.compile(r"^\\begin\{([bpvVB]?matrix|array)\}(?:\{[^{}]*\})?(.*)\\end\{\1\}$", re.DOTALL)
+_SCALED_MATRIX = re.compile(
+    r"^(-|-?\d+|-?\\frac\{-?\d+\}\{\d+\})\s*(?:\\cdot\s*)?(\\begin\{[bp]matrix\}.*)$", re.DOTALL
+)
+_TRANSPOSED = re.compile(r"^(.*[\])}])\s*\^\s*\{?\s*(?:T|\\top|\\intercal|\\text\s*\{T\})\s*\}?$", re.DOTALL)
+_LINES = re.compile(r"^\\begin\{(?:cases|aligned|align\*?|gathered)\}(.*)\\end\{\w+\*?\}$", re.DOTALL)
+# `]a,b[` and `[a,b[`, where a bracket that turns away from the interval excludes its end.
+_TURNED_BRACKETS = re.compile(r"([\[\]])([^\[\]();,]+[,;][^\[\]();,]+)([\[\]])")
+_SET_BUILDER = re.compile(
+    r"^[A-Za-z](?:\s*\\in\s*\\mathbb\{[A-Z]\})?\s*(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|\||:)\s*(.+)$"
+)
+_CONDITION = re.compile(
+    r"[\s,]*(?:\\cdot\s*)?\(?\s*([kmn])\s*\\in\s*(?:\\mathbb\{[ZN]\}|[ZN])(?:\^?\{?[*+]\}?)?\s*\)?$"
+)
+_RESIDUE = re.compile(
+    r"^(.+?)\s*(?:\\cdot\s*)?(?:\\[pb]?mod(?![A-Za-z])|\(\s*(?:\\text\s*\{\s*mod\s*\}|mod(?![A-Za-z])))"
+    r"\s*\{?\s*(\w+)\s*\}?\s*\)?$"
+)
+_BASED = re.compile(
+    r"\(?([0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*\(?|(?:\\text\s*\{\s*)?(?:in\s+)?base\s*\}?)\s*(?:\\text\s*\{\s*)?"
+    r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\s*\}?\s*\)?\s*\}?"
+)
+_BASES = "two three four five six seven eight nine ten eleven twelve".split()
 _RELATION = re.compile(r"\\(?:leq|geq|neq|approx|equiv|in|sim)(?![A-Za-z])|[<>]|(?<![\\!<>:])=|:=")
 
 
@@ -63,11 +93,25 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
     if len(text) > MAX_LENGTH:
         return Leaf(text)
     text = _without_grouping_braces(text)
-    if matrix := _MATRIX.match(text):
-        rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip() and row.strip() != r"\hline"]
-        return Matrix(tuple(tuple(read_value(cell, True) for cell in row.split("&")) for row in rows))
-    if text.startswith("]") and text.endswith("[") and "," in text:
-        text = f"({text[1:-1]})"
+    if lines := _LINES.match(text):
+        return read_value(
+            ", ".join(line.replace("&", "") for line in re.split(r"\\\\", lines[1]) if line.strip()), True
+        )
+    matrix = _read_matrix(text)
+    if matrix is not None:
+        return matrix
+    if (transposed := _TRANSPOSED.match(text)) and "," in text:
+        text = transposed[1]
+    if text.startswith("]") or text.endswith("["):
+        text = _TURNED_BRACKETS.sub(_usual_brackets, text)
+    if (condition := _CONDITION.search(text)) and condition[1] in text[: condition.start()]:
+        text = text[: condition.start()]
+    if set_builder := _SET_BUILDER.match(text.removeprefix(r"\{").removesuffix(r"\}").strip()):
+        condition_of_set = read_value(set_builder[1], True)
+        if isinstance(condition_of_set, Relation):
+            return condition_of_set
+    if (quantity := read_two_units(text)) is not None:
+        return quantity
     parts = _split(text, (r"\cup",))
     if len(parts) == 1 and re.search(r"[)\]]\s*U\s*[(\[]", text):
         parts = _split(text, ("U",))
@@ -84,6 +128,8 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
     relation = _read_relation(text)
     if relation is not None:
         return relation
+    if residue := _RESIDUE.match(text):
+        return Residue(read_value(residue[1]), residue[2])
     brackets = _brackets_around(text)
     if brackets is not None:
         opening, inside, closing = brackets
@@ -100,15 +146,42 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
         signs = [("+", "-"), ("-", "+")]
         texts = [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in signs]
         return Sequence("\u00b1", tuple(read_value(each.lstrip("+ "), True) for each in texts))
+    text = re.sub(r"^(\d+)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*(\d+)$", r"\1:\2", text)
     if re.fullmatch(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+", text):
         return Ratio(tuple(Fraction(part.strip()) for part in text.split(":")), re.sub(r"\s", "", text))
-    if based := re.fullmatch(
-        r"\(?([0-9A-Fa-f]+)\)?\s*_\s*\{?\s*(?:\\text\s*\{)?\s*(\d+|two|eight|ten)\s*\}?\s*\}?", text
-    ):
-        base = {"two": 2, "eight": 8, "ten": 10}.get(based[2]) or int(based[2])
+    if based := _BASED.fullmatch(text):
+        base = _BASES.index(based[2]) + 2 if based[2] in _BASES else int(based[2])
         if any(character.isdigit() for character in based[1]):
             return Based(based[1].lstrip("0").upper() or "0", base)
     return read_leaf(text)
+
+
+def _read_matrix(text: str) -> Any | None:
+    """Return a matrix, or a number or row that is a factor of one multiplied into it; `None` for other texts."""
+    if matrix := _MATRIX.match(text):
+        rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip() and row.strip() != r"\hline"]
+        if len(rows) == 1 and "&" not in rows[0]:
+            return read_value(rows[0])
+        return Matrix(tuple(tuple(read_value(cell, True) for cell in row.split("&")) for row in rows))
+    scaled = _SCALED_MATRIX.match(text)
+    if scaled is None:
+        return None
+    matrix_value = _read_matrix(scaled[2])
+    factor = read_value("-1" if scaled[1] == "-" else scaled[1])
+    if not isinstance(matrix_value, Matrix) or not isinstance(factor, Leaf) or not isinstance(factor.value, Fraction):
+        return None
+    cells = [cell for row in matrix_value.rows for cell in row]
+    if not all(isinstance(cell, Leaf) and isinstance(cell.value, Fraction) for cell in cells):
+        return None
+    return Matrix(
+        tuple(tuple(Leaf(cell.text, factor.value * cell.value) for cell in row) for row in matrix_value.rows)
+    )
+
+
+def _usual_brackets(match: re.Match) -> str:
+    opening = "(" if match[1] == "]" else "["
+    closing = ")" if match[3] == "[" else "]"
+    return f"{opening}{match[2]}{closing}"
 
 
 def join_thousands(text: str) -> str:
