@@ -10,7 +10,8 @@ from typing import Any
 
 from .. import Outcome
 from .comparison import is_equal
-from .final_answers import final_answers
+from .final_answers import final_answers, read_final_answers
+from .last_values import last_words
 from .leaves import Leaf
 from .notation import normalize
 from .values import Relation, Sequence, Union, read_value
@@ -61,19 +62,27 @@ def grade(text: str, golds: tuple[str, ...]) -> Outcome:
     gold_values = _read_golds(golds)
     if not gold_values or not text and not any(map(_is_readable, gold_values)):
         return Outcome.GOLD_UNPARSEABLE
-    answers = final_answers(text)
-    texts = [normalize(each) for each in answers]
-    if any(texts):
-        is_right = any(_is_right(gold, texts) for gold in gold_values)
-        return Outcome.CORRECT if is_right else Outcome.WRONG
-    if len(text) <= _MAX_WORDS_LENGTH and any(_is_answer_in_words(gold, text) for gold in gold_values):
+    answers = read_final_answers(text)
+    texts = [normalize(each) for each in answers.texts]
+    if any(texts) and any(_is_right(gold, texts) for gold in gold_values):
         return Outcome.CORRECT
-    return Outcome.NO_ANSWER
+    if answers.unmarked and any(_is_answer_in_words(gold, answers.unmarked) for gold in gold_values):
+        return Outcome.CORRECT
+    return Outcome.WRONG if any(texts) else Outcome.NO_ANSWER
 
 
 def _is_answer_in_words(gold: Any, text: str) -> bool:
-    """Whether a short completion without any mark of an answer is the gold itself, such as "B" or "Evelyn"."""
-    return isinstance(gold, Leaf) and not re.search(r"\d", gold.text) and is_equal(gold, read_value(normalize(text)))
+    """Whether a text without any mark of an answer is or ends with the gold in words, such as "B" or "Evelyn"."""
+    if not isinstance(gold, Leaf):
+        return False
+    if len(text) <= _MAX_WORDS_LENGTH:
+        whole = normalize(text)
+        if (whole.isdigit() or not re.search(r"\d", gold.text)) and _is_right(gold, [whole]):
+            return True
+    is_letter = re.fullmatch(r"\(?[A-J]\)?", gold.text)
+    if not is_letter and (gold.value is not None or re.search(r"\d", gold.text)):
+        return False
+    return any(_is_right(gold, [normalize(words)]) for words in last_words(text) if not is_letter or words.isupper())
 
 
 def _is_right(gold: Any, texts: list[str]) -> bool:

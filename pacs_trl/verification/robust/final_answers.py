@@ -6,6 +6,8 @@ Every step takes time linear in the length of the completion.
 import re
 from typing import NamedTuple
 
+from .last_values import OPEN_EQUATION, last_match, last_values
+
 
 _END_OF_THOUGHT = re.compile(
     r"</(?:think|thinking|thought|reasoning)>|<\|end_of_thought\|>|\u25c1/think\u25b7|\[/THINK\]"
@@ -14,7 +16,7 @@ _ANSWER_TAG = re.compile(r"<(/?)(?:answer|final_answer|solution)>|<\|(begin|end)
 
 # A box and its brace, a bare box, or a brace. JSON turns the backslash and the b of `\boxed` into a backspace.
 _BOX_OR_BRACE = re.compile(
-    r"(?P<box>(?:\\|\x08o?)(?:boxed|f?box|fboxed|framebox|xed)\s*(?:\[[^\[\]]{0,20}\])?\s*\{)"
+    r"(?P<box>(?:\\|\x08o?)(?:[bB]oxed|f?box|fboxed|framebox|xed)\s*(?:\[[^\[\]]{0,20}\])?\s*\{)"
     r"|(?P<bare>\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*)"
     r"|(?P<escape>\\[{}\\])"
     r"|[{}]"
@@ -30,6 +32,17 @@ _CORRECTION = re.compile(
 )
 _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f]\s|[.!?\u3002]$|\n")
 _WORD = re.compile(r"[^\W\d_]+")
+
+
+# Tokens that end a turn, and tags of thoughts around text in which no other answer was found.
+_TOKENS = re.compile(r"<\|[^<>|\n]{1,30}\|>|</?s>|</?(?:think|thinking|thought|reasoning)>")
+
+
+class FinalAnswers(NamedTuple):
+    """`texts` are the answers; `unmarked` is the text that ends with them if no tag, box, or phrase marks them."""
+
+    texts: list[str]
+    unmarked: str = ""
 
 
 class _Box(NamedTuple):
@@ -106,6 +119,7 @@ _PHRASES = [
     r"(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n",
     r"####(?=\s*[^\s#])",
     # Chinese, Japanese, Korean
+    r"(?:故选|应选|故答案为|综上)\s*[:：]?\s*(?=\S)",
     r"(?:答案|答|结果|答え|정답|답)\s*(?:为|是|应为|应该是|は|은|는|：|:)",
     # French, Spanish, Portuguese, Italian
     r"(?<!\w)(?:r[eé]ponse|respuesta|resposta|risposta)(?:\s(?:finale?|correcte?a?|final))?\s*(?:est|es|é|è|:|=)(?!\w)",
@@ -152,89 +166,28 @@ def _first_statement(text: str) -> str:
     return statement
 
 
-_FORMULA = re.compile(
-    r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:[^$\n\\]|\\.){1,500})(?<!\\)\$"
-    r"|\\\((?P<c>(?:[^\\]|\\(?!\)))+)\\\)|\\\[(?P<d>(?:[^\\]|\\(?!\]))+)\\\]"
+_RIGHT_CHOICE = re.compile(
+    r"(?:option|choice|statement)\s*\(?([A-J])\)?\s+is\s+(?:the\s+)?(?:correct|right|true)", re.I
 )
-_BOLD = re.compile(r"\*\*(?P<bold>[^*\n]{1,200})\*\*")
-_NUMBERS = re.compile(
-    r"""
-    (?<![\w.])(?:[-+\u2212](?=[\d.$\\\u20ac\u00a3]))?(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)?
-    (?:
-        (?:\d{1,3}(?:\ \d{3})+(?!\d)|\d[\d,.]*)(?:[eE][-+]?\d+)?(?:\s\d+/\d+|/\d+)?
-        | \.\d+ | \\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\} | [\u00bd\u00bc\u00be]
-    )
-    (?:\s?(?:\\?%|\u00b0))?
-    """,
-    re.VERBOSE,
-)
-_CALCULATION = re.compile(r"<<[^<>]{0,200}>>")  # the calculator calls of GSM8K
-# What follows the last equals sign, if it is an expression and ends the text.
-_RIGHT_SIDE = re.compile(r"=[ \t]*([^=\n$*]{1,100}?)[ \t]*\.?\s*\Z")
-_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|^\$?[\d,.]+\s+\S*[A-Za-z]")  # or a number and a unit
-_OPEN_EQUATION = re.compile(r"(?:=|\u2248|\\approx)\s*(?:\?|_+|\.\.\.)?\s*(?:\\\)|\\\]|\$|\*)*\s*\Z")
 
 
-def _last_value(text: str) -> list[str]:
-    """Return the last formula, bold text, or number, whichever ends last."""
-    tail = _CALCULATION.sub("", text[-2000:])
-    if _OPEN_EQUATION.search(tail):
-        return []
-    if (side := _RIGHT_SIDE.search(tail[-200:])) and not _LONG_WORD.search(side[1]):
-        return [side[1]]
-    formula, bold = _last_match(_FORMULA, tail), _last_match(_BOLD, tail)
-    number = _result_of_last_line(tail) or _last_match(_NUMBERS, tail)
-    if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:
-        bold = None
-    ends = [match.end() for match in (formula, bold, number) if match]
-    if not ends:
-        return []
-    for match in (bold, formula, number):
-        if match is None or match.end() < max(ends):
-            continue
-        content = next((group for group in match.groups() if group), match.group())
-        before = tail[max(0, match.start() - 60) : match.start()]
-        if match is number and re.search(r"[\d)]\s*[-+*/^\u00d7\u00f7\u2212]\s*$|\\(?:times|cdot|div|pm)\s*$", before):
-            return []  # the last operand of a sum or product that is not carried out
-        return [content]
-    return []
-
-
-def _result_of_last_line(text: str) -> re.Match | None:
-    """Return the number after the last equals sign of the last line, as in "5 + 3 = 8 limbs after 15 days"."""
-    end = len(text.rstrip())
-    start = text.rfind("\n", 0, end) + 1
-    equals = text.rfind("=", start, end)
-    if equals < 0:
-        return None
-    result = _NUMBERS.search(text, equals + 1, end)
-    is_direct = result and not text[equals + 1 : result.start()].strip(" *$<>\\(")
-    return result if is_direct and not re.match(r"\s*[-+*/^\u00d7\u00f7]\s*[\d(]", text[result.end() :]) else None
-
-
-def _last_match(pattern: re.Pattern, text: str) -> re.Match | None:
-    last = None
-    for match in pattern.finditer(text):
-        last = match
-    return last
-
-
-def _answer_in(text: str) -> list[str]:
+def _answer_in(text: str) -> FinalAnswers:
     """Return the final answer of a text without thoughts and tags."""
     boxes = _boxes(text)
     if boxes:
-        return _answer_of_boxes(text, boxes)
-    phrase = _last_match(_PHRASE, text[-20_000:])
+        return FinalAnswers(_answer_of_boxes(text, boxes))
+    end = _TOKENS.sub("\n", text[-20_000:])
+    phrase = last_match(_PHRASE, end)
     if phrase:
-        statement = _first_statement(text[-20_000:][phrase.end() :])
+        statement = _first_statement(end[phrase.end() :])
         if statement.strip(" *$.:\n"):
-            if _OPEN_EQUATION.search(statement):
-                return []
-            return [statement]
-    return _last_value(text)
+            return FinalAnswers([] if OPEN_EQUATION.search(statement) else [statement])
+    if choice := last_match(_RIGHT_CHOICE, end):
+        return FinalAnswers([choice[1]])
+    return FinalAnswers(last_values(end), unmarked=end)
 
 
-def final_answers(text: str) -> list[str]:
+def read_final_answers(text: str) -> FinalAnswers:
     """
     Return the final answer of a completion, several texts if boxes are listed beside each other: the last pair of
     answer tags, else the last boxes, else what follows the last phrase such as "the answer is", else the last formula
@@ -243,10 +196,10 @@ def final_answers(text: str) -> list[str]:
     Thoughts in `<think>` count only if no answer follows them. An empty or unclosed box is no answer, whatever else
     the text contains.
     """
-    thoughts = _last_match(_END_OF_THOUGHT, text)
+    thoughts = last_match(_END_OF_THOUGHT, text)
     if thoughts and text[thoughts.end() :].strip():
-        answers = final_answers(text[thoughts.end() :])
-        if answers or _boxes(text[thoughts.end() :]):
+        answers = read_final_answers(text[thoughts.end() :])
+        if answers.texts or answers.unmarked.strip() or _boxes(text[thoughts.end() :]):
             return answers
     opening = None
     for tag in _ANSWER_TAG.finditer(text):
@@ -257,8 +210,12 @@ def final_answers(text: str) -> list[str]:
         closing = _ANSWER_TAG.search(text, opening.end())
         content = text[opening.end() : closing.start() if closing else len(text)]
         if not content.strip():
-            return []
+            return FinalAnswers([])
         if _boxes(content) or _PHRASE.search(content) or len(content) > 200:
             return _answer_in(content)
-        return [content]
+        return FinalAnswers([content])
     return _answer_in(text)
+
+
+def final_answers(text: str) -> list[str]:
+    return read_final_answers(text).texts

@@ -1,0 +1,185 @@
+"""The last value of a text in which nothing marks the answer: an expression, a formula, bold text, or a number.
+
+Every step takes time linear in the length of the text.
+"""
+
+import re
+
+from .units import is_unit_word
+
+
+_FORMULA = re.compile(
+    r"\$\$(?P<a>[^$]+)\$\$|(?<!\\)\$(?P<b>(?:[^$\n\\]|\\.){1,500})(?<!\\)\$"
+    r"|\\\((?P<c>(?:[^\\]|\\(?!\)))+)\\\)|\\\[(?P<d>(?:[^\\]|\\(?!\]))+)\\\]"
+)
+_BOLD = re.compile(r"\*\*(?P<bold>[^*\n]{1,200})\*\*")
+_NUMBERS = re.compile(
+    r"""
+    (?<![\w.])(?:(?:negative|minus)\s(?=[\d.]))?(?:[-+\u2212](?=[\d.$\\\u20ac\u00a3]))?(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)?
+    (?:
+        \d+(?::\d+)+
+        | (?:\d{1,3}(?:\ \d{3})+(?!\d)|\d[\d,.]*)(?:[eE][-+]?\d+)?(?:\s\d+/\d+|/\d+)?
+        | \.\d+ | \\[dt]?frac\s*\{[^{}]*\}\s*\{[^{}]*\} | [\u00bd\u00bc\u00be]
+    )
+    (?:\s?(?:\\?%|\u00b0))?
+    """,
+    re.VERBOSE,
+)
+_CALCULATION = re.compile(r"<<[^<>]{0,200}>>")  # the calculator calls of GSM8K
+# What follows the last equals sign, if it is an expression and ends the text.
+_RIGHT_SIDE = re.compile(r"=[ \t]*([^=\n$*]{1,100}?)[ \t]*\.?\s*\Z")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|^\$?[\d,.]+\s+\S*[A-Za-z]")  # or a number and a unit
+OPEN_EQUATION = re.compile(r"(?:=|\u2248|\\approx)\s*(?:\?|_+|\.\.\.)?\s*(?:\\\)|\\\]|\$|\*)*\s*\Z")
+
+
+def last_values(text: str) -> list[str]:
+    """Return a text that is an expression as a whole, else its last formula, bold text, or number, whichever ends
+    last."""
+    tail = _CALCULATION.sub("", text[-2000:])
+    if OPEN_EQUATION.search(tail):
+        return []
+    if _is_expression(text):
+        return [text.strip()]
+    if (side := _RIGHT_SIDE.search(tail[-200:])) and not _LONG_WORD.search(side[1]):
+        return [side[1]]
+    formulas = list(_FORMULA.finditer(tail))
+    formula, bold = formulas[-1] if formulas else None, last_match(_BOLD, tail)
+    number = _result_of_last_line(tail) or last_match(_NUMBERS, tail)
+    if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:
+        bold = None
+    ends = [match.end() for match in (formula, bold, number) if match]
+    if not ends:
+        return []
+    last = next(match for match in (bold, formula, number) if match and match.end() == max(ends))
+    before = tail[max(0, last.start() - 60) : last.start()]
+    if _NEGATION_BEFORE.search(before):
+        return []
+    if last is number:
+        return _number_in_context(tail, last)
+    if last is formula:
+        return [_listed_formulas(tail, formulas)]
+    return [_content(last)]
+
+
+def _content(match: re.Match) -> str:
+    return next((group for group in match.groups() if group), match.group())
+
+
+_NEGATION_BEFORE = re.compile(r"(?:\bnot(?:\s(?:be|equal(?:\sto)?))?|n't(?:\sbe)?)\s*[$\\(*]*\s*$", re.IGNORECASE)
+_TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
+_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_\u0370-\u03ffA-Za-z]{2,}")
+_MARKDOWN = re.compile(r"\*\*|~~|^\s*(?:>|[-*]\s|\d+\.\s)")
+_MATH_WORDS = {"or", "and", "pi", "sqrt", "sin", "cos", "tan", "ln", "log", "exp", "inf", "cm", "km", "mm", "kg"}
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a short text contains no words but those of formulas."""
+    text = text.strip()
+    if not text or len(text) > 100 or "\n" in text or not re.search(r"\w", text) or _MARKDOWN.search(text):
+        return False
+    return all(word in _MATH_WORDS for word in _WORD.findall(_TEXT.sub("", text)))
+
+
+_BETWEEN_FORMULAS = re.compile(r"\s*,?\s*(?:and|or|\u548c|\u6216|\u4ee5\u53ca)\s*")
+_COMMA_BETWEEN_FORMULAS = re.compile(r"\s*[,\u3001\uff0c]\s*")
+
+
+def _listed_formulas(text: str, formulas: list[re.Match]) -> str:
+    """Return the last formula and those listed before it, as in "$x=1$, $x=2$, and $x=3$"."""
+    listed = [_content(formulas[-1])]
+    following = formulas[-1]
+    for formula in reversed(formulas[:-1]):
+        between = text[formula.end() : following.start()]
+        is_listed = (
+            _BETWEEN_FORMULAS.fullmatch(between) or len(listed) > 1 and _COMMA_BETWEEN_FORMULAS.fullmatch(between)
+        )
+        if not is_listed:
+            break
+        listed.insert(0, _content(formula))
+        following = formula
+    return ", ".join(listed)
+
+
+_OPERAND_BEFORE = re.compile(r"[\d)]\s*[-+*/^\u00d7\u00f7\u2212]\s*$|\\(?:times|cdot|div|pm)\s*$")
+_OPERATION_BEFORE = re.compile(
+    r"(?:(?<=\s)|^)(\S{1,40}\s[-+*/\u2212]\s|[A-Za-z]\w?\s?(?:[<>\u2264\u2265\u2260]|<=|>=)\s?)$"
+)
+_MATH_CHARACTER = re.compile(
+    r"[\u221a\u03c0\u221e\u00b2\u00b3^()<>\u2264\u2265\u2260|*/\[\]{}]|\d[A-Za-z](?![A-Za-z])"
+)
+# A unit, a power of ten in words, or the half of the day.
+_MEASURE_AFTER = re.compile(
+    r"\s?(?:(?:thousand|million|billion|trillion|percent|per\scent|[ap]\.?m\.?)(?![A-Za-z])|\u4e07|\u4ebf"
+    r"|(?!in\b)(?P<unit>[A-Za-z]{2,12})(?![A-Za-z])(?:\^?[23]|[\u00b2\u00b3])?)",
+    re.IGNORECASE,
+)
+
+
+def _number_in_context(text: str, number: re.Match) -> list[str]:
+    """Return a number with its unit, or the expression, point, or inequality that it ends; empty if it is the last
+    operand of a sum or product that is not carried out."""
+    start, end = number.span()
+    start = max(text.rfind(" ", 0, start), text.rfind("\n", 0, start)) + 1 if number.group()[0].isdigit() else start
+    if space := re.compile(r"\s").search(text, end):
+        end = space.start()
+    else:
+        end = len(text)
+    before = text[max(0, start - 60) : start]
+    if (operation := _OPERATION_BEFORE.search(before)) and not operation[1].startswith("="):
+        start -= len(operation[1])
+    for opening, closing in ("()", "[]", "{}"):
+        chunk = text[start:end]
+        if chunk.count(closing) == chunk.count(opening) + 1:
+            start = max(text.rfind(opening, max(0, start - 60), start), 0) or start
+    context = text[start:end].strip("*_`\"'").rstrip(".,;:?*!")
+    is_balanced = all(context.count(opening) == context.count(closing) for opening, closing in ("()", "[]", "{}"))
+    if is_balanced and _MATH_CHARACTER.search(context) and all(word in _MATH_WORDS for word in _WORD.findall(context)):
+        return [context]
+    before = text[max(0, number.start() - 60) : number.start()]
+    is_difference = number.group().startswith(("minus", "negative")) and re.search(r"\d\s*$", before)
+    if is_difference or _OPERAND_BEFORE.search(before):
+        return []
+    measure = _MEASURE_AFTER.match(text, number.end())
+    if measure and (measure["unit"] is None or is_unit_word(measure["unit"])):
+        return [number.group() + measure.group()]
+    return [number.group()]
+
+
+def _result_of_last_line(text: str) -> re.Match | None:
+    """Return the number after the last equals sign of the last line, as in "5 + 3 = 8 limbs after 15 days"."""
+    end = len(text.rstrip())
+    start = text.rfind("\n", 0, end) + 1
+    equals = text.rfind("=", start, end)
+    if equals < 0:
+        return None
+    result = _NUMBERS.search(text, equals + 1, end)
+    is_direct = result and not text[equals + 1 : result.start()].strip(" *$<>\\(")
+    return result if is_direct and not re.match(r"\s*[-+*/^\u00d7\u00f7]\s*[\d(]", text[result.end() :]) else None
+
+
+def last_match(pattern: re.Pattern, text: str) -> re.Match | None:
+    last = None
+    for match in pattern.finditer(text):
+        last = match
+    return last
+
+
+_SENTENCE_END = re.compile(r"[.!?]\s|[\n\u3002\uff01\uff1f]")
+_ALTERNATIVES = re.compile(r"\b(?:not|no|never|neither|nor|either|or|and|cannot|unless|if)\b|n't", re.IGNORECASE)
+_VERDICT = re.compile(r"(yes|no)\b", re.IGNORECASE)
+
+
+def last_words(text: str) -> list[str]:
+    """Return the words with which the last sentence of a text ends, one to five of them, unless words before them
+    negate them or name alternatives, and "yes" or "no" at its start."""
+    text = text[-500:].strip().rstrip(".!*` \u3002").strip()
+    start = max((match.end() for match in _SENTENCE_END.finditer(text)), default=0)
+    sentence = re.sub(r"\\text(?:bf|it)?\s*\{([^{}]*)\}|[*_`]", lambda match: match[1] or "", text[start:])
+    words = sentence.split()
+    endings = []
+    if verdict := _VERDICT.match(sentence):
+        endings.append(verdict[1])
+    for num_words in range(1, min(5, len(words)) + 1):
+        if not _ALTERNATIVES.search(" ".join(words[:-num_words])):
+            endings.append(" ".join(words[-num_words:]))
+    return endings
