@@ -117,9 +117,10 @@ class NoSignalCallback(TrainerCallback):
         if "loss" not in logs or self._none_in >= PATIENCE:  # of an evaluation, or after the warning
             return
         self._seen |= {name: logs[name] for name in (TRUNCATED, *UNIFORM, DENSE, "reward") if name in logs}
-        uniform = next((self._seen[name] for name in UNIFORM if name in self._seen), None) == 1.0
-        uniform = uniform and not (self._seen.get(DENSE) or 0.0) > 0
-        is_flat = uniform or self._seen.get(TRUNCATED) == 1.0
+        uniform_fraction = next((self._seen[name] for name in UNIFORM if name in self._seen), None)
+        has_process_labels = (self._seen.get(DENSE) or 0.0) > 0
+        all_are_uniform = uniform_fraction == 1.0 and not has_process_labels
+        is_flat = all_are_uniform or self._seen.get(TRUNCATED) == 1.0
         self._none_in = self._none_in + step - self._last_step if is_flat else 0
         self._last_step = step
 

@@ -223,8 +223,11 @@ def check_prompt_lengths(
 def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | None:
     """Return an error message if several processes generate together: with tools they would deadlock, because a
     process requests another turn only while its own completions call tools."""
-    alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 if args.use_vllm else not is_sharded
-    if alone or args.world_size == 1:
+    if args.use_vllm:
+        generates_alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1
+    else:
+        generates_alone = not is_sharded
+    if generates_alone or args.world_size == 1:
         return None
     return (
         f"tools with {args.world_size} processes that generate together (a vLLM server, vllm_tensor_parallel_size "

@@ -70,5 +70,5 @@ def with_one_type(values: Iterable[Any]) -> list[Any]:
 
 def _plain(value: Any) -> Any:
     """Return a number of NumPy or PyTorch as a number of Python."""
-    is_scalar = isinstance(value, np.generic) or isinstance(value, torch.Tensor) and value.dim() == 0
+    is_scalar = isinstance(value, np.generic) or (isinstance(value, torch.Tensor) and value.dim() == 0)
     return value.item() if is_scalar else value

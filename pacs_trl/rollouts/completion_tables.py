@@ -34,6 +34,6 @@ def write_table(file: Path, rows: list[dict[str, Any]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys(name for row in rows for name in row)
     table = {name: [row.get(name) for row in rows] for name in names}
-    of_reward_functions = names.keys() - TABLE_COLUMNS
-    columns = {name: with_one_type(table[name]) if name in of_reward_functions else table[name] for name in names}
+    reward_columns = names.keys() - TABLE_COLUMNS
+    columns = {name: with_one_type(table[name]) if name in reward_columns else table[name] for name in names}
     pd.DataFrame(columns).to_parquet(file)

@@ -85,8 +85,8 @@ class SeededLLM:
         params = vllm_generation.SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
         request = {"sampling_params": params, "use_tqdm": False, "lora_request": self.lora_request}
         (output,) = self.llm.generate([{"prompt_token_ids": prompt_ids}], **request)
-        known = zip(prompt_ids[1:], output.prompt_logprobs[1:], strict=True)
-        return torch.tensor([candidates[token].logprob for token, candidates in known])
+        candidates_of_tokens = zip(prompt_ids[1:], output.prompt_logprobs[1:], strict=True)
+        return torch.tensor([candidates[token].logprob for token, candidates in candidates_of_tokens])
 
 
 class CountingClient:
@@ -134,8 +134,8 @@ class CountingClient:
 
     def prompt_logps(self, prompt_ids: list[int]) -> torch.Tensor:
         """Compute the log-probs of a prompt's tokens but the first, at temperature 1, float32 `(P - 1,)`."""
-        known = self.client.get_sequence_logprobs([prompt_ids], prompt_lengths=[1], top_logprobs=1)
-        return torch.tensor(known["actual_logprobs"][0])[:, 0]
+        response = self.client.get_sequence_logprobs([prompt_ids], prompt_lengths=[1], top_logprobs=1)
+        return torch.tensor(response["actual_logprobs"][0])[:, 0]
 
 
 class Engine(VLLMGeneration):

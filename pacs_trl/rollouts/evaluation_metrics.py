@@ -65,8 +65,8 @@ class EvaluationMetrics:
         """Add the other metrics of a batch, which are lists of values; NaN is no value."""
         batch = {}
         for name, values in metrics.items():
-            known = [value for value in values if not math.isnan(value)]
-            batch[name] = sum(known) / len(known) if known else math.nan
+            numbers = [value for value in values if not math.isnan(value)]
+            batch[name] = sum(numbers) / len(numbers) if numbers else math.nan
         for name, value in batch.items():
             values_and_weights = self._values[name]  # also of a metric that never has a value
             if not math.isnan(value):

@@ -283,13 +283,13 @@ class LateBatches:
         weights. Returns the `rewards` and what was `logged` of each, or the exception it raised."""
         if not self._early:
             return {}
-        more = {name: values for name, values in output.items() if name not in ENGINE_FIELDS}
-        rows = [row | {name: values[i] for name, values in more.items()} for i, row in enumerate(rows)]
+        added_columns = {name: values for name, values in output.items() if name not in ENGINE_FIELDS}
+        rows = [row | {name: values[i] for name, values in added_columns.items()} for i, row in enumerate(rows)]
         completion_ids = [ids or [self.trainer._tokenizer.eos_token_id] for ids in output["completion_ids"]]
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         in_turns = [[{"role": "assistant", "content": text}] for text in texts]
-        others = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
-        arguments = {name: [row[name] for row in rows] for name in others}
+        columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
+        arguments = {name: [row[name] for row in rows] for name in columns}
         arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": completion_ids}
         arguments["completions"] = in_turns if is_conversational(rows[0]) else texts
         arguments["truncated"] = self.trainer.are_truncated(completion_ids)

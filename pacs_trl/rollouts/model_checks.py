@@ -231,7 +231,7 @@ def check_adapter_of_tied_weights(model: PreTrainedModel | PeftModel) -> None:
         return
     adapted = [layer for layer in (embeddings, head) if isinstance(layer, BaseTunerLayer)]
     saved = [layer for layer in (embeddings, head) if isinstance(layer, ModulesToSaveWrapper)]
-    if adapted or saved and embeddings.weight is not head.weight:
+    if adapted or (saved and embeddings.weight is not head.weight):
         raise ValueError(
             "The adapter has its own weights for the embeddings or the head, which share theirs "
             "(tie_word_embeddings), and vLLM would use one merged weight for both. Remove embed_tokens and lm_head "

@@ -62,8 +62,9 @@ class ResumableTrainer(GRPOTrainer):
         self._buffered_inputs = None
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # vLLM may hold the weights of another run
-        for kept in (*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs):
-            kept.clear()
+        logs = [*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs]
+        for log in logs:
+            log.clear()
         self._num_requests = 0  # vLLM requests of this process in training
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
         self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
@@ -79,15 +80,15 @@ class ResumableTrainer(GRPOTrainer):
         return prepared
 
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
-        place = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
+        epoch_and_batch = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
         if resume is None:
-            return place
+            return epoch_and_batch
         if isinstance(self.train_dataset, IterableDataset) and not self.args.ignore_data_skip:
-            place = checkpoint.read_data_position(self, Path(resume))
+            epoch_and_batch = checkpoint.read_data_position(self, Path(resume))
         step = f"optimizer step {self.state.global_step}"
         if self.state.global_step < max_steps:
             self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
-            return place
+            return epoch_and_batch
         self.accelerator.print(f"{resume} is the end of a finished run ({step}), so nothing is left to train.")
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
 

@@ -179,8 +179,12 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             return
         self._forward_passes_are_chosen = True
         if self.args.startup_check:
-            how = {"training": self.args.disable_dropout, "longest": self._longest_sequence}
-            choose_forward_pass(self.forward_pass, self.model_wrapped, **how)
+            choose_forward_pass(
+                self.forward_pass,
+                self.model_wrapped,
+                training=self.args.disable_dropout,
+                longest=self._longest_sequence,
+            )
             if self.ref_model is not None:
                 self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused
 

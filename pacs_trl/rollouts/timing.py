@@ -98,7 +98,7 @@ class StepTimer(TrainerCallback):
 
         def count(texts: list[list[int]], num_predicted: int) -> None:
             num_tokens, has_gradient = sum(map(sum, texts)), torch.is_grad_enabled()
-            self.work["trained"] += num_tokens * (has_gradient and is_policy)
+            self.work["trained"] += num_tokens if has_gradient and is_policy else 0
             if peak is not None:
                 pairs = sum(text[0] ** 2 / 2 + sum(n * (text[0] + n / 2) for n in text[1:]) for text in texts)
                 weights, times = body * num_tokens + head * num_predicted, (passes, 3) if has_gradient else (1, 1)

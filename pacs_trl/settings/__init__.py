@@ -190,7 +190,7 @@ def _known_settings(settings: Mapping[str, Any], known: Collection[str], what: s
 def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:
     """Raise a `ValueError` if a setting of type `hint` cannot be a list, tuple, mapping, or None."""
     kind = "None" if value is None else type(value).__name__
-    if kind in hint or value is True or value is None and may_be_missing:
+    if kind in hint or value is True or (value is None and may_be_missing):
         return
     raise ValueError(f"{key} must be {hint}, got {kind}. Write a value of that type, or remove the key.")
 

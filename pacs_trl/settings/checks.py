@@ -24,7 +24,7 @@ def illegal_values(config: Any) -> list[str]:
         turned_off = " 0 turns it off." if name in TURNED_OFF_BY_0 else ""
         if problem := _wrong_number(hints[name], value):
             messages.append(f"{name} must be {problem}, got {value!r}. Its default is {field.default!r}.")
-        elif legal is not None and (is_missing or is_number and value not in legal):
+        elif legal is not None and (is_missing or (is_number and value not in legal)):
             messages.append(f"{name} must be {legal}, got {value!r}. Its default is {field.default!r}.{turned_off}")
         elif choices and value not in choices and not (value is None and field.default is None):
             messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")

@@ -61,7 +61,7 @@ def check_model_path(name: str, whole_for: str | None = None) -> None:
         problem += "directory of a checkpoint; convert FSDP shards with `accelerate merge-weights`."
     elif not (directory / "config.json").is_file():
         base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base or looks_like_path(base) and not Path(base).is_dir():
+        if not base or (looks_like_path(base) and not Path(base).is_dir()):
             problem = f"The base model {base!r} of the adapter {name!r} does not exist in {Path.cwd()}. Copy it "
             problem += "there, or correct base_model_name_or_path in adapter_config.json."
         elif whole_for is not None:

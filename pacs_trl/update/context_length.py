@@ -11,14 +11,20 @@ def context_lengths(config: Any) -> dict[str, int | None]:
     limit = getattr(config, "max_position_embeddings", None)
     limit = limit if isinstance(limit, int) and limit > 0 else None
     rope = getattr(config, "rope_parameters", None) or {}  # one dict for all layers, or one per layer type
-    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
-    original = [kind.get("original_max_position_embeddings", limit) for kind in kinds]
-    scaled = [kind["factor"] * n for kind, n in zip(kinds, original, strict=True) if limit and kind.get("factor")]
-    types = [kind.get("rope_type", "") for kind in kinds]
-    fixed = [n for name, n in zip(types, original, strict=True) if name == "longrope"]
-    fixed += [config.max_position_embeddings for name in types if "dynamic" in name]
+    rope_settings = [settings for settings in (rope, *rope.values()) if isinstance(settings, dict)]
+    longest = [limit] if limit else []
+    fixed = []  # lengths up to which frequencies do not depend on the batch
+    for settings in rope_settings:
+        original = settings.get("original_max_position_embeddings", limit)
+        if limit and settings.get("factor"):
+            longest.append(settings["factor"] * original)
+        rope_type = settings.get("rope_type", "")
+        if rope_type == "longrope":
+            fixed.append(original)
+        if "dynamic" in rope_type:
+            fixed.append(config.max_position_embeddings)
     return {
-        "max_position_embeddings": limit and int(max([limit, *scaled])),
+        "max_position_embeddings": int(max(longest)) if longest else None,
         "original_max_position_embeddings": min(fixed, default=None),
     }
 

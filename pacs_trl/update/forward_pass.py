@@ -136,8 +136,11 @@ class ForwardPass:
             self.on_pass(texts, len(flat_indices))
         uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
-        how = {"fused_lm_head": True, "shift_labels": labels} if logps and self.fused else {"use_cache": False}
-        inputs = how | {k: v.to(self.device) if torch.is_tensor(v) else v for k, v in laid_out.items()}
+        inputs = {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in laid_out.items()}
+        if logps and self.fused:
+            inputs |= {"fused_lm_head": True, "shift_labels": labels}
+        else:
+            inputs["use_cache"] = False
         num_tokens, flat_indices = inputs["input_ids"].shape[1], torch.from_numpy(flat_indices).to(self.device)
 
         def at_predictions(states: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
         dtype (`torch.dtype`, *optional*): Dtype of the weights during generation, to which they are
             [`rounded`]; by default that of the weights.
     """
-    kept = [(parameter, parameter.data) for parameter in model.parameters()]
+    trained_weights = [(parameter, parameter.data) for parameter in model.parameters()]
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     has_virtual_tokens = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
     layers = _mergeable_layers(model, base) if fast else []
@@ -37,7 +37,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
         for layer in layers:
             layer.merge(safe_merge=True)  # `safe_merge` merges into copies of the weights
         if dtype is not None:
-            for seed, (parameter, _) in enumerate(kept):
+            for seed, (parameter, _) in enumerate(trained_weights):
                 if parameter.is_floating_point():  # quantized weights are packed into integers
                     parameter.data = rounded(parameter.data, dtype, seed)
         if fast and not has_virtual_tokens:  # the cache of a prompt would lack them
@@ -47,7 +47,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
         vars(model).pop("generate", None)
         for layer in layers:
             layer.merged_adapters.clear()
-        for parameter, data in kept:
+        for parameter, data in trained_weights:
             parameter.data = data
 
 

@@ -157,5 +157,5 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
 
 def without_padding(values: torch.Tensor, mask: torch.Tensor) -> list[np.ndarray]:
     """Return, for each of `B` sequences, the values where the mask is not 0; both arguments have shape `(B, N)`."""
-    on_cpu, kept = values.cpu().numpy(), mask.cpu().numpy() > 0
-    return [row[where] for row, where in zip(on_cpu, kept, strict=True)]
+    rows, masks = values.cpu().numpy(), mask.cpu().numpy() > 0
+    return [row[row_mask] for row, row_mask in zip(rows, masks, strict=True)]

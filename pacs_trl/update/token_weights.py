@@ -125,9 +125,9 @@ class HighEntropyTokens(TokenWeights):
         return (tokens.entropies >= self.threshold).to(tokens.logps.dtype)
 
 
-def _log_ratios(logps: torch.Tensor, sampling_logps: torch.Tensor, known: torch.Tensor) -> torch.Tensor:
-    """Return `log rho`, float64 `(B, T)`; 0 where `known` is `False`."""
-    return (logps.detach().double() - sampling_logps.double()).masked_fill(~known, 0.0)
+def _log_ratios(logps: torch.Tensor, sampling_logps: torch.Tensor, is_compared: torch.Tensor) -> torch.Tensor:
+    """Return `log rho`, float64 `(B, T)`; 0 where `is_compared` is `False`."""
+    return (logps.detach().double() - sampling_logps.double()).masked_fill(~is_compared, 0.0)
 
 
 def correction_weights(
@@ -165,11 +165,11 @@ def mismatch_ratios(
     """Return the absolute log-prob differences of the compared tokens in nats, and the ratios before truncation or
     masking, one per token or one per completion; both float64 and one-dimensional. Arguments are those of
     [`correction_weights`]."""
-    known = mask.bool() & ~sampling_logps.isnan()
-    log_ratios = _log_ratios(logps, sampling_logps, known)
-    token_log_ratios = log_ratios[known]
+    is_compared = mask.bool() & ~sampling_logps.isnan()
+    log_ratios = _log_ratios(logps, sampling_logps, is_compared)
+    token_log_ratios = log_ratios[is_compared]
     if mismatch.mode.startswith("sequence_"):
-        ratios = log_ratios.sum(dim=1)[known.any(dim=1)].exp()
+        ratios = log_ratios.sum(dim=1)[is_compared.any(dim=1)].exp()
     else:
         ratios = token_log_ratios.exp()
     return token_log_ratios.abs(), ratios
