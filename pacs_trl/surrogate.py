@@ -25,15 +25,16 @@ class RatioLoss(NamedTuple):
         loss_type (`str`): A key of `LOSS_TYPES`.
         importance_sampling_level (`str`): `"token"`: one ratio per token. `"sequence"`: the geometric mean of the
             token ratios (GSPO). `"completion"`: their product (RLOO), with a loss that is not summed over tokens.
-        low, high (`float`): Bounds on the ratio, `1 - epsilon` and `1 + epsilon_high`; `high` is the cap of `"cispo"`.
+        lower_bound, upper_bound (`float`): Bounds on the ratio, `1 - epsilon` and `1 + epsilon_high`; `upper_bound` is
+            the cap of `"cispo"`.
         delta (`float`, *optional*): Upper bound on the ratio that also applies to negative advantages.
         sapo_temperatures, vespo_k, vespo_lambda (pairs of `float`): Values for positive and for negative advantages.
     """
 
     loss_type: str = "dapo"
     importance_sampling_level: str = "token"
-    low: float = 0.8
-    high: float = 1.2
+    lower_bound: float = 0.8
+    upper_bound: float = 1.2
     delta: float | None = None
     sapo_temperatures: tuple[float, float] = (1.0, 1.05)
     vespo_k: tuple[float, float] = (2.0, 3.0)
@@ -48,7 +49,7 @@ class RatioTerms(NamedTuple):
         weights (shape `(B, T)`): `w_it`; undefined outside the mask.
         values (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * values_i`.
         low_fraction, high_fraction (shape `(B,)`): Clip fractions: the share of counted tokens with a ratio below the
-            bound `low` and a negative advantage, or with a ratio above the bound `high` and a positive advantage; 0 or
+            lower bound and a negative advantage, or with a ratio above the upper bound and a positive advantage; 0 or
             1 at sequence level.
         phi (shape `(B,)`): Weight of each completion of `"vespo"`, see [`vespo_weights`]; 1 for the other losses.
     """
@@ -61,11 +62,12 @@ class RatioTerms(NamedTuple):
 
 
 def _clipped(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `f` and its derivative in log rho for `min(min(rho, delta) * A, clip(rho, low, high) * A)`."""
+    """Return `f` and its derivative in log rho for `min(min(rho, delta) * A, clip(rho) * A)`, where `clip` is to the
+    bounds of the loss."""
     limit = math.inf if loss.delta is None else loss.delta
-    capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.low, loss.high)
+    capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.lower_bound, loss.upper_bound)
     takes_first = torch.where(positive, capped <= clipped, capped >= clipped)
-    inside = torch.where(takes_first, ratio <= limit, (loss.low <= ratio) & (ratio <= loss.high))
+    inside = torch.where(takes_first, ratio <= limit, (loss.lower_bound <= ratio) & (ratio <= loss.upper_bound))
     return torch.where(takes_first, capped, clipped), ratio.masked_fill(~inside, 0.0)
 
 
@@ -143,7 +145,7 @@ def ratio_terms(
     phi = torch.ones_like(logps[:, 0])
     if function is None:
         if loss.loss_type == "cispo":
-            weights = ratio.clamp(max=loss.high)
+            weights = ratio.clamp(max=loss.upper_bound)
         else:
             total = log_ratios.clamp(-20.0, 20.0).masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
             total = total if log_correction is None else total + log_correction
@@ -160,7 +162,7 @@ def ratio_terms(
         share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
         weights = (derivatives * share).expand_as(logps)
     ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
-    is_below, is_above = (ratio < loss.low) & negative, (ratio > loss.high) & positive
+    is_below, is_above = (ratio < loss.lower_bound) & negative, (ratio > loss.upper_bound) & positive
     low_fraction, high_fraction = ((where & mask).sum(dim=1) / number[:, 0] for where in (is_below, is_above))
     return RatioTerms(weights, values, low_fraction, high_fraction, phi)
 

@@ -30,7 +30,7 @@ def test_by_hand():
     assert (weights(1.0).low_fraction.item(), weights(1.0).high_fraction.item()) == (0.0, pytest.approx(1 / 3))
     assert weights(-1.0).weights.tolist() == [[2.0, 0.0, 1.0]]
     assert weights(-1.0, delta=1.5).weights.tolist() == [[0.0, 0.0, 1.0]]
-    assert weights(1.0, loss_type="cispo", high=1.5).weights.tolist() == [[1.5, 0.5, 1.0]]
+    assert weights(1.0, loss_type="cispo", upper_bound=1.5).weights.tolist() == [[1.5, 0.5, 1.0]]
     # the geometric mean of the ratios is 1, and so is their product
     assert weights(1.0, importance_sampling_level="sequence").weights.tolist() == [[1.0, 1.0, 1.0]]
     assert weights(1.0, loss_type="rloo", importance_sampling_level="completion").values.tolist() == [1.0]

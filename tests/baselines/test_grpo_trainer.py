@@ -122,7 +122,7 @@ def test_weights_are_those_of_trl_with_a_mismatch_of_vllm(tmp_path, settings):
 def test_off_policy_mask_without_any_log_prob_of_the_engine(engine_reports, keeps):
     """TRL keeps a completion whose log-probs an engine does not know. Without an engine the policy at rollout time is
     compared: a mean of log 4 nats is above the threshold of 1."""
-    objective = SurrogateObjective(RatioLoss("grpo", low=0.0, high=10.0), off_policy_threshold=1.0)
+    objective = SurrogateObjective(RatioLoss("grpo", lower_bound=0.0, upper_bound=10.0), off_policy_threshold=1.0)
     logps, old_logps = torch.log(torch.tensor([[0.1, 0.1]])), torch.log(torch.tensor([[0.4, 0.4]]))
     tokens = TokenValues(
         logps=logps,
