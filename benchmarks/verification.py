@@ -138,7 +138,7 @@ def print_protocols() -> None:
         "GSM8K, reference text against gold": (gsm8k, [text.rpartition("####")[2].strip() for text in gsm8k]),
     }
     print("| rows | n | authors: 1 / 0 / None | trl: 1 / 0 / None |\n| --- | ---: | ---: | ---: |")
-    with Verifier(NUM_WORKERS) as authors, Verifier(NUM_WORKERS, protocol="trl") as trl:
+    with Verifier(NUM_WORKERS, protocol="authors") as authors, Verifier(NUM_WORKERS, protocol="trl") as trl:
         for name, (completions, solutions) in cases.items():
             cells = []
             for verifier in (authors, trl):
@@ -165,7 +165,7 @@ def main() -> None:
         compare_protocols(batches)
         return
     start = time.perf_counter()
-    with Verifier(num_workers=NUM_WORKERS) as verifier:
+    with Verifier(num_workers=NUM_WORKERS, protocol="authors") as verifier:
         verifier.cache_size = 0
         verifier.grade(["\\boxed{1}"], ["1"])
         print(f"start-up of {NUM_WORKERS} workers, until the first label: {time.perf_counter() - start:.2f} s")
