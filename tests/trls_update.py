@@ -114,6 +114,7 @@ def run(
     vllm=False,
     sharpness=1.0,
     shuffled=False,
+    num_prompts=32,
     **settings,
 ):
     """Train, and return weights before and after, and the logged steps and evaluations."""
@@ -122,7 +123,11 @@ def run(
     torch.manual_seed(shifted(0))
     model = tiny_model().to(dtype)
     model.lm_head.weight.data *= sharpness
-    arguments = {"train_dataset": addition_dataset(), "processing_class": TOKENIZER, "callbacks": [Recorder()]}
+    arguments = {
+        "train_dataset": addition_dataset(num_prompts),
+        "processing_class": TOKENIZER,
+        "callbacks": [Recorder()],
+    }
     if settings.get("eval_strategy"):
         arguments["eval_dataset"] = addition_dataset(4)
     if path is not None:  # of which the KL reference is loaded

@@ -24,8 +24,6 @@ class SurrogateObjective(RatioObjective):
         loss ([`RatioLoss`]): The loss and its settings.
         kl_coef (`float`), bias_correction (`bool`): Weight of the KL term, and TRL's `use_bias_correction_kl`.
         max_completion_length (`int`): Setting of the configuration.
-        generation_share (`float`): Fraction of a generation batch per optimizer step; above 1 if a step uses several
-            batches.
         off_policy_threshold (`float`, *optional*): TRL's `off_policy_mask_threshold`.
         mismatch ([`Mismatch`], *optional*): Mismatch correction inside the weights of `"vespo"`.
         needs_all_completions (`bool`): Whether the ratio of a completion without a gradient may differ from 1, and a
@@ -36,17 +34,13 @@ class SurrogateObjective(RatioObjective):
     kl_coef: float = 0.0
     bias_correction: bool = True
     max_completion_length: int = 1
-    generation_share: float = 1.0
     off_policy_threshold: float | None = None
     mismatch: Mismatch | None = None
     needs_all_completions: bool = False
 
-    def coefficients_and_scales(
-        self, rollouts: list[Rollout], *, is_whole_generation: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        share = 1.0 if is_whole_generation else self.generation_share
+    def coefficients_and_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
         advantages = torch.tensor([rollout.advantage * rollout.weight for rollout in rollouts], dtype=torch.float64)
-        generation_tokens = [share * max(rollout.generation_tokens, 1.0) for rollout in rollouts]
+        generation_tokens = [rollout.generation_share * max(rollout.generation_tokens, 1.0) for rollout in rollouts]
         scales = surrogate.completion_scales(
             self.loss.loss_type,
             torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts]),
@@ -154,7 +148,6 @@ class GRPOTrainer(ExactUpdateTrainer):
             kl_coef=args.beta,
             bias_correction=args.use_bias_correction_kl,
             max_completion_length=args.max_completion_length,
-            generation_share=args.gradient_accumulation_steps / args.steps_per_generation,
             off_policy_threshold=args.off_policy_mask_threshold,
             mismatch=mismatch,
             needs_all_completions=args.loss_type == "vespo" and ratios_differ_from_1,

@@ -30,6 +30,7 @@ from ..rollouts.reward_functions import with_result
 from ..update.group_loss_update import GroupLossUpdate
 from ..update.groups import Groups
 from ..update.minibatch import MicroBatch, Minibatch
+from ..update.policy_update import PolicyUpdate
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 
@@ -261,6 +262,15 @@ class ProcessLabelsTrainer(PACSTrainer):
     _name = "process_labels"
     _config_class = ProcessLabelsConfig
     update_class = PrefixUpdate
+
+    def create_update(self) -> PolicyUpdate:
+        update = super().create_update()
+        if any(weights.num_values for weights in update.token_weights):
+            raise ValueError(
+                f"{type(self).__name__} combines process labels with token weights that need a value of every "
+                "completion before the update (such as STEER's). Use one of the two methods."
+            )
+        return update
 
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         return super()._wrap_reward(index, with_result(function, partial(self._outcomes, index, name)), name)

@@ -142,17 +142,21 @@ def rollouts_to_save(
     }
 
 
-def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]]) -> list[list[Rollout]]:
-    """Merge the parts of all processes that [`rollouts_to_save`] returned into the rollouts of each optimizer step."""
+def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches: int) -> list[list[Rollout]]:
+    """Merge the parts of all processes that [`rollouts_to_save`] returned into the rollouts of each of
+    `num_minibatches` optimizer steps; an empty list if nothing was saved. Log-probs that only one process has are
+    taken from its part."""
     states: dict[tuple[int, int], dict] = {}
     for part in parts:
         for index, state in part.items():
-            if index not in states or state["ref_logps"] is not None or state["old_logps"] is not None:
-                states[index] = state
-    steps: list[list[Rollout]] = [[] for _ in range(1 + max((k for k, _ in states), default=-1))]
-    for k, i in sorted(states):
-        steps[k].append(Rollout(**with_arrays(states[k, i])))
-    return steps
+            merged = states.setdefault(index, dict(state))
+            merged |= {name: value for name, value in state.items() if merged[name] is None}
+    if not states:
+        return []
+    minibatches: list[list[Rollout]] = [[] for _ in range(num_minibatches)]
+    for minibatch, i in sorted(states):
+        minibatches[minibatch].append(Rollout(**with_arrays(states[minibatch, i])))
+    return minibatches
 
 
 # Settings -----------------------------------------------------------------------------------------------------------

@@ -42,8 +42,8 @@ from .sources import RolloutSource
 @dataclass(frozen=True)
 class WaitingRollouts:
     """
-    Completions between their generation and their optimizer steps. Never changed in place, so that a reference to it
-    restores an earlier state.
+    Completions between their generation and their optimizer steps. The lists are never changed in place, so that a
+    reference to this object restores an earlier state.
 
     Attributes:
         unscheduled (`list[Rollout]`): Completions of the generation batches that share the next optimizer step.
@@ -178,7 +178,8 @@ class ExactUpdateTrainer(RolloutTrainer):
                 # 2. Take the minibatch of this optimizer step.
                 minibatch, is_first_update = self._next_minibatch()
 
-                # 3. Store the log-probs of a reference that is not the policy at rollout time.
+                # 3. Store the log-probs of a reference that is not the policy at rollout time. After that it is known
+                # whether the proxies are zero: the first snapshot is taken here.
                 self.store_reference_logps(model, minibatch)
 
                 # 4. Back-propagate its loss. Trainer clips the gradient and updates the weights.
@@ -210,7 +211,8 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _generate_minibatches(self, inputs) -> None:
         num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
-        rollouts = self.complete_generation(inputs, self._generate_rollouts(inputs), num_minibatches)
+        process_rollouts = self._generate_rollouts(inputs)
+        rollouts = self.complete_generation(inputs, process_rollouts, num_minibatches)
         is_used_once = num_minibatches == 1 and self.num_iterations == 1
         if is_used_once and not self._keeps_generating_policy:
             self._waiting = WaitingRollouts(unscheduled=[*self._waiting.unscheduled, *rollouts])
@@ -218,6 +220,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         shuffle_seed = None
         if self.args.shuffle_minibatches:
             shuffle_seed = request_seed(f"{self.args.seed}/minibatches", self._step)
+        for rollout in rollouts:
+            rollout.generation_share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
         parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
         self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
         self._store_logps_for_later_updates()
@@ -249,7 +253,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         is what the server generates the next batch with."""
         if self._generating_policy is None:
             self._generating_policy = SnapshotReference(self.model_wrapped)
-        elif self._source.taken["step"] == self.state.global_step:  # requested again after a resume
+        elif self._source.taken_step == self.state.global_step:  # requested again after a resume
             self._generating_policy.renew()
         with self.timer.part("log_probs"), self._generating_policy.in_place_of_policy():
             for minibatch in self._waiting.minibatches:
@@ -260,6 +264,8 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _next_minibatch(self) -> tuple[Minibatch, bool]:
         """Return the completions of the next optimizer step, and whether it is the first one on their rollout."""
         if self._waiting.unscheduled:
+            for rollout in self._waiting.unscheduled:  # the last step of an epoch may have fewer generation batches
+                rollout.generation_share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
             minibatch = self.update.schedule(self._waiting.unscheduled)
             self._waiting = WaitingRollouts()
             return minibatch, True
@@ -347,7 +353,9 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _load_run(self, checkpoint: Path, state: dict) -> None:
         files = checkpoint.glob(f"{state_name(self)}_*.pt")
         parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
-        minibatches = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts)]
+        self._choose_forward_passes()  # micro-batches depend on whether they are packed
+        num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
+        minibatches = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts, num_minibatches)]
         self._waiting = WaitingRollouts(minibatches=minibatches)
         self._source.load(state["late_batches"])
         if self._keeps_generating_policy:
@@ -356,8 +364,8 @@ class ExactUpdateTrainer(RolloutTrainer):
 
 
 def use_engine_logps(rollouts: list[Rollout], names: tuple[str, ...]) -> None:
-    """Store the log-probs that the engine reported under other names too (`ref_logps`, `old_logps`). Tokens without
-    one are masked out."""
+    """Take the log-probs that the engine reported for those of the policy that generated: store them under `names`
+    (`ref_logps`, `old_logps`), and exclude tokens without one from the loss."""
     for rollout in rollouts:
         is_reported = np.isfinite(rollout.sampling_logps)
         rollout.loss_mask = rollout.loss_mask & is_reported

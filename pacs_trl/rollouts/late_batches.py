@@ -113,6 +113,11 @@ class LateBatches:
         self._deadline: float | None = None  # until which a run that is to stop waits
 
     @property
+    def taken_step(self) -> int:
+        """Optimizer step of the weights that generated the batch that was taken last."""
+        return self.taken["step"]
+
+    @property
     def next_number(self) -> int:
         """Number of the batch that training takes next."""
         return self.trainer._step // (self.trainer.args.steps_per_generation * self.trainer.num_iterations)

@@ -221,6 +221,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             num_generations (`int`): Number of completions per dataset row.
             groups (sequence of `int`, *optional*): [`Rollout.group`] of each row, by default a new group.
         """
+        assert not self.args.rollout_lag  # the source would return the completions of the next batch
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
         try:

@@ -24,26 +24,19 @@ from .rollout import Rollout
 
 
 class StepResult(NamedTuple):
-    """Loss of an optimizer step, the mean over scorable completions including the KL term, and its metrics; both are
-    the same on all processes."""
+    """Loss of an optimizer step, including the KL term, and its metrics; both are the same on all processes."""
 
     loss: float
     metrics: dict[str, float]
 
 
-class PassResults:
+class PassResults(NamedTuple):
     """
-    Results of the forward passes over some completions of a minibatch. [`add`] collects those of the micro-batches of
-    this process, and [`reduce`] sums them over all processes, once.
+    Results of the forward passes over some completions of a minibatch, on the CPU of every process.
 
-    Args:
-        names (sequence of `str`): Names of the values per completion.
-        minibatch ([`Minibatch`]): Their completions.
-        accelerator ([`~accelerate.Accelerator`]): Sums over processes.
-
-    Attributes, after [`reduce`], on the CPU:
-        values (`dict[str, torch.Tensor]`): Each of shape `(B,)`, or one entry per proxy of the minibatch; 0 for
-            completions without a forward pass.
+    Attributes:
+        values (`dict[str, torch.Tensor]`): Values by name, one per proxy of the minibatch, which is one per completion
+            but for process labels; 0 for completions without a forward pass.
         entropy (`float`): Summed entropy of the counted tokens, in nats.
         num_completions (`float`): Number of completions with a forward pass.
         kl (`float`): Summed KL terms of the counted tokens.
@@ -54,11 +47,22 @@ class PassResults:
     num_completions: float
     kl: float
 
+
+class MicroBatchResults:
+    """
+    Collects the results of the micro-batches of this process; [`reduce`] sums them over all processes.
+
+    Args:
+        names (sequence of `str`): Names of the values per completion.
+        minibatch ([`Minibatch`]): Their completions.
+        accelerator ([`~accelerate.Accelerator`]): Sums over processes.
+    """
+
     def __init__(self, names: Sequence[str], minibatch: Minibatch, accelerator: Accelerator):
-        self._names = list(names)
         self._minibatch = minibatch
         self._accelerator = accelerator
-        self._rows = torch.zeros(len(self._names), minibatch.num_proxies, device=accelerator.device)
+        zeros = torch.zeros(len(names), minibatch.num_proxies, device=accelerator.device)
+        self._values = dict(zip(names, zeros, strict=True))
         self._sums = torch.zeros(3, device=accelerator.device)  # entropy, num_completions, kl
 
     def add(
@@ -72,21 +76,22 @@ class PassResults:
         filler of a process without completions adds nothing."""
         if not micro_batch.indices:
             return
-        columns = torch.tensor(self._minibatch.proxy_indices(micro_batch.indices), device=self._rows.device)
-        for row, name in zip(self._rows, self._names, strict=True):  # views of the rows
-            row[columns] = values[name].detach().to(row.dtype)
+        proxy_indices = self._minibatch.proxy_indices(micro_batch.indices)
+        indices = torch.tensor(proxy_indices, device=self._accelerator.device)
+        for name, all_values in self._values.items():
+            all_values[indices] = values[name].detach().to(all_values.dtype)
         entropy = entropies.detach().masked_fill(~micro_batch.loss_mask, 0.0).sum()
         kl_sum = torch.zeros_like(entropy) if kl is None else kl.detach().to(entropy.dtype)
         number = torch.full_like(entropy, len(micro_batch.rollouts))
         self._sums += torch.stack([entropy, number, kl_sum])
 
-    def reduce(self) -> "PassResults":
-        everything = torch.cat([self._rows.flatten(), self._sums])
-        everything = self._accelerator.reduce(everything, reduction="sum").cpu()
-        rows = everything[:-3].view(self._rows.shape)
-        self.values = dict(zip(self._names, rows, strict=True))
-        self.entropy, self.num_completions, self.kl = everything[-3:].tolist()
-        return self
+    def reduce(self) -> PassResults:
+        """Return the results of all processes, in one reduction."""
+        packed = torch.cat([*self._values.values(), self._sums])
+        packed = self._accelerator.reduce(packed, reduction="sum").cpu()
+        values, (entropy, num_completions, kl) = packed[:-3], packed[-3:].tolist()
+        rows = values.view(len(self._values), self._minibatch.num_proxies)
+        return PassResults(dict(zip(self._values, rows, strict=True)), entropy, num_completions, kl)
 
 
 class UpdateDriver:
@@ -139,8 +144,8 @@ class UpdateDriver:
         coefficients: torch.Tensor,
         *,
         kl_coef: float,
-        reads_stored_logps: bool,
-        has_forward_pass: bool,
+        keeps_processes: bool,
+        was_scored: bool,
     ) -> Schedule:
         """
         Return micro-batches of the scheduled completions that have a gradient.
@@ -149,14 +154,14 @@ class UpdateDriver:
             minibatch ([`Minibatch`]): The completions.
             coefficients (`torch.Tensor`): A row per proxy; a completion with zeros only has no gradient.
             kl_coef (`float`): Weight of the KL term. If it is not 0, every completion has a gradient.
-            reads_stored_logps (`bool`): Whether micro-batches read `old_logps`, which are stored only on the process
-                to which `minibatch.schedule` assigns the completion. The schedule is then kept.
-            has_forward_pass (`bool`): Whether all scheduled completions had a forward pass already. The schedule is
-                then kept if all of them have a gradient.
+            keeps_processes (`bool`): Whether a completion must stay on its process, because micro-batches read
+                `old_logps` that are stored only there. The schedule is then kept.
+            was_scored (`bool`): Whether all scheduled completions had a forward pass already. The schedule is then
+                kept if all of them have a gradient.
         """
         scheduled = sorted(minibatch.scheduled)
         with_gradient = [i for i in scheduled if kl_coef != 0 or coefficients[minibatch.proxy_indices([i])].any()]
-        if reads_stored_logps or (has_forward_pass and len(with_gradient) == len(scheduled)):
+        if keeps_processes or (was_scored and len(with_gradient) == len(scheduled)):
             return minibatch.schedule
         return self.schedule_some(minibatch, with_gradient)
 
@@ -217,7 +222,7 @@ class UpdateDriver:
                 rows = outputs.entropies if name == "old_entropies" else outputs.logps
                 lengths = [len(row) for row in rows]
                 rows_on_cpu = torch.cat(rows).cpu().split(lengths)  # one transfer
-                for i, row in zip(micro_batch.indices, rows_on_cpu, strict=False):
+                for i, row in zip(micro_batch.indices, rows_on_cpu, strict=False):  # a filler has no index
                     setattr(minibatch.rollouts[i], name, row.numpy().copy())
 
     @torch.no_grad()
@@ -230,6 +235,7 @@ class UpdateDriver:
         entropies = torch.zeros(minibatch.num_tokens, device=self.accelerator.device)
         for micro_batch in self.micro_batches(minibatch, self.schedule_some(minibatch, counted)):
             rows = self.compute_logps(model, micro_batch).entropies
+            # A filler has no index.
             for i, rollout, row in zip(micro_batch.indices, micro_batch.rollouts, rows, strict=False):
                 end = starts[i] + rollout.loss_mask.sum()
                 entropies[starts[i] : end] = row[torch.from_numpy(rollout.loss_mask)]
@@ -239,7 +245,7 @@ class UpdateDriver:
     def entropy_of(self, model, minibatch: Minibatch, indices: Sequence[int]) -> float:
         """Compute the summed entropy in nats of the counted tokens of some completions with an extra forward pass. The
         result is the same on all processes."""
-        results = PassResults([], minibatch, self.accelerator)
+        results = MicroBatchResults([], minibatch, self.accelerator)
         for micro_batch in self.micro_batches(minibatch, self.schedule_some(minibatch, indices)):
             _, entropies = self.compute_logps(model, micro_batch).padded()
             results.add(micro_batch, entropies, {})

@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from ..surrogate import kl_terms
-from .driver import PassResults, StepResult
+from .driver import MicroBatchResults, PassResults, StepResult
 from .groups import Groups
 from .microbatching import Schedule
 from .minibatch import MicroBatch, Minibatch, UpdateTiming
@@ -137,29 +137,34 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             shaping_metrics: dict[str, float] = {}
             schedule = minibatch.schedule
             if all_proxies is not None:
-                everything = list(range(len(minibatch.rollouts)))
-                coefficients = self.coefficients(minibatch, everything, all_proxies)
+                all_indices = list(range(len(minibatch.rollouts)))
+                coefficients = self.coefficients(minibatch, all_indices, all_proxies)
                 coefficients, shaping_metrics = self.shape_coefficients(model, minibatch, coefficients)
                 schedule = self.driver.schedule_with_gradient(
                     minibatch,
                     coefficients,
                     kl_coef=self.objective.kl_coef,
-                    reads_stored_logps=bool(self.token_weights) and not timing.is_first_update,
-                    has_forward_pass=scoring is not None,
+                    keeps_processes=bool(self.token_weights) and not timing.is_first_update,
+                    was_scored=scoring is not None,
                 )
 
-            # 3. The entropy of the completions that are skipped, before the backward passes, between which FSDP keeps
-            # weights gathered.
-            seen = schedule if scoring is None else minibatch.schedule
-            skipped_entropy = self._skipped_entropy(model, minibatch, seen, timing)
-            if reads_completion_values and coefficients is not None:
-                measured = scoring or self._score(model, minibatch, schedule, timing)
+            # 3. What the token weights need of the whole minibatch.
+            if reads_completion_values and coefficients is not None:  # known in this case
+                if scoring is None:
+                    measured = self._score(model, minibatch, schedule, timing)
+                else:
+                    measured = scoring
                 self._begin_token_weights(minibatch, coefficients, measured)
 
-            # 4. The gradient.
+            # 4. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
+            # keeps weights gathered.
+            forwarded = schedule if scoring is None else minibatch.schedule
+            skipped_entropy = self._skipped_entropy(model, minibatch, forwarded, timing)
+
+            # 5. The gradient.
             results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
 
-        # 5. Loss and metrics.
+        # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
         entropy = (scoring or results).entropy + skipped_entropy
         result = self._summarize(minibatch, results, proxies, entropy, results.kl)
@@ -169,7 +174,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
         """Compute loss and metrics as in [`run`], without gradient and token weights."""
         timing = UpdateTiming(is_first_update=False, proxies_are_zero=policy_is_reference)
-        scoring = self._score(model, minibatch, minibatch.schedule, timing, with_kl=True)
+        scoring = self._score(model, minibatch, minibatch.schedule, timing, is_evaluation=True)
         proxies = scoring.values["proxies"]
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
@@ -178,17 +183,21 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
     @torch.no_grad()
     def _score(
-        self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming, *, with_kl: bool = False
+        self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming, *, is_evaluation: bool = False
     ) -> PassResults:
-        """Compute the proxies of the completions of a schedule, the values that token weights need, and the KL
-        terms."""
-        results = PassResults(["proxies", *self._completion_value_names], minibatch, self.driver.accelerator)
+        """Compute the proxies of the completions of a schedule, and what else the caller reads: the values that token
+        weights need or, in an evaluation, the KL terms."""
+        value_names = [] if is_evaluation else self._completion_value_names
+        results = MicroBatchResults(["proxies", *value_names], minibatch, self.driver.accelerator)
         for micro_batch in self.driver.micro_batches(minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
-            no_coefficients = logps.new_zeros(len(logps), 1)
-            tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
-            values = {"proxies": self.proxies(logps, micro_batch), **self._completion_values(tokens)}
-            kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps).sum() if with_kl else None
+            values, kl = {"proxies": self.proxies(logps, micro_batch)}, None
+            if is_evaluation:
+                kl = self._kl_terms(model, logps, micro_batch, old_logps=logps).sum()
+            else:
+                no_coefficients = logps.new_zeros(len(logps), 1)
+                tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
+                values |= self._completion_values(tokens)
             results.add(micro_batch, entropies, values, kl)
         return results.reduce()
 
@@ -198,7 +207,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. If `coefficients` is `None`,
         micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch of each
         micro-batch."""
-        results = PassResults(["proxies"], minibatch, self.driver.accelerator)
+        results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
         num_tokens = max(minibatch.num_tokens, 1)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
         mismatch = []

@@ -18,7 +18,8 @@ class Minibatch:
     All completions of one optimizer step, the same on every process, and the micro-batches of their forward passes.
 
     Attributes:
-        rollouts (`list[Rollout]`), groups ([`Groups`]): Rollouts of whole groups, and their labels by group.
+        rollouts (`list[Rollout]`), groups ([`Groups`]): Rollouts, of whole groups for a group loss, and their labels
+            by group.
         schedule (`Schedule`): Micro-batches of every forward pass over all completions. Reference and policy use the
             same schedule, so that equal weights give bitwise equal log-probs, also in half precision.
         whole_groups (`bool`): Whether the micro-batches of `schedule` hold whole groups.
@@ -67,11 +68,19 @@ class Minibatch:
 @dataclass(frozen=True)
 class UpdateTiming:
     """
-    How the current weights relate to those that generated a minibatch.
+    How the current weights relate to those that generated a minibatch, and therefore where its log-probs come from:
+
+    | | `old_logps` | `ref_logps`, reference `rollout` |
+    | --- | --- | --- |
+    | first update | of the forward pass of the update | not needed, the proxies are 0 |
+    | later updates | stored before the first update | stored before the first update |
+    | with a lag, ratio losses | always stored: of the engine, or recomputed | - |
+    | with a lag, group losses | as without a lag | always stored: of the engine, or recomputed |
+
+    Those of a snapshot reference are stored before each update.
 
     Attributes:
-        is_first_update (`bool`): Whether the weights are still those at rollout time. The forward pass of the update
-            then yields `old_logps`, and the mismatch with the engine is measured.
+        is_first_update (`bool`): Whether the weights have not changed since the generation batch was taken.
         old_logps_are_stored (`bool`): Whether `old_logps` are those stored in the rollouts in any case, because an
             earlier policy generated (`rollout_lag`).
         proxies_are_zero (`bool`): Whether policy and reference are identical, so that the proxies need no forward
@@ -107,9 +116,9 @@ def split_into_minibatches(
 def schedule_minibatch(
     rollouts: list[Rollout], limits: MicroBatchConfig, takes_part: torch.Tensor | None = None
 ) -> Minibatch:
-    """Schedule the forward passes over the completions of an optimizer step, which must form whole groups.
-    `takes_part`, bool `(B,)`, marks those that can have a gradient, by default the scorable ones. Raises a
-    `ValueError` if a prompt with its completion is longer than `max_tokens`."""
+    """Schedule the forward passes over the completions of an optimizer step. `takes_part`, bool `(B,)`, marks those
+    that can have a gradient, by default the scorable ones. Raises a `ValueError` if a prompt with its completion is
+    longer than `max_tokens`."""
     groups = Groups(torch.tensor([rollout.label for rollout in rollouts]), [rollout.group for rollout in rollouts])
     if takes_part is None:
         takes_part = groups.scorable
@@ -122,18 +131,19 @@ def schedule_minibatch(
             f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, "
             "or leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."
         )
-    groups_that_take_part = [members for members in groups.members if takes_part[members].any()]
-    whole = schedule_micro_batches(lengths, groups_that_take_part, limits)
-    if whole is not None and _prefers_whole_groups(whole, split, lengths, limits):
-        return Minibatch(rollouts, groups, whole, whole_groups=True)
+    if limits.group_layout != "split":
+        groups_that_take_part = [members for members in groups.members if takes_part[members].any()]
+        whole = schedule_micro_batches(lengths, groups_that_take_part, limits)
+        if whole is not None and _prefers_whole_groups(whole, split, lengths, limits):
+            return Minibatch(rollouts, groups, whole, whole_groups=True)
     return Minibatch(rollouts, groups, split, whole_groups=False)
 
 
 def _prefers_whole_groups(whole: Schedule, split: Schedule, lengths: RolloutLengths, limits: MicroBatchConfig) -> bool:
     """Return whether micro-batches of whole groups are asked for, or cost less: split groups need an additional
     forward pass for the proxies."""
-    if limits.group_layout != "auto":
-        return limits.group_layout == "whole"
+    if limits.group_layout == "whole":
+        return True
     whole_cost = schedule_cost(whole, lengths, padded=limits.padded)
     split_cost = schedule_cost(split, lengths, padded=limits.padded)
     passes = 1 + limits.backward_cost  # forward and backward, in forward passes

@@ -12,7 +12,6 @@ the gradient does not depend on which micro-batch or process computes it.
   probability ratios.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -93,7 +92,8 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
 
     def logps_for_later_updates(self, *, rollout_lag: bool) -> tuple[str, ...]:
         """Return the names of the values that later updates on a rollout read, and that must be stored before the
-        policy changes. With a lag, those of the policy that generated are stored with the rollouts already."""
+        policy changes; [`UpdateTiming`] has a table. With a lag, those of the policy that generated are stored with
+        the rollouts already."""
         names = () if rollout_lag else self.logps_of_generating_policy
         if self.token_weights and "old_logps" not in self.logps_of_generating_policy:
             names = (*names, "old_logps")
@@ -180,13 +180,16 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         """Return the metrics of [`mismatch_ratios`] of the micro-batches of this process, over all processes."""
         if not micro_batches:
             return {}
+        differences, ratios = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        return mismatch_metrics(self._gather(differences), self._gather(ratios))
+
+    def _gather(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values of all processes, `(N,)`, of which each may have another number."""
         accelerator = self.driver.accelerator
-        gathered = []
-        for parts in zip(*micro_batches, strict=True):
-            padded = accelerator.pad_across_processes(torch.cat(parts), pad_index=math.nan)
-            values = accelerator.gather(padded)
-            gathered.append(values[~values.isnan()])
-        return mismatch_metrics(*gathered)
+        lengths = accelerator.gather(torch.tensor([len(values)], device=values.device)).tolist()
+        padded = accelerator.gather(accelerator.pad_across_processes(values))
+        parts = padded.view(len(lengths), max(lengths))
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     def _measure_mismatch(self, logps: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return mismatch_ratios(logps, micro_batch.sampling_logps, micro_batch.loss_mask, self.mismatch)

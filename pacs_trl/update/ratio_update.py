@@ -10,12 +10,12 @@ The weight of a token, the derivative of `f` in log pi, is computed in the forwa
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from ..surrogate import RatioTerms, kl_terms
-from .driver import PassResults, StepResult
+from .driver import MicroBatchResults, PassResults, StepResult
 from .microbatching import Schedule
 from .minibatch import Minibatch, UpdateTiming, scheduled_completions
 from .policy_update import PolicyUpdate
@@ -36,12 +36,9 @@ class RatioObjective(ABC):
     needs_all_completions: bool = False
 
     @abstractmethod
-    def coefficients_and_scales(
-        self, rollouts: list[Rollout], *, is_whole_generation: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def coefficients_and_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the coefficients of the completions of a minibatch, `-advantage * scale`, and the scales, which are
-        also the factors on the KL terms of their tokens; both `(B,)`. `is_whole_generation` is whether the minibatch
-        is a whole generation batch in any case, as in an evaluation."""
+        also the factors on the KL terms of their tokens; both `(B,)`."""
 
     @abstractmethod
     def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> RatioTerms:
@@ -63,8 +60,8 @@ class RatioObjective(ABC):
 class RatioMinibatch(Minibatch):
     """[`Minibatch`] with the `coefficients` and `scales` of its completions, both `(B,)`, see [`RatioObjective`]."""
 
-    coefficients: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    scales: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    coefficients: torch.Tensor
+    scales: torch.Tensor
 
 
 def _has_tokens(rollouts: list[Rollout]) -> torch.Tensor:
@@ -90,7 +87,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         return self._schedule(rollouts, takes_part, coefficients, scales)
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> RatioMinibatch:
-        coefficients, scales = self.objective.coefficients_and_scales(rollouts, is_whole_generation=True)
+        coefficients, scales = self.objective.coefficients_and_scales(rollouts)
         return self._schedule(rollouts, _has_tokens(rollouts), coefficients, scales)
 
     def _schedule(
@@ -111,15 +108,15 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                     minibatch,
                     coefficients,
                     kl_coef=self.objective.kl_coef,
-                    reads_stored_logps=timing.old_logps_are_stored or not timing.is_first_update,
-                    has_forward_pass=False,
+                    keeps_processes=timing.old_logps_are_stored or not timing.is_first_update,
+                    was_scored=False,
                 )
 
             # 2. What the token weights need of the whole minibatch.
             self._start_token_weights(model, minibatch, schedule, coefficients, timing)
 
             # 3. The gradient.
-            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
+            results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
 
         # 4. Loss and metrics.
         result = self._summarize(minibatch, schedule, results, timing)
@@ -127,10 +124,12 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         return StepResult(result.loss, metrics)
 
     @torch.no_grad()
-    def evaluate(self, model, minibatch: RatioMinibatch, *, policy_is_reference: bool = False) -> StepResult:
-        timing, schedule, coefficients = UpdateTiming(is_first_update=True), minibatch.schedule, minibatch.coefficients
+    def evaluate(self, model, minibatch: RatioMinibatch, *, policy_is_reference: bool) -> StepResult:
+        """Compute loss and metrics as in [`run`]. Ratios are 1, because the weights are those that generated."""
+        timing = UpdateTiming(is_first_update=True)
+        schedule, coefficients = minibatch.schedule, minibatch.coefficients
         self._start_token_weights(model, minibatch, schedule, coefficients, timing)
-        results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
+        results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
         result = self._summarize(minibatch, schedule, results, timing)
         return StepResult(result.loss, result.metrics | self._mismatch_metrics(mismatch))
 
@@ -147,7 +146,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         self, model, minibatch: RatioMinibatch, schedule: Schedule, timing: UpdateTiming
     ) -> PassResults:
         """Compute the values that token weights need of the whole minibatch."""
-        results = PassResults(self._completion_value_names, minibatch, self.driver.accelerator)
+        results = MicroBatchResults(self._completion_value_names, minibatch, self.driver.accelerator)
         for micro_batch in self.driver.micro_batches(minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             no_coefficients = logps.new_zeros(len(logps), 1)
@@ -155,13 +154,14 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             results.add(micro_batch, entropies, self._completion_values(tokens))
         return results.reduce()
 
-    def _back_propagate(
+    def _run_passes(
         self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
     ) -> tuple[PassResults, list]:
-        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. Returns the results of the forward
-        passes, and the mismatch of each micro-batch."""
+        """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL
+        term, unless gradients are disabled. Returns the results of the forward passes, and the mismatch of each
+        micro-batch."""
         names = ["values", "low_fraction", "high_fraction", "phi", "kl"]
-        results = PassResults(names, minibatch, self.driver.accelerator)
+        results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
         mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
@@ -205,7 +205,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             "entropy": self._mean_entropy(minibatch, schedule, results, timing),
             "update/forwarded_fraction": results.num_completions / max(len(minibatch.rollouts), 1),
         }
-        # The ratios of completions without a forward pass are 1, or the objective needs all completions.
+        # The weights of completions without a forward pass are 1, or the objective needs all completions.
         has_forward_pass = torch.zeros(len(minibatch.rollouts), dtype=torch.bool)
         has_forward_pass[list(scheduled_completions(schedule))] = True
         phi = results.values["phi"].masked_fill(~has_forward_pass, 1.0)

@@ -22,18 +22,21 @@ class Rollout:
         prompt_ids (int32, shape `(P,)`), completion_ids (int32, shape `(C,)`): Token ids without padding.
         loss_mask (bool, shape `(C,)`): `True` for tokens that the policy generated; `False` for tool results and
             environment feedback.
-        label (`float`): Label in [0, 1]; NaN if there is no verdict, or if the completion was truncated and is masked.
+        label (`float`): Reward of the completion, in [0, 1] for group losses; NaN if it has no label, or if it was
+            truncated and is masked.
         group (`int`): Group id: equal for all completions of a prompt, distinct for other prompts of a step.
-        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probs in nats under the policy at rollout time,
-            for later updates whose token weights need them, and under the reference. Set only on the process that
-            trains on the completion.
-        old_entropies (float32, shape `(C,)`, *optional*): Entropies in nats of the policy at rollout time; set
-            together with `old_logps`.
+        old_logps, ref_logps (float32, shape `(C,)`, *optional*): Log-probs in nats under the policy at rollout time
+            and under the reference of the proxies. Stored on the process that trains on the completion, before the
+            policy changes, for the updates that read them; with a lag on every process, as reported by the engine.
+        old_entropies (float32, shape `(C,)`, *optional*): Entropies in nats of the policy at rollout time, for token
+            weights; not known for ratio losses with a lag.
         sampling_logps (float32, shape `(C,)`, *optional*): Log-probs in nats as reported by the generation engine; NaN
             where it reported none.
         weight (`float`): Factor on the gradient of the completion.
-        advantage (`float`): Advantage that TRL computes from the rewards of the group; read by ratio losses.
+        advantage (`float`): Advantage of the completion; read by ratio losses.
         generation_tokens (`float`): Number of counted tokens in the generation batch of the completion.
+        generation_share (`float`): Fraction of that generation batch per optimizer step; above 1 if a step uses
+            several batches, and 1 in an evaluation.
         extra (`dict[str, np.ndarray]`): Method-specific arrays; saved in checkpoints.
     """
 
@@ -49,6 +52,7 @@ class Rollout:
     weight: float = 1.0
     advantage: float = 0.0
     generation_tokens: float = 0.0
+    generation_share: float = 1.0
     extra: dict[str, np.ndarray] = field(default_factory=dict)
 
 

@@ -32,7 +32,8 @@ class TokenValues(NamedTuple):
 
     Attributes:
         logps, entropies: Log-probs and entropies in nats under the current policy.
-        old_logps, old_entropies: The same under the policy at rollout time, computed by the trainer.
+        old_logps, old_entropies: The same under the policy at rollout time; with a lag, ratio losses have the
+            log-probs of the policy that generated, and no entropies (0).
         sampling_logps: Log-probs in nats as reported by the generation engine; NaN where it reported none.
         coefficients (shape `(B, 1)` or `(B, T)`): Derivatives of the loss with respect to the log-prob of a counted
             token.
@@ -75,7 +76,8 @@ class TokenWeights:
     ) -> None:
         """Receive the values of the whole optimizer step, before its first backward pass: its coefficients `(B,)`, the
         results of [`completion_values`] `(num_values, B)`, 0 for completions without a forward pass, which completions
-        have a counted token, bool `(B,)`, and the number of scorable completions, the divisor of the loss."""
+        have a counted token, bool `(B,)`, and the number of scorable completions. Called only if a token weight of the
+        update has `num_values` above 0."""
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         """Return weights `(B, T)` without gradient; they are ignored outside the mask."""

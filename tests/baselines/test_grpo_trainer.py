@@ -195,3 +195,9 @@ def test_evaluations_are_those_of_trl(tmp_path, model_path, settings):
         assert {"eval_loss", "eval_reward"} <= compared
         for name in compared:
             assert own[name] == pytest.approx(trls[name], rel=1e-4, abs=1e-7), name
+
+
+def test_the_last_step_of_an_epoch_with_fewer_generation_batches_has_the_weights_of_trl(tmp_path):
+    """Three generation batches per epoch, two per optimizer step: the second step has one."""
+    settings = EIGHT | {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 12}
+    compare(tmp_path, "grpo", settings | {"max_steps": -1, "num_train_epochs": 4}, {})
