@@ -17,8 +17,7 @@ from replay import (
 )
 from transformers import AutoConfig
 
-from pacs_trl import PACSTrainer
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
 from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.rollouts import evaluation

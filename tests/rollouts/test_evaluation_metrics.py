@@ -7,8 +7,7 @@ import pytest
 import torch
 from replay import addition_dataset, build_trainer, digit_reward
 
-from pacs_trl import PACSTrainer
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
 from pacs_trl.rollouts.evaluation_metrics import EvaluationMetrics
 

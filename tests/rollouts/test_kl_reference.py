@@ -9,8 +9,7 @@ from peft import LoraConfig, get_peft_model
 from replay import LORA, Replay, build_trainer, tiny_model
 from torch import nn
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
-from pacs_trl.baselines.rloo_trainer import RLOOTrainer
+from pacs_trl import GRPOTrainer, RLOOTrainer
 from pacs_trl.rollouts import kl_reference
 from pacs_trl.rollouts.kl_reference import check_reference, copied_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from replay import build_trainer, digit_reward
 
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOTrainer
 from pacs_trl.rollouts.logged_names import check_metric_name, distinct_names
 
 

@@ -30,8 +30,7 @@ from safetensors import SafetensorError
 from seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pacs_trl import rewards
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer
+from pacs_trl import GRPOTrainer, rewards
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.rollouts.checkpoint import check_same_adapter

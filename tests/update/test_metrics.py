@@ -122,7 +122,9 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
     assert logged[0]["update/forwarded_fraction"] == counting / 8
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     lines = "".join(line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `"))
-    own = {name for name in logged[0] if name.startswith(("pacs/", "time/", "entropy", "loss", "grad_norm"))}
+    own = {
+        name for name in logged[0] if name.startswith(("pacs/", "update/", "time/", "entropy", "loss", "grad_norm"))
+    }
     own |= mismatch_metrics(torch.zeros(1), torch.ones(1)).keys()
     assert len(own) > 20 and not [name for name in own if f"`{name}`" not in lines]
 
