@@ -153,6 +153,24 @@ def test_gradient_of_models_that_are_padded(tmp_path, config):
     assert trainer.forward_pass.packing is None
 
 
+def test_a_model_that_is_padded_resumes_with_padded_micro_batches(tmp_path):
+    """The startup check rejects packing, before the rest of a generation batch is scheduled again."""
+    settings = {**TWO_UPDATES, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"max_tokens_per_micro_batch": 60, "group_layout": "split"}
+    weights = []
+    for resumed in (None, str(tmp_path / "checkpoint-1")):
+        torch.manual_seed(shifted(0))
+        model = transformers.AutoModelForCausalLM.from_config(OTHERS["packing fails"])
+        trainer = build_trainer(tmp_path, model=model, replay=Replay(), **settings)
+        trainer.train(resumed)
+        weights.append(trainable_weights(trainer.model))
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in weights[0].items())
+    (minibatch,) = trainer._waiting.minibatches[1:]
+    for indices in minibatch.schedule[0]:
+        lengths = [len(minibatch.rollouts[i].prompt_ids) + len(minibatch.rollouts[i].completion_ids) for i in indices]
+        assert max(lengths) * len(lengths) <= 60
+
+
 STEPS = {
     "aligned": {},
     "whole groups": {"group_layout": "whole", **TWO_UPDATES},
