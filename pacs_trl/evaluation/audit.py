@@ -29,7 +29,7 @@ from ..data.sets import ProblemSet, gold_answer, load_rows, own_columns, read_ro
 from ..rewards import VerificationArguments
 from ..settings import Parser
 from ..verification import Outcome, completion_text, gold_texts
-from ..verification.cases import last_program
+from ..verification.cases import json_of_tests, last_program
 from ..verification.code import CodeVerifier
 from .benchmarks import BENCHMARKS, name_and_path
 
@@ -38,6 +38,13 @@ NUM_EXAMPLES = 20
 _LABELS = dict.fromkeys(("1", "1.0", "true"), Outcome.CORRECT) | dict.fromkeys(("0", "0.0", "false"), Outcome.WRONG)
 _LABELS |= dict.fromkeys(("none", "nan"), Outcome.GOLD_UNPARSEABLE)
 
+
+_HAS_TESTS = "`--golds` {!r} is a set of programs, which has tests. Use `--programs`."
+_USED_OPTIONS = {
+    "completions": {"completion_column", "solution_column", "true_column", "protocols"},
+    "golds": {"solution_column", "protocols", "max_problems"},
+    "programs": {"reference_column", "max_problems"},
+}
 
 # Forms of completions that graders read differently.
 _THOUGHT = re.compile(r"(?:<think>|\A)(?:(?!<think>).)*?</think>", re.DOTALL)
@@ -71,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
     parser.add_argument("--max_problems", type=int, help="--golds and --programs: number of problems")
     args = parser.parse_args(argv)
+    _refuse_ignored_options(parser, args)
     if args.programs:
         num_listed, num_rows = _audit_programs(args)
     elif args.golds:
@@ -82,6 +90,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     share_listed = num_listed / num_rows
     print(f"\n{num_listed} of {num_rows} are listed: {share_listed:.4f} is above --max_share {args.max_share:g}.")
     return 1
+
+
+def _refuse_ignored_options(parser: Parser, args: argparse.Namespace) -> None:
+    subject = next(name for name in _USED_OPTIONS if getattr(args, name))
+    for name in sorted(set().union(*_USED_OPTIONS.values()) - _USED_OPTIONS[subject]):
+        if getattr(args, name) != parser.get_default(name):
+            raise ValueError(f"`--{name}` would be ignored with `--{subject}`. Remove it.")
 
 
 def share(text: str) -> float:
@@ -199,7 +214,7 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
     name, path = name_and_path(args.golds)
     entry = (TRAINING_SETS | BENCHMARKS).get(name)
     if entry is not None and entry.answer_in == "tests":
-        raise ValueError(f"`--golds` {args.golds!r} is a set of programs, which has tests. Use `--programs`.")
+        raise ValueError(_HAS_TESTS.format(args.golds))
     rows = load_rows(name, entry or ProblemSet(name, title=name), path or None)[: args.max_problems or None]
     if entry is None:
         columns = require_columns(args.golds, rows, {"solution_column": args.solution_column})
@@ -208,6 +223,8 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
         entry = replace(entry, solution_column=args.solution_column, answer_in="column")
     require_columns(args.golds, rows, {"solution_column": entry.solution_column})
     golds = [gold_answer(row.get(entry.solution_column), entry.answer_in) for row in rows]
+    if any(json_of_tests(gold) is not None for gold in golds):
+        raise ValueError(_HAS_TESTS.format(args.golds))
     print(f"{len(golds)} gold answers of {args.golds}\n")
 
     unreadable_by = {}

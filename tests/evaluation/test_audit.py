@@ -163,6 +163,8 @@ class TestGolds:
     def test_programs_and_missing_columns_are_refused(self, golds):
         with pytest.raises(ValueError, match="Use `--programs`"):
             main(["--golds", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}"])
+        with pytest.raises(ValueError, match="Use `--programs`"):
+            main(["--golds", "miniature/programs"])
         with pytest.raises(ValueError, match="solution_column"):
             main(["--golds", golds, "--solution_column", "gold"])
 
