@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from .. import Outcome
-from .comparison import is_equal
+from .comparison import VERDICTS, is_equal, is_same_words
 from .final_answers import final_answers, read_final_answers
 from .last_values import last_words
 from .leaves import Leaf
@@ -77,10 +77,12 @@ def _is_answer_in_words(gold: Any, text: str) -> bool:
         return False
     if len(text) <= _MAX_WORDS_LENGTH:
         whole = normalize(text)
-        if (whole.isdigit() or not re.search(r"\d", gold.text)) and _is_right(gold, [whole]):
+        is_number_in_words = whole[:1].isdigit() and not re.search(r"\d", text)
+        if (is_number_in_words or not re.search(r"\d", gold.text)) and _is_right(gold, [whole]):
             return True
     is_letter = re.fullmatch(r"\(?[A-J]\)?", gold.text)
-    if not is_letter and (gold.value is not None or re.search(r"\d", gold.text)):
+    is_verdict = gold.text.lower() in VERDICTS
+    if not is_letter and not is_verdict and (gold.value is not None or re.search(r"\d", gold.text)):
         return False
     return any(_is_right(gold, [normalize(words)]) for words in last_words(text) if not is_letter or words.isupper())
 
@@ -96,6 +98,8 @@ def _is_right(gold: Any, texts: list[str]) -> bool:
 
 
 def _is_answer(gold: Any, texts: list[str]) -> bool:
+    if isinstance(gold, Leaf) and gold.text.lower() in VERDICTS and is_same_words(gold.text, texts[0]):
+        return True
     commas_separate = _has_commas(gold)
     values = [read_value(text, commas_separate) for text in texts]
     answer = values[0] if len(values) == 1 else Sequence("", tuple(values))

@@ -8,6 +8,7 @@ from sympy import Add, Basic, Mul, pi
 from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
 from .intervals import intervals_of, is_label, is_same_intervals
 from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
+from .units import read_unit
 from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value
 
 
@@ -61,11 +62,15 @@ def _same_quantity(gold: Leaf, answer: Leaf) -> bool:
     is_angle = answer.unit is not None and answer.unit.dimension == "degree"
     if gold.unit is None and is_angle and isinstance(gold.value, Basic) and gold.value.has(pi):
         return is_equal_expression(gold.value, _as_expression(answer) * pi / 180, None, None)
-    if gold.unit is None or answer.unit is None or gold.unit == answer.unit:
+    answer_unit = answer.unit
+    is_multiple_of_pi = isinstance(answer.value, Basic) and answer.value.has(pi)
+    if answer_unit is None and is_multiple_of_pi and gold.unit is not None and gold.unit.dimension == "degree":
+        answer_unit = read_unit("radian")
+    if gold.unit is None or answer_unit is None or gold.unit == answer_unit:
         return _same_value(gold, answer, 1)
-    if gold.unit.dimension == answer.unit.dimension:
-        return _same_value(gold, answer, answer.unit.factor / gold.unit.factor)
-    if {gold.unit.dimension, answer.unit.dimension} == {"degree", "radian"}:
+    if gold.unit.dimension == answer_unit.dimension:
+        return _same_value(gold, answer, answer_unit.factor / gold.unit.factor)
+    if {gold.unit.dimension, answer_unit.dimension} == {"degree", "radian"}:
         half_turn = Mul(180, 1 / pi, evaluate=False)
         if gold.unit.dimension == "degree":
             return is_equal_expression(gold.value, Mul(_as_expression(answer), half_turn, evaluate=False), None, None)
@@ -101,7 +106,7 @@ _SAME_MEANING = [
 ]
 
 
-_VERDICTS = ("yes", "no", "true", "false")
+VERDICTS = ("yes", "no", "true", "false")
 _VERDICT = re.compile(r"^\s*(?:\\text\s*\{\s*)?(yes|no|true|false)\s*[,.;:]\s*\S", re.IGNORECASE)
 
 
@@ -115,7 +120,7 @@ def is_same_words(gold: str, answer: str) -> bool:
     left, right = _words(gold), _words(answer)
     if not left or not right:
         return False
-    if left in _VERDICTS and (verdict := _VERDICT.match(answer)):  # "Yes, it is possible"
+    if left in VERDICTS and (verdict := _VERDICT.match(answer)):  # "Yes, it is possible"
         right = verdict[1].lower()
     return left == right or any(left in group and right in group for group in _SAME_MEANING)
 

@@ -175,7 +175,7 @@ def _is_close(left: Expr, right: Expr) -> bool:
 
 
 # Points at which functions are compared: distinct irrational values of both signs for each variable. Functions with
-# `floor` or `ceiling`, whose variables are whole numbers, are compared at whole numbers.
+# `floor` or `ceiling`, whose variables are whole numbers, are compared with each other at whole numbers.
 _NUM_POINTS = 4
 _NUM_WHOLE_POINTS = 8
 
@@ -200,7 +200,7 @@ def _is_equal_function(gold: Expr, answer: Expr, names: list[str]) -> bool:
     if len(names) > 12:
         return False
     num_equal = 0
-    has_steps = gold.has(sympy.floor, sympy.ceiling) or answer.has(sympy.floor, sympy.ceiling)
+    has_steps = gold.has(sympy.floor, sympy.ceiling) and answer.has(sympy.floor, sympy.ceiling)
     for values in _points(names, has_steps):
         left, right = (_evaluate(_substitute(each, values)) for each in (gold, answer))
         if left is None and right is None:

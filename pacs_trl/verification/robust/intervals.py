@@ -97,8 +97,9 @@ def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
         return None if end is None else [(-oo, True, end, True), (end, True, oo, True)]
     if not all(operator in _OPEN_END for operator in operators):
         return None
-    if len(sides) == 2 and (inside := _ABSOLUTE_VALUE.match(sides[0])) and is_label(inside[1]):
-        return _intervals_of_absolute_value(operators[0], _end(read_value(sides[1])))
+    if len(sides) == 2 and (inside := _ABSOLUTE_VALUE.match(sides[0])):
+        summand = Fraction((inside[1] or "0").replace(" ", ""))
+        return _intervals_of_absolute_value(operators[0], summand, _end(read_value(sides[1])))
     is_rising = [operator in ("<", r"\leq") for operator in operators]
     if len(set(is_rising)) > 1:
         return None
@@ -117,17 +118,18 @@ def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
     return None
 
 
-_ABSOLUTE_VALUE = re.compile(r"^(?:\||\\l?vert)\s*([^|+]*?)\s*(?:\||\\r?vert)$")
+_ABSOLUTE_VALUE = re.compile(r"^(?:\||\\l?vert)\s*[A-Za-z]\s*([-+]\s*\d+(?:\.\d+)?)?\s*(?:\||\\r?vert)$")
 
 
-def _intervals_of_absolute_value(operator: str, bound: Any) -> list[_Interval] | None:
-    """Return the solutions of `|x| < bound` or `|x| > bound` for a positive number."""
+def _intervals_of_absolute_value(operator: str, summand: Fraction, bound: Any) -> list[_Interval] | None:
+    """Return the solutions of `|x + summand| < bound`, or of another relation, for a positive bound."""
     if not isinstance(bound, Fraction) or bound <= 0:
         return None
     is_open = _OPEN_END[operator]
+    left, right = -summand - bound, -summand + bound
     if operator in ("<", r"\leq"):
-        return [(-bound, is_open, bound, is_open)]
-    return [(-oo, True, -bound, is_open), (bound, is_open, oo, True)]
+        return [(left, is_open, right, is_open)]
+    return [(-oo, True, left, is_open), (right, is_open, oo, True)]
 
 
 def is_same_intervals(gold: list[_Interval], answer: list[_Interval]) -> bool:

@@ -105,12 +105,12 @@ _OPERATION_BEFORE = re.compile(
     r"(?:(?<=\s)|^)(\S{1,40}\s[-+*/\u2212]\s|[A-Za-z]\w?\s?(?:[<>\u2264\u2265\u2260]|<=|>=)\s?)$"
 )
 _MATH_CHARACTER = re.compile(
-    r"[\u221a\u03c0\u221e\u00b2\u00b3^()<>\u2264\u2265\u2260|*/\[\]{}]|\d[A-Za-z](?![A-Za-z])"
+    r"[\u221a\u03c0\u221e\u00b2\u00b3^()<>\u2264\u2265\u2260|*/\[\]{}]|\\[A-Za-z]|\d[A-Za-z](?![A-Za-z])"
 )
 # A unit, a power of ten in words, or the half of the day.
 _MEASURE_AFTER = re.compile(
     r"\s?(?:(?:thousand|million|billion|trillion|percent|per\scent|[ap]\.?m\.?)(?![A-Za-z])|\u4e07|\u4ebf"
-    r"|(?!in\b)(?P<unit>[A-Za-z]{2,12})(?![A-Za-z])(?:\^?[23]|[\u00b2\u00b3])?)",
+    r"|(?!in\b)(?P<unit>[A-Za-z]{2,12}|[mgs](?=\.?\s*$))(?![A-Za-z])(?:\^?[23]|[\u00b2\u00b3])?)",
     re.IGNORECASE,
 )
 
@@ -180,6 +180,7 @@ def last_words(text: str) -> list[str]:
     if verdict := _VERDICT.match(sentence):
         endings.append(verdict[1])
     for num_words in range(1, min(5, len(words)) + 1):
-        if not _ALTERNATIVES.search(" ".join(words[:-num_words])):
+        is_alternative = words[-num_words].lower() in ("or", "and", "nor")
+        if not is_alternative and not _ALTERNATIVES.search(" ".join(words[:-num_words])):
             endings.append(" ".join(words[-num_words:]))
     return endings

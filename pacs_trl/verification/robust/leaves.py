@@ -190,7 +190,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     if number is None:
         return None
     value, num_decimals = number
-    rest = text[match.end() :].strip()
+    rest = re.sub(r"^\\mu\s*(?=[mgs](?![A-Za-z]))", "u", text[match.end() :].strip())
     if scale := _SCALE.match(rest):
         power = _SCALES[scale[2].lower()]
         value *= 10**power
@@ -250,4 +250,4 @@ def parse_expression(text: str) -> Basic | None:
 
 
 def has_variables(value: Any) -> bool:
-    return isinstance(value, Basic) and bool(value.free_symbols)
+    return isinstance(value, Basic) and any(symbol.name != "i" for symbol in value.free_symbols)

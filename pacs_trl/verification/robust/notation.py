@@ -4,6 +4,7 @@ import re
 import unicodedata
 
 from ..numerals import CURRENCIES, plain_characters
+from .number_words import english_number, latin_numerals
 
 
 # Longer answers are compared as texts.
@@ -60,6 +61,8 @@ _SYMBOLS = {
     "\u211d": r"\mathbb{R}",
     "\u2102": r"\mathbb{C}",
     "\u2124": r"\mathbb{Z}",
+    "\u2220": r"\angle ",
+    "\u25b3": r"\triangle ",
     "\u2236": ":",
     "\u3001": ",",
     "\u3002": ".",
@@ -104,61 +107,6 @@ def _vulgar_fraction(character: str) -> str:
     return rf"\frac{{{numerator}}}{{{denominator}}}" if bar and denominator else character
 
 
-_CHINESE_DIGITS = {character: value for value, character in enumerate("零一二三四五六七八九")}
-_CHINESE_DIGITS |= {"〇": 0, "两": 2}
-_CHINESE_POWERS = {"十": 10, "百": 100, "千": 1000}
-_CHINESE_NUMBER = re.compile("(?:[零一二三四五六七八九〇两十百千万亿]+)")
-_CHINESE_FRACTION = re.compile(
-    "([零一二三四五六七八九〇两十百千万亿]+)分之([零一二三四五六七八九〇两十百千万亿]+|\\d+(?:\\.\\d+)?)"
-)
-
-
-def chinese_number(text: str) -> int | None:
-    """Return the value of a Chinese numeral such as 二十五 or 一万二千; `None` for other texts."""
-    if not _CHINESE_NUMBER.fullmatch(text):
-        return None
-    if all(character in _CHINESE_DIGITS for character in text):
-        return int("".join(str(_CHINESE_DIGITS[character]) for character in text))
-    total = section = digit = 0
-    for character in text:
-        if character in _CHINESE_DIGITS:
-            digit = _CHINESE_DIGITS[character]
-        elif character in _CHINESE_POWERS:
-            section += (digit or 1) * _CHINESE_POWERS[character]
-            digit = 0
-        else:
-            total = (total + section + digit) * (10_000 if character == "万" else 100_000_000)
-            section = digit = 0
-    return total + section + digit
-
-
-_ONES = "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-_ONES += " seventeen eighteen nineteen"
-_ENGLISH_NUMBERS = {word: value for value, word in enumerate(_ONES.split())}
-_TENS = {
-    word: 10 * value for value, word in enumerate("twenty thirty forty fifty sixty seventy eighty ninety".split(), 2)
-}
-_ENGLISH_NUMBERS |= _TENS
-_ENGLISH_NUMBERS |= {
-    f"{ten}-{one}": _TENS[ten] + _ENGLISH_NUMBERS[one] for ten in _TENS for one in _ONES.split()[1:10]
-}
-
-
-def _latin_numerals(text: str) -> str:
-    """Return a text with digits in place of a leading Chinese numeral, and of Chinese fractions and percentages."""
-
-    def fraction(match: re.Match) -> str:
-        denominator, numerator = chinese_number(match[1]), chinese_number(match[2])
-        top = match[2] if numerator is None else str(numerator)
-        return f"{top}\\%" if denominator == 100 else rf"\frac{{{top}}}{{{denominator}}}"
-
-    text = _CHINESE_FRACTION.sub(fraction, text)
-    leading = _CHINESE_NUMBER.match(text)
-    if leading and (value := chinese_number(leading.group())) is not None:
-        text = f"{value}{text[leading.end() :]}"
-    return text
-
-
 # Verbs that follow the answer in Japanese and Korean.
 _COPULA = re.compile("(?:です|である|だ|となる|になる|とする|입니다|이다|예요|이에요|이며)$")
 
@@ -194,6 +142,7 @@ _CURRENCY_CODE = re.compile(
     re.IGNORECASE,
 )
 _CENTS_BEFORE_NUMBER = re.compile(r"^\u00a2\s*(\d[\d.]*)$")
+_CUT_DECIMALS = re.compile(r"(?<=\d)\s*\\ldots\s*$")
 _REPEATING_DECIMALS = re.compile(r"(?<![\d.])(\d{0,20})\.(\d{0,20}?)(\d{1,6}?)\3{1,20}\s*\\ldots\s*$")
 _FONT = re.compile(
     r"\\(?:mathrm|mathbf|mathit|mathsf|mathtt|textbf|textit|textrm|textsf|textnormal|texttt|mbox|hbox|operatorname\*?"
@@ -203,6 +152,7 @@ _FONT_AROUND_MATH = re.compile(
     r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}"
     r"|^\\text\s*\{\s*([A-J][.:)])\s*\}(?=\s*[^\s])"
     r"|^\\text\s*\{\s*([-\d./]+(?:\s*(?:,|and|or|,\s*and)\s*[-\d./]+)+|\([a-z]\)(?:\s*(?:,|and)\s*\([a-z]\))+)\s*\}$"
+    r"|^\\text\s*\{\s*([A-Za-z]\s*=\s*[-\d./]+)\s*\}$"
 )
 _CONNECTIVE = re.compile(
     r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
@@ -303,8 +253,8 @@ def normalize(text: str) -> str:
     text = strip_markup(_HTML.sub("", text))
     text = strip_markup(ascii_notation(text))
     if not text.isascii():
-        text = _COPULA.sub("", _latin_numerals(text))
-    text = text.replace("\\\\(", "(") if "\\\\" in text and "matrix" not in text else text
+        text = _COPULA.sub("", latin_numerals(text))
+    text = text.replace("\\\\(", "(") if r"\begin" not in text else text
     text = _THOUSANDS_IN_LATEX.sub("", text)
     text = _APOSTROPHE_BEFORE_THOUSANDS.sub("", text)
     text = _THOUSANDS_IN_CODE.sub(lambda match: match.group().replace("_", ""), text)
@@ -313,7 +263,9 @@ def normalize(text: str) -> str:
     text = _UNDERLINE.sub(r"\1", text)
     text = _FORMULAS.sub(r"\1", text)
     text = _HEDGE.sub("", text)
-    if "matrix" not in text and "array" not in text:
+    if r"\\begin" in text:
+        text = text.replace("\\\\", "\\")
+    elif r"\begin" not in text:
         text = re.sub(r"\\\\(?=[A-Za-z])", r"\\", text)
     text = re.sub(r"\s+", " ", _SPACING.sub(" ", text))
     text = re.sub(r"\\text(?![A-Za-z])(?!\s*\{)", "", _FONT.sub(r"\\text", text))
@@ -326,12 +278,16 @@ def normalize(text: str) -> str:
         text = pattern.sub(replacement, text)
     text = _REPEATING_DECIMALS.sub(_overline, strip_markup(re.sub(r"\s+", " ", text)))
     text = _HEDGE.sub("", text)
-    word = re.sub(r"^\\text\s*\{\s*([A-Za-z-]+)\s*\}$", r"\1", text).lower()
-    if word in _ENGLISH_NUMBERS:
-        return str(_ENGLISH_NUMBERS[word])
+    if re.match(r"[-+]?\d*\.\d", text):
+        text = _CUT_DECIMALS.sub("", text)
+    words = re.sub(r"^\\text\s*\{\s*([A-Za-z -]+?)\s*\}$", r"\1", text)
+    number = english_number(words)
+    if number is not None:
+        return str(number)
     first, _, unit = text.partition(" ")
-    is_quantity = first.lower() in _ENGLISH_NUMBERS and re.fullmatch(r"[A-Za-z ]+", unit)
-    return f"{_ENGLISH_NUMBERS[first.lower()]} {unit}" if is_quantity else text
+    number = english_number(first)
+    is_quantity = number is not None and re.fullmatch(r"[A-Za-z ]+", unit)
+    return f"{number} {unit}" if is_quantity else text
 
 
 CURRENCY_UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "\u00a5": "yen", "\u20b9": "rupee"}
