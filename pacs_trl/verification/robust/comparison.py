@@ -107,7 +107,10 @@ _SAME_MEANING = [
 
 
 VERDICTS = ("yes", "no", "true", "false")
-_VERDICT = re.compile(r"^\s*(?:\\text\s*\{\s*)?(yes|no|true|false)\s*[,.;:]\s*\S", re.IGNORECASE)
+_VERDICT = re.compile(
+    r"^\s*(?:\\text\s*\{\s*)?(?:(yes|true)\s*[,.;:](?!.*\b(?:no|false)\b)|(no|false)\s*[,.;:](?!.*\b(?:yes|true)\b))\s*\S",
+    re.IGNORECASE,
+)
 
 
 def _words(text: str) -> str:
@@ -121,7 +124,7 @@ def is_same_words(gold: str, answer: str) -> bool:
     if not left or not right:
         return False
     if left in VERDICTS and (verdict := _VERDICT.match(answer)):  # "Yes, it is possible"
-        right = verdict[1].lower()
+        right = (verdict[1] or verdict[2]).lower()
     return left == right or any(left in group and right in group for group in _SAME_MEANING)
 
 

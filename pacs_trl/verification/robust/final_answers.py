@@ -6,7 +6,7 @@ Every step takes time linear in the length of the completion.
 import re
 from typing import NamedTuple
 
-from .last_values import OPEN_EQUATION, last_match, last_values
+from .last_values import OPEN_EQUATION, ROUNDED_AFTER, last_match, last_values
 
 
 _END_OF_THOUGHT = re.compile(
@@ -158,7 +158,7 @@ def _first_statement(text: str) -> str:
     statement = text[: end.start()] if (end := _END_OF_STATEMENT.search(text)) else text
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
-    statement = _REMARK.sub("", statement)
+    statement = ROUNDED_AFTER.sub("", _REMARK.sub("", statement))
     if re.search(r"[\w)]!\s*$", statement) and "$" not in statement:
         statement = statement.rstrip().removesuffix("!")  # an exclamation, not a factorial
     if afterthought := _AFTERTHOUGHT.search(statement):

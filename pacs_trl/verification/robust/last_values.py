@@ -29,13 +29,17 @@ _CALCULATION = re.compile(r"<<[^<>]{0,200}>>")  # the calculator calls of GSM8K
 # What follows the last equals sign, if it is an expression and ends the text.
 _RIGHT_SIDE = re.compile(r"=[ \t]*([^=\n$*]{1,100}?)[ \t]*\.?\s*\Z")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}|^\$?[\d,.]+\s+\S*[A-Za-z]")  # or a number and a unit
+# A rounded value after the exact one: "1/3, or about 33%".
+ROUNDED_AFTER = re.compile(
+    r"(?<=\S),?\s\(?or\s(?:about|approximately|approx\.|roughly)\s[^\n]{1,40}\s*\Z", re.IGNORECASE
+)
 OPEN_EQUATION = re.compile(r"(?:=|\u2248|\\approx)\s*(?:\?|_+|\.\.\.)?\s*(?:\\\)|\\\]|\$|\*)*\s*\Z")
 
 
 def last_values(text: str) -> list[str]:
     """Return a text that is an expression as a whole, else its last formula, bold text, or number, whichever ends
     last."""
-    tail = _CALCULATION.sub("", text[-2000:])
+    tail = ROUNDED_AFTER.sub("", _CALCULATION.sub("", text[-2000:]))
     if OPEN_EQUATION.search(tail):
         return []
     if _is_expression(text):
@@ -58,7 +62,8 @@ def last_values(text: str) -> list[str]:
         return _number_in_context(tail, last)
     if last is formula:
         return [_listed_formulas(tail, formulas)]
-    return [_content(last)]
+    content = _content(last)
+    return last_values(content) if len(_WORD.findall(content)) > 2 else [content]
 
 
 def _content(match: re.Match) -> str:

@@ -72,12 +72,21 @@ WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
 _BINOMIAL = re.compile(r"(?<![A-Za-z\\])C\s*\((\d+),\s*(\d+)\)")
+# Combinations and arrangements of `n` things as written in Chinese: `C_{10}^{3}` and `A_{5}^{2}`.
+_SELECTIONS = re.compile(r"(?<![A-Za-z\\])([CA])\s*_\s*\{?(\d{1,4})\}?\s*\^\s*\{?(\d{1,4})\}?")
 _SCALE = re.compile(r"^(\\text\s*\{)?\s*(thousand|million|billion|trillion|万|亿)(?![A-Za-z])\s*", re.IGNORECASE)
 _SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 _CLOCK = re.compile(r"^(\d{1,2})(?::([0-5]\d))?\s*([ap])\.?\s?m\.?$", re.IGNORECASE)
 _UNIT_NAME = r"\s*([A-Za-z]+|[\u4e00-\u9fff]+)"
 _TWO_UNITS = re.compile(rf"^(\d+){_UNIT_NAME}[\s,]*(\d+(?:\.\d+)?){_UNIT_NAME}$")
 _DEGREES_AND_MINUTES = re.compile(r"^(\d+)\^\{\\circ\}\s*(\d+(?:\.\d+)?)\s*'$")
+
+
+def _selections(match: re.Match) -> str:
+    total, chosen = int(match[2]), int(match[3])
+    if match[1] == "C" or chosen > total:
+        return rf"\binom{{{total}}}{{{chosen}}}"
+    return rf"\frac{{{total}!}}{{{total - chosen}!}}"
 
 
 def read_two_units(text: str) -> Leaf | None:
@@ -176,6 +185,7 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
         expression = expression.removesuffix(r"^{\circ}")
     expression = re.sub(r"^\s*(?:\\?\$|[\u20ac\u00a3\u00a5\u20b9])", "", expression)
     expression = _BINOMIAL.sub(r"\\binom{\1}{\2}", expression)
+    expression = _SELECTIONS.sub(_selections, expression)
     return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
 
 

@@ -131,6 +131,9 @@ _HEDGE = re.compile(
     r"|\\text\s*\{\s*(?:approximately|about|roughly|around)\s*\}\s*|~\s*(?=\d))",
     re.IGNORECASE,
 )
+_MARK_OF_CONCLUSION = re.compile(
+    r"^\s*(?:#{1,6}\s|\u2234|\u21d2|=>|\\(?:therefore|Rightarrow|implies)(?![A-Za-z]))\s*"
+)
 _MINUS_IN_WORDS = re.compile(
     r"^(?:\\text\s*\{\s*(?:negative|minus)\s*\}|(?:negative|minus)\s)\s*(?=[\d.\\$])", re.IGNORECASE
 )
@@ -250,7 +253,7 @@ def normalize(text: str) -> str:
     if len(text) > MAX_LENGTH:
         return text
     text = _HTML_EXPONENT.sub(r"^{\1}", _CONTROL.sub("", text))
-    text = strip_markup(_HTML.sub("", text))
+    text = strip_markup(_MARK_OF_CONCLUSION.sub("", _HTML.sub("", text)))
     text = strip_markup(ascii_notation(text))
     if not text.isascii():
         text = _COPULA.sub("", latin_numerals(text))
