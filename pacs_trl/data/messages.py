@@ -73,8 +73,8 @@ class MessageCheck:
     def _render(self, where: str, prompt: Sequence[Mapping[str, Any]]) -> None:
         for message in prompt:
             _check_content(where, message)
-        markers = [f"message{i}text" for i in range(len(prompt))]
-        marked = [_with_text(message, marker) for message, marker in zip(prompt, markers, strict=True)]
+        markers = [_markers(f"message{i}", message) for i, message in enumerate(prompt)]
+        marked = [_with_texts(message, texts) for message, texts in zip(prompt, markers, strict=True)]
         try:
             rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.how)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:
@@ -83,9 +83,9 @@ class MessageCheck:
                 f"{where} cannot be rendered by the chat template ({type(error).__name__}: {error}). It has messages "
                 f"of the roles {roles}; use roles in an order and with a content that the template knows."
             ) from error
-        for message, marker in zip(prompt, markers, strict=True):
+        for message, texts in zip(prompt, markers, strict=True):
             is_call = bool(message.get("tool_calls"))  # of which many templates render the call alone
-            is_rendered = marker.casefold() in rendered.casefold()
+            is_rendered = all(text.casefold() in rendered.casefold() for text in texts)
             if isinstance(message.get("content"), list) and (not is_rendered or _PRINTED_BLOCK.search(rendered)):
                 raise ValueError(
                     f"{where} has a message of the role {message['role']!r} whose content is a list of blocks, which "
@@ -123,8 +123,16 @@ def _check_content(where: str, message: Mapping[str, Any]) -> None:
         )
 
 
-def _with_text(message: Mapping[str, Any], text: str) -> dict[str, Any]:
+def _markers(name: str, message: Mapping[str, Any]) -> list[str]:
+    """Return a text to look for in place of each text block of a message, or of its whole text."""
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": [{**content[0], "text": text}]}
-    return {**message, "content": None if content is None else text}
+        return [f"{name}block{i}text" for i in range(len(content))]
+    return [f"{name}text"]
+
+
+def _with_texts(message: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [{**block, "text": text} for block, text in zip(content, texts, strict=True)]}
+    return {**message, "content": None if content is None else texts[0]}

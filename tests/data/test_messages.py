@@ -59,6 +59,14 @@ def test_blocks_that_a_template_does_not_render_as_text_are_refused(template):
         check(template, {"role": "user", "content": BLOCKS})
 
 
+def test_blocks_behind_the_first_that_a_template_leaves_out_are_refused():
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message.content[0].text }}{% endfor %}"
+    MessageCheck(tokenizer).check("the set", [[{"role": "user", "content": BLOCKS[:1]}]])
+    with pytest.raises(ValueError, match="Row 0 of the set .* Write the content as text"):
+        MessageCheck(tokenizer).check("the set", [[{"role": "user", "content": BLOCKS}]])
+
+
 def test_blocks_that_a_template_renders_pass():
     check("gemma3", {"role": "user", "content": BLOCKS})
 
