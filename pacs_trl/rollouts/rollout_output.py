@@ -65,6 +65,11 @@ def checked_output(
         )
     for key, entries in checked.items():
         is_engine_field = key in ENGINE_FIELDS and entries is not None
+        if not is_engine_field and (torch.is_tensor(entries) or isinstance(entries, tuple | np.ndarray)):
+            raise ValueError(
+                f"rollout_func returned a {type(entries).__name__} as {key}, which each completion would get as a "
+                "whole. Return a list with one entry per prompt."
+            )
         if is_engine_field or isinstance(entries, list):
             _check_number(key, entries, num_prompts)
 

@@ -43,6 +43,7 @@ REFUSED = {
     "log-probs of one completion": (GOOD | {"logprobs": [[-1.0, -1.0, -1.0]]}, "1 entries in logprobs"),
     "a mask of one completion": (GOOD | {"env_mask": [[1, 1, 1]]}, "1 entries in env_mask"),
     "a column of three": (GOOD | {"turns": [1, 2, 3]}, "3 entries in turns"),
+    "a column that is no list": (GOOD | {"turns": torch.tensor([1, 2])}, "a Tensor as turns"),
     "a column of a reward argument": (GOOD | {"trainer_state": [1, 2]}, "'trainer_state'"),
     "a log-prob too few": (changed("logprobs", 0, [-1.0, -1.0]), r"2 entries in logprobs\[0\] for 3 tokens"),
     "a log-prob too many": (changed("logprobs", 1, [-1.0, -1.0]), r"2 entries in logprobs\[1\] for 1 tokens"),
