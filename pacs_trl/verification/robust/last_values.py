@@ -123,31 +123,43 @@ _MEASURE_AFTER = re.compile(
 def _number_in_context(text: str, number: re.Match) -> list[str]:
     """Return a number with its unit, or the expression, point, or inequality that it ends; empty if it is the last
     operand of a sum or product that is not carried out."""
-    start, end = number.span()
-    start = max(text.rfind(" ", 0, start), text.rfind("\n", 0, start)) + 1 if number.group()[0].isdigit() else start
-    if space := re.compile(r"\s").search(text, end):
-        end = space.start()
-    else:
-        end = len(text)
-    before = text[max(0, start - 60) : start]
-    if (operation := _OPERATION_BEFORE.search(before)) and not operation[1].startswith("="):
-        start -= len(operation[1])
-    for opening, closing in ("()", "[]", "{}"):
-        chunk = text[start:end]
-        if chunk.count(closing) == chunk.count(opening) + 1:
-            start = max(text.rfind(opening, max(0, start - 60), start), 0) or start
-    context = text[start:end].strip("*_`\"'").rstrip(".,;:?*!")
-    is_balanced = all(context.count(opening) == context.count(closing) for opening, closing in ("()", "[]", "{}"))
-    if is_balanced and _MATH_CHARACTER.search(context) and all(word in _MATH_WORDS for word in _WORD.findall(context)):
-        return [context]
+    expression = _expression_around(text, number)
+    if expression is not None:
+        return [expression]
     before = text[max(0, number.start() - 60) : number.start()]
-    is_difference = number.group().startswith(("minus", "negative")) and re.search(r"\d\s*$", before)
-    if is_difference or _OPERAND_BEFORE.search(before):
+    is_subtracted = number.group().startswith(("minus", "negative")) and re.search(r"\d\s*$", before)
+    if is_subtracted or _OPERAND_BEFORE.search(before):
         return []
     measure = _MEASURE_AFTER.match(text, number.end())
     if measure and (measure["unit"] is None or is_unit_word(measure["unit"])):
         return [number.group() + measure.group()]
     return [number.group()]
+
+
+_SPACE = re.compile(r"\s")
+_BRACKETS = ("()", "[]", "{}")
+
+
+def _expression_around(text: str, number: re.Match) -> str | None:
+    """Return the expression that a number belongs to, such as `2√3`, `(1, 2)`, `x > 3`, or `3x + 2`; `None` if
+    it stands alone or among words."""
+    start = number.start()
+    if number.group()[0].isdigit():
+        start = max(text.rfind(" ", 0, start), text.rfind("\n", 0, start)) + 1
+    space = _SPACE.search(text, number.end())
+    end = space.start() if space else len(text)
+    operation = _OPERATION_BEFORE.search(text[max(0, start - 60) : start])
+    if operation and not operation[1].startswith("="):
+        start -= len(operation[1])
+    for opening, closing in _BRACKETS:
+        if text.count(closing, start, end) == text.count(opening, start, end) + 1:
+            position = text.rfind(opening, max(0, start - 60), start)
+            start = position if position >= 0 else start
+    expression = text[start:end].strip("*_`\"'").rstrip(".,;:?*!")
+    if any(expression.count(opening) != expression.count(closing) for opening, closing in _BRACKETS):
+        return None
+    has_words = any(word not in _MATH_WORDS for word in _WORD.findall(expression))
+    return expression if _MATH_CHARACTER.search(expression) and not has_words else None
 
 
 def _result_of_last_line(text: str) -> re.Match | None:

@@ -69,8 +69,11 @@ _TRANSPOSED = re.compile(r"^(.*[\])}])\s*\^\s*\{?\s*(?:T|\\top|\\intercal|\\text
 _LINES = re.compile(r"^\\begin\{(?:cases|aligned|align\*?|gathered)\}(.*)\\end\{\w+\*?\}$", re.DOTALL)
 # `]a,b[` and `[a,b[`, where a bracket that turns away from the interval excludes its end.
 _TURNED_BRACKETS = re.compile(r"([\[\]])([^\[\]();,]+[,;][^\[\]();,]+)([\[\]])")
+_VARIABLE_OF_SET = r"[A-Za-z](?:\s*\\in\s*\\mathbb\{[A-Z]\})?\s*"
+# `\{x \mid x > 2\}` and `\{x : x > 2\}`, or without braces, which are removed if no backslash stands before them.
 _SET_BUILDER = re.compile(
-    r"^[A-Za-z](?:\s*\\in\s*\\mathbb\{[A-Z]\})?\s*(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|\||:)\s*(.+)$"
+    rf"^\\\{{\s*{_VARIABLE_OF_SET}(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|\||:)\s*(?P<in_braces>.+)\\\}}$"
+    rf"|^{_VARIABLE_OF_SET}(?:\\mid(?![A-Za-z])|\|)\s*(?P<bare>[^|]+)$"
 )
 _CONDITION = re.compile(
     r"[\s,]*(?:\\cdot\s*)?\(?\s*([kmn])\s*\\in\s*(?:\\mathbb\{[ZN]\}|[ZN])(?:\^?\{?[*+]\}?)?\s*\)?$"
@@ -93,10 +96,9 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
     if len(text) > MAX_LENGTH:
         return Leaf(text)
     text = _without_grouping_braces(text)
-    if lines := _LINES.match(text):
-        return read_value(
-            ", ".join(line.replace("&", "") for line in re.split(r"\\\\", lines[1]) if line.strip()), True
-        )
+    if system := _LINES.match(text):
+        lines = [line.replace("&", "") for line in re.split(r"\\\\", system[1]) if line.strip()]
+        return read_value(", ".join(lines), True)
     matrix = _read_matrix(text)
     if matrix is not None:
         return matrix
@@ -106,10 +108,10 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
         text = _TURNED_BRACKETS.sub(_usual_brackets, text)
     if (condition := _CONDITION.search(text)) and condition[1] in text[: condition.start()]:
         text = text[: condition.start()]
-    if set_builder := _SET_BUILDER.match(text.removeprefix(r"\{").removesuffix(r"\}").strip()):
-        condition_of_set = read_value(set_builder[1], True)
-        if isinstance(condition_of_set, Relation):
-            return condition_of_set
+    if set_builder := _SET_BUILDER.match(text):
+        values_in_set = read_value(set_builder["in_braces"] or set_builder["bare"], True)
+        if isinstance(values_in_set, Relation):
+            return values_in_set
     if (quantity := read_two_units(text)) is not None:
         return quantity
     parts = _split(text, (r"\cup",))
@@ -157,7 +159,7 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
 
 
 def _read_matrix(text: str) -> Any | None:
-    """Return a matrix, or a number or row that is a factor of one multiplied into it; `None` for other texts."""
+    """Return a matrix, multiplied by the number before it; a cell if it has only one; `None` for other texts."""
     if matrix := _MATRIX.match(text):
         rows = [row for row in re.split(r"\\\\", matrix[2]) if row.strip() and row.strip() != r"\hline"]
         if len(rows) == 1 and "&" not in rows[0]:
@@ -166,16 +168,16 @@ def _read_matrix(text: str) -> Any | None:
     scaled = _SCALED_MATRIX.match(text)
     if scaled is None:
         return None
-    matrix_value = _read_matrix(scaled[2])
     factor = read_value("-1" if scaled[1] == "-" else scaled[1])
-    if not isinstance(matrix_value, Matrix) or not isinstance(factor, Leaf) or not isinstance(factor.value, Fraction):
+    matrix_value = _read_matrix(scaled[2])
+    if not isinstance(factor, Leaf) or not isinstance(factor.value, Fraction) or not isinstance(matrix_value, Matrix):
         return None
-    cells = [cell for row in matrix_value.rows for cell in row]
-    if not all(isinstance(cell, Leaf) and isinstance(cell.value, Fraction) for cell in cells):
-        return None
-    return Matrix(
-        tuple(tuple(Leaf(cell.text, factor.value * cell.value) for cell in row) for row in matrix_value.rows)
-    )
+    rows = []
+    for row in matrix_value.rows:
+        if not all(isinstance(cell, Leaf) and isinstance(cell.value, Fraction) for cell in row):
+            return None
+        rows.append(tuple(Leaf(cell.text, factor.value * cell.value) for cell in row))
+    return Matrix(tuple(rows))
 
 
 def _usual_brackets(match: re.Match) -> str:
