@@ -116,6 +116,7 @@ _VERDICT = re.compile(
 def _words(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"^(?:the|an?)\s+", "", text.strip().lower())
+    text = re.sub(r"(?<=\d)\s+(?=\d)", "_", text)  # `1 2` is not 12
     return re.sub(r"[\s.!,\"'\\]|\\ ", "", text).strip("-")
 
 
@@ -203,7 +204,7 @@ def _minutes(value: Any) -> int | None:
         return value.minutes
     if isinstance(value, Ratio) and _is_time(value.text):
         return int(value.parts[0] * 60 + value.parts[1])
-    if isinstance(value, Leaf) and re.fullmatch(r"\d{1,2}", value.text):
+    if isinstance(value, Leaf) and re.fullmatch(r"[1-9]|1[0-2]", value.text):
         return int(value.text) * 60
     return None
 

@@ -15,7 +15,7 @@ from .values import Relation, Sequence, Union, read_value
 _LABEL = re.compile(
     r"^(?:\\text\s*\{[^{}]*\}|\\?[A-Za-z]+'*|\\(?:angle|overline|triangle)\s*\{?[A-Z]+\}?|[A-Za-z]\w*)?"
     r"(?:\s*_\s*(?:\{[^{}]*\}|\w))?(?:\s*\^\s*\{-1\}(?=\s*(?:\(|\\cdot)))?"
-    r"(?:\s*\([A-Za-z0-9,\s]*\)|\\cdot \([A-Za-z0-9,\s]*\))?$"
+    r"(?:\s*:\s*[A-Za-z](?![A-Za-z]))*(?:\s*\([A-Za-z0-9,\s]*\)|\\cdot \([A-Za-z0-9,\s]*\))?$"
 )
 
 

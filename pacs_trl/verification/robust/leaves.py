@@ -66,7 +66,7 @@ _UNIT_WORDS = re.compile(
     r"^\s*(?:[A-Za-z\u00a2$\u20ac]+(?:[ ./-]+[A-Za-z]+)*\.?(?:\s*\^\s*\{?\s*\d\s*\}?)?"
     r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]+)$"
 )
-_LETTER_AND_TEXT = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-J])(?:\)|\.|:|\)\.)\s*(.+)$", re.IGNORECASE)
+LETTER_AND_TEXT = re.compile(r"^(?:(?:option|choice|answer)\s+)?\(?([A-J])(?:\)|\.|:|\)\.)\s*(.+)$", re.IGNORECASE)
 WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 
@@ -150,7 +150,7 @@ def read_number(text: str, match: re.Match) -> tuple[Fraction, int | None] | Non
 
 def read_leaf(text: str) -> Leaf | Choice | Clock:
     compact = re.sub(r"\s+(?!\d)|(?<!\d)\s+", "", text)  # `2 5` is not 25
-    if match := _LETTER_AND_TEXT.match(text):
+    if match := LETTER_AND_TEXT.match(text):
         return Choice(match[1].upper(), match[2].strip())
     if re.search(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])", text):
         text = re.sub(r"(\d+(?:\.\d+)?)\s*\^\{\\circ\}", r"{\\frac{\1\\pi}{180}}", text)
@@ -200,6 +200,8 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     if number is None:
         return None
     value, num_decimals = number
+    denominator = match["d3"] or match["d4"]
+    is_quotient = denominator is not None and value.denominator == 1 and abs(int(denominator)) != 1
     rest = re.sub(r"^\\mu\s*(?=[mgs](?![A-Za-z]))", "u", text[match.end() :].strip())
     if scale := _SCALE.match(rest):
         power = _SCALES[scale[2].lower()]
@@ -213,25 +215,22 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
         rest = rest[1:].strip()
         if rest and not rest.startswith("of ") and not _UNIT_WORDS.match(rest) and not _UNIT_IN_TEXT.match(rest):
             return None
-        return Leaf(compact, value, num_decimals, None, True)
+        return Leaf(compact, value, num_decimals, None, True, is_quotient)
     if rest.startswith(r"^{\circ}"):
         scale = rest.removeprefix(r"^{\circ}").strip()
         scale = re.sub(r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\1", scale)
         if scale in ("C", "F"):
             return Leaf(compact, value, num_decimals, Unit(f"temperature {scale}", Fraction(1)))
-        return Leaf(compact, value, num_decimals, read_unit("degree")) if not scale else None
+        return Leaf(compact, value, num_decimals, read_unit("degree"), False, is_quotient) if not scale else None
     if not rest:
-        is_quotient = (
-            match["whole"] is match["whole2"] is match["digits"] is match["repeating"] is match["power"] is None
-        )
-        is_quotient = is_quotient and value.denominator == 1 and abs(int(match["d3"] or match["d4"])) != 1
         return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
     if in_text := _UNIT_IN_TEXT.fullmatch(rest) or _UNIT_IN_TEXT.fullmatch(" " + rest):
-        return Leaf(compact, value, num_decimals, read_unit(in_text[1] + (in_text[2] or "")) or unit)
+        unit = read_unit(in_text[1] + (in_text[2] or "")) or unit
+        return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
     if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*[/.]?\s*)+", rest):
-        return Leaf(compact, value, num_decimals, read_unit(rest) or unit)
+        return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
     if _UNIT_WORDS.match(rest) and _is_unit(rest, has_space=text[match.end() : match.end() + 1] == " "):
-        return Leaf(compact, value, num_decimals, read_unit(rest) or unit)
+        return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
     return None
 
 
@@ -244,9 +243,15 @@ def _is_unit(rest: str, has_space: bool) -> bool:
     return has_space and all(len(word) > 2 for word in words[:1])
 
 
+# `2 5`, which the parser reads as 7, but not `\log_2 5`.
+_TWO_NUMBERS = re.compile(r"(?<![_\d.])[\d.]+\s+\d")
+
+
 def parse_expression(text: str) -> Basic | None:
     """Return the expression that latex2sympy reads, not evaluated; `None` if it cannot be read."""
     if not text or text.count("{") != text.count("}"):
+        return None
+    if _TWO_NUMBERS.search(text):
         return None
     try:
         parsed = math_verify.parser.parse_latex_cached(text)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from .leaves import LETTER, WORDS, Leaf, read_leaf, read_two_units
+from .leaves import LETTER, LETTER_AND_TEXT, WORDS, Choice, Leaf, read_leaf, read_two_units
 from .notation import MAX_LENGTH
 
 
@@ -127,6 +127,8 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
         return Sequence("", tuple(read_value(item, commas_separate) for item in items))
     if (unlabelled := _without_label(text)) != text:
         return read_value(unlabelled, commas_separate)
+    if (choice := LETTER_AND_TEXT.match(text)) and choice[1].isupper():
+        return Choice(choice[1], choice[2].strip())
     relation = _read_relation(text)
     if relation is not None:
         return relation
