@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model
+from torch import nn
 from transformers.dynamic_module_utils import init_hf_modules
 from trl.trainer.utils import pad
 
@@ -40,6 +42,8 @@ class Generator:
         self.model: Any = base
         if (adapter := settings["adapter"]) is not None:
             self.model = get_peft_model(base, adapter[1], adapter_name=adapter[0]).eval()
+        if untie_weights(self.model, settings["parameter_names"]):
+            base.config.tie_word_embeddings = False  # for vLLM
         self.tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self._use(settings["frozen"])
         if self.args.cast_lm_head_to_fp32:
@@ -146,6 +150,19 @@ class Generator:
         return completions, logps
 
 
+def untie_weights(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """Give each of `names` a parameter of its own, not initialized, if `model` shares it with another name, and return
+    these. The head of a policy may be untied in memory, by a merged adapter for example."""
+    own_names = dict(model.named_parameters())
+    all_names = dict(model.named_parameters(remove_duplicate=False))
+    untied = [name for name in names if name in all_names and name not in own_names]
+    for name in untied:
+        module_name, _, attribute = name.rpartition(".")
+        parameter = nn.Parameter(torch.empty_like(all_names[name]), requires_grad=False)
+        setattr(model.get_submodule(module_name), attribute, parameter)
+    return untied
+
+
 def compute_logits_in_float32(model: Any, dtype: torch.dtype) -> None:
     """Compute logits as TRL does with `cast_lm_head_to_fp32`: the weight of the head, which may be the embedding, too,
     is float32, and the layers between compute in `dtype`."""
@@ -182,6 +199,7 @@ class EngineProcess:
             "config": base.config,
             "dtype": next(p.dtype for p in base.parameters() if p is not base.get_output_embeddings().weight),
             "adapter": (model.active_adapter, model.active_peft_config) if isinstance(model, PeftModel) else None,
+            "parameter_names": [name for name, _ in model.named_parameters()],
             "frozen": frozen,
             "slots": self._slots,
             "model_generation_config": base.generation_config,

@@ -25,6 +25,7 @@ from replay import (
     trainable_weights,
 )
 from seeds import shifted
+from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, PACSTrainer
@@ -59,6 +60,16 @@ def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lo
     gaps = [log["sampling/sampling_logp_difference/mean"] for log in logs]
     assert gaps[0] < 1e-4 < 1e-2 < min(gaps[1:])
     assert all(set(r.group for r in kept).isdisjoint(r.group for r in trainer.kept[0]) for kept in trainer.kept[1:])
+
+
+def test_a_head_that_is_untied_in_memory_generates(tmp_path):
+    """As after merging an adapter with a head of its own, while the configuration says that weights are shared."""
+    model, recorder = tiny_model(), Recorder()
+    model.lm_head.weight = nn.Parameter(-model.lm_head.weight.detach())
+    with forked_engine():
+        trainer = trainer_of(tmp_path, callbacks=[recorder], model=model, save_strategy="no", max_steps=4)
+        trainer.train()
+    check_logps(trainer, recorder, 1)
 
 
 @pytest.mark.parametrize("tied", [True, False])
