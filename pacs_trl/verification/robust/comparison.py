@@ -246,6 +246,8 @@ def _is_equal_sequence(gold: Any, answer: Any) -> bool:
         if isinstance(answer, Sequence) and not answer.items:
             return isinstance(gold, Leaf) and is_same_words(gold.text, "emptyset")
         return False
+    if gold.brackets == "{}" != answer.brackets and len(gold.items) == 1:
+        return is_equal(gold.items[0], answer)
     golds, answers = _flat(gold), _flat(answer)
     if gold.brackets in _UNORDERED:
         if answer.brackets in _UNORDERED:
@@ -360,18 +362,27 @@ def _label(relation: Relation) -> str:
     return "y" if label == "f(x)" else label
 
 
+def _point(relation: Relation) -> Sequence | None:
+    """Return `x = y = 1` as the point (1, 1); `None` for other relations."""
+    variables = relation.sides[:-1]
+    if len(variables) < 2 or set(relation.operators) != {"="} or not all(map(_VARIABLE.match, variables)):
+        return None
+    return Sequence("()", (read_value(relation.sides[-1]),) * len(variables))
+
+
 def _is_equal_relation(gold: Any, answer: Any) -> bool:
     if isinstance(answer, Relation) and answer.operators[-1] == r"\approx":
         return _is_equal_approximation(gold, answer)
     gold_value, answer_value = _labelled_value(gold), _labelled_value(answer)
     if not isinstance(gold, Relation):
+        if isinstance(gold, Sequence) and (point := _point(answer)) is not None:
+            return is_equal(gold, point)
         if answer_value is None and isinstance(gold, Leaf):
             answer_value = _measured_value(answer, (_SUM_OF_NAMES, _LENGTH_OR_FUNCTION))
         return answer_value is not None and is_equal(gold, answer_value)
     if not isinstance(answer, Relation):
-        variables = gold.sides[:-1]
-        if isinstance(answer, Sequence) and len(variables) > 1 and all(map(_VARIABLE.match, variables)):
-            return is_equal(Sequence("()", (gold_value,) * len(variables)), answer)
+        if isinstance(answer, Sequence) and (point := _point(gold)) is not None:
+            return is_equal(point, answer)
         if isinstance(gold_value, Residue) and not isinstance(answer, Residue):
             return False  # `x \\equiv 3 \\pmod 7` is many numbers
         if gold_value is None:

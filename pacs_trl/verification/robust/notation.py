@@ -152,9 +152,9 @@ _FONT = re.compile(
     r"|boldsymbol|bm|emph|rm|bf|it)(?![A-Za-z])"
 )
 _FONT_AROUND_MATH = re.compile(
-    r"\\text\s*\{\s*([-+]?[\d.,/\s:^%$\\]*)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}"
+    r"\\text\s*\{\s*([-+(\[]?[\d.,/\s:^%$\\]*[)\]]?)\s*\}|^\\text\s*\{\s*(\(?[A-Z]\)?\.?)\s*\}"
     r"|^\\text\s*\{\s*([A-J][.:)])\s*\}(?=\s*[^\s])"
-    r"|^\\text\s*\{\s*([-\d./]+(?:\s*(?:,|and|or|,\s*and)\s*[-\d./]+)+|\([a-z]\)(?:\s*(?:,|and)\s*\([a-z]\))+)\s*\}$"
+    r"|^\\text\s*\{\s*([-\d./]+(?:\s*(?:,|and|or|to|,\s*and)\s*[-\d./]+)+|\([a-z]\)(?:\s*(?:,|and)\s*\([a-z]\))+)\s*\}$"
     r"|^\\text\s*\{\s*([A-Za-z]\s*=\s*[-\d./]+)\s*\}$"
 )
 _CONNECTIVE = re.compile(
