@@ -96,19 +96,30 @@ def wait_for(processes: list[BaseProcess], outputs: list[Path], *, exit_code: in
     return printed
 
 
-def on_two(
-    function: Callable, *arguments, outputs: Path, exit_code: int = 0, seconds: float = 600, **environment: str
+def on_two(function: Callable, *arguments, **how) -> list[str]:
+    """What two processes print, see [`on_several`]."""
+    return on_several(2, function, *arguments, **how)
+
+
+def on_several(
+    number: int,
+    function: Callable,
+    *arguments,
+    outputs: Path,
+    exit_code: int = 0,
+    seconds: float = 600,
+    **environment: str,
 ) -> list[str]:
     """
-    What two processes print that torchrun would have started, and that end with `exit_code`.
+    What `number` processes print that torchrun would have started, and that end with `exit_code`.
 
     As torchrun's, their store is in the process that starts them: no other one can take its port.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"WORLD_SIZE": str(number), "LOCAL_WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1"}
     environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     environment.setdefault("ACCELERATE_USE_CPU", "true")
-    files = [outputs / f"output.{rank}" for rank in range(2)]
+    files = [outputs / f"output.{rank}" for rank in range(number)]
     processes = [
         start(function, *arguments, output=file, RANK=str(rank), LOCAL_RANK=str(rank), **environment)
         for rank, file in enumerate(files)

@@ -25,7 +25,7 @@ from trl.trainer.utils import shuffle_sequence_dict
 
 from pacs_trl import GRPOTrainer, RLOOTrainer
 from pacs_trl.baselines.grpo_config import GRPOConfig, RLOOConfig
-from pacs_trl.rollouts.checkpoint import request_seed
+from pacs_trl.rollouts.request_seeds import request_seed
 from pacs_trl.update.minibatch import split_into_minibatches
 
 
@@ -49,7 +49,7 @@ def in_order(shuffle: Callable[[dict], dict] = lambda batch: batch) -> Iterator[
 def in_our_order(trainer, batch: dict) -> dict:
     """Shuffle as with `shuffle_minibatches`."""
     args, number = trainer.args, len(batch["completion_ids"])
-    seed = request_seed(f"{args.seed}/minibatches", trainer._step)
+    seed = request_seed(f"{args.seed}/minibatches", trainer.generation_number)
     order = sum(split_into_minibatches(range(number), args.steps_per_generation, seed), [])
     with patch("torch.randperm", lambda n: torch.tensor(order)):
         return shuffle_sequence_dict(batch)

@@ -21,8 +21,8 @@ from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 from ..baselines.ppo_config import ActorCriticConfig
 from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic, padded
 from ..evaluation.requests import SamplingSettings
-from ..rollouts.checkpoint import request_seed
 from ..rollouts.engine import ServerFailure, stop_without_engine
+from ..rollouts.request_seeds import request_seed
 from ..rollouts.timing import PARTS
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting

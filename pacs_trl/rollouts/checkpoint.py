@@ -6,7 +6,6 @@ first two, and derives the other two from seeds and counters. `checkpoint_files.
 incomplete ones.
 """
 
-import hashlib
 import json
 import logging
 import random
@@ -19,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as distributed_checkpoint
 import yaml
 from accelerate.utils import set_seed
 from peft import PeftConfig, PeftModel
@@ -33,7 +33,10 @@ from ..rewards import shared_arguments
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, with_arrays, with_tensors
+from ..update.step_sizes import Step
+from . import process_count
 from .checkpoint_files import check_complete, last_checkpoint
+from .request_seeds import request_seed
 
 
 logger = logging.getLogger(__name__)
@@ -67,26 +70,23 @@ class EpochSampler(Sampler):
         return len(self.sampler)
 
 
-def request_seed(stream: str, index: int) -> int:
-    """Return the seed of one vLLM request, in [0, 2^31), as a hash of the stream (run seed and engine) and the request
-    index."""
-    digest = hashlib.sha256(f"{stream}/{index}".encode()).digest()
-    return int.from_bytes(digest[:4], "little") >> 1
-
-
-def next_seeds(trainer: Any, num_requests: int) -> list[int]:
-    """Return the seeds of the next `num_requests` vLLM requests of this process."""
+def next_seeds(trainer: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Return the seeds of the next vLLM requests of this process, one per prompt of token ids."""
     if not trainer.model.training:  # an evaluation has seeded the generators, see `seeded_random_numbers`
-        return [random.getrandbits(31) for _ in range(num_requests)]
-    run = f"{trainer.args.seed}/{0 if trainer.vllm_mode == 'server' else _engine_of(trainer)}"
-    first = trainer._num_requests
-    trainer._num_requests += num_requests
-    return [request_seed(run, first + i) for i in range(num_requests)]
+        return [random.getrandbits(31) for _ in prompts]
+    return trainer._request_seeds.next(prompts)
 
 
-def _engine_of(trainer: Any) -> int:
-    """Return the number of the engine of this process; processes that share one (tensor parallelism) need equal
-    seeds."""
+def next_call_seed(trainer: Any) -> int:
+    """Return the seed of the next call of a vLLM server with the prompts of all processes."""
+    if not trainer.model.training:
+        return random.getrandbits(31)
+    return trainer._request_seeds.next_of_all()
+
+
+def engine_index(trainer: Any) -> int:
+    """Return the index of the colocated engine of this process; processes that share one (tensor parallelism) need
+    equal seeds."""
     return trainer.accelerator.process_index // trainer.args.vllm_tensor_parallel_size
 
 
@@ -94,7 +94,7 @@ def evaluation_seed(trainer: Any) -> int:
     """Return the seed of this process for an evaluation; several evaluations at one step get different seeds."""
     step, number = trainer._evaluations
     trainer._evaluations = (trainer.state.global_step, number + 1 if step == trainer.state.global_step else 1)
-    stream = f"{trainer.args.seed}/{_engine_of(trainer)}/evaluation/{trainer.state.global_step}"
+    stream = f"{trainer.args.seed}/{engine_index(trainer)}/evaluation/{trainer.state.global_step}"
     return request_seed(stream, trainer._evaluations[1])
 
 
@@ -246,6 +246,7 @@ def save_state(trainer: Any, directory: Path) -> None:
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
+        "processes": process_count.facts_to_save(trainer),
         **trainer._unfinished_state(),
     }
     torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
@@ -263,9 +264,14 @@ def save_last_step(trainer: Any) -> None:
 def load_state(trainer: Any, directory: Path) -> None:
     """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
     state = _read_state(trainer, directory)
+    saved = process_count.saved_run(state, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
+    now = Step.of(trainer.args, trainer.accelerator.num_processes)
+    passes, batches = trainer._data_position
+    trainer._step, batches = process_count.converted_positions(saved.step, now, [trainer._step, batches])
+    trainer._data_position = passes, batches
     trainer._metrics["train"].update(state["metrics"])
     trainer._logged_loss.restore(state["losses"])
     trainer._load_run(directory, state)
@@ -274,17 +280,38 @@ def load_state(trainer: Any, directory: Path) -> None:
 
 
 def _read_state(trainer: Any, directory: Path) -> dict[str, Any]:
-    """Read the state of this process that [`save_state`] saved; that of process 0 if the saved run had fewer."""
-    file = directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt"
-    if not file.is_file():
-        file = directory / f"{state_name(trainer)}_0.pt"
+    """Read the state of this process that [`save_state`] saved; that of process 0 if the number of processes has
+    changed."""
+    first = _load_part(directory / f"{state_name(trainer)}_0.pt")
+    process, number = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    if process == 0 or process_count.saved_run(first, directory).num_processes != number:
+        return first
+    return _load_part(directory / f"{state_name(trainer)}_{process}.pt")
+
+
+def read_parts(trainer: Any, directory: Path) -> list[dict[str, Any]]:
+    """Read the states that all processes of a checkpoint have saved."""
+    first = _load_part(directory / f"{state_name(trainer)}_0.pt")
+    number = process_count.saved_run(first, directory).num_processes
+    return [first, *(_load_part(directory / f"{state_name(trainer)}_{i}.pt") for i in range(1, number))]
+
+
+def _load_part(file: Path) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def saved_run(trainer: Any, directory: Path) -> process_count.SavedRun:
+    """Return what a checkpoint says about the processes that wrote it."""
+    return process_count.saved_run(_load_part(directory / f"{state_name(trainer)}_0.pt"), directory)
 
 
 def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
     """Return the number of passes over the training data before a checkpoint, and the batches of the pass in which it
-    was written."""
-    return _read_state(trainer, directory)["attributes"]["_data_position"]
+    was written, for this number of processes."""
+    state = _read_state(trainer, directory)
+    saved, now = process_count.saved_run(state, directory), Step.of(trainer.args, trainer.accelerator.num_processes)
+    passes, batches = state["attributes"]["_data_position"]
+    return passes, *process_count.converted_positions(saved.step, now, [batches])
 
 
 def _shared_settings(trainer: Any) -> dict[str, Any]:
@@ -292,6 +319,11 @@ def _shared_settings(trainer: Any) -> dict[str, Any]:
     added_and_equal = sorted(added_to_trl - {*_SETTINGS["free"]})
     names = [*_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *added_and_equal, *trainer._equal_settings]
     settings = plain_settings(trainer.args, names)
+    step = Step.of(trainer.args, trainer.accelerator.num_processes)
+    settings |= {
+        "completions per optimizer step": step.completions_per_update,
+        "completions per generation batch": step.completions_per_generation,
+    }
     verification = shared_arguments()
     names_of_verification = {f.name for f in fields(verification)} - {*_SETTINGS["free_verification"]}
     settings |= plain_settings(verification, sorted(names_of_verification))
@@ -299,7 +331,11 @@ def _shared_settings(trainer: Any) -> dict[str, Any]:
 
 
 def save_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Path) -> None:
-    """Save a copy of the policy's weights: from every process if they are sharded, otherwise from the first."""
+    """Save a copy of the policy's weights. Shards of FSDP2 are saved in a form that another number of processes can
+    load."""
+    if (shards := policy_copy.sharded_state()) is not None:
+        distributed_checkpoint.save(shards, checkpoint_id=directory / "pacs_reference")
+        return
     process = trainer.accelerator.process_index
     if process == 0 or is_sharded(trainer.model_wrapped):
         torch.save(policy_copy.state_dict(), directory / f"pacs_reference_{process}.pt")
@@ -307,6 +343,9 @@ def save_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Pa
 
 def load_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Path) -> None:
     """Load the weights that [`save_policy_copy`] saved into `policy_copy`."""
+    if (shards := policy_copy.sharded_state()) is not None:
+        distributed_checkpoint.load(shards, checkpoint_id=directory / "pacs_reference")
+        return
     process = trainer.accelerator.process_index if is_sharded(trainer.model_wrapped) else 0
     file = directory / f"pacs_reference_{process}.pt"
     policy_copy.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
@@ -332,6 +371,11 @@ def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> st
             f"{checkpoint} has no {state_name(trainer)}_0.pt: it was written by another trainer or with "
             f"save_only_model=True, and cannot be continued. {remedy}"
         )
+    saved, sharding = (
+        saved_run(trainer, Path(checkpoint)),
+        process_count.sharding_of(trainer.accelerator.distributed_type),
+    )
+    process_count.check_processes(saved, checkpoint, trainer.accelerator.num_processes, sharding)
     adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint

@@ -33,7 +33,7 @@ from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
 from ..update.generation import undisturbed
 from ..update.startup_check import HALF_PRECISION_TOLERANCE, model_head_outputs, tolerance_of
-from .checkpoint import next_seeds, save_last_step
+from .checkpoint import next_call_seed, next_seeds, save_last_step
 from .checks import max_lora_rank, serve_command, server_url
 
 
@@ -49,12 +49,18 @@ class ServerFailure(RuntimeError):
 
 
 class SeededLLM:
-    """Proxy of vLLM's `LLM` whose `generate` sets the seed of each request that has none. `next_seeds(n)` returns the
-    seeds of the next `n` requests. All other attributes are those of `LLM`."""
+    """Proxy of vLLM's `LLM` whose `generate` sets the seed of each request that has none. `next_seeds(prompts)`
+    returns the seeds of the next requests, and `record(completions)` receives their completions. All other attributes
+    are those of `LLM`."""
 
-    def __init__(self, llm, next_seeds: Callable[[int], list[int]]):
+    def __init__(
+        self,
+        llm,
+        next_seeds: Callable[[list[list[int]]], list[int]],
+        record: Callable[[list[list[int]]], None] = lambda completions: None,
+    ):
         self.llm = llm
-        self._next_seeds = next_seeds
+        self._next_seeds, self._record = next_seeds, record
         self.lora_request: Any = None  # of every request
 
     def __getattr__(self, name: str) -> Any:
@@ -66,12 +72,15 @@ class SeededLLM:
         if not isinstance(sampling_params, Sequence):
             sampling_params = [sampling_params] * len(prompts)
         params = [request_params.clone() for request_params in sampling_params]
-        seedless = [request_params for request_params in params if request_params.seed is None]
-        for request_params, seed in zip(seedless, self._next_seeds(len(seedless)), strict=True):
-            request_params.seed = seed
+        seedless = [i for i, request_params in enumerate(params) if request_params.seed is None]
+        seeds = self._next_seeds([prompts[i]["prompt_token_ids"] for i in seedless])
+        for i, seed in zip(seedless, seeds, strict=True):
+            params[i].seed = seed
         if self.lora_request is not None:
             kwargs = {"lora_request": self.lora_request} | kwargs
-        return self.llm.generate(prompts, sampling_params=params, **kwargs)
+        outputs = self.llm.generate(prompts, sampling_params=params, **kwargs)
+        self._record([list(outputs[i].outputs[0].token_ids) for i in seedless])
+        return outputs
 
     def load_adapter(self, path: str) -> None:
         """Generate with the LoRA adapter in the directory `path` from now on."""
@@ -145,9 +154,13 @@ class Engine(VLLMGeneration):
 
     def __init__(self, trainer: Any):
         vars(self).update(vars(trainer.vllm_generation))
-        self._next_seeds, self._timer = partial(next_seeds, trainer), trainer.timer
+        self._next_call_seed, self._timer = partial(next_call_seed, trainer), trainer.timer
         if self.mode == "colocate":
-            self.llm = SeededLLM(self.llm, self._next_seeds)
+            self.llm = SeededLLM(
+                self.llm,
+                next_seeds=partial(next_seeds, trainer),
+                record=lambda completions: trainer._request_seeds.record(completions),
+            )
         elif self.accelerator.is_main_process:
             self.vllm_client = CountingClient(self.vllm_client)
         if trainer.args.vllm_sync_adapter:
@@ -190,7 +203,7 @@ class Engine(VLLMGeneration):
             return super().generate(prompts, images, num_generations, profiler)
         generation_kwargs, cause = self.generation_kwargs, None
         if "seed" not in generation_kwargs:  # one per call: vLLM adds the completion index to it
-            self.generation_kwargs = {**generation_kwargs, "seed": self._next_seeds(len(prompts))[0]}
+            self.generation_kwargs = {**generation_kwargs, "seed": self._next_call_seed()}
         try:
             generated = super().generate(prompts, images, num_generations, profiler)
         except Exception as error:  # TRL's client raises bare exceptions

@@ -29,7 +29,8 @@ from trl.trainer.utils import pad
 
 from ..update.forward_pass import ForwardPass, fused_head
 from ..update.generation import faster_generation
-from .checkpoint import request_seed, seeded_random_numbers
+from .checkpoint import seeded_random_numbers
+from .request_seeds import request_seed
 
 
 class Generator:

@@ -33,8 +33,10 @@ from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference
 from ..update.rollout import Rollout, unpad_rollouts
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import load_policy_copy, merge_rollouts, request_seed, rollouts_to_save, save_policy_copy, state_name
+from .checkpoint import load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
 from .late_batches import LateBatches
+from .process_count import divide_batches
+from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .sources import RolloutSource
 
@@ -219,7 +221,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return
         shuffle_seed = None
         if self.args.shuffle_minibatches:
-            shuffle_seed = request_seed(f"{self.args.seed}/minibatches", self._step)
+            shuffle_seed = request_seed(f"{self.args.seed}/minibatches", self.generation_number)
         for rollout in rollouts:
             rollout.generation_share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
         parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
@@ -351,13 +353,19 @@ class ExactUpdateTrainer(RolloutTrainer):
         return {"rollouts": rollouts, "late_batches": self._source.finish()}
 
     def _load_run(self, checkpoint: Path, state: dict) -> None:
-        files = checkpoint.glob(f"{state_name(self)}_*.pt")
-        parts = [torch.load(file, map_location="cpu", weights_only=True)["rollouts"] for file in files]
+        parts = read_parts(self, checkpoint)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
         num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
-        minibatches = [self.update.schedule(rollouts) for rollouts in merge_rollouts(parts, num_minibatches)]
+        minibatches = [
+            self.update.schedule(rollouts)
+            for rollouts in merge_rollouts([part["rollouts"] for part in parts], num_minibatches)
+        ]
         self._waiting = WaitingRollouts(minibatches=minibatches)
-        self._source.load(state["late_batches"])
+        late_batches = state["late_batches"]
+        if len(parts) != self.accelerator.num_processes:
+            saved = [part["late_batches"] for part in parts]
+            late_batches = divide_batches(saved, self.accelerator.process_index, self.accelerator.num_processes)
+        self._source.load(late_batches)
         if self._keeps_generating_policy:
             self._generating_policy = SnapshotReference(self.model_wrapped)
             load_policy_copy(self, self._generating_policy, checkpoint)

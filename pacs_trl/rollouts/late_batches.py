@@ -39,11 +39,12 @@ from ..errors import FailedRun, without_exit
 from ..rewards import FUNCTIONS
 from ..update.step_sizes import Step
 from .callbacks import StopOnSignal
-from .checkpoint import EpochSampler, request_seed
+from .checkpoint import EpochSampler
 from .checks import server_url
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
 from .interruption import PATIENCE, Stopped
+from .request_seeds import request_seed
 from .reward_functions import independent_copy
 from .rollout_output import ENGINE_FIELDS, check_prompts
 
@@ -120,7 +121,7 @@ class LateBatches:
     @property
     def next_number(self) -> int:
         """Number of the batch that training takes next."""
-        return self.trainer._step // (self.trainer.args.steps_per_generation * self.trainer.num_iterations)
+        return self.trainer.generation_number
 
     def take(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list]:
         """Return `completion_ids` and `logprobs` of the next batch, see [`take_rollout`]."""

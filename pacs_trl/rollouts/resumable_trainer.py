@@ -18,6 +18,8 @@ from . import checkpoint
 from .callbacks import StopOnSignal
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
+from .process_count import seed_process
+from .request_seeds import RequestSeeds
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -26,7 +28,9 @@ class ResumableTrainer(GRPOTrainer):
     # Settings that must be equal in a run that resumes, besides those of checkpoint_settings.yaml.
     _equal_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
-    _saved_attributes: tuple[str, ...] = ("_step", "_num_requests", "_unrewarded", "_data_position", "_prompt_date")
+    _saved_attributes: tuple[str, ...] = (
+        *("_step", "_num_generated_batches", "_unrewarded", "_data_position", "_prompt_date"),
+    )
 
     # Runs -----------------------------------------------------------------------------------------------------------
 
@@ -65,7 +69,8 @@ class ResumableTrainer(GRPOTrainer):
         logs = [*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs]
         for log in logs:
             log.clear()
-        self._num_requests = 0  # vLLM requests of this process in training
+        self._num_generated_batches = 0  # in training, with those of `generate_more`
+        self._request_seeds = RequestSeeds(self.args.seed, checkpoint.engine_index(self))  # of vLLM
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
         self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
         (self._prompt_date,) = broadcast_object_list([datetime.now().isoformat()])  # that of the first process
@@ -79,6 +84,14 @@ class ResumableTrainer(GRPOTrainer):
             checkpoint.load_state(self, Path(resume_from_checkpoint))
         return prepared
 
+    def _load_rng_state(self, checkpoint_dir):
+        if checkpoint_dir is None:
+            return
+        if checkpoint.saved_run(self, Path(checkpoint_dir)).num_processes == self.accelerator.num_processes:
+            super()._load_rng_state(checkpoint_dir)
+        else:
+            seed_process(self)
+
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
         epoch_and_batch = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)
         if resume is None:
@@ -88,12 +101,30 @@ class ResumableTrainer(GRPOTrainer):
         step = f"optimizer step {self.state.global_step}"
         if self.state.global_step < max_steps:
             self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
+            self._report_process_count(checkpoint.saved_run(self, Path(resume)).num_processes)
             return epoch_and_batch
         self.accelerator.print(f"{resume} is the end of a finished run ({step}), so nothing is left to train.")
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step
 
+    def _report_process_count(self, saved: int) -> None:
+        now = self.accelerator.num_processes
+        if saved == now:
+            return
+        completions = "Completions are those of the uninterrupted run, but for rounding."
+        if not self.use_vllm and self.rollout_func is None:
+            completions = "Completions are other samples of the same policy than without the change."
+        self.accelerator.print(
+            f"The checkpoint was written by {saved} processes, and {now} continue with the same completions per "
+            f"optimizer step. {completions}"
+        )
+
     def _get_train_sampler(self, dataset=None):
         return checkpoint.EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+
+    @property
+    def generation_number(self) -> int:
+        """Number of the generation batch that is used now, from 0."""
+        return self._step // (self.args.steps_per_generation * self.num_iterations)
 
     def _at_generation_boundary(self) -> bool:
         return self._step % (self.args.steps_per_generation * self.num_iterations) == 0
@@ -127,6 +158,9 @@ class ResumableTrainer(GRPOTrainer):
             # An overwritten checkpoint is incomplete until Trainer writes its state, the last file.
             (directory / "trainer_state.json").unlink(missing_ok=True)
             (directory / FILE_LIST).unlink(missing_ok=True)
+            for pattern in ("*_state_*.pt", "rng_state*.pth", "pacs_reference*.pt"):  # another number of processes
+                for file in directory.glob(pattern):
+                    file.unlink()
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:

@@ -197,6 +197,9 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
         checks.check_columns("The dataset", inputs[0])  # of a stream, or of a dataset given to `evaluate`
+        if self.model.training:
+            self._request_seeds.begin_batch(self._num_generated_batches)
+            self._num_generated_batches += 1
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))

@@ -92,6 +92,23 @@ class SnapshotReference:
         """Return this process's shards of the copies, in the order of the model's trainable parameters."""
         return self._copies
 
+    def sharded_state(self) -> dict[str, DTensor] | None:
+        """Return the copies as distributed tensors that share their memory, by index, for
+        `torch.distributed.checkpoint`; `None` unless FSDP2 shards the parameters."""
+        if not any(isinstance(parameter, DTensor) for parameter in self._parameters):
+            return None
+        return {
+            str(i): DTensor.from_local(
+                copy,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+            for i, (parameter, copy) in enumerate(zip(self._parameters, self._copies, strict=True))
+        }
+
     def load_state_dict(self, copies: list[torch.Tensor]) -> None:
         """Load the copies of [`state_dict`]. Raises a `ValueError` if their shapes do not match the model's trainable
         parameters on this process."""

@@ -29,4 +29,6 @@ def test_both_processes_stop_and_save(tmp_path, model_path):
     assert "stopped answering after optimizer step 2" in of_main and "the engine is dead" in of_main
     assert "stopped answering after optimizer step 2" in of_other and "GET /health has status 503" in of_other
     states = [torch.load(tmp_path / "run" / "checkpoint-2" / f"pacs_state_{rank}.pt") for rank in range(2)]
-    assert all(state["attributes"] | {"_num_requests": 2 * 4, "_step": 2} == state["attributes"] for state in states)
+    assert all(
+        state["attributes"] | {"_num_generated_batches": 2, "_step": 2} == state["attributes"] for state in states
+    )

@@ -7,7 +7,7 @@ from fake_llm import SamplingParams, play_colocated
 from replay import addition_dataset, build_trainer, digit_reward
 from seeds import shifted
 
-from pacs_trl.rollouts.checkpoint import request_seed
+from pacs_trl.rollouts.request_seeds import request_seed
 from pacs_trl.rollouts.engine import SeededLLM
 
 
@@ -15,17 +15,20 @@ def test_every_request_of_a_colocated_engine_gets_a_seed():
     calls, numbers = [], itertools.count()
 
     def generate(prompts, sampling_params):
-        calls.append([(prompt, p.seed, p.max_tokens) for prompt, p in zip(prompts, sampling_params, strict=True)])
+        names = [prompt["prompt_token_ids"] for prompt in prompts]
+        calls.append([(name, p.seed, p.max_tokens) for name, p in zip(names, sampling_params, strict=True)])
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[7])]) for _ in prompts]
 
     def params(tokens, **more):
         return SamplingParams(max_tokens=tokens, **more)
 
-    llm = SeededLLM(SimpleNamespace(generate=generate), lambda n: list(itertools.islice(numbers, n)))
-    llm.generate(["a", "b"], params(5))
-    llm.generate(["a", "b"], [params(6), params(7)])
+    llm = SeededLLM(SimpleNamespace(generate=generate), lambda prompts: list(itertools.islice(numbers, len(prompts))))
+    a, b, c = ({"prompt_token_ids": name} for name in "abc")
+    llm.generate([a, b], params(5))
+    llm.generate([a, b], [params(6), params(7)])
     assert calls == [[("a", 0, 5), ("b", 1, 5)], [("a", 2, 6), ("b", 3, 7)]]
     # a request that has a seed keeps it, and takes none of the others
-    llm.generate(["a", "b", "c"], (params(5, seed=99), params(5), params(5, seed=0)))
+    llm.generate([a, b, c], (params(5, seed=99), params(5), params(5, seed=0)))
     assert calls[-1] == [("a", 99, 5), ("b", 4, 5), ("c", 0, 5)]
 
 
@@ -45,5 +48,5 @@ def test_a_rollout_function_gets_seeds_too_of_which_an_evaluation_takes_none(tmp
         trainer.evaluate(addition_dataset(2))
     trainer.train()
     seeds = [params.seed for _, params in trainer.vllm_generation.llm.requests]
-    expected = [request_seed(f"{shifted(42)}/0", i) for i in range(16)]
+    expected = [request_seed(f"{shifted(42)}/0/1", i) for i in range(16)]
     assert len(set(seeds[:8])) == 8 and not set(seeds[:8]) & set(expected) and seeds[8:] == expected

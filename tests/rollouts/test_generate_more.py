@@ -15,7 +15,7 @@ from replay import (
 from seeds import shifted
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
-from pacs_trl.rollouts.checkpoint import request_seed
+from pacs_trl.rollouts.request_seeds import request_seed
 
 
 class DrawsAgain(PACSTrainer):
@@ -69,7 +69,7 @@ def test_a_second_draw_of_some_prompts(tmp_path, model_path, engine):
         check_rows(rows)
     assert not {row.group for row in straight.drawn[0]} & {row.group for row in straight.drawn[1]}
     asked = requests(straight) if requests else []
-    seeds = [request_seed(f"{shifted(42)}/0", i) for i in range(64)]
+    seeds = [request_seed(f"{shifted(42)}/{batch}/1", i) for batch in range(4) for i in range(16)]
     if settings.get("vllm_mode") == "colocate":  # one request per completion
         assert [seed for _, _, seed in asked] == seeds
         assert [ids for _, ids, _ in asked[16:32]] == [asked[i][1] for i in (4, 12) for _ in range(8)]

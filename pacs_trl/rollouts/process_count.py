@@ -1,0 +1,135 @@
+"""Resuming on another number of processes.
+
+A run with the same number of completions per optimizer step continues, whatever the number of processes that computed
+the checkpoint. Most state is the same on all processes, and is read from the file of the first. The exceptions:
+
+- Positions (`_step`, `_data_position`) are counted in accumulation slots, whose size depends on the number of
+  processes. They are converted with the number of slots per generation batch.
+- Waiting completions are merged and scheduled again (`checkpoint.merge_rollouts`), late batches merged and divided
+  ([`divide_batches`]).
+- Sharded weights, optimizers, and snapshots are saved by `torch.distributed.checkpoint`, which redistributes them.
+- Random states are per process and cannot be divided: the generators are seeded anew ([`seed_process`]). Requests to
+  vLLM have seeds that do not depend on the number of processes (`request_seeds.py`).
+"""
+
+import logging
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from accelerate.utils import DistributedType, set_seed
+
+from ..update.step_sizes import Step
+from .request_seeds import request_seed
+
+
+logger = logging.getLogger(__name__)
+
+
+class SavedRun(NamedTuple):
+    """
+    What a checkpoint says about the processes that wrote it.
+
+    Attributes:
+        num_processes (`int`): Their number.
+        sharding (`str`): How they shared the weights, see [`sharding_of`].
+        sizes (`dict[str, int]`): The batch-size settings of the run, by name.
+    """
+
+    num_processes: int
+    sharding: str
+    sizes: dict[str, int]
+
+    @property
+    def step(self) -> Step:
+        return Step(num_processes=self.num_processes, **self.sizes)
+
+
+def sharding_of(distributed_type: str | DistributedType) -> str:
+    """Return how processes share the weights: `"FSDP"`, `"DeepSpeed"`, or `"none"`, each process has all of them."""
+    return {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}.get(distributed_type, "none")
+
+
+def facts_to_save(trainer: Any) -> dict[str, Any]:
+    """Return what [`SavedRun`] holds, as plain values."""
+    step = Step.of(trainer.args, trainer.accelerator.num_processes)
+    sizes = {name: value for name, value in vars(step).items() if name != "num_processes"}
+    sharding = sharding_of(trainer.accelerator.distributed_type)
+    return SavedRun(step.num_processes, sharding, sizes)._asdict()
+
+
+def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
+    """Return what the state file of a checkpoint says about its processes."""
+    if "processes" not in state:
+        raise ValueError(
+            f"{checkpoint} was written by an earlier version of pacs_trl, which did not store what it needs to "
+            "continue. Start a new run from its weights with model_name_or_path."
+        )
+    return SavedRun(**state["processes"])
+
+
+def check_processes(saved: SavedRun, checkpoint: str | Path, num_processes: int, sharding: str) -> None:
+    """Raise a `ValueError` if a run with these processes cannot continue from a checkpoint."""
+    if saved.sharding != sharding:
+        names = {"FSDP": "FSDP", "DeepSpeed": "DeepSpeed", "none": "DDP or one process"}
+        raise ValueError(
+            f"{checkpoint} was written with {names[saved.sharding]}, and this launch uses {names[sharding]}: their "
+            "optimizer states have different files. Launch with the former, or start a new run from its weights with "
+            "model_name_or_path."
+        )
+    if saved.sharding == "DeepSpeed" and saved.num_processes != num_processes:
+        raise ValueError(
+            f"{checkpoint} was written by {saved.num_processes} processes with DeepSpeed, whose optimizer states fit "
+            f"only that number, and this launch has {num_processes}. Launch {saved.num_processes} processes; runs "
+            "with DDP or FSDP2 continue on another number."
+        )
+
+
+def converted_positions(saved: Step, now: Step, positions: Sequence[int]) -> list[int]:
+    """Convert numbers of accumulation slots between two numbers of processes, by way of generation batches."""
+    factor = Fraction(now.steps_per_generation, saved.steps_per_generation)
+    converted = [position * factor for position in positions]
+    # Checkpoints are written after optimizer steps, which are equal parts of a generation batch.
+    assert all(position.denominator == 1 for position in converted), converted
+    return [int(position) for position in converted]
+
+
+def seed_process(trainer: Any) -> None:
+    """Seed the generators of this process for a run that has resumed on another number of processes."""
+    number, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    set_seed(request_seed(f"{trainer.args.seed}/{trainer.state.global_step}/{number} processes", index))
+
+
+def divide_batches(parts: Sequence[dict[int, dict]], process: int, num_processes: int) -> dict[int, dict]:
+    """
+    Return the late batches of a process from those that all processes of a checkpoint have saved, see
+    [`LateBatches.finish`]. Reward functions are called again when a batch is taken. A batch that did not arrive on
+    all processes is generated again.
+    """
+    divided: dict[int, dict] = {}
+    for number in sorted(set().union(*parts)):
+        shares = [part.get(number, {}) for part in parts]
+        if all("output" in share for share in shares):
+            merged = {name: sum((list(share["output"][name]) for share in shares), []) for name in _rows(shares)}
+            divided[number] = {
+                **{name: shares[0][name] for name in ("step", "seconds", "idle")},
+                "prompts": _share(sum((share["prompts"] for share in shares), []), process, num_processes),
+                "output": shares[0]["output"]
+                | {name: _share(rows, process, num_processes) for name, rows in merged.items()},
+                "rewards": {},
+            }
+        elif stopped := [share for share in shares if "weights" in share]:
+            divided[number] = {name: stopped[0][name] for name in ("step", "weights")}
+    return divided
+
+
+def _rows(shares: Sequence[dict]) -> list[str]:
+    """Return the names of the outputs that have an entry per completion."""
+    output, num_rows = shares[0]["output"], len(shares[0]["prompts"])
+    return [name for name, rows in output.items() if isinstance(rows, list) and len(rows) == num_rows]
+
+
+def _share(rows: list, process: int, num_processes: int) -> list:
+    size = len(rows) // num_processes
+    return rows[process * size : (process + 1) * size]
