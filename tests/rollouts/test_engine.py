@@ -7,8 +7,8 @@ from fake_llm import SamplingParams, play_colocated
 from replay import addition_dataset, build_trainer, digit_reward
 from seeds import shifted
 
-from pacs_trl.rollouts.request_seeds import request_seed
 from pacs_trl.rollouts.engine import SeededLLM
+from pacs_trl.rollouts.request_seeds import request_seed
 
 
 def test_every_request_of_a_colocated_engine_gets_a_seed():
