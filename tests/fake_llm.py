@@ -6,7 +6,9 @@
 import os
 from types import SimpleNamespace
 
+import torch
 from loopback_vllm import draw_tokens, play_installed
+from replay import tiny_model
 from trl.generation import vllm_generation
 
 
@@ -27,7 +29,7 @@ class FakeLLM:
     def __init__(self, **settings):
         for name in FOR_VLLM:
             os.environ.pop(name, None)  # or the next trainer would begin a process group
-        weights = SimpleNamespace(load_weights=lambda weights: None)
+        weights = SimpleNamespace(load_weights=list)  # iterates over the weights
         worker = SimpleNamespace(model_runner=SimpleNamespace(model=weights))
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker))
         self.requests: list[tuple[list[int], SamplingParams]] = []
@@ -45,6 +47,46 @@ class FakeLLM:
             drawn = SimpleNamespace(token_ids=ids, logprobs=logprobs)
             outputs.append(SimpleNamespace(prompt_token_ids=prompt_ids, outputs=[drawn]))
         return outputs
+
+
+class SleepingLLM(FakeLLM):
+    """An engine with a model, whose weights sleep mode drops. `loads` are the weights of each call."""
+
+    keeps = True  # what it is sent
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.model, self.loads, self.calls = tiny_model(), [], []
+        self.llm_engine.model_executor.driver_worker.model_runner.model.load_weights = self.load
+
+    @torch.no_grad()
+    def load(self, weights):
+        self.loads.append([])
+        for name, weight in weights:
+            self.loads[-1].append(name)
+            if self.keeps:
+                self.model.get_parameter(name).copy_(weight)
+
+    @torch.no_grad()
+    def sleep(self, level):
+        self.calls.append("sleep")
+        for parameter in self.model.parameters():
+            parameter.zero_()
+
+    def wake_up(self, tags):
+        self.calls += tags
+
+    def generate(self, prompts, sampling_params, use_tqdm=True, lora_request=None):
+        if isinstance(sampling_params, list):
+            return super().generate(prompts, sampling_params)
+        (ids,) = [prompt["prompt_token_ids"] for prompt in prompts]
+        with torch.no_grad():
+            logps = self.model(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return [
+            SimpleNamespace(
+                prompt_logprobs=[None, *({i: SimpleNamespace(logprob=v[i].item())} for i, v in zip(ids[1:], logps))]
+            )
+        ]
 
 
 def play_colocated(monkeypatch) -> dict:

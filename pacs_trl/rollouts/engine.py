@@ -5,6 +5,9 @@
   the others wait for completions forever.
 - Equal prompts in one call to a server become one request for several completions.
 - The time to send weights to vLLM is measured.
+- A colocated engine gets all weights in one call, gathered one layer at a time (`engine_weights.py`). TRL makes a call
+  per parameter, and adds and subtracts LoRA, which changes base weights in half precision.
+- After each wake from sleep mode, log-probs of a fixed text are compared with the trainer's.
 - With `vllm_sync_adapter` the engine keeps the base model, and loads each LoRA adapter from a directory under a new
   name, because its prefix cache is kept per name. An engine that loses the adapter would generate with the base model
   without an error, so log-probs of a fixed text are compared.
@@ -23,7 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from peft import get_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict
+from peft.tuners.tuners_utils import BaseTuner
 from safetensors.torch import save_file
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl.generation import vllm_generation
@@ -31,10 +35,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
-from ..update.generation import undisturbed
-from ..update.startup_check import HALF_PRECISION_TOLERANCE, model_head_outputs, tolerance_of
 from .checkpoint import next_call_seed, next_seeds, save_last_step
 from .checks import max_lora_rank, serve_command, server_url
+from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WakeCheck, merged_parameters
 
 
 logger = logging.getLogger(__name__)
@@ -50,8 +53,8 @@ class ServerFailure(RuntimeError):
 
 class SeededLLM:
     """Proxy of vLLM's `LLM` whose `generate` sets the seed of each request that has none. `next_seeds(prompts)`
-    returns the seeds of the next requests, and `record(completions)` receives their completions. All other attributes
-    are those of `LLM`."""
+    returns the seeds of the next requests, and `record(completions)` receives their completions. What is awake is not
+    woken again, which vLLM warns of; in sleep mode `llm` sleeps at first. All other attributes are those of `LLM`."""
 
     def __init__(
         self,
@@ -61,6 +64,7 @@ class SeededLLM:
     ):
         self.llm = llm
         self._next_seeds, self._record = next_seeds, record
+        self._awake: set[str] = set()
         self.lora_request: Any = None  # of every request
 
     def __getattr__(self, name: str) -> Any:
@@ -81,6 +85,17 @@ class SeededLLM:
         outputs = self.llm.generate(prompts, sampling_params=params, **kwargs)
         self._record([list(outputs[i].outputs[0].token_ids) for i in seedless])
         return outputs
+
+    def wake_up(self, tags: list[str]) -> None:
+        """Map the memory of weights or KV cache (`tags`) if it sleeps."""
+        if asleep := [tag for tag in tags if tag not in self._awake]:
+            self.llm.wake_up(tags=asleep)
+            self._awake.update(asleep)
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of weights and KV cache; level 2 drops the weights."""
+        self._awake.clear()
+        self.llm.sleep(level=level)
 
     def load_adapter(self, path: str) -> None:
         """Generate with the LoRA adapter in the directory `path` from now on."""
@@ -151,6 +166,7 @@ class Engine(VLLMGeneration):
     """Drop-in replacement for TRL's vLLM engine of a trainer. With `vllm_sync_adapter` it sends adapters."""
 
     adapter_sync: "AdapterSync | None" = None  # sends the adapter instead of merged weights
+    wake_check: WakeCheck | None = None  # with sleep mode
 
     def __init__(self, trainer: Any):
         vars(self).update(vars(trainer.vllm_generation))
@@ -163,12 +179,14 @@ class Engine(VLLMGeneration):
             )
         elif self.accelerator.is_main_process:
             self.vllm_client = CountingClient(self.vllm_client)
+        self._trainer = trainer
+        ids = trainer._tokenizer(FIXED_TEXT)["input_ids"][:MAX_FIXED_TOKENS]
         if trainer.args.vllm_sync_adapter:
-            text = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
-            ids = trainer._tokenizer(text)["input_ids"][:32]
             parent = trainer.args.output_dir if self.mode == "server" else None  # by default not shared
             os.makedirs(parent or ".", exist_ok=True)
             self.adapter_sync = AdapterSync(self, trainer.create_forward_pass(trainer.model, 1.0), ids, parent)
+        elif self.mode == "colocate" and self.enable_sleep_mode and trainer.args.startup_check:
+            self.wake_check = WakeCheck(trainer.create_forward_pass(trainer.model, 1.0), ids)
 
     @contextmanager
     def using_weights_of(self, model, **sampling: Any) -> Iterator[None]:
@@ -191,10 +209,43 @@ class Engine(VLLMGeneration):
                 health = self._ask_health()
                 if health is not None:
                     raise ServerFailure("stopped answering", health)
-            if self.adapter_sync is None:
+            if self.adapter_sync is not None:
+                self.adapter_sync.send()
+            elif self.mode == "server":
                 super().sync_weights()
             else:
-                self.adapter_sync.send()
+                self._load_weights()
+
+    def _load_weights(self) -> None:
+        """Send all weights to the colocated engine, and wake it in sleep mode."""
+        if self.enable_sleep_mode:
+            vllm_generation.empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        worker.model_runner.model.load_weights(self._iter_named_params())
+        self.llm.reset_prefix_cache()
+        if self.wake_check is not None and self.model is self._trainer.model and self._is_shared_turn():
+            self.accelerator.wait_for_everyone()  # NCCL of tensor parallelism may race with that of training
+            self.llm.wake_up(tags=["kv_cache"])
+            self.wake_check.run(self.llm, self.model)
+
+    def _is_shared_turn(self) -> bool:
+        """Return whether all processes generate now; with tools, only those that called one have another turn."""
+        trainer = self._trainer
+        has_turns = bool(trainer.tools or trainer.environment_factories)
+        return not has_turns or trainer.state.global_step != trainer._last_loaded_step
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over the weights under vLLM's names, see [`merged_parameters`]."""
+        model = self.model
+        is_tuner = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
+        if not is_tuner or self._dist.fsdp_version == 1 or getattr(model.get_base_model(), "is_quantized", False):
+            yield from super()._iter_named_params()
+            return
+        weights = merged_parameters(model.get_base_model(), self.accelerator.device, self._dist.gather_params)
+        for name, weight in weights:
+            yield self._fix_param_name_to_vllm(name), weight
 
     def generate(self, prompts, images, num_generations, profiler=None) -> tuple:
         """Generate completions; arguments and result are those of TRL's engine. Raises a [`ServerFailure`] if a server
@@ -254,15 +305,14 @@ def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
-class AdapterSync:
+class AdapterSync(LogpComparison):
     """Send the adapter of an [`Engine`]'s model to vLLM, through a directory in `parent`, which a server can read. The
     log-probs of `prompt_ids` are compared with those of `forward_pass`, at temperature 1."""
 
     def __init__(self, engine: Any, forward_pass: ForwardPass, prompt_ids: list[int], parent: str | None):
-        self.engine, self.forward_pass, self.prompt_ids = engine, forward_pass, prompt_ids
+        super().__init__(forward_pass, prompt_ids)
+        self.engine = engine
         self.directory = tempfile.TemporaryDirectory(prefix="vllm_adapter_", dir=parent)
-        # Log-probs of engine and trainer: of the base model, and when the engine's last changed.
-        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def send(self) -> None:
         """Send the adapter. Raises a [`FailedRun`] on all processes if an engine rejects it or does not use it."""
@@ -281,46 +331,21 @@ class AdapterSync:
 
     def _send(self, target: Any) -> str | None:
         model, directory = self.engine.model, Path(self.directory.name).resolve()
-        if not self.seen:
+        if not self.seen:  # of the base model
             with model.disable_adapter():
-                self.seen = [(target.prompt_logps(self.prompt_ids), self._own_logps())] * 2
+                self.seen = [(target.prompt_logps(self.prompt_ids), self.trainer_logps(model))] * 2
         weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
         save_file({name: w.contiguous() for name, w in weights.items()}, directory / ADAPTER_SAFE_WEIGHTS_NAME)
         model.active_peft_config.save_pretrained(str(directory))
         target.load_adapter(str(directory))
-        return self._problem(target.prompt_logps(self.prompt_ids), self._own_logps())
-
-    def _own_logps(self) -> torch.Tensor:
-        model, ids = self.engine.model, self.prompt_ids
-        with undisturbed(model, self.forward_pass.device):
-            model.eval()
-            return model_head_outputs(self.forward_pass, model, ids[:1], ids[1:], values=False).cpu()
-
-    def _problem(self, engine_logps: torch.Tensor, trainer_logps: torch.Tensor) -> str | None:
-        """Return why the engine's log-probs cannot come from the adapter, whose log-probs are `trainer_logps`.
-        Rounding is measured on the base model; a lost or outdated adapter repeats earlier log-probs bit by bit."""
-        (engine_base, trainer_base), (engine_last, _) = self.seen
-        mismatch = _distance(engine_base, trainer_base)
-        effect = _distance(trainer_logps, trainer_base)  # of the adapter
-        off = _distance(engine_logps, trainer_logps)
-        noise = max(4 * mismatch, tolerance_of(self.forward_pass, self.engine.model) / 4)
-        repeats = any(
-            torch.equal(engine_logps, engine_before) and _distance(trainer_logps, trainer_before) > noise
-            for engine_before, trainer_before in self.seen
-        )
-        if not torch.equal(engine_logps, engine_last):
-            self.seen[1] = engine_logps, trainer_logps
-        if mismatch <= HALF_PRECISION_TOLERANCE and off <= noise * (1 + effect) and not repeats:
+        difference = self.difference(model, target.prompt_logps(self.prompt_ids), self.trainer_logps(model))
+        if difference is None:
             return None
         return (
             f"does not generate with the trained adapter: its log-probs of a fixed text differ from the trainer's by "
-            f"{off:.2g} nats per token, and without the adapter by {mismatch:.2g} (the base model is loaded by name, "
-            "without revision or changes made in Python)"
+            f"{difference[0]:.2g} nats per token, and without the adapter by {difference[1]:.2g} (the base model is "
+            "loaded by name, without revision or changes made in Python)"
         )
-
-
-def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return (a - b).abs().mean().item()
 
 
 def stop_without_engine(trainer: Any, failure: ServerFailure) -> NoReturn:

@@ -9,7 +9,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
+from fake_llm import SleepingLLM, play_colocated
 from long_way import CORRECTION, RaggedGroups
 from replay import (
     LORA,
@@ -30,11 +32,13 @@ from replay import (
 from seeds import shifted
 from sharding import (
     FSDP_SETTINGS,
+    full,
     let_accelerate_run_deepspeed_on_cpu,
     let_accelerate_shard_on_cpu,
     zero3_settings,
 )
 from torch.distributed.fsdp import FSDPModule
+from trl.generation import vllm_generation
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
@@ -279,6 +283,32 @@ def drawn_again(rank, directory, **how):
     return {"groups": groups, "logps": logps[0], "final": trainable_weights(trainer.model)}
 
 
+def asleep(rank, directory, **how):
+    """A colocated engine sleeps between generations, and gets LoRA merged: its weights at last, and what they should
+    be. Nothing of the base model changes."""
+    more = {"train_dataset": addition_dataset(64), "peft_config": LORA}
+    environment = dict(os.environ)
+    with pytest.MonkeyPatch.context() as patched:
+        settings = HALF | play_colocated(patched) | {"vllm_enable_sleep_mode": True} | how
+        settings |= {"learning_rate": 0.5, "max_steps": 4}
+        patched.setattr(vllm_generation, "LLM", SleepingLLM)
+        os.environ.update(environment)  # of the launcher, which accelerate reads
+        torch.manual_seed(shifted(0))  # of the adapter
+        trainer = build_trainer(directory, more=more, **settings)
+        os.environ.update(environment)  # the engine has removed it
+        trainer.train()
+        trainer.vllm_generation.sync_weights()
+    engine = trainer.vllm_generation.llm.llm
+    weights = {name: full(p) for name, p in trainer.model.named_parameters() if p.requires_grad}
+    expected = dict(tiny_model().named_parameters())
+    for name in expected:
+        layer = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{layer}.lora_A.default.weight" in weights:
+            product = weights[f"{layer}.lora_B.default.weight"] @ weights[f"{layer}.lora_A.default.weight"]
+            expected[name] = expected[name] + LORA.lora_alpha / LORA.r * product
+    return {"sent": dict(engine.model.named_parameters()), "expected": expected, "calls": engine.calls}
+
+
 # Two minibatches of 8 completions, each used twice, with active clips on both sides.
 GRPO = {**HALF, "num_iterations": 2, "max_steps": 8, "epsilon": 0.01, "epsilon_high": 0.02}
 
@@ -293,7 +323,7 @@ def replayed(rank, directory, name, **how):
     return record(directory, {**settings, **how}, replay)
 
 
-BY_ALL = {"weighted": weighted, "grpo": grpo}  # by all kinds
+BY_ALL = {"weighted": weighted, "grpo": grpo, "asleep": asleep}  # by all kinds
 GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "benchmarks": benchmarks}
 GENERATING |= {"drawn where needed": drawn_where_needed}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING

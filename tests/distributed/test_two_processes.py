@@ -223,6 +223,18 @@ REPLAYED_SHARDS = [("fsdp2", name, name) for name in SHARDED]
 REPLAYED_SHARDS += [("zero3", f"{name}, {threshold}", name) for name, threshold in GATHERED]
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_an_engine_that_sleeps_gets_merged_weights(request, kind):
+    """Both processes compare their engines after each wake; shards are gathered."""
+    for found in both(request.getfixturevalue(kind), "asleep"):
+        assert found["calls"].count("kv_cache") == found["calls"].count("weights") >= 3
+        changed = 0
+        for name, weight in tiny_model().named_parameters():
+            assert torch.allclose(found["sent"][name], found["expected"][name], atol=1e-6), name
+            changed += not torch.equal(found["sent"][name], weight)
+        assert changed >= 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "scenario", "name"), REPLAYED_SHARDS)
 def test_shards_equal_one_process(request, tmp_path, kind, scenario, name):

@@ -174,7 +174,7 @@ def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
     owners = {p.data_ptr(): name for name, model in models.items() for p in model.parameters()}
     engine, sent, asked = trainer.vllm_generation.llm.llm, [], []
     model = engine.llm_engine.model_executor.driver_worker.model_runner.model
-    model.load_weights = lambda weights: sent.append(owners[weights[0][1].data_ptr()])
+    model.load_weights = lambda weights: sent.extend(owners[weight.data_ptr()] for _, weight in weights)
     generate = engine.generate
 
     def note(prompts, sampling_params, **kwargs):

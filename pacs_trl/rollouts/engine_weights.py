@@ -1,0 +1,155 @@
+"""The weights that vLLM gets, one layer at a time, and a check that an engine computes with them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import FailedRun
+from ..update.forward_pass import ForwardPass
+from ..update.generation import undisturbed
+from ..update.startup_check import HALF_PRECISION_TOLERANCE, model_head_outputs, tolerance_of
+
+
+FIXED_TEXT = "The sum of 12 and 30 is 42. Their product is 360, so the difference of the two results is 318."
+MAX_FIXED_TOKENS = 32
+
+
+def merged_parameters(
+    base: nn.Module, device: torch.device, gather: Callable[[list[nn.Parameter]], AbstractContextManager]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """
+    Iterate over the weights of a model with its active adapter merged into them. Each is whole and valid until the
+    next one; tied weights come once. The weights of the model do not change: adapters are merged into copies, because
+    adding and subtracting an adapter in half precision leaves other weights behind. All processes must iterate.
+
+    Args:
+        base: The model without its PEFT wrapper ([`~peft.PeftModel.get_base_model`]), whose layers have adapters.
+        device (`torch.device`): Device on which FSDP2 gathers shards.
+        gather (`Callable`): Returns a context in which parameters are whole that ZeRO-3 has sharded.
+    """
+    sent: set[int] = set()
+    for prefix, module in _layers(base):
+        has_adapter = isinstance(module, BaseTunerLayer)
+        names = [name for name, p in module.named_parameters(recurse=has_adapter) if id(p) not in sent]
+        sent.update(id(p) for p in module.parameters(recurse=has_adapter))
+        with _whole_and_merged(module, device, gather):
+            for name in names:
+                parameter = module.get_parameter(name)
+                if not has_adapter:
+                    yield prefix + name, parameter.data
+                elif name.startswith("base_layer."):
+                    yield prefix + name.replace("base_layer.", ""), parameter.data
+
+
+def _layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Return the modules with parameters of their own under the names that they have in a model without adapter; a
+    module with an adapter is one layer. Of weights that PEFT trains in a copy, return the copy."""
+    yield prefix, module
+    if isinstance(module, BaseTunerLayer):
+        return
+    for name, child in module.named_children():
+        if isinstance(child, ModulesToSaveWrapper):
+            copies = [child.modules_to_save[adapter] for adapter in child.active_adapters]
+            child = copies[0] if copies else child.original_module
+        elif isinstance(child, TrainableTokensWrapper):
+            child = child.token_adapter
+        yield from _layers(child, f"{prefix}{name}.")
+
+
+@contextmanager
+def _whole_and_merged(module: nn.Module, device: torch.device, gather: Callable) -> Iterator[None]:
+    """Replace the parameters of a layer by whole ones inside the context, with its adapter merged into a copy."""
+    owners = list(module.modules()) if isinstance(module, BaseTunerLayer) else [module]
+    layers = [owner for owner in owners if isinstance(owner, BaseTunerLayer)]
+    parameters = [(owner, name, p) for owner in owners for name, p in owner._parameters.items() if p is not None]
+    with gather([parameter for _, _, parameter in parameters]):
+        try:
+            for owner, name, parameter in parameters:
+                owner._parameters[name] = nn.Parameter(_whole(parameter, device), requires_grad=False)
+            for layer in layers:
+                layer.merge(safe_merge=True)
+            yield
+        finally:
+            for layer in layers:
+                layer.merged_adapters.clear()
+            for owner, name, parameter in parameters:
+                owner._parameters[name] = parameter
+
+
+def _whole(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+    data = parameter.detach()
+    return data.to(device).full_tensor() if isinstance(data, DTensor) else parameter.data
+
+
+class LogpComparison:
+    """
+    Comparison of the log-probs that an engine and the trainer give to a fixed text, at temperature 1.
+
+    Args:
+        forward_pass ([`ForwardPass`]): Of the trainer's model, at temperature 1.
+        prompt_ids (sequence of `int`): The text.
+
+    Attributes:
+        seen (`list[tuple[torch.Tensor, torch.Tensor]]`): Earlier log-probs of engine and trainer, float32 `(P - 1,)`:
+            those from which rounding is measured, and those when the engine's last changed.
+    """
+
+    def __init__(self, forward_pass: ForwardPass, prompt_ids: Sequence[int]):
+        self.forward_pass, self.prompt_ids = forward_pass, list(prompt_ids)
+        self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def trainer_logps(self, model: nn.Module) -> torch.Tensor:
+        ids = self.prompt_ids
+        with undisturbed(model, self.forward_pass.device):
+            model.eval()
+            return model_head_outputs(self.forward_pass, model, ids[:1], ids[1:], values=False).cpu()
+
+    def difference(
+        self, model: nn.Module, engine_logps: torch.Tensor, trainer_logps: torch.Tensor
+    ) -> tuple[float, float] | None:
+        """Return `None` if the engine may have the weights of `model`, whose log-probs are `trainer_logps`. Otherwise
+        return the mean absolute difference per token in nats, now and in the first of `seen`. An engine with lost or
+        outdated weights repeats earlier log-probs bit by bit, or is off by more than rounding."""
+        (engine_first, trainer_first), (engine_last, _) = self.seen
+        mismatch = distance(engine_first, trainer_first)
+        effect = distance(trainer_logps, trainer_first)  # of what was learned
+        off = distance(engine_logps, trainer_logps)
+        noise = max(4 * mismatch, tolerance_of(self.forward_pass, model) / 4)
+        repeats = any(
+            torch.equal(engine_logps, engine_before) and distance(trainer_logps, trainer_before) > noise
+            for engine_before, trainer_before in self.seen
+        )
+        if not torch.equal(engine_logps, engine_last):
+            self.seen[1] = engine_logps, trainer_logps
+        agrees = mismatch <= HALF_PRECISION_TOLERANCE and off <= noise * (1 + effect) and not repeats
+        return None if agrees else (off, mismatch)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().mean().item()
+
+
+class WakeCheck(LogpComparison):
+    """Check that a colocated engine that has woken up computes with the weights it was sent."""
+
+    def run(self, llm: Any, model: nn.Module) -> None:
+        """Compare the log-probs of `llm`, a [`SeededLLM`] that is awake, with those of `model`. Raises a
+        [`FailedRun`] on all processes, which must call this together, if one engine has other weights."""
+        logps = llm.prompt_logps(self.prompt_ids), self.trainer_logps(model)
+        self.seen = self.seen or [logps, logps]
+        differences = [pair for pair in gather_object([self.difference(model, *logps)]) if pair is not None]
+        if differences:
+            off, mismatch = differences[0]
+            raise FailedRun(
+                "vLLM does not generate with the trained weights after sleep mode: its log-probs of a fixed text "
+                f"differ from the trainer's by {off:.2g} nats per token, and after the first start by {mismatch:.2g}. "
+                "Set vllm_enable_sleep_mode: false and a smaller vllm_gpu_memory_utilization, and continue with "
+                "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
+            )
