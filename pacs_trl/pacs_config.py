@@ -75,6 +75,7 @@ class PACSConfig(ExactUpdateConfig):
 
     scores_groups = True
     rewards_are_labels = True
+    group_comparison = "PACS scores a completion relative to the implicit rewards of the others of its group"
 
     # Parameters that control the objective
     pacs_beta: float = setting(1.0, "Scale of the implicit reward, beta of the paper's eq. 7.", above=0)

@@ -38,7 +38,6 @@ RESULTS = {
     "a mapping": {"right": 1.0},
     "texts": ["right"] * 8,
     "a list": [1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0],
-    "NaN": [None, math.nan, 1.0, np.float32("nan")] * 2,
     "infinity": [0.0, -math.inf] * 4,
 }
 
@@ -51,7 +50,7 @@ def test_reward_function_that_returns_no_rewards(result):
 
 def test_results_of_asynchronous_reward_functions_are_checked_too(tmp_path):
     async def fair_reward(completions, **kwargs):
-        return RESULTS["NaN"]
+        return RESULTS["infinity"]
 
     with pytest.raises(ValueError, match="'fair_reward' returned"):
         build_trainer(tmp_path, reward=(fair_reward,)).train()
@@ -60,6 +59,10 @@ def test_results_of_asynchronous_reward_functions_are_checked_too(tmp_path):
 def test_rewards_of_any_numeric_kind():
     kinds = [torch.tensor([0.0, 1.0]), np.array([0, 1]), (False, True), [np.float32(0.0), 1]]
     assert [as_numbers(kind, "reward") for kind in kinds] == [[0.0, 1.0]] * 4
+
+
+def test_nan_is_a_missing_reward():
+    assert as_numbers([None, math.nan, 1.0, np.float32("nan")], "reward") == [None, None, 1.0, None]
 
 
 def test_reward_functions_whose_column_is_absent(tmp_path):
@@ -145,7 +148,7 @@ REFUSED = {
     "images to evaluate": ({"more": {"eval_dataset": with_column("images", [])}}, "has the column `images`"),
     **{
         f"a column {name}": ({"more": {"train_dataset": with_column(name)}}, f"train_dataset has the column `{name}`")
-        for name in ("completions", "prompts", "completion_ids", "truncated", "log_metric", "log_extra")
+        for name in ("completions", "prompts", "completion_ids", "log_metric", "log_extra")
     },
     "columns that are removed": (
         {"reward": needs_solution, "remove_unused_columns": True},
@@ -209,8 +212,8 @@ def test_messages_of_a_stream_are_checked_when_they_arrive(tmp_path):
     more = {"train_dataset": spoken_by("developer").to_iterable_dataset(), "processing_class": QWEN}
     with pytest.raises(ValueError, match="Row 0 of the batch .*'developer'"):
         build_trainer(tmp_path, more=more).train()
-    more = {"train_dataset": with_column("truncated").to_iterable_dataset()}
-    with pytest.raises(ValueError, match="column `truncated`"):
+    more = {"train_dataset": with_column("prompts").to_iterable_dataset()}
+    with pytest.raises(ValueError, match="column `prompts`"):
         build_trainer(tmp_path, more=more).train()
 
 

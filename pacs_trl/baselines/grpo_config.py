@@ -20,6 +20,8 @@ class GRPOConfig(ExactUpdateConfig):
     bonus (`entropy_coef`, `use_adaptive_entropy`, ...) and the router's auxiliary loss are not supported.
     """
 
+    group_comparison = "GRPO subtracts the mean reward of the group from a reward"
+
     shuffle_minibatches: bool = setting(
         False,
         "Whether the completions of a generation are spread over its optimizer steps at random, as in TRL. "
@@ -42,6 +44,8 @@ class MaxRLConfig(GRPOConfig):
     """Configuration class for the [`MaxRLTrainer`]: every parameter of [`GRPOConfig`] except those that normalize
     rewards."""
 
+    group_comparison = "MaxRL divides by the mean reward of the group"
+
     def errors(self, step: Step) -> list[str]:
         names, reason = ("scale_rewards", "multi_objective_aggregation"), "the advantage has its own normalization"
         return [*super().errors(step), *ignored_settings(self, names, reason)]
@@ -56,6 +60,8 @@ class RLOOConfig(ExactUpdateConfig):
     names, meanings, and defaults of [`~trl.RLOOConfig`]. Parameters that only affect GRPO's loss raise an error unless
     they have their default value.
     """
+
+    group_comparison = "RLOO subtracts the mean reward of the other completions of the group"
 
     beta: float = setting(
         0.05,
@@ -92,6 +98,7 @@ class REALConfig(ExactUpdateConfig):
 
     scores_groups = True
     rewards_are_labels = True
+    group_comparison = "The loss compares correct with wrong completions of a group"
 
     group_loss: str = setting(
         "real",

@@ -1,17 +1,14 @@
-"""Environments of users: import, checks before the model is loaded, and one example for a whole group.
+"""Environments of users: import, and checks before the model is loaded.
 
 An environment has the attributes of TRL's experimental Specs (OpenReward, Harbor): `environment_factory` returns
 objects with `reset` and tool methods, `train_dataset` has the examples, and `reward_funcs` compute the rewards.
 """
 
 import inspect
-import json
 from collections.abc import Callable, Mapping
-from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from ..settings.names import object_of_user
-from .tool_calls import as_observation
 
 
 if TYPE_CHECKING:  # slow to import
@@ -64,11 +61,9 @@ def environment_tools(environment: Any) -> list[Callable]:
     return [getattr(environment, name) for name in names]
 
 
-def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Start one environment of each kind, reset it twice with its first example, and return factories that return it
-    first, and the datasets, which get a column `seed`, the index of the example, if every `reset` takes it. All
-    completions of a group must see the same example, so `reset` must return the same observation for equal
-    arguments."""
+def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
+    """Start one environment of each kind, reset it with its first example, and return factories that return it first.
+    Raises a `ValueError` if that fails, or if environments cannot be told apart."""
     from datasets import Dataset
     from transformers.utils import get_json_schema
 
@@ -76,19 +71,24 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[A
     row: dict[str, Any] = {}
     try:
         named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
-        first, found = {name: factory.ready[0] for name, factory in named.items()}, dict(datasets)
+        first = {name: factory.ready[0] for name, factory in named.items()}
         for tool in [tool for environment in first.values() for tool in environment_tools(environment)]:
             get_json_schema(tool)  # raises for methods without types or description
-        for key, dataset in found.items():
+        for key, dataset in datasets.items():
             if not isinstance(dataset, Dataset) or len(dataset) == 0:
                 continue
-            if "seed" not in dataset.column_names and all(_takes_seed(each.reset) for each in first.values()):
-                found[key] = dataset = dataset.add_column("seed", list(range(len(dataset))))
+            if not is_single and "environment" not in dataset.column_names:
+                raise ValueError(
+                    f"{key} has no column `environment`, which names the environment of each example among "
+                    f"{', '.join(map(repr, named))}. Add the column, or pass a single environment."
+                )
             kinds = [None] if is_single else dataset["environment"][:]
             for name in first.keys() & set(kinds):
                 row = dataset[kinds.index(name)]
                 row = {column: row[column] for column in row if is_single or column != "environment"}
-                _ = [first[name].reset(**row) for _ in range(2)]
+                if "seed" in inspect.signature(first[name].reset).parameters:
+                    row = {"seed": 0, **row}
+                first[name].reset(**row)
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # no `reset`, another signature, code of a user, or its server
@@ -97,39 +97,15 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> tuple[A
             f"The environment failed{columns} ({type(error).__name__}: {error}). Write `reset` as `def reset(self, "
             "**kwargs)` and tools with types and a docstring, and start what they need."
         ) from error
-    return (named[None] if is_single else named), found
+    return named[None] if is_single else named
 
 
 class _Factory:
-    """Factory of environments whose `reset` returns one observation per example. The first one is started at once."""
+    """Factory of environments. The first one is started at once."""
 
     def __init__(self, factory: Callable):
-        self.factory, self.observations, self.ready = factory, {}, []
-        self.ready = [self()]
+        self.factory = factory
+        self.ready = [factory()]
 
     def __call__(self) -> Any:
-        if self.ready:
-            return self.ready.pop()
-        environment = self.factory()
-        reset = environment.reset
-
-        @wraps(reset)
-        def checked(**row: Any) -> Any:
-            observation = reset(**row)
-            if observation is not None:
-                observation = as_observation(observation, takes_images=True)
-            digest = hash(json.dumps(observation, default=lambda each: type(each).__name__))  # images have no text
-            if self.observations.setdefault(hash(json.dumps(row, default=repr)), digest) != digest:
-                raise ValueError(
-                    f"`reset` of the environment {type(environment).__name__} returned two observations for one "
-                    "example, and completions of a group must see the same one. Choose it by a column of the dataset, "
-                    "or by `seed`: `def reset(self, seed, **kwargs)`."
-                )
-            return observation
-
-        environment.reset = checked
-        return environment
-
-
-def _takes_seed(function: Callable) -> bool:
-    return any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
+        return self.ready.pop() if self.ready else self.factory()

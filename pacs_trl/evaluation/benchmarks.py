@@ -262,8 +262,8 @@ def _environment(name: str, max_problems: int | None) -> LoadedBenchmark:
     """Return the examples of an environment; without a dataset, 100 with the seeds of benchmarks."""
     given = environment_of_user(name, "benchmarks")
     dataset = examples_of(given, max_problems or gym.BENCHMARK_SIZE, first_seed=gym.BENCHMARK_SEED)
-    factories, datasets = prepare_environments(given.environment_factory, {name: dataset})
-    rows = list(datasets[name])[:max_problems]
+    factories = prepare_environments(given.environment_factory, {name: dataset})
+    rows = list(dataset)[:max_problems]
     problems = [Problem(str(i), row.get("prompt") or EMPTY_PROMPT, "", row=row) for i, row in enumerate(rows)]
     digest = hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()[:16]
     source = {"environment": name, "version": 1, "num_problems": len(problems), "digest": digest}

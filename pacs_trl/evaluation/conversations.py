@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,13 +23,17 @@ from trl.trainer.utils import get_callable_name
 from ..data.environments import environment_tools
 from ..data.tool_calls import readable_calls
 from ..rewards import run_python, shared_code_verifier, tool_function
-from ..rollouts.reward_functions import independent_copy
+from ..rollouts.group_starts import GroupStarts
+from ..rollouts.reward_functions import independent_copy, with_truncated
 from ..rollouts.user_code import stoppable_tools
 from ..update.rollout import as_numbers
 from ..verification import completion_text
 from .arguments import EvaluationArguments
 from .benchmarks import LoadedBenchmark
 from .requests import Completion, Request, SamplingSettings, sample_seed
+
+
+logger = logging.getLogger(__name__)
 
 
 def load_tools(args: EvaluationArguments) -> tuple[Any, list[Callable]]:
@@ -78,7 +83,11 @@ class ConversationEngine:
         self.engine, self.tools, self.batch_size = engine, tools, args.batch_size
         self.rows = {problem.id: problem.row for problem in benchmark.problems}
         factories, self.reward_funcs = benchmark.environment or (None, [])
-        self.factories = factories if isinstance(factories, dict) else {None: factories}
+        factories = factories if isinstance(factories, dict) else {None: factories}
+        self.starts = GroupStarts()
+        self.factories = {name: each and self.starts.wrap(each) for name, each in factories.items()}
+        self.number_of = {problem.id: i for i, problem in enumerate(benchmark.problems)}
+        self.has_warned = False
         self.pools: dict[str | None, list] = {name: [] for name in self.factories}
         self.max_rounds = math.inf if args.max_tool_calling_iterations is None else args.max_tool_calling_iterations
         self.processing_class = self._tokenizer = tokenizer
@@ -100,6 +109,8 @@ class ConversationEngine:
     def _open(self, requests: Sequence[Request]) -> list[_Conversation]:
         """Return the conversations of these requests, in environments that are reset."""
         used, batch = dict.fromkeys(self.factories, 0), []
+        numbers = [self.number_of[request.problem_id] for request in requests]
+        self.starts.begin(numbers, numbers)
         for request in requests:
             row, prompt, environment = self.rows[request.problem_id] or {}, request.prompt, None
             kind = row.get("environment") if None not in self.factories else None
@@ -115,6 +126,14 @@ class ConversationEngine:
             how |= {"tools": tools or None, **self.chat_template_kwargs}
             prompt_ids = self._tokenizer.apply_chat_template(prompt, **how)
             batch.append(_Conversation(request, prompt, row, environment, tools, prompt_ids))
+        if self.starts.differing and not self.has_warned:
+            self.has_warned = True
+            number, reason = next(iter(self.starts.differing.items()))
+            logger.warning(
+                f"The completions of problem {number} start from different states, as `reset` of the environment does "
+                f"not return to one: {reason}. pass@k then counts different problems as one; let `reset` choose the "
+                "example by a column of the dataset or by `seed`."
+            )
         return batch
 
     def _converse(self, batch: list[_Conversation], settings: SamplingSettings) -> None:
@@ -149,11 +168,11 @@ class ConversationEngine:
 
     def _rewards(self, batch: list[_Conversation]) -> list[float | None]:
         names = batch[0].row.keys() - {"prompt", "completion", "completion_ids"}
+        truncated = [each.is_truncated for each in batch]
         given = {name: [each.row[name] for each in batch] for name in names} | {
             "prompts": [each.prompt for each in batch],
             "completions": [each.messages for each in batch],
             "completion_ids": [each.ids for each in batch],
-            "truncated": [each.is_truncated for each in batch],
             "environments": [each.environment for each in batch],
             "trainer_state": None,
             "log_extra": lambda *_: None,
@@ -161,7 +180,8 @@ class ConversationEngine:
         }
         rewards = []
         for function in self.reward_funcs:
-            result = _awaited(function(**independent_copy(given)))
+            arguments = with_truncated(function, given, truncated)
+            result = _awaited(function(**independent_copy(arguments)))
             rewards.append(as_numbers(result, get_callable_name(function)))
         own = [getattr(each.environment, "get_reward", lambda: None) for each in batch]
         rewards.append([_awaited(get_reward()) for get_reward in own])

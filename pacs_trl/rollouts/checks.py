@@ -24,7 +24,7 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from .. import rewards
-from ..data.environments import examples_of, prepare_environments
+from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompts import prompt_lengths
@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_TRIES = 2.0  # of questions to a vLLM server
 
-# Keyword arguments that TRL and this package pass to every reward function in addition to dataset columns.
-_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "truncated", "trainer_state", "log_extra", "log_metric")
+# Keyword arguments that TRL passes to every reward function in addition to dataset columns.
+_ALWAYS_PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 OWN_PARAMETERS = ("compute_logps",)
 
 
@@ -50,12 +50,9 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     has_environment = arguments["environment_factory"] is not None
     if has_environment:
         if arguments["train_dataset"] is None:
-            step = Step.of(args, args.world_size)
-            num_examples = int(step.rollouts(args.max_steps) * step.prompts_per_generation)
-            arguments["train_dataset"] = examples_of(None, num_examples)
-        datasets = {name: arguments.pop(name) for name in ("train_dataset", "eval_dataset")}
-        arguments["environment_factory"], datasets = prepare_environments(arguments["environment_factory"], datasets)
-        arguments |= datasets
+            arguments["train_dataset"] = _empty_prompts(args, arguments["environment_factory"])
+        datasets = {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
+        arguments["environment_factory"] = prepare_environments(arguments["environment_factory"], datasets)
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)
@@ -76,6 +73,33 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
     if args.use_vllm:
         check_vllm(args, name_of(model), lora_rank)
+
+
+def _empty_prompts(args: RolloutConfig, environment_factory: Any) -> Dataset:
+    """Return the training set of an environment that owns its data: the empty prompts of one generation batch, to
+    which `reset` appends. Raises a `ValueError` if there are several environments, or the run has no length."""
+    if isinstance(environment_factory, dict):
+        raise ValueError(
+            "A dict of environments requires a `train_dataset` with a column `environment`, which names the "
+            "environment of each example. Pass one, or a single environment."
+        )
+    if args.max_steps <= 0:
+        raise ValueError("Without `train_dataset` an environment has no length. Set max_steps.")
+    num_prompts = int(Step.of(args, args.world_size).prompts_per_generation)
+    return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_prompts})
+
+
+def check_environment_names(datasets: dict[str, Any], names: Collection[str]) -> None:
+    """Raise a `ValueError` if an example names an environment that does not exist. Streaming datasets are skipped."""
+    for title, dataset in datasets.items():
+        if isinstance(dataset, Dataset):
+            for row, name in enumerate(dataset["environment"][:]):
+                if name not in names:
+                    raise ValueError(
+                        f"Row {row} of {title} has environment={name!r}, which is not among the environments of "
+                        f"`environment_factory`: {', '.join(map(repr, names))}. Correct the column, or add the "
+                        "environment."
+                    )
 
 
 def check_num_labels(reward_model: Any) -> None:
@@ -114,7 +138,7 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
         for key, part in dataset.items():
             check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
     elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
-        check_columns(name, dataset.column_names)
+        check_columns(name, dataset.column_names, needs_prompt="environments" not in passed)
         checks_prompts = isinstance(dataset, Dataset) and "environments" not in passed  # which may modify prompts
         for i, prompt in enumerate(dataset["prompt"][:] if checks_prompts else ()):
             if isinstance(prompt, list):
@@ -127,12 +151,14 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
                     "each have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
                 )
         keywords = {*_ALWAYS_PASSED, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
+        keywords |= {"environments"} & set(passed)
         for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
             if not callable(function) or isinstance(function, nn.Module):
                 continue
             signature = inspect.signature(function)
             try:
-                signature.bind(**dict.fromkeys(keywords | (signature.parameters.keys() & set(passed))))
+                optional = signature.parameters.keys() & {*passed, "truncated"}
+                signature.bind(**dict.fromkeys(keywords | optional))
             except TypeError as error:
                 raise ValueError(
                     f"The reward function {get_callable_name(function)!r} cannot be called with the columns of "
@@ -150,9 +176,10 @@ def without_unused_columns(dataset: Any) -> Any:
     return dataset.select_columns([name for name in ("prompt", "image", "images") if name in dataset.column_names])
 
 
-def check_columns(name: str, columns: Iterable[str]) -> None:
-    """Raise a `ValueError` if there is no `prompt` among the columns, or a column has the name of an argument that
-    reward functions get from the trainer, or of TRL's images, which change prompts even where they are null."""
+def check_columns(name: str, columns: Iterable[str], *, needs_prompt: bool = True) -> None:
+    """Raise a `ValueError` if there is no `prompt` among the columns although it is needed, or a column has the name
+    of an argument that reward functions get from the trainer, or of TRL's images, which change prompts even where they
+    are null."""
     columns = list(columns)
     for column in columns:
         if column in (*_ALWAYS_PASSED, *OWN_PARAMETERS):
@@ -165,7 +192,7 @@ def check_columns(name: str, columns: Iterable[str]) -> None:
                 f"{name} has the column `{column}`, which TRL puts into prompts as images, even null. Models are "
                 "trained on text: rename the column, or remove it with `dataset.remove_columns`."
             )
-    if "prompt" not in columns:
+    if needs_prompt and "prompt" not in columns:
         raise ValueError(
             f"{name} has no column `prompt`, the model input, only {', '.join(columns) or 'none'}. Rename the column "
             "of problems, or make it with `pacs_trl.data.build_prompt`."

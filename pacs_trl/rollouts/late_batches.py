@@ -298,7 +298,6 @@ class LateBatches:
         arguments = {name: [row[name] for row in rows] for name in columns}
         arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": completion_ids}
         arguments["completions"] = in_turns if is_conversational(rows[0]) else texts
-        arguments["truncated"] = self.trainer.are_truncated(completion_ids)
         arguments["trainer_state"] = copy.copy(self.trainer.state)
         arguments["trainer_state"].global_step = step
         results: dict[int, Any] = {}

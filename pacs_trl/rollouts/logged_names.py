@@ -33,6 +33,7 @@ _PREFIXES = (
     "rewards/",
     "completions/",
     "tools/",
+    "environments/",
     "clip_ratio/",
     "sampling/",
     "vespo/",

@@ -29,7 +29,7 @@ class ResumableTrainer(GRPOTrainer):
     _equal_settings: tuple[str, ...] = ()
     # Attributes that are saved in checkpoints, in addition to completions.
     _saved_attributes: tuple[str, ...] = (
-        *("_step", "_num_generated_batches", "_unrewarded", "_data_position", "_prompt_date"),
+        *("_step", "_num_generated_batches", "_num_groups", "_unrewarded", "_data_position", "_prompt_date"),
     )
 
     # Runs -----------------------------------------------------------------------------------------------------------
@@ -71,6 +71,7 @@ class ResumableTrainer(GRPOTrainer):
             log.clear()
         self._num_generated_batches = 0  # in training, with those of `generate_more`
         self._request_seeds = RequestSeeds(self.args.seed, checkpoint.engine_index(self))  # of vLLM
+        self._num_groups = self._num_evaluated_groups = 0  # generated in training, and in the running evaluation
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
         self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
         (self._prompt_date,) = broadcast_object_list([datetime.now().isoformat()])  # that of the first process

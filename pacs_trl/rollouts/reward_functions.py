@@ -1,6 +1,7 @@
 """Calls of reward functions: private arguments, and checks of what functions and reward models return."""
 
 import asyncio
+import inspect
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -33,19 +34,33 @@ def independent_copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
-def with_result(function: Callable, convert: Callable[[Any, dict], Any]) -> Callable:
-    """Wrap a reward function, plain or asynchronous, to return `convert(result, keyword arguments)`. The function gets
-    copies of its arguments: the lists of a batch are those that are trained, and others read them too."""
+def with_truncated(function: Callable, arguments: dict[str, Any], truncated: Any) -> dict[str, Any]:
+    """Return the arguments of a reward function with `truncated` if it accepts it. A column of this name is kept, but
+    for functions of this package, whose argument it is."""
+    parameters = inspect.signature(function).parameters
+    accepts = "truncated" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    is_of_package = (inspect.unwrap(function).__module__ or "").startswith("pacs_trl.")
+    if not accepts or ("truncated" in arguments and not is_of_package):
+        return arguments
+    return {**arguments, "truncated": truncated}
+
+
+def with_result(
+    function: Callable, convert: Callable[[Any, dict], Any], adjust: Callable[[dict], dict] = dict
+) -> Callable:
+    """Wrap a reward function, plain or asynchronous, to be called with `adjust(keyword arguments)`, and to return
+    `convert(result, keyword arguments)`. The function gets copies of its arguments: the lists of a batch are those
+    that are trained, and others read them too."""
     if is_async_callable(function):
 
         @wraps(function)
         async def call(**kwargs):
-            return convert(await function(**independent_copy(kwargs)), kwargs)
+            return convert(await function(**independent_copy(adjust(kwargs))), kwargs)
     else:
 
         @wraps(function)
         def call(**kwargs):
-            return convert(function(**independent_copy(kwargs)), kwargs)
+            return convert(function(**independent_copy(adjust(kwargs))), kwargs)
 
     return call
 

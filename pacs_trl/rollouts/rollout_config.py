@@ -98,6 +98,7 @@ class RolloutConfig(GRPOConfig):
     critic_scores_tokens: ClassVar[bool] = False  # the critic is trained on the tokens of the policy's completions
     rewards_are_labels: ClassVar[bool] = False  # rewards must lie in [0, 1]
     scores_groups: ClassVar[bool] = False  # coefficients follow from the log-probs of a whole group
+    group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
 
     # Settings that only some methods have, with the value that the others behave as.
     padding_free: ClassVar[str] = "auto"

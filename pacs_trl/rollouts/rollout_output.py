@@ -18,7 +18,7 @@ from ..update.context_length import context_lengths
 ENGINE_FIELDS = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 # A column with one of these names would replace an argument of reward functions, or be replaced by it.
-_RESERVED = ("prompt", "prompts", "completion", "completions", "trainer_state", "log_extra", "log_metric", "truncated")
+_RESERVED = ("prompt", "prompts", "completion", "completions", "trainer_state", "log_extra", "log_metric")
 _MAX_LOGP = 1e-3  # log-probs are not positive, but for rounding
 
 

@@ -7,6 +7,7 @@
 """
 
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -14,6 +15,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from accelerate.utils import gather_object
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
@@ -34,17 +36,20 @@ from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
+from .group_starts import GroupStarts
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .publication import Publication
 from .resumable_trainer import ResumableTrainer
-from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result
+from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result, with_truncated
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
 from .timing import StepTimer
 from .user_code import UserCode
 
+
+logger = logging.getLogger(__name__)
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
@@ -104,6 +109,14 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
     def _prepare_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         checks.check_arguments(model, args, arguments)
+        factories = arguments["environment_factory"]
+        if factories is not None:
+            self._group_starts = GroupStarts()
+            if isinstance(factories, dict):
+                factories = {name: self._group_starts.wrap(factory) for name, factory in factories.items()}
+            else:
+                factories = self._group_starts.wrap(factories)
+            arguments["environment_factory"] = factories
         model_checks.check_model(model, args, arguments)
         check_reference(model, args, arguments["peft_config"])
 
@@ -127,9 +140,10 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             checks.check_golds(self.train_dataset)
-        self._num_groups = 0  # groups generated so far
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
+        self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
+        self._has_warned_of_starts = False
         if self.use_vllm:
             self.vllm_generation = Engine(self)
         if self.rollout_func is not None:
@@ -196,21 +210,65 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
 
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
-        checks.check_columns("The dataset", inputs[0])  # of a stream, or of a dataset given to `evaluate`
+        has_environments = self.environment_factories is not None
+        # Of a stream, or of a dataset given to `evaluate`.
+        checks.check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
+        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
+        groups = self._next_groups(rows)
+        if has_environments:
+            self._group_starts.begin(groups.tolist(), [self._seed_of_group(group) for group in groups.tolist()])
         if self.model.training:
             self._request_seeds.begin_batch(self._num_generated_batches)
             self._num_generated_batches += 1
         with self.timer.part("other"):
             batch = super()._generate_and_score_completions(inputs)
+        if has_environments:
+            self._record_starts()
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
-        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
-        num_generations = self.num_generations if self.model.training else self.num_generations_eval
         batch["labels"] = self._labels[rows.to(self._labels.device)]
-        batch["groups"] = self._num_groups + rows // num_generations
-        self._num_groups += len(self._labels) // num_generations
+        batch["groups"] = groups
         if self._extra_of_completions is not None:
             batch["extra"] = self._extra_of_completions
         return batch
+
+    def _next_groups(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the group of each completion of this process, and count the groups. `rows` are the positions of the
+        completions among those of all processes."""
+        if self._continued_groups is not None:
+            return torch.tensor(self._continued_groups)
+        num_completions = len(rows) * self.accelerator.num_processes
+        if self.model.training:
+            groups = self._num_groups + rows // self.num_generations
+            self._num_groups += num_completions // self.num_generations
+        else:
+            groups = self._num_evaluated_groups + rows // self.num_generations_eval
+            self._num_evaluated_groups += num_completions // self.num_generations_eval
+        return groups
+
+    def _seed_of_group(self, group: int) -> int:
+        """Return the seed with which environments start for a group. Every evaluation repeats its seeds."""
+        stream = "environments" if self.model.training else "environments/evaluation"
+        return checkpoint.request_seed(f"{self.args.seed}/{stream}", group)
+
+    def _record_starts(self) -> None:
+        """Record the share of groups whose completions started from different states, and warn at the first one."""
+        observations: dict[int, set[int]] = {}
+        for group, observation in gather_object(self._group_starts.observations):
+            observations.setdefault(group, set()).add(observation)
+        reasons = dict(gather_object(list(self._group_starts.differing.items())))
+        differing = {group for group, seen in observations.items() if len(seen) > 1} | reasons.keys()
+        self.record_metrics({"environments/different_start_fraction": len(differing) / max(len(observations), 1)})
+        if differing and not self._has_warned_of_starts:
+            self._has_warned_of_starts = True
+            reason = next(iter(reasons.values()), "its completions are on several processes")
+            comparison = self.args.group_comparison
+            logger.warning(
+                f"{len(differing)} of {len(observations)} groups have completions that start from different states "
+                f"of their environment, which counts as `environments/different_start_fraction`: {reason}. "
+                + (f"{comparison}, so that it compares different examples. " if comparison else "")
+                + "Let `reset` choose the example by a column of the dataset, or by `seed`: `def reset(self, seed, "
+                "**kwargs)`."
+            )
 
     def generate_more(
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
@@ -227,13 +285,14 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         assert not self.args.rollout_lag  # the source would return the completions of the next batch
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
+        if groups is not None:
+            self._continued_groups = [group for group in groups for _ in range(num_generations)]
         try:
             rows = [independent_copy(dict(row)) for row in inputs for _ in range(num_generations)]
             batch = self._generate_and_score_completions(rows)
         finally:
             self.num_generations, self.num_generations_eval = before
-        if groups is not None:
-            batch["groups"] = torch.tensor(groups).repeat_interleave(num_generations)
+            self._continued_groups = None
         return unpad_rollouts(batch)
 
     def _tokenize_prompts(self, prompts):
@@ -316,8 +375,6 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         self._extra_of_completions = None
         self._num_graded = len(completions)
         with self.timer.part("verification"):
-            truncated = self.are_truncated(completion_ids_list)
-            inputs = [{**row, "truncated": cut} for row, cut in zip(inputs, truncated, strict=True)]
             rewards_per_func = self._call_reward_functions(inputs, prompts, completions, completion_ids_list)
         completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))
         self._labels = self._compute_labels(rewards_per_func)
@@ -355,8 +412,13 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             )
         if extra_arguments:
             function = wraps(function)(partial(function, **extra_arguments))
-        function = never_exiting(function, f"The reward function {name!r}")
-        return with_result(function, lambda rewards, arguments: as_numbers(rewards, name))
+
+        def adjust(arguments: dict[str, Any]) -> dict[str, Any]:
+            truncated = self.are_truncated(arguments["completion_ids"]) if "completion_ids" in arguments else None
+            return with_truncated(function, arguments, truncated)
+
+        harmless = never_exiting(function, f"The reward function {name!r}")
+        return with_result(harmless, lambda rewards, arguments: as_numbers(rewards, name), adjust)
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter
@@ -386,6 +448,9 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
     # Training and evaluation ----------------------------------------------------------------------------------------
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        if self._multi_environment:
+            datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
+            checks.check_environment_names(datasets, self.environment_factories)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._choose_forward_passes()
         return prepared
@@ -395,6 +460,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             return super().training_step(model, inputs, num_items_in_batch)
 
     def evaluation_loop(self, *args, **kwargs):
+        self._num_evaluated_groups = 0
         self._source.finish()  # a server has one copy of the weights, and reward functions are called in order
         self.accelerator.wait_for_everyone()
         return super().evaluation_loop(*args, **kwargs)

@@ -74,8 +74,8 @@ MAX_REWARD = 1e18  # in magnitude: advantages are computed in float32, from squa
 
 
 def as_numbers(rewards: Any, name: str) -> list[float | None]:
-    """Return what the reward function `name` returned as a list. Raises a `ValueError` unless it is an ordered
-    iterable of finite numbers and `None`: TRL would take NaN for a missing reward."""
+    """Return what the reward function `name` returned as a list, with `None` for NaN, which is a missing reward, as in
+    TRL. Raises a `ValueError` unless it is an ordered iterable of finite numbers, NaN, and `None`."""
     try:
         if isinstance(rewards, Mapping | Set | str | bytes) or not isinstance(rewards, Iterable):
             raise TypeError(f"a {type(rewards).__name__} is not a list")
@@ -83,17 +83,17 @@ def as_numbers(rewards: Any, name: str) -> list[float | None]:
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: tensors of several elements
         raise ValueError(
             f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
-            "completion: a finite number, or None for no verdict."
+            "completion: a finite number, or None or NaN for no verdict."
         ) from error
     return numbers
 
 
-def _as_number(entry: Any) -> float:
+def _as_number(entry: Any) -> float | None:
     if isinstance(entry, str | bytes):
         raise TypeError(f"{entry!r:.50} is text")
     number = float(entry)
-    if not math.isfinite(number):
-        raise ValueError("NaN or infinity")
+    if math.isnan(number):
+        return None
     if abs(number) > MAX_REWARD:
         raise ValueError(f"{number:g} is larger than {MAX_REWARD:g}")
     return number

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from scripted import play_products, run_recipe
 
-from pacs_trl.data.environments import prepare_environments
 from pacs_trl.rewards import shared_code_verifier
 
 
@@ -56,7 +55,6 @@ def module(tmp_path, monkeypatch):
             ["--environment", "MODULE:strict"],
             r"The environment failed at `reset` with the columns prompt .TypeError: .*unexpected",
         ),
-        (["--environment", "MODULE:advancing"], "`reset` of the environment Next returned two observations"),
         (["--environment", "MODULE:down"], "The environment failed at `reset` .*ConnectionError: no server"),
         (["--environment", "MODULE:mute"], "The environment failed .*shout"),
         (["--environment", "MODULE:stream"], "IterableDataset"),
@@ -85,24 +83,4 @@ def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, tool_model_p
     trainer = run_recipe(tmp_path / "own", tool_model_path, "--environment", f"{module}:fine", **ENVIRONMENT)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["rewards/Environment/mean"] for entry in logs] == [1.0, 1.0]
-    assert trainer.train_dataset.column_names == ["prompt", "seed"]
-
-
-def test_a_later_observation_that_differs_is_an_error():
-    """Of another instance, as in a group; also of an environment that behaves at first."""
-
-    class Forgetful:
-        resets = 0
-
-        def reset(self, task):
-            Forgetful.resets += 1
-            return f"{task} {Forgetful.resets > 3}"
-
-    from datasets import Dataset
-
-    factory, _ = prepare_environments(Forgetful, {"train_dataset": Dataset.from_dict({"task": [1, 2]})})
-    first, second = factory(), factory()
-    assert first is not second and first.reset(task=1) == "1 False"
-    second.reset(task=2)
-    with pytest.raises(ValueError, match="two observations"):
-        second.reset(task=1)
+    assert trainer.train_dataset.column_names == ["prompt"]

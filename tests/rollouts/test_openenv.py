@@ -95,6 +95,8 @@ def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch, tool
     prompts = [json.loads(line)["conversation"][0]["content"] for line in lines]
     assert sorted(prompts) == ["Say 1000000."] * 2 + ["Say 1000001."] * 2
 
-    server.advances = True
-    with pytest.raises(ValueError, match="`reset` of the environment Echo returned two observations for one example"):
-        run_recipe(tmp_path / "advancing", tool_model_path, **given)
+    server.advances = True  # each session by its own resets
+    with monkeypatch.context() as scripted:
+        scripted.setattr(GRPOTrainer, "_generate_single_turn", generate)
+        trainer = run_recipe(tmp_path / "advancing", tool_model_path, **given)
+    assert "environments/different_start_fraction" in trainer.state.log_history[0]

@@ -18,7 +18,8 @@ from transformers import Qwen3ForSequenceClassification
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.data.environments import prepare_environments
 from pacs_trl.errors import FailedRun, exit_code
-from pacs_trl.rollouts.reward_functions import independent_copy
+from pacs_trl.rewards import math_reward
+from pacs_trl.rollouts.reward_functions import independent_copy, with_truncated
 from pacs_trl.rollouts.user_code import stoppable_tools
 from pacs_trl.settings.names import function_of_user
 from pacs_trl.update.rollout import as_numbers
@@ -131,6 +132,56 @@ def test_with_a_lag_rewards_may_need_the_main_thread(tmp_path):
     with forked_engine():
         trainer_of(tmp_path, reward=with_alarm, max_steps=4, save_strategy="no").train()
     assert set(threads) == {threading.main_thread()}
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_functions_with_exactly_the_arguments_of_trl(tmp_path, lag):
+    def exact(prompts, completions, completion_ids, solution, trainer_state, log_extra, log_metric):
+        return digit_reward(completions)
+
+    with forked_engine():
+        trainer = trainer_of(tmp_path, reward=exact, rollout_lag=lag, max_steps=2, save_strategy="no")
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_column_with_the_name_of_the_argument_truncated_reaches_functions():
+    """But not functions of this package, whose argument it is."""
+
+    def accepts(completions, truncated):
+        return truncated
+
+    def accepts_all(**kwargs):
+        return kwargs["truncated"]
+
+    def accepts_none(completions):
+        return None
+
+    arguments = {"completions": ["a"]}
+    for function in (accepts, accepts_all, math_reward):
+        assert with_truncated(function, arguments, [True])["truncated"] == [True]
+    assert with_truncated(accepts_none, arguments, [True]) == arguments
+    column = arguments | {"truncated": ["of the data"]}
+    for function in (accepts, accepts_all, accepts_none):
+        assert with_truncated(function, column, [True]) == column
+    assert with_truncated(math_reward, column, [True])["truncated"] == [True]
+
+
+def test_missing_rewards_may_be_nan(tmp_path):
+    """As `None`: the same weights, and labels, with both."""
+
+    def missing(value):
+        def reward(completions, **kwargs):
+            return [value if i % 4 == 1 else label for i, label in enumerate(digit_reward(completions))]
+
+        return reward
+
+    trainers = []
+    for value in (None, float("nan")):
+        trainers.append(build_trainer(tmp_path, reward=missing(value)))
+        trainers[-1].train()
+        assert trainers[-1]._labels.isnan().tolist() == [i % 4 == 1 for i in range(8)]
+    assert_same_models(*trainers)
 
 
 def leaves(completions, **kwargs):

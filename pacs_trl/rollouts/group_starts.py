@@ -1,0 +1,264 @@
+"""One start for all completions of a group: seeds for `reset` of environments, and copies of their states.
+
+A group compares completions of one example. TRL resets an environment per completion, and many environments choose
+their example at random, so that the completions of a group would play different ones. [`GroupStarts`] gives them the
+same start where the environment allows it, and otherwise counts the groups that differ.
+"""
+
+import builtins
+import copy
+import dis
+import inspect
+import itertools
+import json
+import random
+import types
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from functools import wraps
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..data.tool_calls import as_observation
+
+
+# Modules that keep nothing outside of their objects: what uses only them has its whole state in its attributes.
+_IN_MEMORY = frozenset(
+    """__future__ _abc _collections _functools _operator _queue _random _thread abc array ast base64 bisect builtins
+    calendar cmath collections contextlib copy dataclasses datetime decimal enum fractions functools hashlib heapq
+    itertools json logging math numbers numpy operator queue random re secrets statistics string textwrap threading
+    time torch types typing typing_extensions unicodedata uuid warnings zlib""".split()
+)
+_OUTSIDE = (open, input, exec, eval, compile, __import__)
+_PLAIN = (int, float, complex, str, bytes, bool, type(None), type(...), range, slice)
+
+
+class GroupStarts:
+    """
+    Resets the environments of a batch so that all completions of a group start from the same state:
+
+    1. `reset` gets the seed of its group as `seed` if it has such a parameter and the dataset no such column;
+    2. an environment that keeps its state in memory ([`keeps_state_in_memory`]) is reset with the random number
+       generators of Python, numpy, and torch seeded by that seed;
+    3. if its state or observation still differs from that of the first environment of its group, it gets a copy.
+
+    Other environments are compared by their observations alone.
+
+    Attributes:
+        observations (`list[tuple[int, int]]`): Group, and checksum of the observation, of each reset of the batch.
+        differing (`dict[int, str]`): Groups of this process whose completions start from different states, and why.
+    """
+
+    def __init__(self):
+        self._next: deque[tuple[int, int]] = deque()  # group and seed of the next resets
+        self._first: dict[int, tuple[Any, Any]] = {}  # first environment of each group, and its observation
+        self._in_memory: dict[type, bool] = {}
+        self.observations: list[tuple[int, int]] = []
+        self.differing: dict[int, str] = {}
+
+    def begin(self, groups: Sequence[int], seeds: Sequence[int]) -> None:
+        """Announce a batch: the group and the seed of each of the next resets, in order."""
+        self._next = deque(zip(groups, seeds, strict=True))
+        self._first.clear()
+        self.observations, self.differing = [], {}
+
+    def wrap(self, factory: Callable) -> Callable:
+        """Return a factory of the same environments, whose `reset` is called by this object."""
+
+        @wraps(factory, updated=())
+        def create() -> Any:
+            environment = factory()
+            reset = environment.reset
+            if type(environment) not in self._in_memory:
+                self._in_memory[type(environment)] = keeps_state_in_memory(environment)
+
+            @wraps(reset)
+            def reset_for_group(**row: Any) -> Any:
+                return self._reset(environment, reset, row)
+
+            environment.reset = reset_for_group  # TRL calls that of the instance
+            return environment
+
+        return create
+
+    def _reset(self, environment: Any, reset: Callable, row: dict[str, Any]) -> Any:
+        if not self._next:  # not by the trainer
+            return reset(**row)
+        group, seed = self._next.popleft()
+        if "seed" not in row and "seed" in inspect.signature(reset).parameters:
+            row = {**row, "seed": seed}
+        in_memory = self._in_memory[type(environment)]
+        with _seeded(seed) if in_memory else nullcontext():
+            observation = reset(**row)
+        if observation is not None:
+            observation = as_observation(observation, takes_images=True)
+        first, first_observation = self._first.setdefault(group, (environment, observation))
+        has_same_observation = _checksum(observation) == _checksum(first_observation)
+        if in_memory:
+            try:
+                if _copy_differences(first, environment) or not has_same_observation:
+                    observation = copy.deepcopy(first_observation)
+            except Exception as error:  # of `deepcopy`, by code of a user
+                self.differing[group] = f"its state cannot be copied ({type(error).__name__}: {error})"
+        elif not has_same_observation:
+            self.differing[group] = "its state may lie outside of this process, where it cannot be copied"
+        self.observations.append((group, _checksum(observation)))
+        return observation
+
+
+def _checksum(observation: Any) -> int:
+    """Return a number that is equal in all processes for equal observations; images count by their sizes."""
+    text = json.dumps(observation, default=lambda value: f"{type(value).__name__}{getattr(value, 'size', '')}")
+    return zlib.crc32(text.encode("utf-8", "surrogatepass"))
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the random number generators of Python, numpy, and torch on the CPU inside the context, and restore their
+    states on exit."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+# Copies ---------------------------------------------------------------------------------------------------------
+
+
+def _copy_differences(source: Any, target: Any) -> bool:
+    """Copy the attributes that differ from one environment to another of its class. Returns whether any did."""
+    state, other_state = _attributes(source), _attributes(target)
+    if source is target or _are_equal(state, other_state, set()):
+        return False
+    if hasattr(source, "__deepcopy__"):
+        copied = _attributes(copy.deepcopy(source))
+    else:
+        differing = {
+            name: value
+            for name, value in state.items()
+            if name not in other_state or not _are_equal(value, other_state[name], set())
+        }
+        copied = copy.deepcopy(differing, {id(source): target})  # references to the environment itself
+    for name in other_state.keys() - state.keys():
+        delattr(target, name)
+    vars(target).update(copied)
+    return True
+
+
+def _attributes(environment: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(environment).items() if name != "reset"}
+
+
+def _are_equal(first: Any, second: Any, compared: set[tuple[int, int]]) -> bool:
+    """Return whether two values of the states of environments are equal; `compared` are pairs of objects whose
+    comparison has begun. Objects that have no value, such as locks, count as equal."""
+    if first is second or (id(first), id(second)) in compared:
+        return True
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, _PLAIN):
+        return first == second or (first != first and second != second)
+    compared.add((id(first), id(second)))
+    if isinstance(first, list | tuple | deque):
+        pairs = zip(first, second, strict=False)
+        return len(first) == len(second) and all(_are_equal(a, b, compared) for a, b in pairs)
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(_are_equal(first[key], second[key], compared) for key in first)
+    if isinstance(first, np.ndarray):
+        return first.dtype == second.dtype and np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
+    if torch.is_tensor(first):
+        return first.dtype == second.dtype and torch.equal(first, second)
+    if isinstance(first, random.Random):
+        return first.getstate() == second.getstate()
+    if isinstance(first, np.random.Generator):
+        return _are_equal(first.bit_generator.state, second.bit_generator.state, compared)
+    if isinstance(first, np.random.RandomState):
+        return _are_equal(first.get_state(), second.get_state(), compared)
+    if isinstance(first, torch.Generator):
+        return torch.equal(first.get_state(), second.get_state())
+    if isinstance(first, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
+        return first.__qualname__ == second.__qualname__
+    if type(first).__eq__ is not object.__eq__:
+        return bool(first == second)
+    return not hasattr(first, "__dict__") or _are_equal(vars(first), vars(second), compared)
+
+
+# Where a state lies ---------------------------------------------------------------------------------------------
+
+
+def keeps_state_in_memory(environment: Any) -> bool:
+    """Return whether the attributes of an environment are its whole state: whether its class, and all that this uses,
+    consists of plain data and of code that could not keep a part of it elsewhere, on a server, in a folder, or in an
+    object of the module. Two environments with copies of one session id or path would play one episode. A class with
+    `__deepcopy__` says itself how it is copied."""
+    if not hasattr(environment, "__dict__"):
+        return False
+    if hasattr(environment, "__deepcopy__"):
+        return True
+    seen: set[int] = set()
+    return all(_is_in_memory(value, seen) for value in (type(environment), *vars(environment).values()))
+
+
+def _is_in_memory(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return True
+    seen.add(id(value))
+    if isinstance(value, types.ModuleType):
+        return _package(value.__name__) in _IN_MEMORY
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return all(_is_in_memory(each, seen) for each in value)
+    if isinstance(value, dict):
+        return all(_is_in_memory(each, seen) for entry in value.items() for each in entry)
+    if isinstance(value, types.MethodType | staticmethod | classmethod):
+        return _is_in_memory(value.__func__, seen) and _is_in_memory(getattr(value, "__self__", None), seen)
+    if isinstance(value, property):
+        return all(_is_in_memory(function, seen) for function in (value.fget, value.fset, value.fdel))
+    if isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
+        if _package(value.__module__) in _IN_MEMORY:
+            return value not in _OUTSIDE
+        if isinstance(value, types.FunctionType):
+            return all(_is_in_memory(each, seen) for each in _references(value))
+        is_python = isinstance(value, type) and not any(isinstance(m, _C_METHODS) for m in vars(value).values())
+        return is_python and all(_is_in_memory(each, seen) for each in (*vars(value).values(), *value.__bases__))
+    if _package(type(value).__module__) in _IN_MEMORY:
+        return True
+    return _is_in_memory(type(value), seen) and _is_in_memory(getattr(value, "__dict__", None), seen)
+
+
+_C_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.BuiltinFunctionType)
+
+
+def _package(module: str | None) -> str:
+    return (module or "").partition(".")[0]
+
+
+def _references(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what the code of a function refers to: global and enclosing names, imports, and default values."""
+    for code in _codes(function.__code__):
+        for instruction in dis.get_instructions(code):
+            if instruction.opname == "IMPORT_NAME":
+                yield types.ModuleType(instruction.argval)
+            elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                name = instruction.argval
+                undefined = types.ModuleType(f"undefined_{name}")
+                yield function.__globals__.get(name, getattr(builtins, name, undefined))
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
+    yield from (function.__defaults__, function.__kwdefaults__)
+
+
+def _codes(code: types.CodeType) -> Iterable[types.CodeType]:
+    """Return the code of a function and of those inside."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return [code, *itertools.chain.from_iterable(map(_codes, inner))]
