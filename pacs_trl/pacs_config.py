@@ -12,10 +12,7 @@ from .update.step_sizes import Step
 
 
 # Settings of GRPOConfig that no exact update supports.
-NOT_SUPPORTED = (
-    *("entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-    *("use_adaptive_entropy", "router_aux_loss_coef"),
-)
+NOT_SUPPORTED = ("router_aux_loss_coef",)
 
 
 @dataclass
@@ -50,9 +47,14 @@ class ExactUpdateConfig(RolloutConfig):
         refused = set(NOT_SUPPORTED)
         if self.router_aux_loss_coef == 0.0:  # which leaves it out, as the update does
             refused.remove("router_aux_loss_coef")
-        reason = "the exact update has no entropy bonus and no router loss (router_aux_loss_coef: 0.0 trains without)"
+        reason = "the exact update has no router loss (router_aux_loss_coef: 0.0 trains without)"
         errors = [*super().errors(step), *step.errors()]
         errors += ignored_settings(self, sorted(refused), reason, "`trl.GRPOTrainer`")
+        if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
+            errors.append(
+                f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}. Set a "
+                "larger maximum, or a smaller minimum."
+            )
         room, longest = self.max_tokens_per_micro_batch, self.max_completion_length or 0
         if room is not None and room <= longest:
             errors.append(

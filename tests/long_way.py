@@ -98,7 +98,8 @@ def in_graph_step(
     weights = weights[update]
     load_weights(model, weights)
     model.zero_grad()
-    logps = _stacked([logps_and_entropies(model, row)[0] for row in rows])
+    values = [logps_and_entropies(model, row) for row in rows]
+    logps, entropies = (_stacked(list(part)) for part in zip(*values, strict=True))
     weighted = logps
     if token_weights:  # a factor on the gradient that leaves the value alone
         factors = _stacked([torch.tensor(r.token_weights, dtype=torch.float64) for r in rows])
@@ -119,6 +120,9 @@ def in_graph_step(
         log_ratio = kl_logps - logps
         kl = ((log_ratio.exp() - log_ratio - 1) * mask).sum() / mask.sum()
         objective, loss = objective + args.beta * kl, loss + args.beta * kl
+    if args.entropy_coef:
+        bonus = args.entropy_coef * (entropies * mask).sum() / mask.sum()
+        objective, loss = objective - bonus, loss - bonus
     if hasattr(args, "token_weight_mapping"):  # STEER
         objective = _steered(objective, logps, old_values, mask, args, sum(map(len, _judged(labels, sizes))))
     objective.backward(retain_graph=True)

@@ -28,9 +28,7 @@ OFF_DEFAULT = {
     "scale_rewards": "none",
     "multi_objective_aggregation": "normalize_then_sum",
     "off_policy_mask_threshold": 0.5,
-    "entropy_target": 0.4,
     "use_bias_correction_kl": False,
-    "use_adaptive_entropy": True,
     "router_aux_loss_coef": 0.001,
 }
 
@@ -66,6 +64,10 @@ NEEDING_VALUES = {
     "num_completions_to_print": 3,
     "log_unique_prompts": True,
     "liger_kernel_config": {"rope": True},
+    "entropy_coef_min": 0.1,
+    "entropy_coef_max": 0.5,
+    "entropy_coef_delta": 0.1,
+    "entropy_target": 0.4,
 }
 
 

@@ -131,7 +131,8 @@ KEPT = set(
     vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max
     vllm_importance_sampling_clip_min log_completions log_multimodal num_completions_to_print log_unique_prompts
     log_completions_hub_repo use_transformers_continuous_batching transformers_continuous_batching_config
-    use_transformers_paged vllm_importance_sampling_cap
+    use_transformers_paged vllm_importance_sampling_cap entropy_coef use_adaptive_entropy entropy_coef_min
+    entropy_coef_max entropy_coef_delta entropy_target
     """.split()
 )
 

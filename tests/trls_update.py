@@ -61,7 +61,7 @@ class _Head:
     @staticmethod
     def apply(hidden_states, weight, bias, labels, temperature, chunk_size, softcapping, scale, outputs):
         logps = (hidden_states @ weight.T / temperature).log_softmax(dim=-1)
-        entropies = -(logps.detach().exp() * logps.detach()).sum(dim=-1)
+        entropies = -(logps.exp() * logps).sum(dim=-1)
         return logps.gather(1, labels[:, None])[:, 0], entropies, None, None, None
 
 

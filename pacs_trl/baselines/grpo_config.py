@@ -16,8 +16,8 @@ class GRPOConfig(ExactUpdateConfig):
     """
     Configuration class for the [`GRPOTrainer`].
 
-    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default. The entropy
-    bonus (`entropy_coef`, `use_adaptive_entropy`, ...) and the router's auxiliary loss are not supported.
+    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default. The
+    router's auxiliary loss is not supported.
     """
 
     group_comparison = "GRPO subtracts the mean reward of the group from a reward"

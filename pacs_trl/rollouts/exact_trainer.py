@@ -67,7 +67,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     update_class: type[PolicyUpdate] = GroupLossUpdate
     # Logged metrics that show why a gradient is not finite.
     divergence_metrics: tuple[str, ...] = ("grad_norm", "entropy")
-    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite")
+    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite", "entropy_coef", "_last_world_entropy")
 
     # What a method defines ------------------------------------------------------------------------------------------
 
@@ -90,6 +90,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             # A temperature other than 1 is allowed, because the loss divides the logits by it too.
             samples_policy=samples_policy and not args.rollout_lag,
             compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
+            has_entropy_bonus=self._entropy_bonus_enabled,
         )
 
     def token_weights(self) -> list[TokenWeights]:
@@ -151,6 +152,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _prepare_learning(self) -> None:
         self._keeps_generating_policy = self.args.keeps_generating_policy
         self.update = self.create_update()
+        self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
 
     @property
@@ -169,6 +171,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         """
         started = time.perf_counter()
         self._enter_training(model)
+        self._check_entropy_coef()
 
         # 1. Generate and grade a generation batch, and split it into minibatches.
         if self._at_generation_boundary():
@@ -185,8 +188,10 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self.store_reference_logps(model, minibatch)
 
                 # 4. Back-propagate its loss. Trainer clips the gradient and updates the weights.
+                self.update.entropy_coef = self._effective_entropy_coef()
                 result = self.update.run(model, minibatch, self._update_timing(is_first_update))
             self.record_metrics(result.metrics)
+            self._adapt_entropy_coef(result.bonus_entropy)
             loss = result.loss
 
         self._step += 1
@@ -302,9 +307,57 @@ class ExactUpdateTrainer(RolloutTrainer):
             return torch.tensor(0.0, device=self.args.device)
         minibatch = self.update.schedule_evaluation(rollouts)
         self.store_reference_logps(model, minibatch)
+        self.update.entropy_coef = self._effective_entropy_coef()
         result = self.update.evaluate(model, minibatch, policy_is_reference=self.policy_is_reference())
         self.record_metrics(result.metrics)
         return torch.tensor(result.loss, device=self.args.device)
+
+    # Entropy bonus --------------------------------------------------------------------------------------------------
+
+    # `entropy_coef`, `use_adaptive_entropy`, `_entropy_bonus_enabled`, and `_last_world_entropy` are TRL's attributes.
+
+    def _check_entropy_coef(self) -> None:
+        """Raise a `ValueError` if a callback has set a coefficient of the entropy bonus that would be ignored."""
+        initial = self._fixed_settings["entropy_coef"], self._fixed_settings["use_adaptive_entropy"]
+        if (self.args.entropy_coef, self.args.use_adaptive_entropy) != initial:
+            raise ValueError(
+                f"args.entropy_coef={self.args.entropy_coef} or args.use_adaptive_entropy="
+                f"{self.args.use_adaptive_entropy} was changed during training, which would be ignored. Set "
+                "trainer.entropy_coef, which takes effect at the next optimizer step."
+            )
+        if not 0 <= self.entropy_coef < math.inf:
+            raise ValueError(
+                f"trainer.entropy_coef was set to {self.entropy_coef}. It must be a finite number of at least 0; to "
+                "lower the entropy, use a smaller coefficient or a lower temperature."
+            )
+        if (self.entropy_coef != 0 or self.use_adaptive_entropy) and not self._entropy_bonus_enabled:
+            raise ValueError(
+                f"trainer.entropy_coef was set to {self.entropy_coef}, but the trainer was constructed with "
+                "entropy_coef=0.0, so its optimizer steps skip completions without a reward signal. Construct it with "
+                "a positive entropy_coef, and let a callback change it when training begins."
+            )
+
+    def _effective_entropy_coef(self) -> float:
+        """Return the coefficient of the next optimizer step. With adaptive control it is 0 while the entropy of the
+        last step is above the target."""
+        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
+            return 0.0
+        return self.entropy_coef
+
+    def _adapt_entropy_coef(self, mean_entropy: float) -> None:
+        """Log the coefficient of the entropy bonus; with adaptive control (section 4.1 of
+        https://huggingface.co/papers/2505.22312), raise it first if the entropy of the optimizer step is at most the
+        target, and lower it otherwise."""
+        if not self._entropy_bonus_enabled:
+            return
+        if self.use_adaptive_entropy:
+            args = self.args
+            if mean_entropy <= args.entropy_target:
+                self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
+            else:
+                self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
+            self._last_world_entropy = mean_entropy
+        self.record_metrics({"entropy_coef": self.entropy_coef})
 
     def _get_grad_norm(self, model, grad_norm=None):
         """Skip and count optimizer steps with a non-finite gradient; raise a [`FailedRun`] after too many in a row."""
@@ -340,6 +393,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._waiting = WaitingRollouts()
         self._generating_policy: SnapshotReference | None = None  # a copy, for `stale_logps: recompute` with a server
         self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
+        if self._last_world_entropy < math.inf:  # an earlier run has adapted the coefficient of the entropy bonus
+            self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
 
     def _save_run(self, directory: Path) -> None:
         super()._save_run(directory)

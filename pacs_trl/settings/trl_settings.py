@@ -37,6 +37,11 @@ RANGES = {
     "num_train_epochs": Range(above=0),
     "delta": Range(above=1),
     "top_entropy_quantile": Range(least=0, most=1),
+    "entropy_coef": Range(least=0),
+    "entropy_coef_min": Range(least=0),
+    "entropy_coef_max": Range(least=0),
+    "entropy_coef_delta": Range(least=0),
+    "entropy_target": Range(least=0),
     "off_policy_mask_threshold": Range(least=0),
     "sapo_temperature_neg": Range(above=0),
     "sapo_temperature_pos": Range(above=0),
@@ -101,6 +106,9 @@ NEEDS = {
     "num_completions_to_print": "log_completions",
     "log_unique_prompts": "log_completions",
     "liger_kernel_config": "use_liger_kernel",
+    **dict.fromkeys(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"), "use_adaptive_entropy"
+    ),
 }
 
 # Settings of GRPOConfig that only shape GRPO's loss, and those of the SAPO and VESPO losses among them.

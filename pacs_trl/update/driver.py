@@ -24,10 +24,18 @@ from .rollout import Rollout
 
 
 class StepResult(NamedTuple):
-    """Loss of an optimizer step, including the KL term, and its metrics; both are the same on all processes."""
+    """
+    Result of an optimizer step, the same on all processes.
+
+    Attributes:
+        loss (`float`): Its loss, including the KL term and the entropy bonus.
+        metrics (`dict[str, float]`): Its metrics.
+        bonus_entropy (`float`): Mean entropy in nats of the tokens of the entropy bonus; 0 without one.
+    """
 
     loss: float
     metrics: dict[str, float]
+    bonus_entropy: float = 0.0
 
 
 class PassResults(NamedTuple):
@@ -40,12 +48,14 @@ class PassResults(NamedTuple):
         entropy (`float`): Summed entropy of the counted tokens, in nats.
         num_completions (`float`): Number of completions with a forward pass.
         kl (`float`): Summed KL terms of the counted tokens.
+        bonus_entropy (`float`): Summed entropy of the tokens of the entropy bonus, in nats.
     """
 
     values: dict[str, torch.Tensor]
     entropy: float
     num_completions: float
     kl: float
+    bonus_entropy: float
 
 
 class MicroBatchResults:
@@ -63,7 +73,7 @@ class MicroBatchResults:
         self._accelerator = accelerator
         zeros = torch.zeros(len(names), minibatch.num_proxies, device=accelerator.device)
         self._values = dict(zip(names, zeros, strict=True))
-        self._sums = torch.zeros(3, device=accelerator.device)  # entropy, num_completions, kl
+        self._sums = torch.zeros(4, device=accelerator.device)  # of PassResults, after `values`
 
     def add(
         self,
@@ -71,9 +81,10 @@ class MicroBatchResults:
         entropies: torch.Tensor,
         values: dict[str, torch.Tensor],
         kl: torch.Tensor | None = None,
+        bonus_entropy: torch.Tensor | None = None,
     ) -> None:
-        """Add the results of a micro-batch: entropies `(B, T)`, the values by name, and the summed KL terms. The
-        filler of a process without completions adds nothing."""
+        """Add the results of a micro-batch: entropies `(B, T)`, the values by name, the summed KL terms, and the
+        summed entropy of the tokens of the entropy bonus. The filler of a process without completions adds nothing."""
         if not micro_batch.indices:
             return
         proxy_indices = self._minibatch.proxy_indices(micro_batch.indices)
@@ -81,17 +92,17 @@ class MicroBatchResults:
         for name, all_values in self._values.items():
             all_values[indices] = values[name].detach().to(all_values.dtype)
         entropy = entropies.detach().masked_fill(~micro_batch.loss_mask, 0.0).sum()
-        kl_sum = torch.zeros_like(entropy) if kl is None else kl.detach().to(entropy.dtype)
         number = torch.full_like(entropy, len(micro_batch.rollouts))
-        self._sums += torch.stack([entropy, number, kl_sum])
+        sums = [torch.zeros_like(entropy) if x is None else x.detach().to(entropy.dtype) for x in (kl, bonus_entropy)]
+        self._sums += torch.stack([entropy, number, *sums])
 
     def reduce(self) -> PassResults:
         """Return the results of all processes, in one reduction."""
         packed = torch.cat([*self._values.values(), self._sums])
         packed = self._accelerator.reduce(packed, reduction="sum").cpu()
-        values, (entropy, num_completions, kl) = packed[:-3], packed[-3:].tolist()
+        values, sums = packed[: -len(self._sums)], packed[-len(self._sums) :].tolist()
         rows = values.view(len(self._values), self._minibatch.num_proxies)
-        return PassResults(dict(zip(self._values, rows, strict=True)), entropy, num_completions, kl)
+        return PassResults(dict(zip(self._values, rows, strict=True)), *sums)
 
 
 class UpdateDriver:
@@ -143,7 +154,7 @@ class UpdateDriver:
         minibatch: Minibatch,
         coefficients: torch.Tensor,
         *,
-        kl_coef: float,
+        all_have_gradient: bool,
         keeps_processes: bool,
         was_scored: bool,
     ) -> Schedule:
@@ -153,14 +164,14 @@ class UpdateDriver:
         Args:
             minibatch ([`Minibatch`]): The completions.
             coefficients (`torch.Tensor`): A row per proxy; a completion with zeros only has no gradient.
-            kl_coef (`float`): Weight of the KL term. If it is not 0, every completion has a gradient.
+            all_have_gradient (`bool`): Whether every completion has a gradient, that of a KL term or an entropy bonus.
             keeps_processes (`bool`): Whether a completion must stay on its process, because micro-batches read
                 `old_logps` that are stored only there. The schedule is then kept.
             was_scored (`bool`): Whether all scheduled completions had a forward pass already. The schedule is then
                 kept if all of them have a gradient.
         """
         scheduled = sorted(minibatch.scheduled)
-        with_gradient = [i for i in scheduled if kl_coef != 0 or coefficients[minibatch.proxy_indices([i])].any()]
+        with_gradient = [i for i in scheduled if all_have_gradient or coefficients[minibatch.proxy_indices([i])].any()]
         if keeps_processes or (was_scored and len(with_gradient) == len(scheduled)):
             return minibatch.schedule
         return self.schedule_some(minibatch, with_gradient)

@@ -58,6 +58,8 @@ class ForwardPass:
         autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
 
     Attributes:
+        entropies_have_gradient (`bool`): Whether entropies are differentiable with the model's own head, too, where
+            that stores the probabilities of all tokens. The fused head computes their gradient in tiles.
         on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
             their lengths without padding) and the number of completion tokens.
     """
@@ -85,6 +87,7 @@ class ForwardPass:
         self.pad_token_id = pad_token_id
         self.temperature = temperature
         self.autocast = autocast
+        self.entropies_have_gradient = False
         self.on_pass: Callable[[list[list[int]], int], None] | None = None
 
     def attention(self) -> AbstractContextManager:
@@ -104,7 +107,7 @@ class ForwardPass:
                 at least one token; completions may be empty.
 
         Returns:
-            [`CompletionLogps`]; the log-probs are differentiable if gradients are enabled.
+            [`CompletionLogps`]; differentiable if gradients are enabled (entropies: see `entropies_have_gradient`).
         """
         outputs, split = self.forward(model, prompt_ids, completion_ids, logps=True)
         entropies = [] if outputs.entropy is None else split(outputs.entropy)
@@ -162,7 +165,7 @@ class ForwardPass:
             outputs = model(**inputs)
         if uses_model_head:
             logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
-            values = logps.detach()
+            values = logps if self.entropies_have_gradient else logps.detach()
             outputs = FusedCausalLMOutput(
                 log_probs=logps.gather(2, labels[..., None])[..., 0], entropy=-(values.exp() * values).sum(dim=-1)
             )

@@ -110,9 +110,9 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     # One optimizer step ---------------------------------------------------------------------------------------------
 
     def schedule(self, rollouts: list[Rollout]) -> Minibatch:
-        if self.objective.kl_coef == 0 and not self.shapes_coefficients:
+        if not self.all_have_gradient and not self.shapes_coefficients:
             return self.driver.schedule(rollouts)
-        # The KL term includes completions without a label, and shaped coefficients may be theirs.
+        # KL term and entropy bonus include completions without a label, and shaped coefficients may be theirs.
         takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts])
         return self.driver.schedule(rollouts, takes_part)
 
@@ -143,7 +143,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 schedule = self.driver.schedule_with_gradient(
                     minibatch,
                     coefficients,
-                    kl_coef=self.objective.kl_coef,
+                    all_have_gradient=self.all_have_gradient,
                     keeps_processes=bool(self.token_weights) and not timing.is_first_update,
                     was_scored=scoring is not None,
                 )
@@ -167,9 +167,9 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
         entropy = (scoring or results).entropy + skipped_entropy
-        result = self._summarize(minibatch, results, proxies, entropy, results.kl)
+        result = self._summarize(minibatch, results, proxies, entropy)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
-        return StepResult(result.loss, metrics)
+        return result._replace(metrics=metrics)
 
     def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
         """Compute loss and metrics as in [`run`], without gradient and token weights."""
@@ -179,7 +179,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
         skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        return self._summarize(minibatch, scoring, proxies, scoring.entropy + skipped_entropy, scoring.kl)
+        return self._summarize(minibatch, scoring, proxies, scoring.entropy + skipped_entropy)
 
     @torch.no_grad()
     def _score(
@@ -198,17 +198,18 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 no_coefficients = logps.new_zeros(len(logps), 1)
                 tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
                 values |= self._completion_values(tokens)
-            results.add(micro_batch, entropies, values, kl)
+            bonus_entropy = entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum()
+            results.add(micro_batch, entropies, values, kl, bonus_entropy)
         return results.reduce()
 
     def _back_propagate(
         self, model, minibatch: Minibatch, schedule: Schedule, coefficients: torch.Tensor | None, timing: UpdateTiming
     ) -> tuple[PassResults, list]:
-        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL term. If `coefficients` is `None`,
-        micro-batches must hold whole groups. Returns the results of the forward passes, and the mismatch of each
-        micro-batch."""
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL term, and the entropy bonus. If
+        `coefficients` is `None`, micro-batches must hold whole groups. Returns the results of the forward passes, and
+        the mismatch of each micro-batch."""
         results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
-        num_tokens = max(minibatch.num_tokens, 1)
+        num_tokens, num_bonus_tokens = max(minibatch.num_tokens, 1), self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
         mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
@@ -225,13 +226,15 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, token_coefficients, timing)
-            weighted_logps = logps
-            for weights in self.token_weights:
-                weighted_logps = weighted_logps * weights(tokens)
+            factors = [weights(tokens) for weights in self.token_weights]
+            weighted_logps = math.prod(factors, start=logps)
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
             policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
-            self.driver.backward(policy_loss + self.objective.kl_coef * kl.sum() / num_tokens)
-            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum())
+            kl_loss = self.objective.kl_coef * kl.sum() / num_tokens
+            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, factors)
+            entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
+            self.driver.backward(policy_loss + kl_loss + entropy_loss)
+            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum(), bonus_entropy)
         return results.reduce(), mismatch
 
     def _skipped_entropy(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> float:
@@ -244,14 +247,14 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         return self.driver.entropy_of(model, minibatch, skipped) if estimate is None else estimate
 
     def _summarize(
-        self, minibatch: Minibatch, results: PassResults, proxies: torch.Tensor, entropy: float, kl: float
+        self, minibatch: Minibatch, results: PassResults, proxies: torch.Tensor, entropy: float
     ) -> StepResult:
-        """Return the loss and the metrics of a minibatch from its proxies and the sums of entropies and KL terms."""
+        """Return the loss and the metrics of a minibatch from its proxies, and its summed entropy."""
         loss, metrics = self.summarize(minibatch, proxies)
         num_tokens = minibatch.num_tokens
         metrics["entropy"] = entropy / num_tokens if num_tokens else math.nan
         metrics["update/forwarded_fraction"] = results.num_completions / max(len(minibatch.rollouts), 1)
         if self.objective.kl_coef != 0:
-            metrics["kl"] = kl / max(num_tokens, 1)
+            metrics["kl"] = results.kl / max(num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
-        return StepResult(loss, metrics)
+        return self._with_entropy_bonus(minibatch, loss, metrics, results)

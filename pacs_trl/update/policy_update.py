@@ -1,4 +1,5 @@
-"""Base of both kinds of update: token weights, the KL term, the mismatch with the engine, and the entropy metric.
+"""Base of both kinds of update: token weights, the KL term, the entropy bonus, the mismatch with the engine, and the
+entropy metric.
 
     grad L = sum_i c_i * sum_t w_it * grad log pi(o_it)
 
@@ -43,6 +44,11 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         samples_policy (`bool`): Whether completions are sampled from the full trained distribution, without top-k,
             top-p, or similar truncation.
         compute_kl_ref_logps (`Callable`, *optional*): [`ForwardPass.compute_logps`] under the reference of the KL.
+        has_entropy_bonus (`bool`): Whether the loss has an entropy bonus. Every completion then has a forward and a
+            backward pass, also in steps whose coefficient is 0, because adaptive control reads all entropies.
+
+    Attributes:
+        entropy_coef (`float`): Coefficient of the entropy bonus, which may differ between optimizer steps.
     """
 
     # Whether `shape_coefficients` needs the coefficients of the whole minibatch before the first backward pass.
@@ -58,6 +64,7 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         token_weights: list[TokenWeights] | None = None,
         samples_policy: bool = True,
         compute_kl_ref_logps: Callable[..., CompletionLogps] | None = None,
+        has_entropy_bonus: bool = False,
     ):
         self.driver = driver
         self.objective = objective
@@ -65,6 +72,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         self.token_weights = token_weights or []
         self.samples_policy = samples_policy
         self.compute_kl_ref_logps = compute_kl_ref_logps
+        self.has_entropy_bonus = has_entropy_bonus
+        self.entropy_coef = 0.0
+
+    @property
+    def all_have_gradient(self) -> bool:
+        """Whether every completion with a counted token has a gradient, whatever its coefficient."""
+        return self.objective.kl_coef != 0 or self.has_entropy_bonus
 
     # One optimizer step ---------------------------------------------------------------------------------------------
 
@@ -173,6 +187,33 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
             outputs = self.driver.compute_logps(model, micro_batch, self.compute_kl_ref_logps)
             kl_ref_logps = pad_sequence(outputs.logps, batch_first=True)
         return self.objective.kl(logps, kl_ref_logps, old_logps, micro_batch.loss_mask)
+
+    # Entropy bonus --------------------------------------------------------------------------------------------------
+
+    # L = L_policy - entropy_coef * (mean entropy of the tokens of the optimizer step)
+
+    def _bonus_entropy(self, entropies: torch.Tensor, mask: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+        """Return the summed entropy of the tokens of a micro-batch that the entropy bonus counts, differentiable:
+        counted ones that the token weights select. `factors` are the results of the token weights."""
+        for weights, factor in zip(self.token_weights, factors, strict=True):
+            if weights.num_selected is not None:
+                entropies = entropies * factor
+        return entropies.masked_fill(~mask, 0.0).sum()
+
+    def _num_bonus_tokens(self, minibatch: Minibatch) -> int:
+        """Return the number of tokens of a minibatch that the entropy bonus counts, at least 1."""
+        numbers = [weights.num_selected for weights in self.token_weights if weights.num_selected is not None]
+        return max(min(numbers, default=minibatch.num_tokens), 1)
+
+    def _with_entropy_bonus(
+        self, minibatch: Minibatch, policy_loss: float, metrics: dict[str, float], results: PassResults
+    ) -> StepResult:
+        """Return the result of an optimizer step or an evaluation from its loss without the entropy bonus."""
+        if not self.has_entropy_bonus:
+            return StepResult(policy_loss, metrics)
+        mean_entropy = results.bonus_entropy / self._num_bonus_tokens(minibatch)
+        loss = policy_loss - self.entropy_coef * mean_entropy
+        return StepResult(loss, metrics | {"policy_loss": policy_loss}, mean_entropy)
 
     # Mismatch between engine and trainer ----------------------------------------------------------------------------
 

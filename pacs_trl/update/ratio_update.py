@@ -81,7 +81,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
     def schedule(self, rollouts: list[Rollout]) -> RatioMinibatch:
         coefficients, scales = self.objective.coefficients_and_scales(rollouts)
         takes_part = _has_tokens(rollouts)
-        needs_all = self.objective.kl_coef != 0 or self.objective.needs_all_completions or self.shapes_coefficients
+        needs_all = self.all_have_gradient or self.objective.needs_all_completions or self.shapes_coefficients
         if not needs_all:
             takes_part &= coefficients != 0
         return self._schedule(rollouts, takes_part, coefficients, scales)
@@ -107,7 +107,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 schedule = self.driver.schedule_with_gradient(
                     minibatch,
                     coefficients,
-                    kl_coef=self.objective.kl_coef,
+                    all_have_gradient=self.all_have_gradient,
                     keeps_processes=timing.old_logps_are_stored or not timing.is_first_update,
                     was_scored=False,
                 )
@@ -121,7 +121,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         # 4. Loss and metrics.
         result = self._summarize(minibatch, schedule, results, timing)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
-        return StepResult(result.loss, metrics)
+        return result._replace(metrics=metrics)
 
     @torch.no_grad()
     def evaluate(self, model, minibatch: RatioMinibatch, *, policy_is_reference: bool) -> StepResult:
@@ -131,7 +131,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         self._start_token_weights(model, minibatch, schedule, coefficients, timing)
         results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
         result = self._summarize(minibatch, schedule, results, timing)
-        return StepResult(result.loss, result.metrics | self._mismatch_metrics(mismatch))
+        return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
 
     def _start_token_weights(
         self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
@@ -157,11 +157,12 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
     def _run_passes(
         self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
     ) -> tuple[PassResults, list]:
-        """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)` and the KL
-        term, unless gradients are disabled. Returns the results of the forward passes, and the mismatch of each
-        micro-batch."""
+        """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL
+        term, and the entropy bonus, unless gradients are disabled. Returns the results of the forward passes, and the
+        mismatch of each micro-batch."""
         names = ["values", "low_fraction", "high_fraction", "phi", "kl"]
         results = MicroBatchResults(names, minibatch, self.driver.accelerator)
+        num_bonus_tokens = self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
         mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
@@ -183,7 +184,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             weighted_logps = (logps * terms.weights).masked_fill(~micro_batch.loss_mask, 0.0)
             policy_loss = (completion_coefficients * weighted_logps).sum()
             kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
-            self.driver.backward(policy_loss + kl_loss)
+            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, factors)
+            entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
+            self.driver.backward(policy_loss + kl_loss + entropy_loss)
             values = {
                 "values": terms.values,
                 "low_fraction": terms.low_fraction,
@@ -191,7 +194,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 "phi": terms.phi,
                 "kl": kl.sum(dim=1),
             }
-            results.add(micro_batch, entropies, values, kl.sum())
+            results.add(micro_batch, entropies, values, kl.sum(), bonus_entropy)
         return results.reduce(), mismatch
 
     def _summarize(
@@ -213,7 +216,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         metrics |= self.objective.token_metrics(num_tokens, *fractions, phi)
         if self.objective.kl_coef != 0:
             metrics["kl"] = results.kl / max(minibatch.num_tokens, 1)
-        return StepResult((policy_loss + kl_loss).item(), metrics)
+        return self._with_entropy_bonus(minibatch, (policy_loss + kl_loss).item(), metrics, results)
 
     def _mean_entropy(
         self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, timing: UpdateTiming

@@ -60,9 +60,12 @@ class TokenWeights:
     Attributes:
         num_values (`int`): Number of tensors that [`completion_values`] returns. If it is above 0, they are gathered
             over all completions and processes before the first backward pass, which may need an extra forward pass.
+        num_selected (`int`, *optional*): Number of tokens of the optimizer step with weight 1, if all others have
+            weight 0. The entropy bonus is then the mean over these tokens.
     """
 
     num_values = 0
+    num_selected: int | None = None
 
     def prepare(self, driver: "UpdateDriver", model: torch.nn.Module, minibatch: "Minibatch") -> None:
         """Prepare for an optimizer step, before its forward passes. `model` is the wrapped model."""
@@ -122,6 +125,7 @@ class HighEntropyTokens(TokenWeights):
         keeps = entropies >= least - 64 * np.finfo(entropies.dtype).eps * max(1.0, abs(least))
         highest = entropies[~keeps].max(initial=-math.inf)
         self.threshold = (entropies[keeps].min(initial=math.inf) + highest) / 2
+        self.num_selected = int(keeps.sum())
 
     def __call__(self, tokens: TokenValues) -> torch.Tensor:
         return (tokens.entropies >= self.threshold).to(tokens.logps.dtype)

@@ -72,6 +72,7 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "bounded by tokens": ({**HALF, "max_tokens_per_micro_batch": 30}, {}),
     "truncated and masked": ({**QUARTER, "mask_truncated_completions": True}, {"truncated": 0.4}),
     "snapshot, renewed": ({**QUARTER, "reference": "snapshot", "reference_reset_steps": 2, "max_steps": 4}, {}),
+    "entropy bonus, idle process": ({**HALF, "entropy_coef": 0.2, "max_steps": 4}, {"uniform_groups": 3}),
     "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
     "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),

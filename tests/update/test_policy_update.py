@@ -115,6 +115,8 @@ for size in (8, 4, 2, 1):  # times accumulation it stays 8, so every run learns 
 
 KL = {**TWO_UPDATES, "beta": 0.1}  # a mean over all tokens of the step, also over those of rows without a verdict
 for layout in ("whole", "split"):
+    bonus = {**TWO_UPDATES, "entropy_coef": 0.2, "group_layout": layout, **CHECKPOINTING}
+    TABLE[f"entropy bonus, {layout}"] = ({"unverifiable": 0.4, "tools": True}, bonus)
     TABLE |= {f"KL, {layout}, {u}": ({"unverifiable": u}, {**KL, "group_layout": layout}) for u in (0.0, 0.4)}
     moved = {"uniform_groups": 1, "edit": lambda generation, rows: rows[4:12] + rows[:4] + rows[12:]}
     TABLE[f"a uniform group keeps the divisor, {layout}"] = (moved, {"group_layout": layout, **TWO_UPDATES})
