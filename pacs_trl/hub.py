@@ -257,7 +257,7 @@ def build_card(
         base_model=base if is_hub_id(base) else None,
         datasets=[dataset] if is_hub_id(dataset) else None,
         library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-generation",
+        pipeline_tag=training.get("pipeline_tag", "text-generation"),
         tags=sorted({"trl", method.lower(), *papers, *training.get("tags", ())}),
         eval_results=model_index(results) if results else None,
         **license_of(str(given.get("model_name_or_path") or "")),

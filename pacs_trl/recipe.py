@@ -12,13 +12,13 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
-from transformers import AutoTokenizer
 from trl import ModelConfig
 
 from . import rewards
 from .data import DataArguments
 from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
+from .data.text_tokenizer import load_text_tokenizer
 from .rewards import VerificationArguments
 from .rollouts.checks import shared_turns_error
 from .rollouts.rollout_config import RolloutConfig
@@ -336,7 +336,7 @@ def load_tokenizer(recipe: Recipe, **kwargs: Any):
         check_task(task)
         return build_tokenizer(task in TOOL_TASKS)
     where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
-    return AutoTokenizer.from_pretrained(name, padding_side="left", **where, **kwargs)
+    return load_text_tokenizer(name, padding_side="left", **where, **kwargs)
 
 
 def reward_function(name: str) -> Callable:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from transformers import AutoTokenizer
 from trl import GRPOTrainer
 from trl.chat_template_utils import (
     add_response_schema,
@@ -21,6 +20,7 @@ from trl.chat_template_utils import (
 from trl.trainer.utils import get_callable_name
 
 from ..data.environments import environment_tools
+from ..data.text_tokenizer import load_text_tokenizer
 from ..data.tool_calls import readable_calls
 from ..rewards import run_python, shared_code_verifier, tool_function
 from ..rollouts.group_starts import GroupStarts
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 def load_tools(args: EvaluationArguments) -> tuple[Any, list[Callable]]:
     """Load the tokenizer, with the template that parses calls, and the tools. Raises a `ValueError` if a tool cannot
     be imported, or the chat template has no tools."""
-    tokenizer = AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    tokenizer = load_text_tokenizer(args.model, revision=args.revision)
     tools = [tool_function(name) for name in args.tools or []]
     if not supports_tool_calling(tokenizer):
         raise ValueError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")

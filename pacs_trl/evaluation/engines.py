@@ -10,12 +10,14 @@ caller can store each one. Reproducibility differs:
 """
 
 import gc
+import json
 import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 from ..data import check_chat_template_kwargs
@@ -44,10 +46,11 @@ class TransformersEngine:
     def load(cls, model: str, *, revision: str | None = None, dtype: str = "auto", **kwargs):
         """Load a checkpoint directory or a Hub id, on a GPU if there is one; `kwargs` go to the constructor."""
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model, revision=revision)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(model, revision=revision, dtype=dtype)
+        from ..data.text_tokenizer import load_text_tokenizer
+
+        tokenizer = load_text_tokenizer(model, revision=revision)
+        loaded: Any = _architecture(model, revision).from_pretrained(model, revision=revision, dtype=dtype)
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
@@ -86,7 +89,9 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, tokenizer = self.llm.llm_engine, self.llm.get_tokenizer()
+        from ..data.text_tokenizer import accepting_text
+
+        engine, tokenizer = self.llm.llm_engine, accepting_text(self.llm.get_tokenizer())
         for i, request in enumerate(requests):
             token_ids = tokenize_prompt(tokenizer, request.prompt, self.chat_template_kwargs)
             params = SamplingParams(
@@ -205,6 +210,20 @@ class ServerEngine:
             f"A request failed {len(self.waits_seconds) + 1} times, last with {reason}. Fix the server and run the "
             "same command again; stored samples are kept."
         )
+
+
+def _architecture(model: str, revision: str | None) -> Any:
+    """Return the class of transformers that loads a checkpoint or an adapter of one."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    base = model
+    if (adapter := find_adapter_config_file(model, revision=revision)) is not None:
+        base, revision = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"], None
+    reads_images = (
+        type(AutoConfig.from_pretrained(base, revision=revision)) in AutoModelForImageTextToText._model_mapping
+    )
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
 def identify_model(args: EvaluationArguments) -> dict[str, Any]:

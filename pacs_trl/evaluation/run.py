@@ -202,9 +202,9 @@ def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
 
 
 def _tokenizer(args: EvaluationArguments) -> Any:
-    from transformers import AutoTokenizer
+    from ..data.text_tokenizer import load_text_tokenizer
 
-    return AutoTokenizer.from_pretrained(args.model, revision=args.revision)
+    return load_text_tokenizer(args.model, revision=args.revision)
 
 
 def _check_messages(

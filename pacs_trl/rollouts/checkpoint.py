@@ -22,9 +22,9 @@ import torch.distributed.checkpoint as distributed_checkpoint
 import yaml
 from accelerate.utils import set_seed
 from peft import PeftConfig, PeftModel
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
-from transformers.utils import ADAPTER_CONFIG_NAME
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
@@ -352,6 +352,28 @@ def load_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Pa
 
 
 # Files --------------------------------------------------------------------------------------------------------------
+
+
+def load_converted_weights(model: Any, directory: Path) -> bool:
+    """
+    Load the weights of a checkpoint whose names or shapes are not those of the model in memory, and return whether
+    they are not. transformers converts the weights of some models when it reads and saves them, such as those of
+    Qwen2.5-VL and of mixtures of experts, and Trainer loads the files as they are, which leaves such a model as it
+    was.
+    """
+    file, index = directory / SAFE_WEIGHTS_NAME, directory / SAFE_WEIGHTS_INDEX_NAME
+    if file.is_file():
+        with safe_open(file, framework="pt") as weights:
+            names = set(weights.keys())
+    elif index.is_file():
+        names = set(json.loads(index.read_text())["weight_map"])
+    else:
+        return False
+    if names <= model.state_dict().keys():
+        return False
+    loaded = type(model).from_pretrained(directory, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict())
+    return True
 
 
 def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> str:

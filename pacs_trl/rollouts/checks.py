@@ -19,8 +19,7 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import httpx
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from .. import rewards
@@ -274,9 +273,10 @@ def check_loaded(model: Any, dataset: Any, args: RolloutConfig, has_tools: bool,
         targets = targets if isinstance(targets, set | list) else ()
         names = getattr(model.base_model, "targeted_module_names", [])
         if names and (missing := [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]):
+            where = "model" if model.config.get_text_config() is model.config else "language model"
             raise ValueError(
                 f"LoRA's target_modules (in a recipe: lora_target_modules) has {', '.join(sorted(missing))}, and the "
-                "model has no such module. Correct the name, or use all-linear."
+                f"{where} has no such module. Correct the name, or use all-linear."
             )
     needs_weights = args.fast_generation or args.generation_dtype or args.vllm_sync_adapter
     if needs_weights and (is_sharded or args.use_transformers_continuous_batching):
@@ -315,15 +315,8 @@ def name_of(model: str | PreTrainedModel) -> str:
     return model if isinstance(model, str) else get_config_model_id(model.config)
 
 
-def check_model_type(config: PreTrainedConfig, args: RolloutConfig, processing_class: Any) -> None:
-    """Raise a `ValueError` for an encoder-decoder, a model whose prompts may contain images or sound, and a mixture of
-    experts with an auxiliary loss."""
-    is_multimodal = config.model_type in PROCESSOR_MAPPING_NAMES or hasattr(config, "vision_config")
-    if isinstance(processing_class, ProcessorMixin) or (processing_class is None and is_multimodal):
-        raise ValueError(
-            f"Models that read images or sound ({config.model_type!r}) are not supported. Use a text model, or pass "
-            "the model's tokenizer as `processing_class` to train it on text alone."
-        )
+def check_model_type(config: PreTrainedConfig, args: RolloutConfig) -> None:
+    """Raise a `ValueError` for an encoder-decoder, and a mixture of experts with an auxiliary loss."""
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
     config, weight = config.get_text_config(), args.router_aux_loss_coef

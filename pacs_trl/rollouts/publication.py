@@ -17,6 +17,7 @@ from ..evaluation.provenance import training_facts
 from ..hub import LOG_FILE, README_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, kept_readme, push, write_card
 from ..redaction import without_secrets
 from .checkpoint import reporting_full_disk
+from .image_checkpoints import copy_processor_files
 
 
 class Publication:
@@ -50,6 +51,7 @@ class Publication:
                 (directory / README_FILE).write_bytes(readme)
             if is_final or not _internal_call:  # in checkpoints Trainer writes it last
                 self.state.save_to_json(str(directory / LOG_FILE))
+            copy_processor_files(self._processor_files, directory)
             self._describe_model(directory)
         if self.args.push_to_hub and not _internal_call:
             self.upload(directory, "Model save")
@@ -60,6 +62,8 @@ class Publication:
         tags = sorted({*(self.model.model_tags or ()), *card_facts.get("tags", ())})
         facts = training_facts(self.accelerator.num_processes) | {"method_name": self._name, "paper": self._paper}
         facts |= card_facts | {"tags": tags}
+        if self._has_language_model_inside:
+            facts["pipeline_tag"] = "image-text-to-text"
         if self.recipe is None:
             facts["settings"] = without_secrets(self._settings_from_python())
         else:

@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
+from peft import PeftModel
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOTrainer
@@ -168,7 +169,18 @@ class ResumableTrainer(GRPOTrainer):
             self._saved_step = self.state.global_step
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        if self._load_converted_weights(resume_from_checkpoint):
+            return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
             # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)
+
+    def _load_best_model(self):
+        if not self._load_converted_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_converted_weights(self, directory: str) -> bool:
+        loads_files_of_model = not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+        is_whole_model = loads_files_of_model and not isinstance(self.model, PeftModel)
+        return is_whole_model and checkpoint.load_converted_weights(self.model, Path(directory))

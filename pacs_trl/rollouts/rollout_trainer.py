@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -31,7 +32,7 @@ from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from . import checkpoint, checks, completion_columns, model_checks
+from . import checkpoint, checks, completion_columns, image_checkpoints, model_checks, mxfp4
 from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
@@ -85,12 +86,21 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
-        checks.check_model_type(checks.config_of(model, args), args, arguments["processing_class"])
+        config, name = checks.config_of(model, args), checks.name_of(model)
+        checks.check_model_type(config, args)
+        mxfp4.check_mxfp4(model, config, args, arguments)
+        self._has_language_model_inside = image_checkpoints.has_language_model_inside(config)
+        if self._has_language_model_inside:
+            image_checkpoints.prepare_for_text(model, config, name, args, arguments)
         self._longest_sequence = checks.check_lengths(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
-        peft_config = arguments["peft_config"]
+        model, peft_config = mxfp4.dequantized(model, config, args, arguments), arguments["peft_config"]
         with engine_with_lora(args, model, peft_config), reference_from_memory(model, args, peft_config):
             super().__init__(model, args=args, **arguments)
+        self._processor_files: list[Path] = []  # copied to saved models
+        if self._has_language_model_inside:
+            image_checkpoints.freeze_outside_language_model(self.model)
+            self._processor_files = image_checkpoints.processor_files(name, args)
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`

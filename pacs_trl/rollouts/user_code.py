@@ -13,6 +13,7 @@ from torch import nn
 
 from ..data.tool_calls import safe_tools
 from ..errors import without_exit
+from .image_checkpoints import context_of_language_model
 from .interruption import Interrupted, call_or_stop, interruptible_function, stop_if_interrupted
 from .reward_functions import never_exiting
 from .rollout_output import checked_output
@@ -40,7 +41,8 @@ class UserCode:
     def _tool_call_loop(self, *args):
         self._sync_tool_dicts = [stoppable_tools(tools, self._is_vlm) for tools in self._sync_tool_dicts]
         self._async_tool_dicts = [stoppable_tools(tools, self._is_vlm) for tools in self._async_tool_dicts]
-        return call_or_stop(super()._tool_call_loop, *args)
+        with context_of_language_model(self.model.config):
+            return call_or_stop(super()._tool_call_loop, *args)
 
     def _call_reward_functions(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
         """Return the rewards `(B, F)` of all processes. Raises [`Stopped`] on all of them if a signal interrupted a

@@ -1,0 +1,120 @@
+"""Small random checkpoints that read images and text, with their tokenizers and processors."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from seeds import shifted
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from pacs_trl.miniature.tokenizer import build_tokenizer
+
+
+# Tokens of the processors, and the text around an image in a prompt.
+IMAGE_TOKENS = {
+    "qwen2_5_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+    "qwen3_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+    "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
+    "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"],
+    "smolvlm": ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"],
+    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+}
+PLACEHOLDERS = {
+    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma3": "<start_of_image>",
+    "idefics3": "<image>",
+    "smolvlm": "<image>",
+    "mistral3": "[IMG]",
+}
+
+# Templates of which some know only lists of blocks.
+_TEXT_OR_BLOCKS = "{%- if message.content is string %}{{ message.content }}{%- else %}BLOCKS{%- endif %}"
+_BLOCKS = (
+    "{%- for block in message.content %}{%- if block.type == 'image' %}PLACEHOLDER"
+    "{%- elif block.type == 'text' %}{{ block.text }}{%- endif %}{%- endfor %}"
+)
+_TEMPLATE = (
+    "{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}CONTENT{{ '<|im_end|>\\n' }}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{%- endif %}"
+)
+
+
+def image_tokenizer(model_type: str, *, only_blocks: bool = False) -> PreTrainedTokenizerFast:
+    """The tokenizer of the miniature models with the tokens of a processor."""
+    tokenizer = build_tokenizer()
+    tokens = IMAGE_TOKENS[model_type]
+    tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+    names = {"image_token": next(token for token in tokens if "image" in token.lower() or token == "[IMG]")}
+    if model_type.startswith("qwen"):
+        names = {"image_token": tokens[1], "video_token": tokens[3], "vision_start_token": tokens[0]}
+        names |= {"vision_end_token": tokens[2]}
+    if model_type == "gemma3":
+        names = {"boi_token": tokens[0], "image_token": tokens[1], "eoi_token": tokens[2]}
+    if model_type in ("idefics3", "smolvlm"):
+        names = {"fake_image_token": tokens[0], "image_token": tokens[1], "global_image_token": tokens[2]}
+    for name, token in names.items():
+        setattr(tokenizer, name, token)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    blocks = _BLOCKS.replace("PLACEHOLDER", "{{ '" + PLACEHOLDERS[model_type] + "' }}")
+    content = blocks if only_blocks else _TEXT_OR_BLOCKS.replace("BLOCKS", blocks)
+    tokenizer.chat_template = _TEMPLATE.replace("CONTENT", content)
+    return tokenizer
+
+
+def image_config(model_type: str, tokenizer: PreTrainedTokenizerFast, **text: Any) -> Any:
+    """A configuration with two layers for text and one or two for images of 28 x 28 pixels."""
+    ids = tokenizer.convert_tokens_to_ids(IMAGE_TOKENS[model_type])
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512}
+    sizes |= {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    vision: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "image_size": 28}
+    vision |= {"num_attention_heads": 2, "patch_size": 14}
+    more: dict[str, Any] = {}
+    if model_type.startswith("qwen"):
+        rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+        sizes |= {"rope_parameters": rope}
+        vision = {"depth": 2, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "patch_size": 7}
+        vision |= {"out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2}
+        more = {"image_token_id": ids[1], "video_token_id": ids[3], "vision_start_token_id": ids[0]}
+        more |= {"vision_end_token_id": ids[2]}
+        if model_type == "qwen2_5_vl":
+            vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
+        else:
+            vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    if model_type == "gemma3":
+        sizes |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        more = {"mm_tokens_per_image": 4, "boi_token_index": ids[0], "image_token_index": ids[1]}
+        more |= {"eoi_token_index": ids[2], "image_token_id": ids[1]}
+    if model_type in ("idefics3", "smolvlm"):
+        sizes |= {"model_type": "llama"}
+        more = {"image_token_id": ids[1], "scale_factor": 2}
+    if model_type == "mistral3":
+        sizes |= {"model_type": "mistral", "sliding_window": None}
+        vision |= {"model_type": "pixtral", "head_dim": 16}
+        more = {"image_token_index": ids[0], "spatial_merge_size": 2}
+    return AutoConfig.for_model(model_type, text_config=sizes | text, vision_config=vision, **more)
+
+
+def image_model(model_type: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **text: Any) -> Any:
+    """A model of [`image_config`] in float32, with weights far from zero."""
+    config = image_config(model_type, tokenizer, **text)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(shifted(seed))
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").float()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.normal_(0, 0.1)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model
+
+
+def save_checkpoint(model_type: str, directory: Path, *, only_blocks: bool = False) -> str:
+    """Save a model with its tokenizer, and the file of an image processor."""
+    tokenizer = image_tokenizer(model_type, only_blocks=only_blocks)
+    image_model(model_type, tokenizer).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    (Path(directory) / "preprocessor_config.json").write_text('{"image_processor_type": "Some", "do_resize": true}')
+    return str(directory)
