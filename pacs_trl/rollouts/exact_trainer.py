@@ -303,13 +303,15 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
         rollouts = self.without_repeated(gather_object(unpad_rollouts(inputs)))
-        if self.num_generations_eval < 2 and self.update.needs_several_completions:
-            return torch.tensor(0.0, device=self.args.device)
         minibatch = self.update.schedule_evaluation(rollouts)
         self.store_reference_logps(model, minibatch)
         self.update.entropy_coef = self._effective_entropy_coef()
         result = self.update.evaluate(model, minibatch, policy_is_reference=self.policy_is_reference())
-        self.record_metrics(result.metrics)
+        metrics = result.metrics
+        if self.num_generations_eval == 1 and self.update.needs_several_completions:
+            # Without groups the loss is 0, and entropy and KL are defined.
+            metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        self.record_metrics(metrics)
         return torch.tensor(result.loss, device=self.args.device)
 
     # Entropy bonus --------------------------------------------------------------------------------------------------
