@@ -176,7 +176,7 @@ class GRPOTrainer(ExactUpdateTrainer):
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
         advantages = self.advantages(batch, num_generations)
         if advantages is not None:
-            first = self.accelerator.process_index * len(inputs)
+            first = self.first_row(len(inputs))
             batch["advantages"] = advantages[first : first + len(inputs)]
             self._log_advantages(advantages.tolist())
         return batch

@@ -32,13 +32,15 @@ from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference
 from ..update.rollout import Rollout, unpad_rollouts
+from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
+from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
 from .late_batches import LateBatches
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .sources import RolloutSource
+from .uneven_shares import UnevenSampler, UnevenShares
 
 
 @dataclass(frozen=True)
@@ -233,11 +235,40 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
         self._store_logps_for_later_updates()
 
+    def _uneven_shares(self) -> UnevenShares | None:
+        """Return how processes share a generation batch, with `completions_per_step`."""
+        step = Step.of(self.args, self.accelerator.num_processes)
+        if step.completions_per_step is None:
+            return None
+        num_slots = step.per_device_train_batch_size * step.steps_per_generation
+        return UnevenShares(step.completions_per_generation, step.num_processes, num_slots)
+
+    def _get_train_sampler(self, dataset=None):
+        shares, args = self._uneven_shares(), self.args
+        if shares is None:
+            return super()._get_train_sampler(dataset)
+        sampler = UnevenSampler(
+            shares,
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=shares.num_completions // self.num_generations,
+            repeat_count=self.num_iterations * args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=args.seed,
+        )
+        return EpochSampler(sampler, lambda: int(self.state.epoch or 0))
+
     def _generate_rollouts(self, inputs) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
         if self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
-        rollouts = unpad_rollouts(self._generate_and_score_completions(inputs))
+        self._shares = self._uneven_shares()
+        if self._shares is not None:
+            inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
+        try:
+            rollouts = unpad_rollouts(self._generate_and_score_completions(inputs))
+        finally:
+            self._shares = None
         if self.args.rollout_lag and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
