@@ -166,7 +166,7 @@ class PACSTrainer(ExactUpdateTrainer):
             args.score_estimator,
             args.class_weighting,
             args.actor_term_coef,
-            kl_coef=args.beta,
+            kl_coef=self.beta,
         )
 
     def create_update(self) -> PolicyUpdate:

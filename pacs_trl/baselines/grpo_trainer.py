@@ -123,14 +123,15 @@ class GRPOTrainer(ExactUpdateTrainer):
     args: GRPOConfig
     _config_class: type = GRPOConfig
     update_class = RatioUpdate
+    has_advantages = True
+    live_attributes = ("beta", "epsilon_low", "epsilon_high")
 
     def create_objective(self) -> RatioObjective:
         args = self.args
-        epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
         if args.loss_type == "cispo":  # its bound is a cap, not a distance from 1
-            lower_bound, upper_bound = -math.inf, epsilon_high
+            lower_bound, upper_bound = -math.inf, self.epsilon_high
         else:
-            lower_bound, upper_bound = 1 - args.epsilon, 1 + epsilon_high
+            lower_bound, upper_bound = 1 - self.epsilon_low, 1 + self.epsilon_high
         mismatch = self._mismatch if self.corrects_mismatch and args.loss_type == "vespo" else None
         has_later_updates = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
         ratios_differ_from_1 = has_later_updates or args.rollout_lag > 0 or mismatch is not None
@@ -145,7 +146,7 @@ class GRPOTrainer(ExactUpdateTrainer):
                 vespo_k=(args.vespo_k_pos, args.vespo_k_neg),
                 vespo_lambda=(args.vespo_lambda_pos, args.vespo_lambda_neg),
             ),
-            kl_coef=args.beta,
+            kl_coef=self.beta,
             bias_correction=args.use_bias_correction_kl,
             max_completion_length=args.max_completion_length,
             off_policy_threshold=args.off_policy_mask_threshold,
@@ -168,15 +169,15 @@ class GRPOTrainer(ExactUpdateTrainer):
 
     def advantages(self, batch: dict[str, Any], num_generations: int) -> torch.Tensor | None:
         """Return the advantages of the completions of all processes, `(B,)`, from the rewards in `self._labels`, or
-        `None` to use those that TRL computed. An evaluation may have `num_generations=1`."""
+        `None` to use those that TRL computed."""
         return None
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = self.advantages(batch, num_generations)
+        advantages = self.advantages(batch, num_generations) if num_generations > 1 else None
         if advantages is not None:
-            first = self.first_row(len(inputs))
+            first = self.accelerator.process_index * len(inputs)
             batch["advantages"] = advantages[first : first + len(inputs)]
             self._log_advantages(advantages.tolist())
         return batch

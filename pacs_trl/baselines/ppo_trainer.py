@@ -87,6 +87,7 @@ class ActorCriticTrainer(RolloutTrainer):
     args: ActorCriticConfig
     _critic_has_values = False  # whether the critic has one output per token instead of logits
     _equal_settings = ("world_size",)
+    optimizer_settings = ("learning_rate",)  # the optimizer of the critic is created with the trainer
 
     def _prepare_learning(self) -> None:
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:

@@ -67,7 +67,7 @@ class REALTrainer(ExactUpdateTrainer):
     _paper = {"title": "Rewards as Labels: Revisiting RLVR from a Classification Perspective", "id": "2602.05630"}
 
     def create_objective(self) -> GroupObjective:
-        return AutogradObjective(self.args.group_loss, self.args.tau, self.args.beta)
+        return AutogradObjective(self.args.group_loss, self.args.tau, self.beta)
 
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)

@@ -26,9 +26,9 @@ class RLOOTrainer(GRPOTrainer):
     _paper = trl.RLOOTrainer._paper
 
     def create_objective(self) -> RatioObjective:
-        args = self.args
-        epsilon_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
-        return SurrogateObjective(surrogate.RatioLoss("rloo", "completion", 1 - args.epsilon, 1 + epsilon_high))
+        return SurrogateObjective(
+            surrogate.RatioLoss("rloo", "completion", 1 - self.epsilon_low, 1 + self.epsilon_high)
+        )
 
     @property
     def corrects_mismatch(self) -> bool:
@@ -40,8 +40,6 @@ class RLOOTrainer(GRPOTrainer):
             rewards = rewards.clamp(*self.args.reward_clip_range)
         if self.beta != 0:
             rewards = rewards - self.beta * self._sequence_kl(unpad_rollouts(batch))
-        if num_generations == 1:  # nothing to compare with
-            return None
         normalize = self.args.normalize_advantages
         return rloo_advantages(rewards, num_generations=num_generations, normalize=normalize)
 

@@ -192,8 +192,11 @@ def fixed_settings(args: Any) -> dict[str, Any]:
 
 
 def check_fixed(trainer: Any) -> None:
-    """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed."""
+    """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed. Those of the
+    optimizer may change until it is created."""
     now, remedy = fixed_settings(trainer.args), "construct a new trainer with these settings"
+    if trainer.optimizer is None:
+        trainer._fixed_settings |= {name: now[name] for name in trainer.optimizer_settings}
     check_same_settings("The trainer", trainer._fixed_settings, now, kind="trainer", remedy=remedy)
 
 

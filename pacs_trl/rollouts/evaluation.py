@@ -135,11 +135,9 @@ class BenchmarkEvaluation:
             self._evaluated_rows += rows[: self._evaluation.num_counted]
         return loss, logits, labels
 
-    def _calculate_rewards(self, *args):
-        rewards_per_func = super()._calculate_rewards(*args)
+    def _receive_rewards(self, rewards_per_func) -> None:
         if not self.model.training:
             self._evaluation.add_rewards(rewards_per_func)
-        return rewards_per_func
 
     def without_repeated(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts of an evaluation batch of all processes without those of repeated prompts."""

@@ -31,16 +31,25 @@ from ..update.minibatch import Minibatch, UpdateTiming, split_into_minibatches
 from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference
-from ..update.rollout import Rollout, unpad_rollouts
-from ..update.step_sizes import Step
+from ..update.rollout import Rollout
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
-from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
+from . import checkpoint
+from .checkpoint import load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
 from .late_batches import LateBatches
+from .overrides import check_batch, check_overrides
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .sources import RolloutSource
-from .uneven_shares import UnevenSampler, UnevenShares
+
+
+# Attributes that TRL's trainer copies from settings, that callbacks change, and that its loss or generation reads.
+COPIED_SETTINGS = (
+    *("beta", "epsilon_low", "epsilon_high", "loss_type", "importance_sampling_level", "top_entropy_quantile"),
+    *("off_policy_mask_threshold", "num_generations", "num_iterations", "max_completion_length", "temperature"),
+    *("top_p", "top_k", "min_p", "repetition_penalty"),
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+)
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,9 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     late_rollout: Callable | None = None  # an asynchronous `rollout_func`
     update_class: type[PolicyUpdate] = GroupLossUpdate
+    has_advantages = False  # whether the objective reads the advantages of rollouts
+    # Attributes of TRL's trainer, copies of settings, that `create_objective` reads: they may change during a run.
+    live_attributes: tuple[str, ...] = ("beta",)
     # Logged metrics that show why a gradient is not finite.
     divergence_metrics: tuple[str, ...] = ("grad_norm", "entropy")
     _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite", "entropy_coef", "_last_world_entropy")
@@ -129,12 +141,7 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
-        for name in ("compute_loss", "_compute_loss", "_get_per_token_logps_and_entropies"):
-            if getattr(type(self), name) is not getattr(ExactUpdateTrainer, name):
-                raise ValueError(
-                    f"{type(self).__name__} overrides {name}, which the exact update does not call in training. "
-                    "Override `create_objective` (docs/method.md), or derive from TRL's trainer."
-                )
+        check_overrides(self, ExactUpdateTrainer)
         corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
         if corrects and not (args.use_vllm or args.rollout_lag or arguments["rollout_func"]):
             raise ValueError(
@@ -152,10 +159,15 @@ class ExactUpdateTrainer(RolloutTrainer):
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
     def _prepare_learning(self) -> None:
+        self._copied_settings = {name: getattr(self, name) for name in COPIED_SETTINGS}
         self._keeps_generating_policy = self.args.keeps_generating_policy
         self.update = self.create_update()
         self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
+
+    def _prepare_for_training(self, *args):
+        check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
+        return super()._prepare_for_training(*args)
 
     @property
     def _mismatch(self) -> Mismatch:
@@ -174,6 +186,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         started = time.perf_counter()
         self._enter_training(model)
         self._check_entropy_coef()
+        self._follow_changed_settings()
 
         # 1. Generate and grade a generation batch, and split it into minibatches.
         if self._at_generation_boundary():
@@ -203,6 +216,27 @@ class ExactUpdateTrainer(RolloutTrainer):
             self._current_train_step_time = 0.0
         return torch.tensor(loss, device=self.args.device)
 
+    def _follow_changed_settings(self) -> None:
+        """Renew the objective if a callback has changed an attribute that it reads. Raises a [`FailedRun`] if it has
+        changed one that nothing reads anew, and a `ValueError` for a setting in `args`."""
+        checkpoint.check_fixed(self)
+        values = {name: getattr(self, name) for name in COPIED_SETTINGS}
+        changed = [name for name, value in values.items() if value != self._copied_settings[name]]
+        if not changed:
+            return
+        for name in changed:
+            before, value = self._copied_settings[name], values[name]
+            loads_reference = name == "beta" and (before == 0 or value == 0)
+            if name not in self.live_attributes or loads_reference:
+                raise FailedRun(
+                    f"trainer.{name} was changed from {before!r} to {value!r} after the trainer was constructed, and "
+                    f"{self._name} reads it then"
+                    + (" to decide whether there is a reference" if loads_reference else "")
+                    + ". Construct a new trainer with the setting, or use TRL's trainer."
+                )
+        self._copied_settings = values
+        self.update.objective = self.create_objective()
+
     def _enter_training(self, model) -> None:
         """Do what Trainer does at the start of a training step."""
         model.train()
@@ -211,12 +245,6 @@ class ExactUpdateTrainer(RolloutTrainer):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
-
-    def _prepare_inputs(self, generation_batch):
-        """Generate and grade an evaluation batch. In training, `training_step` does both."""
-        if self.model.training:
-            return generation_batch
-        return self._generate_and_score_completions(generation_batch)
 
     def _generate_minibatches(self, inputs) -> None:
         num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
@@ -235,40 +263,11 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
         self._store_logps_for_later_updates()
 
-    def _uneven_shares(self) -> UnevenShares | None:
-        """Return how processes share a generation batch, with `completions_per_step`."""
-        step = Step.of(self.args, self.accelerator.num_processes)
-        if step.completions_per_step is None:
-            return None
-        num_slots = step.per_device_train_batch_size * step.steps_per_generation
-        return UnevenShares(step.completions_per_generation, step.num_processes, num_slots)
-
-    def _get_train_sampler(self, dataset=None):
-        shares, args = self._uneven_shares(), self.args
-        if shares is None:
-            return super()._get_train_sampler(dataset)
-        sampler = UnevenSampler(
-            shares,
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=shares.num_completions // self.num_generations,
-            repeat_count=self.num_iterations * args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=args.seed,
-        )
-        return EpochSampler(sampler, lambda: int(self.state.epoch or 0))
-
     def _generate_rollouts(self, inputs) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
         if self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
-        self._shares = self._uneven_shares()
-        if self._shares is not None:
-            inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
-        try:
-            rollouts = unpad_rollouts(self._generate_and_score_completions(inputs))
-        finally:
-            self._shares = None
+        rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
         if self.args.rollout_lag and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
@@ -329,20 +328,24 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
-        return None, None, None
+        if self._asks_for_logps:
+            return None, None, None
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def unpad_rollouts(self, batch: dict) -> list[Rollout]:
+        check_batch(self, batch, self._advantages, has_advantages=self.has_advantages)
+        return super().unpad_rollouts(batch)
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
-        rollouts = self.without_repeated(gather_object(unpad_rollouts(inputs)))
+        rollouts = self.without_repeated(gather_object(self.unpad_rollouts(inputs)))
+        if self.num_generations_eval < 2 and self.update.needs_several_completions:
+            return torch.tensor(0.0, device=self.args.device)
         minibatch = self.update.schedule_evaluation(rollouts)
         self.store_reference_logps(model, minibatch)
         self.update.entropy_coef = self._effective_entropy_coef()
         result = self.update.evaluate(model, minibatch, policy_is_reference=self.policy_is_reference())
-        metrics = result.metrics
-        if self.num_generations_eval == 1 and self.update.needs_several_completions:
-            # Without groups the loss is 0, and entropy and KL are defined.
-            metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
-        self.record_metrics(metrics)
+        self.record_metrics(result.metrics)
         return torch.tensor(result.loss, device=self.args.device)
 
     # Entropy bonus --------------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ class ResumableTrainer(GRPOTrainer):
 
     # Settings that must be equal in a run that resumes, besides those of checkpoint_settings.yaml.
     _equal_settings: tuple[str, ...] = ()
+    # Settings that are read when the optimizer is created, which is at the start of training.
+    optimizer_settings: tuple[str, ...] = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     # Attributes that are saved in checkpoints, in addition to completions.
     _saved_attributes: tuple[str, ...] = (
         *("_step", "_num_generated_batches", "_num_groups", "_unrewarded", "_data_position", "_prompt_date"),

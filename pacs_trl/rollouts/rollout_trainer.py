@@ -8,8 +8,8 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
@@ -40,6 +40,7 @@ from .generation_keys import check_generation_config, end_token_ids
 from .group_starts import GroupStarts
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
+from .overrides import replaced
 from .publication import Publication
 from .resumable_trainer import ResumableTrainer
 from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result, with_truncated
@@ -47,7 +48,6 @@ from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
 from .timing import StepTimer
-from .uneven_shares import UnevenShares
 from .user_code import UserCode
 
 
@@ -147,15 +147,15 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         shorten_console(self.callback_handler.callbacks)
         self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)
-        self.add_callback(NoSignalCallback())
+        self.add_callback(NoSignalCallback(self._name))
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             checks.check_golds(self.train_dataset)
-        self._shares: UnevenShares | None = None  # of the generation batch that is generated, if they are uneven
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
         self._has_warned_of_starts = False
+        self._asks_for_logps = False  # whether TRL does, between generation and rewards
         if self.use_vllm:
             self.vllm_generation = Engine(self)
         if self.rollout_func is not None:
@@ -225,29 +225,49 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         has_environments = self.environment_factories is not None
         # Of a stream, or of a dataset given to `evaluate`.
         checks.check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
-        rows = self.first_row(len(inputs)) + torch.arange(len(inputs))  # indices over all processes
+        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
         groups = self._next_groups(rows)
         if has_environments:
             self._group_starts.begin(groups.tolist(), [self._seed_of_group(group) for group in groups.tolist()])
         if self.model.training:
-            beside = self.accelerator.process_index % self.args.vllm_tensor_parallel_size  # in the engine's group
-            first = self.first_row(len(inputs)) - beside * len(inputs)
-            self._request_seeds.begin_batch(self._num_generated_batches, first)
+            self._request_seeds.begin_batch(self._num_generated_batches)
             self._num_generated_batches += 1
-        gathering = nullcontext() if self._shares is None else self._shares.gathering(self.accelerator)
-        with self.timer.part("other"), gathering:
+        self._extra_of_completions = None
+        self._num_graded = len(inputs)
+        with self.timer.part("other"), self._following_overrides():
             batch = super()._generate_and_score_completions(inputs)
         if has_environments:
             self._record_starts()
+        self._advantages = batch["advantages"].clone()
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
-        if self._shares is not None:  # TRL takes those of another process
-            advantages = list(self._logs["advantages"])[-self._shares.num_completions :]
-            batch["advantages"] = torch.tensor(advantages, device=self.accelerator.device)[rows]
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = groups
         if self._extra_of_completions is not None:
             batch["extra"] = self._extra_of_completions
         return batch
+
+    @contextmanager
+    def _following_overrides(self) -> Iterator[None]:
+        """Follow TRL's method through what it calls, which subclasses may override: rewards are those that the last of
+        them returns, and between generation and rewards TRL asks for log-probs that the update computes itself."""
+        generate, calculate_rewards = self._generate, self._calculate_rewards
+
+        def generate_completions(prompts):
+            generated = generate(prompts)
+            self._asks_for_logps = True
+            return generated
+
+        def calculate_final_rewards(*args):
+            self._asks_for_logps = False
+            rewards_per_func = calculate_rewards(*args)
+            self._receive_rewards(rewards_per_func)
+            return rewards_per_func
+
+        with replaced(self, _generate=generate_completions, _calculate_rewards=calculate_final_rewards):
+            try:
+                yield
+            finally:
+                self._asks_for_logps = False
 
     def _next_groups(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the group of each completion of this process, and count the groups. `rows` are the positions of the
@@ -255,8 +275,6 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         if self._continued_groups is not None:
             return torch.tensor(self._continued_groups)
         num_completions = len(rows) * self.accelerator.num_processes
-        if self._shares is not None:
-            num_completions = self._shares.num_completions
         if self.model.training:
             groups = self._num_groups + rows // self.num_generations
             self._num_groups += num_completions // self.num_generations
@@ -290,11 +308,6 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
                 "**kwargs)`."
             )
 
-    def first_row(self, num_rows: int) -> int:
-        """Return the index of the first of this process's `num_rows` completions among those of all processes."""
-        process = self.accelerator.process_index
-        return process * num_rows if self._shares is None else self._shares.first(process)
-
     def generate_more(
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
     ) -> list[Rollout]:
@@ -318,6 +331,10 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         finally:
             self.num_generations, self.num_generations_eval = before
             self._continued_groups = None
+        return self.unpad_rollouts(batch)
+
+    def unpad_rollouts(self, batch: dict[str, Any]) -> list[Rollout]:
+        """Return the completions of what `_generate_and_score_completions`, or an override of it, returned."""
         return unpad_rollouts(batch)
 
     def _tokenize_prompts(self, prompts):
@@ -397,22 +414,25 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
     # Rewards --------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
-        self._extra_of_completions = None
-        self._num_graded = len(completions)
         with self.timer.part("verification"):
             rewards_per_func = self._call_reward_functions(inputs, prompts, completions, completion_ids_list)
         completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))
+        return rewards_per_func
+
+    def _receive_rewards(self, rewards_per_func: torch.Tensor) -> None:
+        """Compute labels from the rewards `(B, F)` of the completions of all processes, after all overrides."""
+        super()._receive_rewards(rewards_per_func)
         self._labels = self._compute_labels(rewards_per_func)
         if self.model.training and self._unrewarded is not None:
             self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
             if self._unrewarded == _MOST_UNREWARDED:
                 self._stop_without_rewards()
-        return rewards_per_func
 
     def _stop_without_rewards(self) -> NoReturn:
+        numbers = "numbers in [0, 1]" if self.args.rewards_are_labels else "numbers"
         raise FailedRun(
             f"The reward functions ({', '.join(self.reward_func_names)}) returned None for every completion of the "
-            f"first {self._unrewarded} generation batches, so nothing has been learned. Return numbers in [0, 1], and "
+            f"first {self._unrewarded} generation batches, so {self._name} has learned nothing. Return {numbers}, and "
             "check the columns that the functions read."
         )
 
@@ -481,6 +501,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         return prepared
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        checkpoint.check_fixed(self)
         with self.timer.part("update"):
             return super().training_step(model, inputs, num_items_in_batch)
 

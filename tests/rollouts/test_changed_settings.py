@@ -6,7 +6,7 @@ from replay import Replay, addition_dataset, build_trainer
 
 FIXED = {"pacs_beta": 2.0, "class_weighting": "none", "score_estimator": "dr_grpo", "reference": "snapshot"}
 FIXED |= {"group_layout": "split", "temperature": 0.7, "num_iterations": 2, "num_generations": 8, "seed": 1}
-FIXED |= {"max_completion_length": 4, "beta": 0.1, "reward_weights": [0.5], "learning_rate": 0.5}
+FIXED |= {"max_completion_length": 4, "beta": 0.1, "reward_weights": [0.5], "optim": "adamw_torch"}
 FIXED |= {"generation_kwargs": {"min_new_tokens": 2}, "per_device_train_batch_size": 16}
 FIXED |= {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "report_to": ["tensorboard"]}
 
