@@ -1,7 +1,19 @@
 """Benchmarks of speed, memory, and precision. Run `make bench` or `python -m benchmarks.NAME`."""
 
+import json
+import os
 from collections.abc import Sequence
 from typing import Any
+
+
+ROWS_FILE = "PACS_TRL_ROWS_FILE"  # environment variable with the name of a file
+
+
+def record_row(row: dict[str, Any]) -> None:
+    """Append a row to the JSON lines file of `make gpu-check`, so that it is reported even if the run is killed."""
+    if file := os.environ.get(ROWS_FILE):
+        with open(file, "a", encoding="utf-8") as rows:
+            rows.write(json.dumps(row) + "\n")
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:

@@ -32,11 +32,35 @@ RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
 
 
 class TRLTrainer(trl.GRPOTrainer):
-    """TRL's trainer, whose optimizer steps are timed as those of this package; all but the optimizer is "other"."""
+    """TRL's trainer, with the parts of its steps timed as those of this package."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.add_callback(rollout_trainer.StepTimer(lambda name, value: self._metrics["train"][name].append(value)))
+        self.timer = rollout_trainer.StepTimer(lambda name, value: self._metrics["train"][name].append(value))
+        self.add_callback(self.timer)
+        if self.use_vllm:
+            sync_weights = self.vllm_generation.sync_weights
+            self.vllm_generation.sync_weights = lambda: self._timed("weight_sync", sync_weights)
+
+    def _timed(self, part, function, *args, **kwargs):
+        with self.timer.part(part):
+            return function(*args, **kwargs)
+
+    def training_step(self, *args, **kwargs):
+        return self._timed("update", super().training_step, *args, **kwargs)
+
+    def _generate_and_score_completions(self, inputs):
+        return self._timed("other", super()._generate_and_score_completions, inputs)
+
+    def _generate(self, prompts):
+        return self._timed("generation", super()._generate, prompts)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        return self._timed("verification", super()._calculate_rewards, *args, **kwargs)
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        part = "update" if torch.is_grad_enabled() else "log_probs"
+        return self._timed(part, super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
 
 TRAINERS = {"trl_grpo": rollout_trainer.RolloutTrainer, "trl": TRLTrainer}

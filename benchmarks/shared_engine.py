@@ -1,15 +1,17 @@
 """Shared vLLM engine for all trainers of a process, because starting one takes longer than a short training run."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from trl.generation import vllm_generation
 
 
-def share_engine(device: str, dtype: str) -> None:
-    """Let all trainers of this process share one engine of this dtype. Each sends its weights before it generates."""
+def share_engine(device: str, dtype: str, **settings: Any) -> None:
+    """Let all trainers of this process share one engine of this dtype, with further `settings` of vLLM's `LLM`. Each
+    trainer sends its weights before it generates."""
     engine_class, started = vllm_generation.LLM, []
-    settings = {"dtype": dtype} | ({"enforce_eager": True} if device == "cpu" else {})
+    settings |= {"dtype": dtype} | ({"enforce_eager": True} if device == "cpu" else {})
 
     def engine(**kwargs):
         if not started:

@@ -36,6 +36,13 @@ class ExactUpdateConfig(RolloutConfig):
         '`"auto"` packs the completions of a micro-batch where model and attention allow it, and pads '
         'otherwise; `"never"` pads, for tests.',
     )
+    completions_per_step: int | None = setting(
+        None,
+        "Completions of an optimizer step over all processes, which may get unequal shares; by default "
+        "`per_device_train_batch_size` x processes x `gradient_accumulation_steps`, which must not be less. For a run "
+        "that continues on a number of processes that does not divide it.",
+        least=1,
+    )
     max_non_finite_steps: int = setting(
         3,
         "Optimizer steps in a row with a gradient norm that is not finite after which training stops. Each "
@@ -55,6 +62,12 @@ class ExactUpdateConfig(RolloutConfig):
                 f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}. Set a "
                 "larger maximum, or a smaller minimum."
             )
+        if self.completions_per_step and (self.rollout_lag or (self.use_vllm and self._shares_engine)):
+            errors.append(
+                f"completions_per_step={self.completions_per_step} divides a generation batch unevenly, which a vLLM "
+                "server, vllm_tensor_parallel_size above 1, and rollout_lag do not support. Launch a number of "
+                "processes that divides it, and remove the key."
+            )
         room, longest = self.max_tokens_per_micro_batch, self.max_completion_length or 0
         if room is not None and room <= longest:
             errors.append(
@@ -62,6 +75,10 @@ class ExactUpdateConfig(RolloutConfig):
                 f"{longest} tokens. Raise it to their sum, or lower max_completion_length."
             )
         return errors
+
+    @property
+    def _shares_engine(self) -> bool:
+        return self.vllm_mode == "server" or self.vllm_tensor_parallel_size > 1
 
 
 @dataclass

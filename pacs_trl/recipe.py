@@ -20,7 +20,9 @@ from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
 from .data.text_tokenizer import load_text_tokenizer
 from .rewards import VerificationArguments
+from .rollouts.checkpoint_files import last_checkpoint
 from .rollouts.checks import shared_turns_error
+from .rollouts.process_count import read_saved_run
 from .rollouts.rollout_config import RolloutConfig
 from .settings import did_you_mean, read_settings, set_environment, typed_values
 from .settings.checks import refuse_illegal_values
@@ -35,6 +37,9 @@ class Method(NamedTuple):
     config: str
     trainer: str
 
+
+# Values of resume_from_checkpoint besides paths.
+NONE, LAST = ("None", "none", "False", "false"), ("last", "true", "True")
 
 # Every other method is a module of `pacs_trl.experimental`.
 METHODS = {
@@ -82,8 +87,15 @@ class RunArguments:
     expected_processes: int | None = setting(
         None,
         "Number of processes that the batch sizes are written for. Another number makes another batch, "
-        "which `pacs-trl plan` reports.",
+        "which `pacs-trl plan` reports, unless `keep_global_batch` is set.",
         least=1,
+    )
+    keep_global_batch: bool = setting(
+        False,
+        "Whether another number of processes keeps the completions per optimizer step and generation batch of "
+        "`expected_processes`, or without it of the checkpoint to resume from. Sets `per_device_train_batch_size`, "
+        "`gradient_accumulation_steps`, `steps_per_generation`, and, if the number does not divide them, "
+        "`completions_per_step`.",
     )
 
     def __post_init__(self):
@@ -119,6 +131,8 @@ class Recipe(NamedTuple):
         if errors := _keys_of_other_methods(method, settings.keys() - known):
             raise ValueError(" ".join(errors))
         values = _typed_values(settings, classes, method)
+        if values["keep_global_batch"]:
+            values |= _sizes_for_processes(values, num_processes or int(os.environ.get("WORLD_SIZE", "1")))
         parts = _instantiate((*classes[:-1], _planned(classes[-1], num_processes)), values)
         run, data, model, verification, training = parts
         if errors := _conflicts(run, data, model, training, settings):
@@ -138,6 +152,37 @@ def _typed_values(settings: dict, classes: tuple[type, ...], method: str) -> dic
     if values["model_name_or_path"] is None:
         raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
     return values
+
+
+def _sizes_for_processes(values: dict[str, Any], num_processes: int) -> dict[str, Any]:
+    """Return the batch-size settings of `keep_global_batch` for a number of processes."""
+    step = _written_sizes(values).for_processes(num_processes)
+    if step.completions_per_step is not None and "completions_per_step" not in values:
+        raise ValueError(
+            f"{step.completions_per_update} completions of an optimizer step cannot be divided by {num_processes} "
+            f"processes, which method {values['method']} needs. Launch a number that divides them."
+        )
+    sizes = {name: value for name, value in step.settings.items() if name in values}
+    return sizes | {"generation_batch_size": None}
+
+
+def _written_sizes(values: dict[str, Any]) -> Step:
+    """Return the batch sizes for the number of processes that they are written for."""
+    if (expected := values["expected_processes"]) is None:
+        resume = str(values["resume_from_checkpoint"])
+        checkpoint = last_checkpoint(values["output_dir"]) if resume in LAST else resume
+        if checkpoint is None or resume in NONE:
+            raise ValueError(
+                "keep_global_batch needs the number of processes that the batch sizes are written for. Set "
+                "expected_processes, or resume_from_checkpoint to a checkpoint."
+            )
+        return read_saved_run(checkpoint).step
+    sizes = {declared.name: values.get(declared.name) for declared in fields(Step)} | {"num_processes": expected}
+    if sizes["steps_per_generation"] is None:
+        slot = values["per_device_train_batch_size"] * expected
+        generation = values["generation_batch_size"]
+        sizes["steps_per_generation"] = generation // slot if generation else values["gradient_accumulation_steps"]
+    return Step(**sizes)
 
 
 def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]:

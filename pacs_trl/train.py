@@ -8,6 +8,7 @@ if __name__ == "__main__":  # before the slow imports below, so that help, error
 
     sys.exit(run("train", sys.argv[1:]))
 
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -25,12 +26,13 @@ from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.sets import MINIATURE
 from .errors import during_run, without_exit
-from .recipe import Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
+from .recipe import LAST, NONE, Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
 from .rollouts.checkpoint import check_same_adapter
 from .rollouts.checkpoint_files import check_complete, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
+from .rollouts.process_count import check_processes, read_saved_run
 from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step
 
@@ -53,13 +55,15 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     training = recipe.training
     trainer_class = trainer_class or trainer_of_method(recipe.run.method)
     resume = str(training.resume_from_checkpoint)
-    if resume in _LAST and _is_finished(training):
+    if resume in LAST and _is_finished(training):
         PartialState().print(
             f"The run in {training.output_dir} is finished and its model is saved. Raise max_steps or "
             "num_train_epochs to train longer."
         )
         return None
     checkpoint = _checkpoint_to_resume(training.output_dir, resume)
+    if checkpoint is not None:
+        _check_processes(recipe, checkpoint)
     _check_output(training.output_dir, checkpoint)
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
@@ -204,26 +208,42 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
     return functions, tools, run.rollout_func and function_of_user(run.rollout_func, "rollout_func")
 
 
-# Values of resume_from_checkpoint besides paths.
-_NONE, _LAST = ("None", "none", "False", "false"), ("last", "true", "True")
-
-
 def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
     """Return the checkpoint to continue from. Raises a `ValueError` if a new run would overwrite an unfinished one."""
-    if resume in _NONE:
+    if resume in NONE:
         if Path(output_dir).is_dir() and (last := get_last_checkpoint(output_dir)) is not None:
             raise ValueError(
                 f"{output_dir} already contains {Path(last).name} of another run. Continue it with "
                 "`--resume_from_checkpoint last`, or choose another output_dir."
             )
         return None
-    if resume in _LAST:
+    if resume in LAST:
         last = last_checkpoint(output_dir)
         if last is None:
             PartialState().print(f"{output_dir} contains no checkpoint, so training starts from the beginning.")
         return last
     check_complete(resume)
     return resume
+
+
+def _check_processes(recipe: Recipe, checkpoint: str) -> None:
+    """Raise a `ValueError` if the processes of this launch cannot continue from a checkpoint."""
+    training, saved = recipe.training, read_saved_run(checkpoint)
+    sharding = "none"
+    if training.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        sharding = "FSDP"
+    if training.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        sharding = "DeepSpeed"
+    check_processes(saved, checkpoint, training.world_size, sharding)
+    sizes = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
+    for what, name in sizes.items():
+        before, now = getattr(saved.step, name), getattr(recipe.step, name)
+        if before != now:
+            raise ValueError(
+                f"{what} of {checkpoint} has {before} completions over {saved.num_processes} processes, and one of "
+                f"this launch {now} over {training.world_size}. Set keep_global_batch: true to keep {before}, or "
+                "start a new run from its weights with model_name_or_path."
+            )
 
 
 def _check_output(output_dir: str, checkpoint: str | None) -> None:

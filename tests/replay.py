@@ -171,9 +171,13 @@ class Replay:
 
     def __call__(self, prompts, trainer: PACSTrainer) -> dict:
         generation = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
-        rows = self.rows(generation, len(prompts) * trainer.accelerator.num_processes)
+        shares = trainer._shares
+        rows = self.rows(
+            generation,
+            len(prompts) * trainer.accelerator.num_processes if shares is None else shares.num_completions,
+        )
         self.weights.append(trainable_weights(trainer.model))
-        own = rows[trainer.accelerator.process_index * len(prompts) :][: len(prompts)]
+        own = rows[trainer.first_row(len(prompts)) :][: len(prompts)]
         output = {
             "prompt_ids": [row.prompt_ids for row in own],
             "completion_ids": [list(row.completion_ids) for row in own],

@@ -91,8 +91,7 @@ def test_a_readme_by_hand_is_kept(tmp_path, model_path, method, monkeypatch):
     assert "s3cr3t" not in (tmp_path / "out" / "recipe.yaml").read_text()
 
 
-# GRPO computes nothing, and no entropy, where all rewards are equal.
-STEP = r"step 1/2  reward \d\.\d\d  (entropy \d\.\d\d  )?length \d  truncated \d\.\d\d  grad_norm \S+  "
+STEP = r"step 1/2  reward \d\.\d\d  entropy \d\.\d\d  length \d  truncated \d\.\d\d  grad_norm \S+  "
 STEP += r"(tokens/s \d+  )?\d+\.\d s"
 
 

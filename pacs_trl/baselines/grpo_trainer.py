@@ -169,15 +169,15 @@ class GRPOTrainer(ExactUpdateTrainer):
 
     def advantages(self, batch: dict[str, Any], num_generations: int) -> torch.Tensor | None:
         """Return the advantages of the completions of all processes, `(B,)`, from the rewards in `self._labels`, or
-        `None` to use those that TRL computed."""
+        `None` to use those that TRL computed. An evaluation may have `num_generations=1`."""
         return None
 
     def _generate_and_score_completions(self, inputs):
         batch = super()._generate_and_score_completions(inputs)
         num_generations = self.num_generations if self.model.training else self.num_generations_eval
-        advantages = self.advantages(batch, num_generations) if num_generations > 1 else None
+        advantages = self.advantages(batch, num_generations)
         if advantages is not None:
-            first = self.accelerator.process_index * len(inputs)
+            first = self.first_row(len(inputs))
             batch["advantages"] = advantages[first : first + len(inputs)]
             self._log_advantages(advantages.tolist())
         return batch

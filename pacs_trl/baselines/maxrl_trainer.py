@@ -20,4 +20,6 @@ class MaxRLTrainer(GRPOTrainer):
                 f"MaxRL divides by the mean reward of a group, but a reward is {self._labels.nan_to_num().min():g}. "
                 "Rescale the reward functions to at least 0, or use method grpo."
             )
+        if num_generations == 1:  # nothing to compare with
+            return None
         return maxrl_advantages(self._labels, num_generations=num_generations)

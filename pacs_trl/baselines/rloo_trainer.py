@@ -40,6 +40,8 @@ class RLOOTrainer(GRPOTrainer):
             rewards = rewards.clamp(*self.args.reward_clip_range)
         if self.beta != 0:
             rewards = rewards - self.beta * self._sequence_kl(unpad_rollouts(batch))
+        if num_generations == 1:  # nothing to compare with
+            return None
         normalize = self.args.normalize_advantages
         return rloo_advantages(rewards, num_generations=num_generations, normalize=normalize)
 

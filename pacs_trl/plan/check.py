@@ -23,13 +23,14 @@ from ..data.tasks import check_task
 from ..recipe import Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
+from ..rollouts.process_count import check_processes, read_saved_run
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
 from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
-from .launch import read_launch
+from .launch import Launch, read_launch
 
 
 # bfloat16 has 8 significant bits: adding less than 2^-9 of a weight has no effect. Adam moves a weight by about the
@@ -42,8 +43,11 @@ def main(argv: Sequence[str]) -> int:
     own = read_plan_arguments(argv)
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
     recipe, notes, prompts = None, [], UNKNOWN
+    if launch is not None and own.resume is not None:
+        conflicts += print_sizes_to_resume(own.resume, launch)
     if launch is not None:
-        recipe, conflicts = check_recipe(own.config, own.overrides, launch.num_processes)
+        recipe, errors = check_recipe(own.config, own.overrides, launch.num_processes)
+        conflicts += errors
     if recipe is not None and launch is not None:
         if not conflicts:
             prompts, conflicts = measure(recipe)
@@ -72,6 +76,25 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n{title}\n" + "\n".join(f"  - {message}" for message in messages))
     print(f"\n{len(conflicts)} conflict(s): fix them before launching." if conflicts else "\nNo conflicts.")
     return 1 if conflicts else 0
+
+
+def print_sizes_to_resume(checkpoint: str, launch: Launch) -> list[str]:
+    """Print the batch-size settings with which a launch continues a checkpoint; return what prevents it."""
+    sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(launch.kind, "none")
+    try:
+        saved = read_saved_run(checkpoint)
+        check_processes(saved, checkpoint, launch.num_processes, sharding)
+        sizes = saved.step.for_processes(launch.num_processes).settings
+    except ValueError as error:
+        return [str(error)]
+    print(
+        f"{checkpoint} was written by {saved.num_processes} processes, with {saved.step.completions_per_update} "
+        f"completions per optimizer step. {launch.num_processes} continue it with keep_global_batch: true, or with"
+    )
+    for name, value in sizes.items():
+        if value is not None and name not in ("num_generations", "num_iterations"):
+            print(f"  {name}: {value}")
+    return []
 
 
 def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tuple[Recipe | None, list[str]]:

@@ -32,15 +32,17 @@ from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference
 from ..update.rollout import Rollout
+from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
-from .checkpoint import load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
+from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
 from .late_batches import LateBatches
 from .overrides import check_batch, check_overrides
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .sources import RolloutSource
+from .uneven_shares import UnevenSampler, UnevenShares
 
 
 # Attributes that TRL's trainer copies from settings, that callbacks change, and that its loss or generation reads.
@@ -263,11 +265,40 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
         self._store_logps_for_later_updates()
 
+    def _uneven_shares(self) -> UnevenShares | None:
+        """Return how processes share a generation batch, with `completions_per_step`."""
+        step = Step.of(self.args, self.accelerator.num_processes)
+        if step.completions_per_step is None:
+            return None
+        num_slots = step.per_device_train_batch_size * step.steps_per_generation
+        return UnevenShares(step.completions_per_generation, step.num_processes, num_slots)
+
+    def _get_train_sampler(self, dataset=None):
+        shares, args = self._uneven_shares(), self.args
+        if shares is None:
+            return super()._get_train_sampler(dataset)
+        sampler = UnevenSampler(
+            shares,
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=shares.num_completions // self.num_generations,
+            repeat_count=self.num_iterations * args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=args.seed,
+        )
+        return EpochSampler(sampler, lambda: int(self.state.epoch or 0))
+
     def _generate_rollouts(self, inputs) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
         if self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
-        rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
+        self._shares = self._uneven_shares()
+        if self._shares is not None:
+            inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
+        try:
+            rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
+        finally:
+            self._shares = None
         if self.args.rollout_lag and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
@@ -339,13 +370,15 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
         rollouts = self.without_repeated(gather_object(self.unpad_rollouts(inputs)))
-        if self.num_generations_eval < 2 and self.update.needs_several_completions:
-            return torch.tensor(0.0, device=self.args.device)
         minibatch = self.update.schedule_evaluation(rollouts)
         self.store_reference_logps(model, minibatch)
         self.update.entropy_coef = self._effective_entropy_coef()
         result = self.update.evaluate(model, minibatch, policy_is_reference=self.policy_is_reference())
-        self.record_metrics(result.metrics)
+        metrics = result.metrics
+        if self.num_generations_eval == 1 and self.update.needs_several_completions:
+            # Without groups the loss is 0, and entropy and KL are defined.
+            metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+        self.record_metrics(metrics)
         return torch.tensor(result.loss, device=self.args.device)
 
     # Entropy bonus --------------------------------------------------------------------------------------------------

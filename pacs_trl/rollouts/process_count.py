@@ -12,19 +12,16 @@ the checkpoint. Most state is the same on all processes, and is read from the fi
   vLLM have seeds that do not depend on the number of processes (`request_seeds.py`).
 """
 
-import logging
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from accelerate.utils import DistributedType, set_seed
 
 from ..update.step_sizes import Step
 from .request_seeds import request_seed
-
-
-logger = logging.getLogger(__name__)
 
 
 class SavedRun(NamedTuple):
@@ -54,9 +51,8 @@ def sharding_of(distributed_type: str | DistributedType) -> str:
 def facts_to_save(trainer: Any) -> dict[str, Any]:
     """Return what [`SavedRun`] holds, as plain values."""
     step = Step.of(trainer.args, trainer.accelerator.num_processes)
-    sizes = {name: value for name, value in vars(step).items() if name != "num_processes"}
     sharding = sharding_of(trainer.accelerator.distributed_type)
-    return SavedRun(step.num_processes, sharding, sizes)._asdict()
+    return SavedRun(step.num_processes, sharding, step.settings)._asdict()
 
 
 def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
@@ -67,6 +63,17 @@ def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
             "continue. Start a new run from its weights with model_name_or_path."
         )
     return SavedRun(**state["processes"])
+
+
+def read_saved_run(checkpoint: str | Path) -> SavedRun:
+    """Read what a checkpoint says about the processes that wrote it. Raises a `ValueError` if it has no state."""
+    file = next(Path(checkpoint).glob("*_state_0.pt"), None)
+    if file is None:
+        raise ValueError(
+            f"{checkpoint} has no state of a run: it was written by another trainer or with save_only_model=True, and "
+            "cannot be continued. Start a new run from its weights with model_name_or_path."
+        )
+    return saved_run(torch.load(file, map_location="cpu", weights_only=True), checkpoint)
 
 
 def check_processes(saved: SavedRun, checkpoint: str | Path, num_processes: int, sharding: str) -> None:

@@ -24,19 +24,20 @@ class RequestSeeds:
 
     Args:
         run_seed (`int`): `seed` of the run.
-        engine (`int`): Index of the engine; engine `k` generates the `k`-th equal part of the completions.
+        engine (`int`): Index of the engine.
     """
 
     def __init__(self, run_seed: int, engine: int):
-        self._batch = 0
+        self._batch = self._first = 0
         self._run_seed, self._engine = run_seed, engine
         self._num_calls = 0
         self._texts: list[list[int]] = []  # prompt and completion so far, of each completion of this engine
         self._rows: list[int] = []  # completions of the last requests
 
-    def begin_batch(self, number: int) -> None:
-        """Start a generation batch, whose number is the same on all processes."""
-        self._batch = number
+    def begin_batch(self, number: int, first: int) -> None:
+        """Start a generation batch, whose number is the same on all processes. `first` is the index of the engine's
+        first completion among those of all processes."""
+        self._batch, self._first = number, first
         self._num_calls = 0
         self._texts = []
 
@@ -44,10 +45,9 @@ class RequestSeeds:
         """Return the seeds of the next requests, for `prompts` of token ids."""
         stream = self._next_stream()
         if not self._texts:
-            first = self._engine * len(prompts)
             self._texts = [list(prompt) for prompt in prompts]
             self._rows = list(range(len(prompts)))
-            return [request_seed(stream, first + i) for i in range(len(prompts))]
+            return [request_seed(stream, self._first + i) for i in range(len(prompts))]
         rows = self._continued(prompts)
         if rows is None and len(prompts) == len(self._texts):
             rows = list(range(len(prompts)))  # a rollout function that requests each completion again
@@ -57,8 +57,7 @@ class RequestSeeds:
         self._rows = rows
         for row, prompt in zip(rows, prompts, strict=True):
             self._texts[row] = list(prompt)
-        first = self._engine * len(self._texts)
-        return [request_seed(stream, first + row) for row in rows]
+        return [request_seed(stream, self._first + row) for row in rows]
 
     def next_of_all(self) -> int:
         """Return the seed of the next call of a server with the prompts of all processes."""

@@ -103,6 +103,7 @@ class RolloutConfig(GRPOConfig):
     # Settings that only some methods have, with the value that the others behave as.
     padding_free: ClassVar[str] = "auto"
     max_tokens_per_micro_batch: ClassVar[int | None] = None
+    completions_per_step: ClassVar[int | None] = None
     reference: ClassVar[str] = "rollout"
     reference_offload: ClassVar[bool] = False
     group_layout: ClassVar[str] = "auto"

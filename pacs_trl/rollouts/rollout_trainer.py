@@ -48,6 +48,7 @@ from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
 from .timing import StepTimer
+from .uneven_shares import UnevenShares
 from .user_code import UserCode
 
 
@@ -151,6 +152,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             checks.check_golds(self.train_dataset)
+        self._shares: UnevenShares | None = None  # of the generation batch that is generated, if they are uneven
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
@@ -225,21 +227,27 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         has_environments = self.environment_factories is not None
         # Of a stream, or of a dataset given to `evaluate`.
         checks.check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
-        rows = self.accelerator.process_index * len(inputs) + torch.arange(len(inputs))  # indices over all processes
+        rows = self.first_row(len(inputs)) + torch.arange(len(inputs))  # indices over all processes
         groups = self._next_groups(rows)
         if has_environments:
             self._group_starts.begin(groups.tolist(), [self._seed_of_group(group) for group in groups.tolist()])
         if self.model.training:
-            self._request_seeds.begin_batch(self._num_generated_batches)
+            beside = self.accelerator.process_index % self.args.vllm_tensor_parallel_size  # in the engine's group
+            first = self.first_row(len(inputs)) - beside * len(inputs)
+            self._request_seeds.begin_batch(self._num_generated_batches, first)
             self._num_generated_batches += 1
         self._extra_of_completions = None
         self._num_graded = len(inputs)
-        with self.timer.part("other"), self._following_overrides():
+        gathering = nullcontext() if self._shares is None else self._shares.gathering(self.accelerator)
+        with self.timer.part("other"), gathering, self._following_overrides():
             batch = super()._generate_and_score_completions(inputs)
         if has_environments:
             self._record_starts()
-        self._advantages = batch["advantages"].clone()
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
+        if self._shares is not None:  # TRL takes those of another process
+            advantages = list(self._logs["advantages"])[-self._shares.num_completions :]
+            batch["advantages"] = torch.tensor(advantages, device=self.accelerator.device)[rows]
+        self._advantages = batch["advantages"].clone()
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = groups
         if self._extra_of_completions is not None:
@@ -275,6 +283,8 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         if self._continued_groups is not None:
             return torch.tensor(self._continued_groups)
         num_completions = len(rows) * self.accelerator.num_processes
+        if self._shares is not None:
+            num_completions = self._shares.num_completions
         if self.model.training:
             groups = self._num_groups + rows // self.num_generations
             self._num_groups += num_completions // self.num_generations
@@ -307,6 +317,11 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
                 + "Let `reset` choose the example by a column of the dataset, or by `seed`: `def reset(self, seed, "
                 "**kwargs)`."
             )
+
+    def first_row(self, num_rows: int) -> int:
+        """Return the index of the first of this process's `num_rows` completions among those of all processes."""
+        process = self.accelerator.process_index
+        return process * num_rows if self._shares is None else self._shares.first(process)
 
     def generate_more(
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None

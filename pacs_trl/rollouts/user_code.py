@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import gather
 from torch import nn
 
 from ..data.tool_calls import safe_tools
@@ -58,7 +57,7 @@ class UserCode:
         except Interrupted:
             is_interrupted = True
             none = torch.full((len(prompts), len(functions)), torch.nan, device=self.accelerator.device)
-            rewards_per_func = gather(none)  # the other processes have called it
+            rewards_per_func = self.accelerator.gather(none)  # the other processes have called it
         finally:
             self.reward_funcs = functions
         stop_if_interrupted(is_interrupted)

@@ -18,9 +18,12 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from .forward_pass import CompletionLogps, ForwardPass
-from .microbatching import MicroBatchConfig, Schedule, schedule_micro_batches
+from .microbatching import MicroBatchConfig, Schedule, micro_batch_size, schedule_micro_batches
 from .minibatch import MicroBatch, Minibatch, collate, rollout_lengths, schedule_minibatch
 from .rollout import Rollout
+
+
+MAX_ENTROPY_SHARE = 0.05  # of an optimizer step, for the entropy of completions that it skips
 
 
 class StepResult(NamedTuple):
@@ -203,6 +206,26 @@ class UpdateDriver:
     @property
     def _is_deepspeed(self) -> bool:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
+
+    def sample_of_skipped(self, minibatch: Minibatch, schedule: Schedule, skipped: Sequence[int]) -> list[int]:
+        """Return the first of the `skipped` completions of each group, of as many groups as a forward pass without
+        gradient takes at most 5 % of the cost of the passes of `schedule` for, but of at least one group."""
+        lengths, padded = rollout_lengths(minibatch.rollouts), self.limits.padded
+        forwarded = sum(
+            micro_batch_size(indices, lengths, padded=padded)[0]
+            for micro_batches in schedule
+            for indices in micro_batches
+        )
+        budget = MAX_ENTROPY_SHARE * (1 + self.limits.backward_cost) * forwarded
+        first_of_group: dict[int, int] = {}
+        for i in skipped:
+            first_of_group.setdefault(minibatch.rollouts[i].group, i)
+        sample: list[int] = []
+        for i in first_of_group.values():
+            if sample and micro_batch_size([*sample, i], lengths, padded=padded)[0] > budget:
+                break
+            sample.append(i)
+        return sample
 
     # Passes ---------------------------------------------------------------------------------------------------------
 

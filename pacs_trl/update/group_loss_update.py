@@ -252,7 +252,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         """Return the loss and the metrics of a minibatch from its proxies, and its summed entropy."""
         loss, metrics = self.summarize(minibatch, proxies)
         num_tokens = minibatch.num_tokens
-        metrics["entropy"] = entropy / num_tokens if num_tokens else math.nan
+        metrics["entropy"] = entropy / max(num_tokens, 1)
         metrics["update/forwarded_fraction"] = results.num_completions / max(len(minibatch.rollouts), 1)
         if self.objective.kl_coef != 0:
             metrics["kl"] = results.kl / max(num_tokens, 1)

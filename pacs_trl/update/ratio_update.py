@@ -7,7 +7,6 @@ The weight of a token, the derivative of `f` in log pi, is computed in the forwa
 (`surrogate.ratio_terms`).
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -115,11 +114,15 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             # 2. What the token weights need of the whole minibatch.
             self._start_token_weights(model, minibatch, schedule, coefficients, timing)
 
-            # 3. The gradient.
+            # 3. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
+            # keeps weights gathered.
+            skipped_entropy = self._skipped_entropy(model, minibatch, schedule, timing)
+
+            # 4. The gradient.
             results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
 
-        # 4. Loss and metrics.
-        result = self._summarize(minibatch, schedule, results, timing)
+        # 5. Loss and metrics.
+        result = self._summarize(minibatch, schedule, results, skipped_entropy)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
 
@@ -130,7 +133,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         schedule, coefficients = minibatch.schedule, minibatch.coefficients
         self._start_token_weights(model, minibatch, schedule, coefficients, timing)
         results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
-        result = self._summarize(minibatch, schedule, results, timing)
+        result = self._summarize(minibatch, schedule, results, skipped_entropy=0.0)
         return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
 
     def _start_token_weights(
@@ -198,14 +201,15 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         return results.reduce(), mismatch
 
     def _summarize(
-        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, timing: UpdateTiming
+        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, skipped_entropy: float
     ) -> StepResult:
-        """Return the loss of an optimizer step and its metrics."""
+        """Return the loss of an optimizer step and its metrics. `skipped_entropy` is that of the counted tokens of the
+        completions without a forward pass."""
         policy_loss = (minibatch.coefficients * results.values["values"]).sum()
         kl_loss = self.objective.kl_coef * (minibatch.scales * results.values["kl"]).sum()
         num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in minibatch.rollouts])
         metrics = {
-            "entropy": self._mean_entropy(minibatch, schedule, results, timing),
+            "entropy": (results.entropy + skipped_entropy) / max(minibatch.num_tokens, 1),
             "update/forwarded_fraction": results.num_completions / max(len(minibatch.rollouts), 1),
         }
         # The weights of completions without a forward pass are 1, or the objective needs all completions.
@@ -218,15 +222,18 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             metrics["kl"] = results.kl / max(minibatch.num_tokens, 1)
         return self._with_entropy_bonus(minibatch, (policy_loss + kl_loss).item(), metrics, results)
 
-    def _mean_entropy(
-        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, timing: UpdateTiming
-    ) -> float:
-        """Return the mean entropy of the counted tokens in nats. That of skipped completions is estimated by the
-        engine's log-probs, and is left out where there are none."""
+    def _skipped_entropy(self, model, minibatch: RatioMinibatch, schedule: Schedule, timing: UpdateTiming) -> float:
+        """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by
+        the engine's log-probs, or by the mean over a sample with an extra forward pass."""
         skipped = self._skipped(minibatch, schedule)
-        estimate = self._estimated_entropy(minibatch, skipped, timing) if skipped else 0.0
+        if not skipped:
+            return 0.0
+        estimate = self._estimated_entropy(minibatch, skipped, timing)
         if estimate is not None:
-            num_tokens = minibatch.num_tokens
-            return (results.entropy + estimate) / num_tokens if num_tokens else math.nan
-        num_tokens = minibatch.num_tokens - sum(int(minibatch.rollouts[i].loss_mask.sum()) for i in skipped)
-        return results.entropy / num_tokens if num_tokens else math.nan
+            return estimate
+        sample = self.driver.sample_of_skipped(minibatch, schedule, skipped)
+        sampled_entropy = self.driver.entropy_of(model, minibatch, sample)
+        num_tokens, num_sampled = (
+            sum(int(minibatch.rollouts[i].loss_mask.sum()) for i in indices) for indices in (skipped, sample)
+        )
+        return sampled_entropy * num_tokens / num_sampled

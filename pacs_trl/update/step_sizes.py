@@ -1,12 +1,18 @@
-"""Batch-size arithmetic: sizes of generation batches and optimizer steps, from five settings and the process count."""
+"""Batch-size arithmetic: sizes of generation batches and optimizer steps, from six settings and the process count."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from fractions import Fraction
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Step:
-    """Sizes of a generation batch and of an optimizer step; attributes but `num_processes` are settings."""
+    """
+    Sizes of a generation batch and of an optimizer step; attributes but `num_processes` are settings.
+
+    With `completions_per_step`, processes share an optimizer step unevenly, and the other settings say how many rows
+    each of them has room for.
+    """
 
     per_device_train_batch_size: int
     num_processes: int
@@ -14,6 +20,7 @@ class Step:
     steps_per_generation: int
     num_generations: int
     num_iterations: int = 1
+    completions_per_step: int | None = None
 
     @classmethod
     def of(cls, settings: Any, num_processes: int) -> "Step":
@@ -22,16 +29,64 @@ class Step:
         return cls(num_processes=num_processes, **values)
 
     @property
+    def settings(self) -> dict[str, int | None]:
+        """The settings by name, without the number of processes."""
+        return {name: value for name, value in vars(self).items() if name != "num_processes"}
+
+    @property
+    def generations_per_step(self) -> Fraction:
+        """Generation batches per optimizer step, without reuse."""
+        return Fraction(self.gradient_accumulation_steps, self.steps_per_generation)
+
+    def for_processes(self, num_processes: int) -> "Step":
+        """
+        Return the sizes with which another number of processes has as many completions in an optimizer step and in a
+        generation batch. A slot is at most as large as before, where slots can be filled.
+
+        Raises:
+            `ValueError`: if there are fewer completions than processes.
+        """
+        update, generation = self.completions_per_update, self.completions_per_generation
+        largest = self.per_device_train_batch_size
+        for size in range(largest, 0, -1):
+            slots, rest = divmod(update, size * num_processes)
+            slots_per_generation = slots / self.generations_per_step
+            if rest == 0 and slots_per_generation.denominator == 1:
+                return replace(
+                    self,
+                    per_device_train_batch_size=size,
+                    num_processes=num_processes,
+                    gradient_accumulation_steps=slots,
+                    steps_per_generation=int(slots_per_generation),
+                    completions_per_step=None,
+                )
+        if generation < num_processes:
+            raise ValueError(
+                f"A generation batch has {generation} completions, fewer than the {num_processes} processes of this "
+                f"launch. Launch at most {generation}."
+            )
+        size = -(-generation // (num_processes * self.steps_per_generation))
+        while size * num_processes * self.steps_per_generation % self.num_generations:  # TRL checks it
+            size += 1
+        return replace(
+            self, per_device_train_batch_size=size, num_processes=num_processes, completions_per_step=update
+        )
+
+    @property
     def slot(self) -> int:
         """Completions of one `per_device_train_batch_size` over all processes."""
         return self.per_device_train_batch_size * self.num_processes
 
     @property
     def completions_per_generation(self) -> int:
+        if self.completions_per_step is not None:
+            return int(self.completions_per_step / self.generations_per_step)
         return self.slot * self.steps_per_generation
 
     @property
     def completions_per_update(self) -> int:
+        if self.completions_per_step is not None:
+            return self.completions_per_step
         return self.slot * self.gradient_accumulation_steps
 
     @property
@@ -59,6 +114,8 @@ class Step:
     def errors(self) -> list[str]:
         """Return error messages about the sizes, in addition to the errors that TRL raises. An optimizer step must
         hold whole groups, and use either a part of one generation batch, or whole generation batches."""
+        if self.completions_per_step is not None:
+            return self._uneven_errors()
         if self.completions_per_update % self.num_generations:
             return [
                 f"An optimizer step must hold whole groups of num_generations={self.num_generations} completions, but "
@@ -73,5 +130,22 @@ class Step:
                 f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
                 f"{self.gradient_accumulation_steps}, so that an optimizer step learns from one generation batch (or, "
                 "with num_iterations=1, from several whole ones). Change one of them."
+            ]
+        return []
+
+    def _uneven_errors(self) -> list[str]:
+        update, rows = self.completions_per_step, self.per_device_train_batch_size * self.steps_per_generation
+        generation = update / self.generations_per_step
+        if generation.denominator != 1 or generation % self.num_generations or update % self.num_generations:
+            return [
+                f"completions_per_step={update} must make whole groups of num_generations={self.num_generations} in "
+                f"each optimizer step and each generation batch, which has {generation} completions. Change one of "
+                "them."
+            ]
+        if not self.num_processes <= generation <= rows * self.num_processes:
+            return [
+                f"completions_per_step={update} makes generation batches of {generation} completions, but "
+                f"{self.num_processes} processes have 1 to {rows} (per_device_train_batch_size x "
+                "steps_per_generation) each. Change one of them."
             ]
         return []

@@ -122,6 +122,7 @@ def test_groups_without_a_gradient_have_no_forward_pass(tmp_path, settings):
                 return score(model, prompt_ids, completion_ids)
 
             self.forward_pass.compute_logps = counted
+            self.update.driver.entropy_of = lambda model, minibatch, indices: 0.0  # of a sample, for a metric
 
     trainers = {"grpo": (Counting, Counting._config_class)}
     settings = settings | {"startup_check": False, "learning_rate": 0.01}

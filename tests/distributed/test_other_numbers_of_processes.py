@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from processes import on_several
+from processes import on_several, run_and_save
 from replay import Replay, build_trainer, relative_error, tiny_model, trainable_weights
 
 from pacs_trl import GRPOTrainer, PACSTrainer, REALTrainer
@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.trains]
 SIZES = {
     1: {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8},
     2: {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2},
+    # shares of 6, 5, and 5
+    3: {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    | {"completions_per_step": 8},
 }
 RUNS = {
     "PACS": {"trainer_class": PACSTrainer},
@@ -40,38 +43,37 @@ def checkpoint(directory, name) -> str:
     return str(directory / name / f"checkpoint-{STOPPED_AFTER}")
 
 
-def on_two_processes(directory):
+def on_processes(directory):
     """Runs from the start, and runs that continue those of one process."""
+    number = int(os.environ["WORLD_SIZE"])
     return {
-        "straight": {name: train(directory / "two", 2, name) for name in RUNS},
+        "straight": {name: train(directory / str(number), number, name) for name in RUNS},
         "continued": {
-            name: train(directory / "two again", 2, name, checkpoint(directory / "one", name)) for name in RUNS
+            name: train(directory / f"1 to {number}", number, name, checkpoint(directory / "1", name)) for name in RUNS
         },
     }
-
-
-def run_and_save(directory):
-
-    torch.save(on_two_processes(directory), directory / f"result.{os.environ['RANK']}.pt")
-    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs")
-    one = {name: train(directory / "one", 1, name) for name in RUNS}
-    on_several(2, run_and_save, directory, outputs=directory)
-    two = torch.load(directory / "result.0.pt")
-    back = {name: train(directory / "one again", 1, name, checkpoint(directory / "two", name)) for name in RUNS}
-    return {"one": one, "one to two": two["continued"], "two": two["straight"], "two to one": back}
+    runs = {"1": {name: train(directory / "1", 1, name) for name in RUNS}}
+    for number in (2, 3):
+        on_several(number, run_and_save, on_processes, (directory,), directory, outputs=directory)
+        result = torch.load(directory / "result.0")
+        runs |= {str(number): result["straight"], f"1 to {number}": result["continued"]}
+        before = directory / str(number)
+        runs[f"{number} to 1"] = {
+            name: train(directory / f"{number} to 1", 1, name, checkpoint(before, name)) for name in RUNS
+        }
+    return runs
 
 
-@pytest.mark.parametrize("change", ["two", "one to two", "two to one"])
+@pytest.mark.parametrize("change", ["2", "1 to 2", "2 to 1", "3", "1 to 3", "3 to 1"])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_weights_are_those_of_a_run_without_a_stop(runs, name, change):
-    expected, result = runs["one"][name], runs[change][name]
+    expected, result = runs["1"][name], runs[change][name]
     start = trainable_weights(tiny_model())
-    moved = {key: expected["weights"][key] - start[key] for key in start}
-    moved_here = {key: result["weights"][key] - start[key] for key in start}
-    assert relative_error(moved_here, moved) < 1e-5
+    change_of_weights = {key: expected["weights"][key] - start[key] for key in start}
+    assert relative_error({key: result["weights"][key] - start[key] for key in start}, change_of_weights) < 1e-5
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)

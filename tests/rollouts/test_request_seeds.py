@@ -17,7 +17,7 @@ def seeds_of_batch(num_engines: int, batch: int) -> dict[tuple[int, int], int]:
     for engine in range(num_engines):
         rows = range(engine * size, (engine + 1) * size)
         source = RequestSeeds(42, engine)
-        source.begin_batch(batch)
+        source.begin_batch(batch, first=rows[0])
         seeds |= dict(zip([(0, i) for i in rows], source.next([PROMPTS[i] for i in rows]), strict=True))
         source.record([COMPLETIONS[i] for i in rows])
         called = [i for i in rows if i in CALLED]
@@ -37,7 +37,7 @@ def test_seeds_do_not_depend_on_the_number_of_engines():
 
 def test_a_rollout_function_that_asks_for_each_completion_again_or_for_some():
     source = RequestSeeds(42, engine=1)
-    source.begin_batch(0)
+    source.begin_batch(0, first=2)
     first = source.next([[1], [2]])
     source.record([[5], [6]])
     again = source.next([[7], [8]])

@@ -1,0 +1,108 @@
+"""A recipe on another number of processes keeps its completions per optimizer step, or says that it does not."""
+
+import pytest
+import torch
+
+from pacs_trl import train
+from pacs_trl.plan.check import main as plan
+from pacs_trl.recipe import Recipe
+from pacs_trl.rollouts.process_count import SavedRun
+from pacs_trl.update.step_sizes import Step
+
+
+RECIPE = {"model_name_or_path": "miniature/addition", "dataset_name": "miniature/addition", "output_dir": "unused"}
+RECIPE |= {"use_cpu": True, "bf16": False, "num_generations": 4, "per_device_train_batch_size": 4}
+RECIPE |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 8}
+WRITTEN = Step(4, 8, 2, 4, 4)
+
+
+def checkpoint_of(directory, *, sharding="none", step=WRITTEN):
+    saved = SavedRun(step.num_processes, sharding, step.settings)
+    directory.mkdir()
+    torch.save({"processes": saved._asdict()}, directory / "pacs_state_0.pt")
+    return str(directory)
+
+
+def sizes(recipe: Recipe) -> tuple:
+    step = recipe.step
+    return step.per_device_train_batch_size, step.gradient_accumulation_steps, step.steps_per_generation
+
+
+@pytest.mark.parametrize("method", ["pacs", "grpo", "ppo"])
+def test_sizes_are_those_of_the_expected_processes(method):
+    settings = RECIPE | {"method": method, "expected_processes": 8, "keep_global_batch": True}
+    assert sizes(Recipe.from_settings(settings, 8)) == (4, 2, 4)
+    assert sizes(Recipe.from_settings(settings, 2)) == (4, 8, 16)
+    without_steps = {name: value for name, value in settings.items() if name != "steps_per_generation"}
+    assert sizes(Recipe.from_settings(without_steps, 4)) == (4, 4, 4)
+
+
+def test_unequal_shares_where_the_number_does_not_divide():
+    settings = RECIPE | {"expected_processes": 8, "keep_global_batch": True}
+    recipe = Recipe.from_settings(settings, 6)
+    assert recipe.training.completions_per_step == recipe.step.completions_per_update == 64
+    with pytest.raises(ValueError, match="64 completions .* 6 processes, which method ppo needs"):
+        Recipe.from_settings(settings | {"method": "ppo"}, 6)
+    with pytest.raises(ValueError, match="rollout_lag do not support"):
+        Recipe.from_settings(settings | {"rollout_lag": 1}, 6)
+
+
+def test_sizes_of_a_checkpoint(tmp_path):
+    resume = {"resume_from_checkpoint": checkpoint_of(tmp_path / "checkpoint-3"), "keep_global_batch": True}
+    assert sizes(Recipe.from_settings(RECIPE | resume, 4)) == (4, 4, 8)
+    with pytest.raises(ValueError, match="128 completions, fewer than the 200 processes"):
+        Recipe.from_settings(RECIPE | resume, 200)
+    with pytest.raises(ValueError, match="Set expected_processes, or resume_from_checkpoint"):
+        Recipe.from_settings(RECIPE | {"keep_global_batch": True}, 4)
+
+
+def test_plan_prints_the_sizes(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("\n".join(f"{name}: {value}" for name, value in RECIPE.items()))
+    checkpoint = checkpoint_of(tmp_path / "checkpoint-3")
+    plan(["--config", str(recipe), "--num_processes", "6", "--resume", checkpoint])
+    printed = capsys.readouterr().out
+    assert "was written by 8 processes, with 64 completions per optimizer step. 6 continue it" in printed
+    assert "  completions_per_step: 64\n" in printed and "  steps_per_generation: 4\n" in printed
+    assert plan(["--config", str(recipe), "--num_processes", "200", "--resume", checkpoint]) == 1
+    assert "fewer than the 200 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (
+            {},
+            "An optimizer step of .*checkpoint-3 has 64 completions over 8 processes, and one of this launch 8 over 1",
+        ),
+        ({"sharding": "DeepSpeed"}, "was written with DeepSpeed, and this launch uses DDP or one process"),
+        ({"sharding": "FSDP"}, "was written with FSDP, and this launch uses DDP"),
+    ],
+)
+def test_a_launch_that_cannot_continue_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch, saved, message):
+    def fail(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(train, "check_complete", lambda checkpoint: None)
+    monkeypatch.setattr(train, "_checked_model", fail)
+    settings = RECIPE | {"output_dir": str(tmp_path), "report_to": "none"}
+    settings["resume_from_checkpoint"] = checkpoint_of(tmp_path / "checkpoint-3", **saved)
+    argv = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    with pytest.raises(ValueError, match=message):
+        train.main(argv)
+
+
+def test_deepspeed_continues_on_the_same_number_only(tmp_path, monkeypatch):
+    recipe = Recipe.from_settings(RECIPE)
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    checkpoint = checkpoint_of(tmp_path / "checkpoint-3", sharding="DeepSpeed")
+    with pytest.raises(ValueError, match="by 8 processes with DeepSpeed, .* this launch has 1"):
+        train._check_processes(recipe, checkpoint)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
+    (tmp_path / "checkpoint-3").mkdir()
+    torch.save({"attributes": {}}, tmp_path / "checkpoint-3" / "pacs_state_0.pt")
+    resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-3"), "keep_global_batch": True}
+    with pytest.raises(ValueError, match="earlier version of pacs_trl"):
+        Recipe.from_settings(RECIPE | resume, 4)
