@@ -33,7 +33,7 @@ from ._critic import State
 
 
 _SUCCESS_RATE_DECAY = 0.9
-_FILLER = {"prompt": [0], "ids": [0], "logps": [0.0], "weight": 0.0}  # an answer without a gradient
+_FILLER = {"prompt": [0], "ids": [0, 0], "logps": [0.0, 0.0], "weight": 0.0}  # an answer without a gradient
 _RATIO_CAP = 2.0  # of the weight between the current critic and the one that generated an answer
 
 

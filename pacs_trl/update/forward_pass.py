@@ -175,7 +175,6 @@ class ForwardPass:
         packed = PackedRollouts(prompts, completions)
         ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
         inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
-        inputs |= {} if self.packing == "flash" else {"packed": packed}
         return inputs, packed.flat_indices, packed.texts
 
     def _padded(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
@@ -211,6 +210,6 @@ def logps_in_batches(
     processes make equally many calls, if need be on a filler. Returns one float32 `(C,)` per completion on the CPU."""
     logps: list[torch.Tensor] = []
     for start in range(0, max(gather_object([len(prompt_ids)])), batch_size):
-        batch = (ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids))
+        batch = (ids[start : start + batch_size] or [[0, 0]] for ids in (prompt_ids, completion_ids))
         logps += [values.cpu() for values in compute(*batch).logps]
     return logps[: len(prompt_ids)]

@@ -160,11 +160,12 @@ def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutL
     return RolloutLengths(prompts, completions, numbers, pair_cost)
 
 
-# Filler for a process without completions in a forward pass that other processes run: two tokens, weight zero.
+# Filler for a process without completions in a forward pass that other processes run, with weight zero. Its last token
+# predicts nothing, and a packed sequence of one token would be another graph of compiled layers.
 FILLER = Rollout(
     prompt_ids=np.zeros(1, dtype=np.int32),
-    completion_ids=np.zeros(1, dtype=np.int32),
-    loss_mask=np.zeros(1, dtype=bool),
+    completion_ids=np.zeros(2, dtype=np.int32),
+    loss_mask=np.zeros(2, dtype=bool),
     label=float("nan"),
 )
 

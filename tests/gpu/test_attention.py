@@ -6,8 +6,9 @@ import torch
 from seeds import shifted
 
 from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
-from pacs_trl.update import packing
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
+from pacs_trl.update.packed_attention import Bounds, ExplicitTiles, Logits, VarlenKernel, attend_packed, kernel_of
+from pacs_trl.update.packing import PackedRollouts
 
 
 # Float32 leaves the order of sums: of a log-prob over a vocabulary and some layers, of a gradient over all tokens.
@@ -114,19 +115,21 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
 
 
 @pytest.mark.needs(cuda=True)
-def test_variable_length_kernel_sees_prompt_and_branch():
-    """PyTorch's kernel in bfloat16, forward and backward, against float32 with the queries of the prompt once more."""
-    rows = packing.PackedRollouts(
-        [np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)]
-    )
-    shapes = [(1, heads, len(rows.ids), 64) for heads in (4, 2, 2)]
-    bounds = {k: v.cuda() if torch.is_tensor(v) else v for k, v in rows.kernel_inputs().items()}
-    found = []
-    for dtype in (torch.float32, torch.bfloat16):
+@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_variable_length_kernel_sees_prompt_and_branch(window, with_sinks):
+    """PyTorch's kernel in bfloat16, forward and backward, against explicit matrix products in float32."""
+    rollouts = PackedRollouts([np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)])
+    shapes = [(1, heads, len(rollouts.ids), 64) for heads in (4, 2, 2)]
+    bounds = Bounds(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in rollouts.kernel_inputs().items()})
+    logits, results = Logits(64**-0.5, window), []
+    for dtype, kernel in ((torch.float32, ExplicitTiles), (torch.bfloat16, VarlenKernel)):
         generator = torch.Generator().manual_seed(shifted(0))
         inputs = [torch.randn(s, generator=generator).to("cuda", dtype).requires_grad_() for s in shapes]
-        assert packing.takes_varlen(*inputs, 0.0) == (dtype == torch.bfloat16)
-        out, _ = packing._packed_sdpa(None, *inputs, None, packed=rows, **bounds)
-        found.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
-    for expected, value in zip(*found, strict=True):
+        assert kernel_of(*inputs, logits) is kernel
+        sinks = torch.linspace(-1.0, 2.0, 4).to("cuda", dtype).requires_grad_() if with_sinks else None
+        out = attend_packed(*inputs, bounds, logits, sinks)
+        inputs += [sinks] if with_sinks else []
+        results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    for expected, value in zip(*results, strict=True):
         assert (value.float() - expected).norm() < 0.02 * expected.norm()

@@ -2,12 +2,9 @@
 stand alone; which models are packed; what models are left like; and that no tensor of the size of the logits is ever
 made."""
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 import transformers
 import trl
 from architectures import build_image_checkpoint
@@ -19,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import add_fused_lm_head
 
 from experiments.logps import compute_logps
-from pacs_trl.update import packing
 from pacs_trl.update.context_length import attention_windows
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packing import PackedRollouts, packing_backend
@@ -116,6 +112,7 @@ def test_packed_row_by_hand():
     assert inputs["cu_seq_lens_k"].tolist() == [0, 3, 7, 12, 13, 17, 22]
     keys = [0, 1, 2] + [0, 1, 2, 3] + [0, 1, 2, 4, 5] + [6] + [6, 7, 8, 9]
     assert inputs["key_indices"].tolist() == keys + list(range(10, 15))
+    assert PackedRollouts(prompts[3:], completions[3:]).kernel_inputs()["key_indices"].tolist() == list(range(6))
 
 
 def test_a_shared_prompt_is_computed_once():
@@ -141,111 +138,6 @@ def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
     model = with_fused_head(tiny_model())
     ForwardPass(model, CPU, padding_free=padding_free).compute_logps(model, *SHARED)
     assert seen == [11] and not model.model._forward_hooks
-
-
-LENGTHS = [[5, 1, 4, 7], [3], [2, 9, 1]]  # of pieces; the rows that share nothing are alone
-
-
-def attention_inputs(texts, dtype=torch.float64, head=8):
-    """Packed rows of such pieces, and random queries, keys and values of 4 heads on 2."""
-    prompts, completions = [], []
-    for number, (first, *branches) in enumerate(texts):
-        prompts += [np.full(first, number)] * (len(branches) or 1)
-        completions += [np.zeros(n + 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
-    rows = PackedRollouts(prompts, completions)
-    assert rows.texts == texts
-    generator = torch.Generator().manual_seed(shifted(0))
-    shapes = [(1, heads, len(rows.ids), head) for heads in (4, 2, 2)]
-    return rows, [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
-
-
-def attended(rows, inputs, **settings):
-    out, _ = packing._packed_sdpa(None, *inputs, None, packed=rows, **rows.kernel_inputs(), **settings)
-    return out, *torch.autograd.grad(out.square().sum(), inputs)
-
-
-def by_masks(rows, inputs, scaling=None):
-    """The same by one dense mask over all tokens."""
-    text = torch.repeat_interleave(torch.tensor([sum(text) for text in rows.texts]))
-    piece = torch.repeat_interleave(torch.tensor([n for text in rows.texts for n in text]))
-    of_prompt = torch.cat([torch.arange(sum(text)) < (text[0] if len(text) > 1 else 0) for text in rows.texts])
-    position = torch.from_numpy(rows.positions)
-    sees = (text[:, None] == text) & (of_prompt | (piece[:, None] == piece)) & (position <= position[:, None])
-    out = F.scaled_dot_product_attention(*inputs, attn_mask=sees, scale=scaling, enable_gqa=True).transpose(1, 2)
-    return out, *torch.autograd.grad(out.square().sum(), inputs)
-
-
-@pytest.mark.parametrize("scaling", [None, 0.7])
-@pytest.mark.parametrize("kind", ["segments", "queries once more", "variable length", "of torch 2.11"])
-def test_every_kind_of_attention_equals_a_dense_mask(monkeypatch, kind, scaling):
-    """Segments are the CPU's, the queries of the prompt once more for other devices, PyTorch's kernel for CUDA, which
-    takes no groups of heads in torch 2.11."""
-    rows, inputs = attention_inputs(LENGTHS)
-    seen, original = [], packing.SegmentedAttention.apply
-    monkeypatch.setattr(packing.SegmentedAttention, "apply", lambda *args: seen.append(args[3]) or original(*args))
-    if kind == "queries once more":
-        # PyTorch's kernel takes no values that are wider than keys
-        inputs[2] = torch.cat([inputs[2], inputs[2]], dim=-1).detach().requires_grad_()
-    if kind in ("variable length", "of torch 2.11"):
-        monkeypatch.setattr(packing, "takes_varlen", lambda *args: True)
-        monkeypatch.setattr(packing, "varlen_attn", varlen_attn)
-        monkeypatch.setattr(packing, "_VARLEN_IS_GROUPED", kind == "variable length")
-    for one, other in zip(attended(rows, inputs, scaling=scaling), by_masks(rows, inputs, scaling), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert seen == ([LENGTHS] if kind == "segments" else [])
-
-
-def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa=False):
-    """What `torch.nn.attention.varlen.varlen_attn` computes, by loops; its kernel runs on CUDA only. Causal, aligned
-    at the last query and the last key."""
-    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
-    assert (max_q, max_k) == (cu_seq_q.diff().max(), cu_seq_k.diff().max())
-    out = []
-    for q0, q1, k0, k1 in zip(cu_seq_q[:-1], cu_seq_q[1:], cu_seq_k[:-1], cu_seq_k[1:], strict=True):
-        mask = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
-        parts = (x.transpose(0, 1) for x in (query[q0:q1], key[k0:k1], value[k0:k1]))
-        attended = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-        out.append(attended.transpose(0, 1))
-    return torch.cat(out)
-
-
-def test_the_stand_in_is_called_as_the_kernel_is():
-    parameters = inspect.signature(torch.nn.attention.varlen.varlen_attn).parameters
-    # before 2.12 keys and values are repeated for grouped queries
-    since_2_12 = set() if "enable_gqa" in parameters else {"enable_gqa"}
-    assert set(inspect.signature(varlen_attn).parameters) - since_2_12 <= set(parameters)
-    assert not packing.takes_varlen(*attention_inputs(LENGTHS)[1], 0.0)  # on a CPU
-
-
-def test_attention_to_a_long_prompt_takes_memory_for_its_tokens_only():
-    """Behind a prompt of 300 tokens no mask over branch and prompt, (100, 400), nor copies of the prompt's keys are
-    made."""
-    rows, inputs = attention_inputs([[300, 100, 60, 40], [250]], dtype=torch.float32, head=4)
-    with LargestTensor() as largest:
-        attended(rows, inputs)
-    assert largest.elements == inputs[0].numel() == 4 * 750 * 4
-
-
-def flash_attention(module, query, key, value, mask, cu_seq_lens_q, cu_seq_lens_k, scaling=None, **kwargs):
-    """What FlashAttention's variable-length kernel computes."""
-    assert module.config._attn_implementation == "flash_attention_2"  # the kernels are looked up by it
-    tokens = (x[0].transpose(0, 1) for x in (query, key, value))
-    bounds = cu_seq_lens_q, cu_seq_lens_k, kwargs["max_length_q"], kwargs["max_length_k"]
-    return varlen_attn(*tokens, *bounds, scale=scaling, window_size=(-1, 0), enable_gqa=True)[None], None
-
-
-@pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
-def test_flash_kernels_see_prompt_and_branch(monkeypatch, rows):
-    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_attention_2", flash_attention)
-    model = with_fused_head(tiny_model())
-    with torch.no_grad():
-        expected = ForwardPass(model, CPU).compute_logps(model, *rows)
-        model.config._attn_implementation = "flash_attention_2"
-        forward_pass = ForwardPass(model, CPU)
-        assert forward_pass.packing == "flash"
-        found = forward_pass.compute_logps(model, *rows)
-    for part, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(torch.cat(part), torch.cat(other), **TIGHT)
 
 
 def test_attention_dropout_is_that_of_padded_rows():

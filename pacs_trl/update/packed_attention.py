@@ -1,0 +1,442 @@
+"""Attention of packed rollouts as one registered operator, so that compiled layers contain it without a graph break.
+
+All bounds are tensors in the format of variable-length kernels: segment `i` of the packed sequence has
+`cu_seq_lens_q[i + 1] - cu_seq_lens_q[i]` queries and attends to `cu_seq_lens_k[i + 1] - cu_seq_lens_k[i]` keys, its
+own ones and before them those of a shared prompt. The causal mask aligns the last query of a segment with its last
+key, and a window of `W` lets a query attend to the last `W` keys up to its own.
+
+The operator chooses a kernel by device, dtype, and head size ([`kernel_of`]). All kernels return the log-sum-exp of
+the logits beside the output, and their backward passes start from these two. An attention sink is therefore the same
+for all kernels: it is one more logit without a value, which scales the output by `sigmoid(log_sum - sink)`.
+"""
+
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.varlen import varlen_attn
+
+
+class Bounds(NamedTuple):
+    """Segments of `N` packed tokens, in the format of variable-length kernels; see the docstring of this module."""
+
+    cu_seq_lens_q: torch.Tensor  # int32 (S + 1,)
+    cu_seq_lens_k: torch.Tensor  # int32 (S + 1,)
+    key_indices: torch.Tensor  # int64 (cu_seq_lens_k[-1],): flat indices of the keys of all segments
+    max_length_q: int
+    max_length_k: int
+
+    @property
+    def varlen(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Bounds as variable-length kernels take them."""
+        return self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_q, self.max_length_k
+
+
+class Logits(NamedTuple):
+    """How logits follow from queries and keys."""
+
+    scale: float
+    window: int | None = None  # number of keys that a query attends to, its own included
+    softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+
+
+@torch.library.custom_op("pacs_trl::packed_attention", mutates_args=())
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    key_indices: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, key_indices, max_length_q, max_length_k)
+    logits = Logits(scale, window, softcap)
+    out, log_sum = kernel_of(query, key, value, logits).forward(query, key, value, bounds, logits)
+    if sinks is not None:
+        sink = sinks.to(log_sum.dtype)[None, :, None]
+        out.mul_(torch.sigmoid(log_sum - sink)[..., None])
+        log_sum = torch.logaddexp(log_sum, sink)
+    return out, log_sum
+
+
+@_attend.register_fake
+def _(query, key, value, *settings) -> tuple[torch.Tensor, torch.Tensor]:
+    return _tokens_first(query, value.shape[-1]), _empty_log_sum(query)
+
+
+@torch.library.custom_op("pacs_trl::packed_attention_backward", mutates_args=())
+def _attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+    log_sum: torch.Tensor,
+    cu_seq_lens_q: torch.Tensor,
+    cu_seq_lens_k: torch.Tensor,
+    key_indices: torch.Tensor,
+    max_length_q: int,
+    max_length_k: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, key_indices, max_length_q, max_length_k)
+    logits = Logits(scale, window, softcap)
+    kernel = kernel_of(query, key, value, logits)
+    gradients = kernel.backward(gradient, query, key, value, out, log_sum, bounds, logits)
+    if sinks is None:
+        return *gradients, query.new_empty(0)
+    share = torch.exp(sinks.to(log_sum.dtype)[None, :, None] - log_sum)  # the weight of the sink
+    sink_gradient = -(share * (gradient * out).sum(dim=-1, dtype=log_sum.dtype)).sum(dim=(0, 2))
+    return *gradients, sink_gradient.to(sinks.dtype)
+
+
+@_attend_backward.register_fake
+def _(gradient, query, key, value, sinks, *settings) -> tuple[torch.Tensor, ...]:
+    sink_gradient = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return *(_tokens_first(x, x.shape[-1]) for x in (query, key, value)), sink_gradient
+
+
+def _save(ctx, inputs, output) -> None:
+    query, key, value, sinks, cu_seq_lens_q, cu_seq_lens_k, key_indices, *settings = inputs
+    ctx.save_for_backward(query, key, value, sinks, *output, cu_seq_lens_q, cu_seq_lens_k, key_indices)
+    ctx.settings = settings
+
+
+def _differentiate(ctx, gradient, log_sum_gradient):
+    saved = ctx.saved_tensors  # once, because checkpointing frees them
+    *gradients, sink_gradient = _attend_backward(gradient, *saved, *ctx.settings)
+    has_sinks = saved[3] is not None
+    return *gradients, sink_gradient if has_sinks else None, *[None] * (3 + len(ctx.settings))
+
+
+_attend.register_autograd(_differentiate, setup_context=_save)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: Bounds,
+    logits: Logits,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """
+    Compute the causal attention of packed rollouts.
+
+    Args:
+        query (`torch.Tensor` of shape `(1, H, N, D)`), key (`(1, H_kv, N, D)`), value (`(1, H_kv, N, D_v)`): States of
+            the packed tokens, of the same floating-point dtype; `H` is a multiple of `H_kv`.
+        bounds ([`Bounds`]), logits ([`Logits`]): Which keys a query attends to, and how.
+        sinks (`torch.Tensor` of shape `(H,)`, *optional*): One more logit per head that takes attention from the keys.
+
+    Returns:
+        `torch.Tensor` of shape `(1, N, H, D_v)`, differentiable with respect to the states and `sinks`.
+    """
+    out, _ = _attend(query, key, value, sinks, *bounds, *logits)
+    return out.transpose(1, 2)
+
+
+def _tokens_first(states: torch.Tensor, width: int) -> torch.Tensor:
+    """Return an empty tensor `(1, H, N, width)`. In memory, tokens come before heads, as in the layers around."""
+    batch, heads, num_tokens, _ = states.shape
+    return states.new_empty(batch, num_tokens, heads, width).transpose(1, 2)
+
+
+def _empty_log_sum(query: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits):
+    """Return the kernel for these tensors: PyTorch's variable-length FlashAttention on CUDA in half precision, one
+    call of its FlashAttention for CPUs per tile on CPUs, and otherwise explicit matrix products per tile."""
+    if takes_varlen(query, key, value) and logits.softcap is None:
+        return VarlenKernel
+    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and logits.softcap is None:
+        return FlashTiles
+    return ExplicitTiles
+
+
+class Tile(NamedTuple):
+    """Queries and consecutive keys. The first query is `offset` positions behind the first key; with an `offset` of
+    `None`, every query attends to every key."""
+
+    queries: slice
+    keys: slice
+    offset: int | None
+
+
+def tiles_of(bounds: Bounds, window: int | None, block: int = sys.maxsize) -> tuple[list[Tile], list[Tile]]:
+    """
+    Split packed attention into tiles of at most `block` queries. Keys that a window puts out of reach are left out.
+
+    Returns:
+        Tiles of queries and keys of the same segment, which contain each query once, and tiles of queries of branches
+        and keys of their prompt.
+    """
+    lengths, key_lengths = (tuple(x.diff().tolist()) for x in (bounds.cu_seq_lens_q, bounds.cu_seq_lens_k))
+    return _tiles(lengths, key_lengths, window or sys.maxsize, block)
+
+
+@lru_cache(maxsize=8)  # for all layers of a forward and backward pass
+def _tiles(
+    lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int, block: int
+) -> tuple[list[Tile], list[Tile]]:
+    texts: list[list[slice]] = []  # segments: a prompt and its branches, or one that shares nothing
+    for start, length, num_keys in zip(itertools.accumulate((0, *lengths)), lengths, key_lengths, strict=False):
+        if num_keys == length:
+            texts.append([])
+        texts[-1].append(slice(start, start + length))
+    windowed_block = min(block, window, max(64, window // 4))  # such a tile has up to window + windowed_block keys
+    same_segment: list[Tile] = []
+    shared_prompt: list[Tile] = []
+    for text in texts:
+        for segment in text:
+            size = block if segment.stop - segment.start <= window else windowed_block
+            for queries in _blocks(segment, size):
+                nearest = max(segment.start, queries.start + 1 - window)
+                same_segment.append(Tile(queries, slice(nearest, queries.stop), queries.start - nearest))
+        prompt, *branches = text
+        num_prompt = prompt.stop - prompt.start
+        if all(num_prompt + branch.stop - branch.start <= window for branch in branches):
+            together = slice(prompt.stop, text[-1].stop)
+            shared_prompt += [Tile(queries, prompt, None) for queries in _blocks(together, block)]
+            continue
+        for branch in branches:
+            reaching = slice(branch.start, min(branch.stop, branch.start + window - 1))
+            for queries in _blocks(reaching, windowed_block):
+                position = num_prompt + queries.start - branch.start
+                nearest = max(0, position + 1 - window)
+                sees_all = position + queries.stop - queries.start - nearest <= window
+                keys = slice(prompt.start + nearest, prompt.stop)
+                shared_prompt.append(Tile(queries, keys, None if sees_all else position - nearest))
+    return same_segment, shared_prompt
+
+
+def _blocks(part: slice, size: int) -> Iterator[slice]:
+    for start in range(part.start, part.stop, size):
+        yield slice(start, min(start + size, part.stop))
+
+
+class TiledKernel:
+    """A kernel that attends tile by tile, and merges the results of the same queries by their log-sum-exps. The
+    backward pass of a tile starts from the merged output and log-sum-exp."""
+
+    block = sys.maxsize  # largest number of queries per tile
+
+    @classmethod
+    def forward(cls, query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output `(1, H, N, D_v)`, tokens first in memory, and the log-sum-exps `(1, H, N)`."""
+        out, log_sum = _tokens_first(query, value.shape[-1]), _empty_log_sum(query)
+        same_segment, shared_prompt = tiles_of(bounds, logits.window, cls.block)
+        for tile in same_segment:
+            part = tile.queries
+            inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
+            out[:, :, part], log_sum[:, :, part] = cls.attend(*inputs, tile.offset, logits)
+        for tile in shared_prompt:
+            part = tile.queries
+            inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
+            prompt_out, prompt_sum = cls.attend(*inputs, tile.offset, logits)
+            branch_out, branch_sum = out[:, :, part], log_sum[:, :, part]
+            share = torch.sigmoid(prompt_sum - branch_sum)[..., None]
+            out[:, :, part] = torch.lerp(branch_out.to(share.dtype), prompt_out.to(share.dtype), share)
+            log_sum[:, :, part] = torch.logaddexp(prompt_sum, branch_sum)
+        return out, log_sum
+
+    @classmethod
+    def backward(cls, gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
+        """Return the gradients with respect to query, key, and value, tokens first in memory."""
+        input_gradients = [_tokens_first(x, x.shape[-1]).zero_() for x in (query, key, value)]
+        for tile in itertools.chain(*tiles_of(bounds, logits.window, cls.block)):
+            of_queries = (x[:, :, tile.queries] for x in (gradient, query, out, log_sum))
+            of_keys = (x[:, :, tile.keys] for x in (key, value))
+            tile_gradients = cls.attend_backward(*of_queries, *of_keys, tile.offset, logits)
+            parts = tile.queries, tile.keys, tile.keys
+            for whole, part, tile_gradient in zip(input_gradients, parts, tile_gradients, strict=True):
+                whole[:, :, part].add_(tile_gradient)
+        return input_gradients
+
+    @staticmethod
+    def attend(query, key, value, offset: int | None, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return output and log-sum-exps of a [`Tile`]."""
+        raise NotImplementedError
+
+    @staticmethod
+    def attend_backward(gradient, query, out, log_sum, key, value, offset: int | None, logits: Logits):
+        """Return the gradients of a [`Tile`] with respect to query, key, and value."""
+        raise NotImplementedError
+
+
+class FlashTiles(TiledKernel):
+    """PyTorch's FlashAttention for CPUs, for queries, keys, and values of equal width."""
+
+    @staticmethod
+    def attend(query, key, value, offset, logits):
+        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mask, is_causal = _flash_mask(query, key, offset, logits)
+        return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=logits.scale)
+
+    @staticmethod
+    def attend_backward(gradient, query, out, log_sum, key, value, offset, logits):
+        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        mask, is_causal = _flash_mask(query, key, offset, logits)
+        states = gradient, query, key, value, out, log_sum
+        return attend_backward(*states, 0.0, is_causal, attn_mask=mask, scale=logits.scale)
+
+
+def _flash_mask(query, key, offset: int | None, logits: Logits) -> tuple[torch.Tensor | None, bool]:
+    """Return the mask to add to the logits, and whether the kernel's causal mask replaces it."""
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if offset is None:
+        return None, False
+    if offset == 0 and num_queries == num_keys <= (logits.window or num_keys):
+        return None, True
+    visible = visible_keys(num_queries, num_keys, offset, logits.window, query.device)
+    return torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -math.inf), False
+
+
+def visible_keys(num_queries: int, num_keys: int, offset: int, window: int | None, device) -> torch.Tensor:
+    """Return the mask, bool `(num_queries, num_keys)`, of a causal [`Tile`]."""
+    steps = torch.arange(offset, offset + num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)
+    return (steps >= 0) & (steps < (window or sys.maxsize))
+
+
+class ExplicitTiles(TiledKernel):
+    """Matrix products and softmax in float32 (float64 for float64), for any device, dtype, width, and soft cap."""
+
+    block = 128
+
+    @staticmethod
+    def attend(query, key, value, offset, logits):
+        capped, _ = _capped_logits(query, key, offset, logits)
+        log_sum = capped.logsumexp(dim=-1)
+        weights = (capped - log_sum[..., None]).exp_()
+        return _by_groups(_product(weights.to(value.dtype), value[0]), query), _by_groups(log_sum, query)
+
+    @staticmethod
+    def attend_backward(gradient, query, out, log_sum, key, value, offset, logits):
+        capped, slope = _capped_logits(query, key, offset, logits)
+        weights = (capped - _grouped(log_sum, key)[..., None]).exp_()
+        gradient_of_groups = _grouped(gradient, key)
+        inner = (gradient * out).sum(dim=-1, dtype=log_sum.dtype)
+        change = _product(gradient_of_groups, value[0].mT) - _grouped(inner, key)[..., None]
+        logit_gradient = (weights * change * slope * logits.scale).to(query.dtype)
+        query_gradient = _by_groups(_product(logit_gradient, key[0]), query)
+        key_gradient = _product(logit_gradient.mT, _grouped(query, key))
+        value_gradient = _product(weights.to(value.dtype).mT, gradient_of_groups)
+        return query_gradient, key_gradient[None], value_gradient[None]
+
+
+def _capped_logits(query, key, offset: int | None, logits: Logits) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Return the logits `(H_kv, H / H_kv * n, m)`, and their derivative with respect to those without the cap."""
+    scaled, slope = _product(_grouped(query, key), key[0].mT) * logits.scale, 1.0
+    if logits.softcap is not None:
+        ratio = torch.tanh(scaled / logits.softcap)
+        scaled, slope = logits.softcap * ratio, 1 - ratio.square()
+    if offset is not None:
+        visible = visible_keys(query.shape[2], key.shape[2], offset, logits.window, query.device)
+        scaled = scaled.masked_fill(~visible.repeat(query.shape[1] // key.shape[1], 1), -math.inf)
+    return scaled, slope
+
+
+def _grouped(states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Reshape `(1, H, n, ...)` to `(H_kv, H / H_kv * n, ...)`: all queries of the same keys."""
+    return states[0].reshape(key.shape[1], -1, *states.shape[3:])
+
+
+def _by_groups(values: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Reshape `(H_kv, H / H_kv * n, ...)` to `(1, H, n, ...)`."""
+    return values.reshape(1, *query.shape[1:3], *values.shape[2:])
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Multiply batches of matrices, with a result in float32, or float64 for float64."""
+    dtype = torch.promote_types(left.dtype, torch.float32)
+    if left.is_cuda and left.dtype != dtype:
+        return torch.bmm(left, right, out_dtype=dtype)
+    return torch.bmm(left.to(dtype), right.to(dtype))
+
+
+def takes_varlen(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether PyTorch's variable-length FlashAttention supports these tensors."""
+    grouped = query.shape[1] != key.shape[1]
+    if query.device.type != "cuda" or query.shape[-1] % 8:
+        return False
+    return can_use_flash_attention(SDPAParams(query, key, value, None, 0.0, True, grouped))
+
+
+# `varlen_attn` of PyTorch 2.11 does not support grouped-query attention.
+_VARLEN_IS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+class VarlenKernel:
+    """PyTorch's variable-length FlashAttention."""
+
+    @staticmethod
+    def forward(query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+        """See [`TiledKernel.forward`]."""
+        tokens = _segment_states(query, key, value, bounds, grouped=_VARLEN_IS_GROUPED)
+        out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
+            *tokens, *bounds.varlen, 0.0, logits.window is None, False, **_varlen_settings(logits)
+        )
+        return out.transpose(0, 1)[None], log_sum[None]
+
+    @staticmethod
+    def backward(gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
+        """See [`TiledKernel.backward`]."""
+        tokens = _segment_states(query, key, value, bounds, grouped=_VARLEN_IS_GROUPED)
+        gradient, out = (x[0].transpose(0, 1).contiguous() for x in (gradient, out))
+        random_state = torch.zeros(2, dtype=torch.uint64, device=query.device)  # without dropout it is not used
+        query_gradient, *key_gradients = torch.ops.aten._flash_attention_backward(
+            gradient,
+            *tokens,
+            out,
+            log_sum[0],
+            *bounds.varlen,
+            0.0,
+            logits.window is None,
+            random_state,
+            torch.empty(0, device=query.device),
+            **_varlen_settings(logits),
+        )
+        return query_gradient.transpose(0, 1)[None], *_sum_of_copies(key_gradients, key, bounds)
+
+
+def _varlen_settings(logits: Logits) -> dict[str, float | int]:
+    left = -1 if logits.window is None else logits.window - 1
+    return {"scale": logits.scale, "window_size_left": left, "window_size_right": 0}
+
+
+def _segment_states(query, key, value, bounds: Bounds, grouped: bool) -> list[torch.Tensor]:
+    """Return queries, keys, and values of all segments, `(tokens, heads, width)`: those of a prompt once per branch
+    and, if the kernel is not `grouped`, those of a head of keys once per head of queries."""
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    if len(bounds.key_indices) > len(query):
+        key, value = (x.index_select(0, bounds.key_indices) for x in (key, value))
+    if not grouped:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    return [x.contiguous() for x in (query, key, value)]
+
+
+def _sum_of_copies(gradients: list[torch.Tensor], key: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
+    """Sum the gradients of the copies that [`_segment_states`] makes: `(1, H_kv, N, width)`."""
+    heads, num_tokens = key.shape[1:3]
+    gradients = [x.unflatten(1, (heads, -1)).sum(dim=2) if x.shape[1] > heads else x for x in gradients]
+    if len(bounds.key_indices) > num_tokens:
+        sums = (x.new_zeros(num_tokens, *x.shape[1:]) for x in gradients)
+        gradients = [x.index_add_(0, bounds.key_indices, copies) for x, copies in zip(sums, gradients, strict=True)]
+    return [x.transpose(0, 1)[None] for x in gradients]
