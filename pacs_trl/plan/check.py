@@ -23,6 +23,7 @@ from ..data.tasks import check_task
 from ..recipe import Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
+from ..rollouts.model_checks import obstacle_to_compilation, refusal_of_compilation
 from ..rollouts.process_count import check_processes, read_saved_run
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
@@ -154,6 +155,14 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
             f"method: {recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use ddp.yaml "
             "or fsdp2.yaml."
         )
+    if training.is_exact and training.compile_layers is not False:
+        is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
+        quantization = "bitsandbytes" if recipe.model.load_in_4bit or recipe.model.load_in_8bit else None
+        obstacle = obstacle_to_compilation(training, is_zero3=is_zero3, quantization=quantization)
+        if obstacle is not None and training.compile_layers is True:
+            conflicts.append(refusal_of_compilation(obstacle))
+        elif obstacle is not None:
+            notes.append(f"Decoder layers are not compiled, so updates are slower: {obstacle.reason}.")
     if training.max_completion_length is None:
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
     elif does_not_fit := estimate.memory_conflict():

@@ -23,6 +23,7 @@ from accelerate.utils.memory import clear_device_cache
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
+from ..update.compiled_layers import CompiledLayers
 from ..update.driver import UpdateDriver
 from ..update.forward_pass import CompletionLogps
 from ..update.group_loss_update import GroupLossUpdate, GroupObjective
@@ -32,11 +33,13 @@ from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference
 from ..update.rollout import Rollout
+from ..update.startup_check import compile_layers
 from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
 from .late_batches import LateBatches
+from .model_checks import compiles_layers, warn_of_eager_layers
 from .overrides import check_batch, check_overrides
 from .process_count import divide_batches
 from .request_seeds import request_seed
@@ -150,6 +153,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
+        self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
 
     def _prepare_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
@@ -170,6 +174,33 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _prepare_for_training(self, *args):
         check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
         return super()._prepare_for_training(*args)
+
+    def _choose_forward_passes(self) -> None:
+        if self._forward_passes_are_chosen:
+            return
+        super()._choose_forward_passes()
+        if self._compiles_layers:
+            self._compile_layers()
+
+    def _compile_layers(self) -> None:
+        """Compile the decoder layers of the policy, and with the same graphs those of the reference of the KL term."""
+        self.accelerator.print("Compiling the decoder layers (compile_layers).", flush=True)
+        started = time.perf_counter()
+        check, training = self.args.startup_check, self.args.disable_dropout
+        reason = compile_layers(self.forward_pass, self.model_wrapped, training=training, check=check)
+        reasons = [text for text in gather_object([reason]) if text is not None]
+        if reasons:
+            self.forward_pass.compiled_layers = None
+            if self.args.compile_layers is True:
+                raise ValueError(
+                    f"compile_layers: true is not possible with this model: {reasons[0]}. Set compile_layers: false."
+                )
+            warn_of_eager_layers(self.args, reasons[0])
+            return
+        if check:
+            self.accelerator.print(f"Compiled them in {time.perf_counter() - started:.0f} s.", flush=True)
+        if self.ref_model is not None:
+            self.ref_pass.compiled_layers = CompiledLayers(self.ref_model)
 
     @property
     def _mismatch(self) -> Mismatch:

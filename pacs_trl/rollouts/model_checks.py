@@ -3,7 +3,7 @@ optimizer, and whether other processes and engines get the same model."""
 
 import inspect
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
@@ -11,8 +11,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from ..update.compiled_layers import missing_compiler
 from .checks import config_of
 from .rollout_config import RolloutConfig
 
@@ -107,6 +109,63 @@ def _steps_in_backward(name: str) -> str:
         f"{name} uses gradients inside the backward pass, before those of all micro-batches of an optimizer step are "
         "added. Use an optimizer that steps afterwards."
     )
+
+
+# Compiled layers -----------------------------------------------------------------------------------------------
+
+
+class Obstacle(NamedTuple):
+    """Why decoder layers cannot be compiled, and what to do instead, as parts of a sentence."""
+
+    reason: str
+    remedy: str
+
+
+def obstacle_to_compilation(args: RolloutConfig, *, is_zero3: bool, quantization: str | None) -> Obstacle | None:
+    """Return what in the settings prevents `compile_layers`, if anything; `quantization` is the method."""
+    if args.torch_compile:
+        return Obstacle("torch_compile: true compiles the whole model", "Remove torch_compile")
+    if is_zero3:
+        return Obstacle("ZeRO-3 gathers weights inside the layers", "Use FSDP2 or ZeRO-2")
+    if quantization is not None:
+        reason = f"the model is quantized with {quantization}, which computes with kernels of its own"
+        return Obstacle(reason, "Load it without quantization")
+    return None
+
+
+def refusal_of_compilation(obstacle: Obstacle) -> str:
+    """Return the error message for `compile_layers: true`."""
+    return f"compile_layers: true is not possible: {obstacle.reason}. {obstacle.remedy}, or set compile_layers: false."
+
+
+def compiles_layers(
+    model: str | PreTrainedModel | PeftModel, args: RolloutConfig, quantization_config: Any = None
+) -> bool:
+    """Return whether decoder layers are to be compiled. Raise a `ValueError` if that is asked for and not possible;
+    log a warning if it is the default and not possible."""
+    if args.compile_layers is False or (args.compile_layers == "auto" and args.device.type != "cuda"):
+        return False
+    config = quantization_config or getattr(config_of(model, args), "quantization_config", None)
+    obstacle = obstacle_to_compilation(
+        args, is_zero3=is_deepspeed_zero3_enabled(), quantization=_quantization_method(config)
+    )
+    if obstacle is None and (missing := missing_compiler(args.device)) is not None:
+        obstacle = Obstacle(f"this machine lacks {missing}", "Install it")
+    if obstacle is None:
+        return True
+    if args.compile_layers is True:
+        raise ValueError(refusal_of_compilation(obstacle))
+    warn_of_eager_layers(args, obstacle.reason)
+    return False
+
+
+def warn_of_eager_layers(args: RolloutConfig, reason: str) -> None:
+    """Log why `compile_layers: auto` does not compile, on the first process."""
+    if args.process_index == 0:
+        logger.warning(
+            f"Decoder layers are not compiled (compile_layers: auto), so updates are slower: {reason}. Set "
+            "compile_layers: false to hide this warning."
+        )
 
 
 # Engines and copies --------------------------------------------------------------------------------------------

@@ -72,6 +72,13 @@ class RolloutConfig(GRPOConfig):
         "agrees and logs a warning, or fails if there is none.",
     )
 
+    # Parameters that control speed
+    compile_layers: Literal["auto", True, False] = setting(
+        "auto",
+        "Whether `torch.compile` compiles each decoder layer for the update: `auto` does on a CUDA device where it is "
+        "possible, and names the reason where it is not. `true` fails instead. Generation is not compiled.",
+    )
+
     # Parameters that control evaluation on benchmarks
     eval_benchmarks: list[str] | None = setting(
         None,
@@ -160,6 +167,11 @@ class RolloutConfig(GRPOConfig):
             )
         if self.rollout_lag and (error := self._lag_error()):
             errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
+        if self.compile_layers is True and not self.is_exact:
+            errors.append(
+                f"compile_layers: true is for the exact update, which {type(self).__name__} does not have. Remove the "
+                "key, or train with method: pacs, grpo, rloo, maxrl, or real."
+            )
         if self.stale_logps and not self.rollout_lag:
             errors.append("stale_logps is for rollout_lag, without which it would be ignored. Set both, or neither.")
         return errors

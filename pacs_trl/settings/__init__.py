@@ -156,6 +156,8 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
             value = parse_mapping(value, f"setting `{key}`")
         elif isinstance(value, list) and "tuple" in hints[key]:  # neither YAML nor argparse has tuples
             value = tuple(_number(entry, key) for entry in value)
+        if value in ("true", "false") and "True" in hints[key]:  # a choice of a `Literal`
+            value = value.capitalize()
         is_switch = key == "fsdp" and value is True
         if isinstance(value, list) and actions[key].nargs == "+":
             words += [f"--{key}", *map(str, value)]

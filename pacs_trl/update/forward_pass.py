@@ -19,6 +19,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
 from .packing import PackedRollouts, packed_attention, packing_backend
 
@@ -60,6 +61,7 @@ class ForwardPass:
     Attributes:
         entropies_have_gradient (`bool`): Whether entropies are differentiable with the model's own head, too, where
             that stores the probabilities of all tokens. The fused head computes their gradient in tiles.
+        compiled_layers ([`CompiledLayers`], *optional*): Layers that are compiled in the passes; `None`: none.
         on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
             their lengths without padding) and the number of completion tokens.
     """
@@ -88,12 +90,16 @@ class ForwardPass:
         self.temperature = temperature
         self.autocast = autocast
         self.entropies_have_gradient = False
+        self.compiled_layers: CompiledLayers | None = None
         self.on_pass: Callable[[list[list[int]], int], None] | None = None
 
-    def attention(self) -> AbstractContextManager:
-        """Return the attention context of a forward pass. It must include the backward pass too, because gradient
-        checkpointing repeats the forward pass there."""
-        return packed_attention(self.config, self.packing)
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Enable packed attention and compiled layers inside the context. It must include the backward pass too,
+        because gradient checkpointing repeats the forward pass there."""
+        compiled = nullcontext() if self.compiled_layers is None else self.compiled_layers.enabled()
+        with packed_attention(self.config, self.packing), compiled:
+            yield
 
     def compute_logps(
         self, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds]

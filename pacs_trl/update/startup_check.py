@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from .compiled_layers import CompiledLayers, NotTraced, num_graphs
 from .context_length import attention_windows, context_lengths
 from .forward_pass import ForwardPass
 from .generation import undisturbed
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 TOLERANCE, HALF_PRECISION_TOLERANCE = 1e-3, 0.1
 
 SAME = 2  # number of initial tokens that the two completions of one prompt share
+
+MOST_GRAPHS = 16  # of compiled layers in the passes of the check; more do not trace
 
 _ENDING = 8  # number of compared tokens of the sequence that is longer than the window
 
@@ -101,6 +104,52 @@ def choose_forward_pass(
         )
 
 
+def compile_layers(
+    forward_pass: ForwardPass, model: torch.nn.Module, *, training: bool = True, check: bool = True
+) -> str | None:
+    """
+    Compile the decoder layers of a chosen forward pass, forward and backward, and set `forward_pass.compiled_layers`.
+    All processes must call this function.
+
+    Args:
+        forward_pass ([`ForwardPass`]), model (`torch.nn.Module`), training (`bool`): See [`choose_forward_pass`].
+        check (`bool`): Whether to run the compiled layers and compare log-probs with those of eager layers. Otherwise
+            the first passes compile them.
+
+    Returns:
+        `str`, *optional*: Why layers are not compiled: an error, more than 16 graphs, new graphs for new lengths, or
+        other log-probs.
+    """
+    try:
+        compiled_layers = CompiledLayers(forward_pass.model)
+    except ValueError as error:
+        return str(error)
+    if not check:
+        forward_pass.compiled_layers = compiled_layers
+        return None
+    with undisturbed(model, forward_pass.device), compiled_layers.tried_out(MOST_GRAPHS):
+        model.train(training)
+        for batch in _batches_of_other_lengths(forward_pass.config):
+            expected = torch.cat(forward_pass.compute_logps(model, *batch).logps)
+            number = num_graphs()
+            forward_pass.compiled_layers = compiled_layers
+            try:
+                computed = torch.cat(forward_pass.compute_logps(model, *batch).logps)
+            except NotTraced as error:
+                return str(error)
+            except Exception as error:  # compilers raise many types of errors
+                return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
+            finally:
+                forward_pass.compiled_layers = None
+            difference = (computed - expected).abs().mean().item()
+            if not difference <= tolerance_of(forward_pass, model):
+                return f"compiled, their log-probs differ by {difference:.2g} nats per token"
+    if num_graphs() > number:
+        return "they do not trace with dynamic shapes: sequences of other lengths made new graphs"
+    forward_pass.compiled_layers = compiled_layers
+    return None
+
+
 def disable_noise(*models: torch.nn.Module | None) -> None:
     """Set the rates of dropout, layer drop, and router jitter to 0 where modules store them as floats; TRL's
     `disable_dropout` only changes `nn.Dropout` modules."""
@@ -124,14 +173,8 @@ def _difference(
 
 def _batches(config: PreTrainedConfig, longest: int | None) -> list[Batch]:
     """Return the micro-batches to compare: three short sequences, and one that is longer than the largest attention
-    window that sequences of `longest` tokens can exceed, if there is one. Token ids come from the middle of the
-    vocabulary, because special tokens are usually at its start or end."""
-    vocab_size = config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-
-    def sample(length: int) -> list[int]:
-        return torch.randint(vocab_size // 4, vocab_size // 2 + 1, (length,), generator=generator).tolist()
-
+    window that sequences of `longest` tokens can exceed, if there is one."""
+    sample = _token_sampler(config)
     batches = [_short_sequences(sample)]
     context = min((length for length in context_lengths(config).values() if length), default=math.inf)
     reached = [window for window in attention_windows(config) if window < min(longest or math.inf, context)]
@@ -139,6 +182,32 @@ def _batches(config: PreTrainedConfig, longest: int | None) -> list[Batch]:
         length = reached[-1] + max(reached[-1] // 8, 4 * _ENDING)
         batches.append(_sequence_that_repeats_its_start(sample, int(min(length, context))))
     return batches
+
+
+def _token_sampler(config: PreTrainedConfig) -> Callable[[int], list[int]]:
+    """Return a function that samples a number of token ids, always the same ones. They come from the middle of the
+    vocabulary, because special tokens are usually at its start or end."""
+    vocab_size = config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return lambda n: torch.randint(vocab_size // 4, vocab_size // 2 + 1, (n,), generator=generator).tolist()
+
+
+def _batches_of_other_lengths(config: PreTrainedConfig) -> list[Batch]:
+    """Return micro-batches with shared prompts, with none, and of one sequence, and one like the first with other
+    lengths. The longest sequences have prime lengths, because dynamo makes a size constant that equals another one of
+    the model."""
+    sample = _token_sampler(config)
+
+    def batch(*groups: tuple[int, list[int]]) -> Batch:  # length of the prompt, and those of its completions
+        prompts = [prompt for length, completions in groups for prompt in [sample(length)] * len(completions)]
+        return prompts, [sample(length) for _, completions in groups for length in completions]
+
+    return [
+        batch((7, [5, 10]), (4, [6, 3])),
+        batch((6, [7]), (3, [8])),
+        batch((12, [11])),
+        batch((5, [4, 14]), (8, [7, 3]), (2, [6])),
+    ]
 
 
 def _short_sequences(sample: Callable[[int], list[int]]) -> Batch:

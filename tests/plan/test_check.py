@@ -5,6 +5,7 @@ import pytest
 
 FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
 ZERO2 = ("--accelerate-config", "recipes/accelerate_configs/zero2.yaml")
+ZERO3 = ("--accelerate-config", "recipes/accelerate_configs/zero3.yaml")
 NOBODY, THREE, EIGHT = (("--num-processes", n) for n in ("0", "3", "8"))
 WHOLE = (*EIGHT, "--gradient_accumulation_steps", "32", "--steps_per_generation=128")
 BF16, GRPO, PPO, FEW = {"dtype": "bfloat16"}, {"method": "grpo"}, {"method": "ppo"}, {"max_train_samples": 1000}
@@ -54,6 +55,11 @@ SAID = {
     "vLLM server": ((), FITTING | {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.9}, 0),
     "unbounded": (("--max_completion_length", "null"), {}, 1, "max_completion_length is not set"),
     "PPO with DeepSpeed": (ZERO2, PPO, 1, "DeepSpeed"),
+    "compiled": (ZERO2, {"compile_layers": True}, 0, "no: Decoder layers"),
+    "compiled, ZeRO-3": (ZERO3, {"compile_layers": True}, 1, "compile_layers: true is not possible: ZeRO-3"),
+    "not compiled, ZeRO-3": (ZERO3, {}, 0, "Decoder layers are not compiled", "ZeRO-3"),
+    "compiled, quantized": ((), {"compile_layers": True, "load_in_4bit": True}, 1, "quantized with bitsandbytes"),
+    "compiled twice": ((), {"compile_layers": True, "torch_compile": True}, 1, "torch_compile"),
     "no critic": (FSDP2, PPO | {"critic_model_name_or_path": "./no/critic"}, 1, "'./no/critic'"),
     "GenAC": (FSDP2, {"method": "genac"}, 0, "fits"),
     "unknown critic": (FSDP2, PPO | {"critic_model_name_or_path": "me/mine"}, 0, "'me/mine' is not known"),
