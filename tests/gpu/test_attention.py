@@ -76,7 +76,7 @@ KERNELS = [
     pytest.param("flash_attention_3", marks=pytest.mark.needs(cuda=True, package="flash_attn_interface"), id="flash3"),
 ]
 MODELS = [
-    pytest.param("small", marks=pytest.mark.first),
+    "small",
     pytest.param("Qwen3-1.7B", marks=pytest.mark.needs(cuda=True, gib=60)),
 ]
 

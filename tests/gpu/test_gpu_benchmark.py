@@ -24,7 +24,7 @@ def check_steps(rows: list[dict], device: str) -> None:
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param("Qwen3-1.7B", marks=[pytest.mark.needs(gib=40), pytest.mark.first]),
+        pytest.param("Qwen3-1.7B", marks=pytest.mark.needs(gib=40)),
         pytest.param("Qwen3-4B", marks=pytest.mark.needs(cuda=True, gib=100)),
     ],
 )

@@ -99,7 +99,7 @@ def check_weights(found: dict, dtype: str, sleep: bool) -> None:
 @pytest.mark.parametrize(
     ("fraction", "sleep"),
     [
-        pytest.param(0.3, False, id="awake", marks=pytest.mark.first),
+        pytest.param(0.3, False, id="awake"),
         pytest.param(0.3, True, id="sleep", marks=pytest.mark.needs(cuda=True)),
         pytest.param(0.6, False, id="more memory", marks=pytest.mark.needs(cuda=True)),
     ],
