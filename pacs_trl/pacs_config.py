@@ -11,10 +11,6 @@ from .settings.trl_settings import SHAPES_ONLY_GRPO
 from .update.step_sizes import Step
 
 
-# Settings of GRPOConfig that no exact update supports.
-NOT_SUPPORTED = ("router_aux_loss_coef",)
-
-
 @dataclass
 class ExactUpdateConfig(RolloutConfig):
     """
@@ -51,12 +47,7 @@ class ExactUpdateConfig(RolloutConfig):
     )
 
     def errors(self, step: Step) -> list[str]:
-        refused = set(NOT_SUPPORTED)
-        if self.router_aux_loss_coef == 0.0:  # which leaves it out, as the update does
-            refused.remove("router_aux_loss_coef")
-        reason = "the exact update has no router loss (router_aux_loss_coef: 0.0 trains without)"
         errors = [*super().errors(step), *step.errors()]
-        errors += ignored_settings(self, sorted(refused), reason, "`trl.GRPOTrainer`")
         if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
             errors.append(
                 f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}. Set a "

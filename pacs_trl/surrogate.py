@@ -142,7 +142,7 @@ def ratio_terms(
     log_ratios, number = logps - old_logps, mask.sum(dim=1, keepdim=True).clamp(min=1)
     ratio = log_importance_weights(log_ratios, mask, level).exp()
     positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
-    phi = torch.ones_like(logps[:, 0])
+    phi = logps.new_ones(len(logps))
     if function is None:
         if loss.loss_type == "cispo":
             weights = ratio.clamp(max=loss.upper_bound)

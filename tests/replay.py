@@ -171,13 +171,15 @@ class Replay:
 
     def __call__(self, prompts, trainer: PACSTrainer) -> dict:
         generation = trainer._step // (trainer.args.steps_per_generation * trainer.num_iterations)
-        shares = trainer._shares
+        shares = getattr(trainer, "_shares", None)  # TRL's trainers have none
+        process, num_rows = trainer.accelerator.process_index, len(prompts)
+        first = process * num_rows if shares is None else shares.first(process)
         rows = self.rows(
             generation,
             len(prompts) * trainer.accelerator.num_processes if shares is None else shares.num_completions,
         )
         self.weights.append(trainable_weights(trainer.model))
-        own = rows[trainer.first_row(len(prompts)) :][: len(prompts)]
+        own = rows[first:][:num_rows]
         output = {
             "prompt_ids": [row.prompt_ids for row in own],
             "completion_ids": [list(row.completion_ids) for row in own],

@@ -9,7 +9,7 @@ from typing import Literal, get_origin, get_type_hints
 import pytest
 
 from pacs_trl import PACSConfig
-from pacs_trl.pacs_config import NOT_SUPPORTED, SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
 from pacs_trl.recipe import config_class, method_names
 from pacs_trl.settings.trl_settings import NEEDS, REFUSED
 from pacs_trl.update.step_sizes import Step
@@ -29,11 +29,10 @@ OFF_DEFAULT = {
     "multi_objective_aggregation": "normalize_then_sum",
     "off_policy_mask_threshold": 0.5,
     "use_bias_correction_kl": False,
-    "router_aux_loss_coef": 0.001,
 }
 
 
-@pytest.mark.parametrize("name", [*SHAPES_ONLY_GRPO, *NOT_SUPPORTED])
+@pytest.mark.parametrize("name", SHAPES_ONLY_GRPO)
 def test_settings_of_grpos_loss_are_refused(name):
     default = next(f.default for f in fields(PACSConfig) if f.name == name)
     assert default is not MISSING

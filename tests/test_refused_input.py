@@ -193,13 +193,9 @@ class OverridesLoss(PACSTrainer):
 
 def test_models_overrides_and_arguments_that_are_refused_before_weights_are_loaded(tmp_path):
     """From directories that contain a configuration alone."""
-    for model_type, words in (
-        ("t5", "'t5' models are encoder-decoders"),
-        ("mixtral", "'mixtral'.*router_aux_loss_coef=0.001"),
-    ):
-        CONFIG_MAPPING[model_type]().save_pretrained(tmp_path / model_type)
-        with pytest.raises(ValueError, match=words):
-            build_trainer(tmp_path, model=str(tmp_path / model_type))
+    CONFIG_MAPPING["t5"]().save_pretrained(tmp_path / "t5")
+    with pytest.raises(ValueError, match="'t5' models are encoder-decoders"):
+        build_trainer(tmp_path, model=str(tmp_path / "t5"))
     tiny_model().config.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="OverridesLoss overrides compute_loss"):
         build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)

@@ -16,8 +16,7 @@ class GRPOConfig(ExactUpdateConfig):
     """
     Configuration class for the [`GRPOTrainer`].
 
-    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default. The
-    router's auxiliary loss is not supported.
+    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`] with its meaning and default.
     """
 
     group_comparison = "GRPO subtracts the mean reward of the group from a reward"

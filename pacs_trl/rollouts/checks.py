@@ -10,6 +10,7 @@ import math
 import os
 import socket
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
@@ -316,17 +317,22 @@ def name_of(model: str | PreTrainedModel) -> str:
 
 
 def check_model_type(config: PreTrainedConfig, args: RolloutConfig) -> None:
-    """Raise a `ValueError` for an encoder-decoder, and a mixture of experts with an auxiliary loss."""
+    """Raise a `ValueError` for an encoder-decoder, and for an explicit loss of the routers that the method lacks; warn
+    if it would be the default of a mixture of experts."""
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
     config, weight = config.get_text_config(), args.router_aux_loss_coef
     weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
-    if hasattr(config, "output_router_logits") and weight != 0:
+    if args.is_exact or not hasattr(config, "output_router_logits") or weight == 0:
+        return
+    without = (
+        f"{type(args).__name__} trains a mixture of experts ({config.model_type!r}) without the loss of its routers"
+    )
+    if args.router_aux_loss_coef is not None:
         raise ValueError(
-            f"{config.model_type!r} models are mixtures of experts with an auxiliary loss of the router "
-            f"(router_aux_loss_coef={weight}), which would depend on the micro-batches. Set router_aux_loss_coef=0.0 "
-            "to train without it."
+            f"{without}, but has router_aux_loss_coef={weight}. Remove the key, or train with method grpo."
         )
+    warnings.warn(f"{without}, whose coefficient in its configuration is {weight}.", stacklevel=2)
 
 
 def check_lengths(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> int | None:

@@ -110,6 +110,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             samples_policy=samples_policy and not args.rollout_lag,
             compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
             has_entropy_bonus=self._entropy_bonus_enabled,
+            has_router_loss=self.aux_loss_enabled,
         )
 
     def token_weights(self) -> list[TokenWeights]:
@@ -167,8 +168,15 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _prepare_learning(self) -> None:
         self._copied_settings = {name: getattr(self, name) for name in COPIED_SETTINGS}
         self._keeps_generating_policy = self.args.keeps_generating_policy
+        checkpointing = self.args.gradient_checkpointing and self.args.gradient_checkpointing_kwargs or {}
+        if self.aux_loss_enabled and checkpointing.get("use_reentrant"):
+            raise ValueError(
+                "The loss of the routers in a mixture of experts has no gradient with use_reentrant: true in "
+                "gradient_checkpointing_kwargs. Set use_reentrant: false, or router_aux_loss_coef: 0.0."
+            )
         self.update = self.create_update()
         self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
+        self.forward_pass.reads_routers = self.aux_loss_enabled
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
 
     def _prepare_for_training(self, *args):
@@ -236,7 +244,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self.store_reference_logps(model, minibatch)
 
                 # 4. Back-propagate its loss. Trainer clips the gradient and updates the weights.
-                self.update.entropy_coef = self._effective_entropy_coef()
+                self._set_coefficients()
                 result = self.update.run(model, minibatch, self._update_timing(is_first_update))
             self.record_metrics(result.metrics)
             self._adapt_entropy_coef(result.bonus_entropy)
@@ -403,7 +411,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         rollouts = self.without_repeated(gather_object(self.unpad_rollouts(inputs)))
         minibatch = self.update.schedule_evaluation(rollouts)
         self.store_reference_logps(model, minibatch)
-        self.update.entropy_coef = self._effective_entropy_coef()
+        self._set_coefficients()
         result = self.update.evaluate(model, minibatch, policy_is_reference=self.policy_is_reference())
         metrics = result.metrics
         if self.num_generations_eval == 1 and self.update.needs_several_completions:
@@ -418,13 +426,6 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _check_entropy_coef(self) -> None:
         """Raise a `ValueError` if a callback has set a coefficient of the entropy bonus that would be ignored."""
-        initial = self._fixed_settings["entropy_coef"], self._fixed_settings["use_adaptive_entropy"]
-        if (self.args.entropy_coef, self.args.use_adaptive_entropy) != initial:
-            raise ValueError(
-                f"args.entropy_coef={self.args.entropy_coef} or args.use_adaptive_entropy="
-                f"{self.args.use_adaptive_entropy} was changed during training, which would be ignored. Set "
-                "trainer.entropy_coef, which takes effect at the next optimizer step."
-            )
         if not 0 <= self.entropy_coef < math.inf:
             raise ValueError(
                 f"trainer.entropy_coef was set to {self.entropy_coef}. It must be a finite number of at least 0; to "
@@ -436,6 +437,11 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "entropy_coef=0.0, so its optimizer steps skip completions without a reward signal. Construct it with "
                 "a positive entropy_coef, and let a callback change it when training begins."
             )
+
+    def _set_coefficients(self) -> None:
+        """Set the coefficients of the update that may change between optimizer steps."""
+        self.update.entropy_coef = self._effective_entropy_coef()
+        self.update.router_coef = self.router_aux_loss_coef
 
     def _effective_entropy_coef(self) -> float:
         """Return the coefficient of the next optimizer step. With adaptive control it is 0 while the entropy of the

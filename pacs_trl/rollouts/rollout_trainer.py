@@ -103,6 +103,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         if self._has_language_model_inside:
             image_checkpoints.freeze_outside_language_model(self.model)
             self._processor_files = image_checkpoints.processor_files(name, args)
+        self.aux_loss_enabled = self.aux_loss_enabled and args.is_exact  # of the routers in a mixture of experts
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`

@@ -37,6 +37,7 @@ RANGES = {
     "num_train_epochs": Range(above=0),
     "delta": Range(above=1),
     "top_entropy_quantile": Range(least=0, most=1),
+    "router_aux_loss_coef": Range(least=0),
     "entropy_coef": Range(least=0),
     "entropy_coef_min": Range(least=0),
     "entropy_coef_max": Range(least=0),

@@ -21,6 +21,7 @@ from .forward_pass import CompletionLogps, ForwardPass
 from .microbatching import MicroBatchConfig, Schedule, micro_batch_size, schedule_micro_batches
 from .minibatch import MicroBatch, Minibatch, collate, rollout_lengths, schedule_minibatch
 from .rollout import Rollout
+from .router_loss import ExpertLoads, RouterSums, expert_loads
 
 
 MAX_ENTROPY_SHARE = 0.05  # of an optimizer step, for the entropy of completions that it skips
@@ -235,6 +236,19 @@ class UpdateDriver:
         prompts = [rollout.prompt_ids for rollout in micro_batch.rollouts]
         completions = [rollout.completion_ids for rollout in micro_batch.rollouts]
         return (compute or self.forward_pass.compute_logps)(model, prompts, completions)
+
+    @torch.no_grad()
+    def measure_expert_loads(self, model, minibatch: Minibatch) -> ExpertLoads:
+        """Compute the loads of the experts in an optimizer step, over all completions of the minibatch, with an extra
+        forward pass. The result is the same on all processes."""
+        schedule = self.schedule_some(minibatch, range(len(minibatch.rollouts)))
+        sums = []
+        for micro_batch in self.micro_batches(minibatch, schedule):
+            self.compute_logps(model, micro_batch)
+            assert self.forward_pass.router_sums is not None  # it reads the routers
+            counts = float(bool(micro_batch.indices))  # a filler does not
+            sums.append(RouterSums(*(values * counts for values in self.forward_pass.router_sums)))
+        return expert_loads(sums, self.accelerator)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Back-propagate the loss of a micro-batch, unless gradients are disabled, as in an evaluation."""

@@ -22,6 +22,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
 from .packing import PackedRollouts, packed_attention, packing_backend
+from .router_loss import RouterSums, router_sums
 
 
 class CompletionLogps(NamedTuple):
@@ -62,6 +63,8 @@ class ForwardPass:
         entropies_have_gradient (`bool`): Whether entropies are differentiable with the model's own head, too, where
             that stores the probabilities of all tokens. The fused head computes their gradient in tiles.
         compiled_layers ([`CompiledLayers`], *optional*): Layers that are compiled in the passes; `None`: none.
+        reads_routers (`bool`): Whether passes sum the outputs of the routers in a mixture of experts.
+        router_sums ([`RouterSums`], *optional*): Those of the last pass of [`compute_logps`], differentiable.
         on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
             their lengths without padding) and the number of completion tokens.
     """
@@ -91,6 +94,8 @@ class ForwardPass:
         self.autocast = autocast
         self.entropies_have_gradient = False
         self.compiled_layers: CompiledLayers | None = None
+        self.reads_routers = False
+        self.router_sums: RouterSums | None = None
         self.on_pass: Callable[[list[list[int]], int], None] | None = None
 
     @contextmanager
@@ -140,7 +145,7 @@ class ForwardPass:
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
         lay_out = self._padded if self.packing is None else self._packed
-        laid_out, flat_indices, texts = lay_out(prompts, completions)
+        laid_out, token_weights, flat_indices, texts = lay_out(prompts, completions)
         if self.on_pass is not None:
             self.on_pass(texts, len(flat_indices))
         uses_model_head = logps and not self.fused
@@ -159,6 +164,9 @@ class ForwardPass:
         def after_backbone(backbone, arguments, output):  # TRL's head would run on all tokens on a CPU
             output.last_hidden_state = at_predictions(output.last_hidden_state)
 
+        self.router_sums = None
+        reads_routers = self._reading_routers(token_weights) if logps and self.reads_routers else nullcontext()
+
         def before_head(head, arguments):
             states, *others = arguments
             return at_predictions(states), *others
@@ -167,7 +175,7 @@ class ForwardPass:
             hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
         else:
             hook = self.backbone.register_forward_hook(after_backbone)
-        with self.autocast(), self.attention(), hook:
+        with self.autocast(), self.attention(), reads_routers, hook:
             outputs = model(**inputs)
         if uses_model_head:
             logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
@@ -177,14 +185,38 @@ class ForwardPass:
             )
         return outputs, lambda values: list(values[0].split(list(map(len, completions))))
 
-    def _packed(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
-        packed = PackedRollouts(prompts, completions)
+    @contextmanager
+    def _reading_routers(self, token_weights: np.ndarray) -> Iterator[None]:
+        """Let the backbone return the logits of its routers, and store their sums."""
+        config, num_rows = self.config.get_text_config(), token_weights.shape[0]
+        weights = torch.from_numpy(token_weights).flatten()
+
+        def before_backbone(backbone, arguments, keywords):  # TRL's head would compute a loss of this pass alone
+            return arguments, keywords | {"output_router_logits": True}
+
+        def after_backbone(backbone, arguments, output):
+            layers = [
+                # without PEFT's virtual tokens
+                logits.reshape(num_rows, -1, logits.shape[-1])[:, -token_weights.shape[1] :].flatten(0, 1)
+                for logits in output.router_logits
+            ]
+            self.router_sums = router_sums(layers, weights.to(self.device), config.num_experts_per_tok)
+
+        with (
+            self.backbone.register_forward_pre_hook(before_backbone, with_kwargs=True),
+            self.backbone.register_forward_hook(after_backbone),
+        ):
+            yield
+
+    def _packed(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, np.ndarray, list]:
+        packed = PackedRollouts(prompts, completions, keeps_last_tokens=self.reads_routers)
         ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
         inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
-        return inputs, packed.flat_indices, packed.texts
+        return inputs, packed.multiplicities[None], packed.flat_indices, packed.texts
 
-    def _padded(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, list]:
-        """Return the padded inputs, the flat indices of the positions that predict completion tokens, and lengths."""
+    def _padded(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, np.ndarray, list]:
+        """Return the padded inputs, how often each token counts, the flat indices of the positions that predict
+        completion tokens, and lengths."""
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         tokens = [torch.from_numpy(sequence) for sequence in sequences]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
@@ -192,7 +224,7 @@ class ForwardPass:
         starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
         flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         inputs = {"input_ids": ids, "attention_mask": mask}
-        return inputs, np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
+        return inputs, mask.numpy(), np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from .microbatching import Schedule
 from .minibatch import MicroBatch, Minibatch, UpdateTiming
 from .policy_update import PolicyUpdate
 from .rollout import Rollout
+from .router_loss import ExpertLoads
 
 
 class GroupObjective(ABC):
@@ -113,7 +114,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         if not self.all_have_gradient and not self.shapes_coefficients:
             return self.driver.schedule(rollouts)
         # KL term and entropy bonus include completions without a label, and shaped coefficients may be theirs.
-        takes_part = torch.tensor([len(rollout.completion_ids) > 0 for rollout in rollouts])
+        takes_part = torch.tensor([self.has_router_loss or len(rollout.completion_ids) > 0 for rollout in rollouts])
         return self.driver.schedule(rollouts, takes_part)
 
     def run(self, model, minibatch: Minibatch, timing: UpdateTiming) -> StepResult:
@@ -162,12 +163,13 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             skipped_entropy = self._skipped_entropy(model, minibatch, forwarded, timing)
 
             # 5. The gradient.
-            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing)
+            loads = self._measure_expert_loads(model, minibatch)
+            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing, loads)
 
         # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
         entropy = (scoring or results).entropy + skipped_entropy
-        result = self._summarize(minibatch, results, proxies, entropy)
+        result = self._with_router_loss(self._summarize(minibatch, results, proxies, entropy), loads)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
 
@@ -179,7 +181,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
         skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        return self._summarize(minibatch, scoring, proxies, scoring.entropy + skipped_entropy)
+        result = self._summarize(minibatch, scoring, proxies, scoring.entropy + skipped_entropy)
+        return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
     def _score(
@@ -203,17 +206,24 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         return results.reduce()
 
     def _back_propagate(
-        self, model, minibatch: Minibatch, schedule: Schedule, coefficients: torch.Tensor | None, timing: UpdateTiming
+        self,
+        model,
+        minibatch: Minibatch,
+        schedule: Schedule,
+        coefficients: torch.Tensor | None,
+        timing: UpdateTiming,
+        loads: ExpertLoads | None,
     ) -> tuple[PassResults, list]:
-        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL term, and the entropy bonus. If
-        `coefficients` is `None`, micro-batches must hold whole groups. Returns the results of the forward passes, and
-        the mismatch of each micro-batch."""
+        """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL term, the entropy bonus, and the loss of the
+        routers. If `coefficients` is `None`, micro-batches must hold whole groups. Returns the results of the forward
+        passes, and the mismatch of each micro-batch."""
         results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
         num_tokens, num_bonus_tokens = max(minibatch.num_tokens, 1), self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
         mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
             proxies = self.proxies(logps, micro_batch)
             if not micro_batch.indices:
                 completion_coefficients = torch.zeros(1)
@@ -233,7 +243,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             kl_loss = self.objective.kl_coef * kl.sum() / num_tokens
             bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, factors)
             entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
-            self.driver.backward(policy_loss + kl_loss + entropy_loss)
+            router_loss = self._router_loss(loads, router_sums, micro_batch)
+            self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum(), bonus_entropy)
         return results.reduce(), mismatch
 

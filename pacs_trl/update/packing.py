@@ -1,7 +1,8 @@
 """Sequence packing: concatenate the rollouts of a micro-batch into one sequence without padding, with block-diagonal
 attention.
 
-A shared prompt is computed once and precedes its completions. Last completion tokens predict nothing and are left out:
+A shared prompt is computed once and precedes its completions. Last completion tokens predict nothing and are left out,
+unless the loss reads more than log-probs (the routers of a mixture of experts):
 
     [prompt] [completion 1 without its last token] [completion 2 without its last token] ...
 
@@ -41,6 +42,7 @@ class PackedRollouts:
     Args:
         prompts, completions (sequences of `B` int64 `np.ndarray`): Token ids of each rollout. Prompts need at least
             one token; completions may be empty.
+        keeps_last_tokens (`bool`): Whether to keep the last tokens of completions, which predict nothing.
 
     Attributes:
         ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids and position ids.
@@ -48,12 +50,16 @@ class PackedRollouts:
             its branches, or a single segment of one prompt and its completion.
         flat_indices (int64 `np.ndarray`): Indices of the positions that predict the completion tokens, in the order
             of the rollouts.
+        multiplicities (int64 `np.ndarray` of shape `(N,)`): Number of rollouts that each token belongs to.
     """
 
-    def __init__(self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray]):
+    def __init__(
+        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, keeps_last_tokens: bool = False
+    ):
         self.texts: list[list[int]] = []
         pieces: list[np.ndarray] = []
         positions: list[np.ndarray] = []
+        multiplicities: list[np.ndarray] = []
         predicting: dict[int, np.ndarray] = {}
         same: dict[bytes, list[int]] = {}
         for i, prompt in enumerate(prompts):
@@ -63,17 +69,20 @@ class PackedRollouts:
             prompt = prompts[rows[0]]
             pieces.append(prompt)
             positions.append(np.arange(len(prompt)))
+            multiplicities.append(np.full(len(prompt), len(rows)))
             end += len(prompt)
             last, lengths = end - 1, [len(prompt)]
             for i in rows:
-                branch = completions[i][:-1]
+                branch = completions[i] if keeps_last_tokens else completions[i][:-1]
                 pieces.append(branch)
                 lengths += [len(branch)] if len(branch) else []
                 positions.append(np.arange(len(branch)) + len(prompt))
+                multiplicities.append(np.ones(len(branch), dtype=np.int64))
                 predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
                 end += len(branch)
             self.texts.append(lengths if len(rows) > 1 else [sum(lengths)])
         self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions)
+        self.multiplicities = np.concatenate(multiplicities)
         self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
 
     def kernel_inputs(self) -> dict[str, Any]:

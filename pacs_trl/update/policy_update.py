@@ -26,6 +26,7 @@ from .forward_pass import CompletionLogps
 from .microbatching import Schedule
 from .minibatch import MicroBatch, Minibatch, UpdateTiming, scheduled_completions
 from .rollout import Rollout
+from .router_loss import ExpertLoads, RouterSums
 from .token_weights import Mismatch, TokenValues, TokenWeights, mismatch_metrics, mismatch_ratios
 
 
@@ -44,11 +45,14 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         samples_policy (`bool`): Whether completions are sampled from the full trained distribution, without top-k,
             top-p, or similar truncation.
         compute_kl_ref_logps (`Callable`, *optional*): [`ForwardPass.compute_logps`] under the reference of the KL.
+        has_router_loss (`bool`): Whether the loss has that of the routers of a mixture of experts, to which all
+            completions contribute. It takes one more forward pass, for the loads of the experts.
         has_entropy_bonus (`bool`): Whether the loss has an entropy bonus. Every completion then has a forward and a
             backward pass, also in steps whose coefficient is 0, because adaptive control reads all entropies.
 
     Attributes:
-        entropy_coef (`float`): Coefficient of the entropy bonus, which may differ between optimizer steps.
+        entropy_coef, router_coef (`float`): Coefficients of the entropy bonus and of the loss of the routers, which
+            may differ between optimizer steps.
     """
 
     # Whether `shape_coefficients` needs the coefficients of the whole minibatch before the first backward pass.
@@ -65,6 +69,7 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         samples_policy: bool = True,
         compute_kl_ref_logps: Callable[..., CompletionLogps] | None = None,
         has_entropy_bonus: bool = False,
+        has_router_loss: bool = False,
     ):
         self.driver = driver
         self.objective = objective
@@ -73,12 +78,14 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         self.samples_policy = samples_policy
         self.compute_kl_ref_logps = compute_kl_ref_logps
         self.has_entropy_bonus = has_entropy_bonus
+        self.has_router_loss = has_router_loss
         self.entropy_coef = 0.0
+        self.router_coef = 0.0
 
     @property
     def all_have_gradient(self) -> bool:
         """Whether every completion with a counted token has a gradient, whatever its coefficient."""
-        return self.objective.kl_coef != 0 or self.has_entropy_bonus
+        return self.objective.kl_coef != 0 or self.has_entropy_bonus or self.has_router_loss
 
     # One optimizer step ---------------------------------------------------------------------------------------------
 
@@ -214,6 +221,25 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         mean_entropy = results.bonus_entropy / self._num_bonus_tokens(minibatch)
         loss = policy_loss - self.entropy_coef * mean_entropy
         return StepResult(loss, metrics | {"policy_loss": policy_loss}, mean_entropy)
+
+    # Routers of a mixture of experts ---------------------------------------------------------------------------------
+
+    def _measure_expert_loads(self, model, minibatch: Minibatch) -> ExpertLoads | None:
+        return self.driver.measure_expert_loads(model, minibatch) if self.has_router_loss else None
+
+    def _router_loss(
+        self, loads: ExpertLoads | None, router_sums: RouterSums | None, micro_batch: MicroBatch
+    ) -> torch.Tensor | float:
+        """Return the share of a micro-batch in the loss of the routers, differentiable."""
+        if loads is None or router_sums is None or not micro_batch.indices:
+            return 0.0
+        return self.router_coef * loads.share_of(router_sums)
+
+    def _with_router_loss(self, result: StepResult, loads: ExpertLoads | None) -> StepResult:
+        if loads is None:
+            return result
+        metrics = result.metrics | {"aux_loss": loads.loss}
+        return result._replace(loss=result.loss + self.router_coef * loads.loss, metrics=metrics)
 
     # Mismatch between engine and trainer ----------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from .microbatching import Schedule
 from .minibatch import Minibatch, UpdateTiming, scheduled_completions
 from .policy_update import PolicyUpdate
 from .rollout import Rollout
+from .router_loss import ExpertLoads
 from .token_weights import TokenValues
 
 
@@ -63,11 +64,6 @@ class RatioMinibatch(Minibatch):
     scales: torch.Tensor
 
 
-def _has_tokens(rollouts: list[Rollout]) -> torch.Tensor:
-    """Return which completions have a True entry in their loss mask, bool `(B,)`."""
-    return torch.tensor([bool(rollout.loss_mask.any()) for rollout in rollouts])
-
-
 class RatioUpdate(PolicyUpdate[RatioMinibatch]):
     """[`PolicyUpdate`] with a [`RatioObjective`]."""
 
@@ -79,7 +75,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
 
     def schedule(self, rollouts: list[Rollout]) -> RatioMinibatch:
         coefficients, scales = self.objective.coefficients_and_scales(rollouts)
-        takes_part = _has_tokens(rollouts)
+        takes_part = self._takes_part(rollouts)
         needs_all = self.all_have_gradient or self.objective.needs_all_completions or self.shapes_coefficients
         if not needs_all:
             takes_part &= coefficients != 0
@@ -87,7 +83,12 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> RatioMinibatch:
         coefficients, scales = self.objective.coefficients_and_scales(rollouts)
-        return self._schedule(rollouts, _has_tokens(rollouts), coefficients, scales)
+        return self._schedule(rollouts, self._takes_part(rollouts), coefficients, scales)
+
+    def _takes_part(self, rollouts: list[Rollout]) -> torch.Tensor:
+        """Return which completions can have a gradient: those with a counted token, and with a loss of the routers
+        all, bool `(B,)`."""
+        return torch.tensor([self.has_router_loss or bool(rollout.loss_mask.any()) for rollout in rollouts])
 
     def _schedule(
         self, rollouts: list[Rollout], takes_part: torch.Tensor, coefficients: torch.Tensor, scales: torch.Tensor
@@ -111,18 +112,19 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                     was_scored=False,
                 )
 
-            # 2. What the token weights need of the whole minibatch.
+            # 2. What the token weights and the loss of the routers need of the whole minibatch.
             self._start_token_weights(model, minibatch, schedule, coefficients, timing)
+            loads = self._measure_expert_loads(model, minibatch)
 
             # 3. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
             skipped_entropy = self._skipped_entropy(model, minibatch, schedule, timing)
 
             # 4. The gradient.
-            results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
+            results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
 
         # 5. Loss and metrics.
-        result = self._summarize(minibatch, schedule, results, skipped_entropy)
+        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy), loads)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
 
@@ -132,8 +134,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         timing = UpdateTiming(is_first_update=True)
         schedule, coefficients = minibatch.schedule, minibatch.coefficients
         self._start_token_weights(model, minibatch, schedule, coefficients, timing)
-        results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing)
-        result = self._summarize(minibatch, schedule, results, skipped_entropy=0.0)
+        loads = self._measure_expert_loads(model, minibatch)
+        results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
+        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy=0.0), loads)
         return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
 
     def _start_token_weights(
@@ -158,11 +161,17 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         return results.reduce()
 
     def _run_passes(
-        self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
+        self,
+        model,
+        minibatch: RatioMinibatch,
+        schedule: Schedule,
+        coefficients: torch.Tensor,
+        timing: UpdateTiming,
+        loads: ExpertLoads | None,
     ) -> tuple[PassResults, list]:
         """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL
-        term, and the entropy bonus, unless gradients are disabled. Returns the results of the forward passes, and the
-        mismatch of each micro-batch."""
+        term, the entropy bonus, and the loss of the routers, unless gradients are disabled. Returns the results of the
+        forward passes, and the mismatch of each micro-batch."""
         names = ["values", "low_fraction", "high_fraction", "phi", "kl"]
         results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         num_bonus_tokens = self._num_bonus_tokens(minibatch)
@@ -170,6 +179,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
             if micro_batch.indices:
                 completion_coefficients = coefficients[micro_batch.indices]
                 completion_scales = minibatch.scales[micro_batch.indices]
@@ -189,7 +199,8 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
             bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, factors)
             entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
-            self.driver.backward(policy_loss + kl_loss + entropy_loss)
+            router_loss = self._router_loss(loads, router_sums, micro_batch)
+            self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             values = {
                 "values": terms.values,
                 "low_fraction": terms.low_fraction,
