@@ -94,20 +94,18 @@ def _largest_that_fits(size: Size, repeats: int, rate: float, settings: dict) ->
     gc.collect()  # the next method needs the memory
     if settings["device"] == "cuda":
         torch.cuda.empty_cache()
-    planned = planned_beside(estimate, found[0], size.completion_max, gpu.training_share, settings["device"])
+    planned = planned_beside(estimate, found[0], size.completion_max, settings["device"])
     return [{"rows per forward": rows, **row, **planned} for row in found]
 
 
-def planned_beside(
-    estimate: Estimate, measured: dict[str, Any], completion_max: int, training_share: float, device: str
-) -> dict[str, Any]:
+def planned_beside(estimate: Estimate, measured: dict[str, Any], completion_max: int, device: str) -> dict[str, Any]:
     """
     Compare the estimate of a step without uniform groups with the measurement.
 
-    Errors are in percent, positive if `plan` overestimates. `factor on activations` and `training_share` are the
-    values for which the estimate would match the measurement.
+    Errors are in percent, positive if `plan` overestimates. With `factor on activations` and `factor on time` the
+    estimate would match the measurement.
     """
-    activations = estimate.activations + estimate.gathered + estimate.collected
+    activations = estimate.activations + estimate.casts + estimate.gathered + estimate.collected
     state = estimate.state if device == "cuda" else 0.0  # on a CPU only tensors saved by autograd are measured
     _, seconds = estimate.learning(round(0.35 * completion_max))
     return {
@@ -116,7 +114,7 @@ def planned_beside(
         "factor on activations": (measured["GiB"] * 2**30 - state) / activations,
         "plan s": seconds,
         "error of time, %": 100 * (seconds / measured["seconds"] - 1),
-        "training_share": training_share * seconds / measured["seconds"],
+        "factor on time": measured["seconds"] / seconds,
     }
 
 

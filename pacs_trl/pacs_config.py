@@ -21,10 +21,11 @@ class ExactUpdateConfig(RolloutConfig):
     is_exact = True
     supports_rollout_lag = True
 
-    max_tokens_per_micro_batch: int | None = setting(
+    max_tokens_per_micro_batch: int | str | None = setting(
         None,
         "Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. "
-        "Every prompt plus `max_completion_length` must fit, which is checked at startup.",
+        "Every prompt plus `max_completion_length` must fit, which is checked at startup. `auto` chooses it from the "
+        "memory of the GPU; on a CPU it is the default.",
         least=1,
     )
     padding_free: Literal["auto", "never"] = setting(
@@ -46,6 +47,12 @@ class ExactUpdateConfig(RolloutConfig):
         least=1,
     )
 
+    def __post_init__(self):
+        size = self.max_tokens_per_micro_batch
+        if isinstance(size, str) and size.isdecimal():  # of a recipe, whose parser has one type for each setting
+            self.max_tokens_per_micro_batch = int(size)
+        super().__post_init__()
+
     def errors(self, step: Step) -> list[str]:
         errors = [*super().errors(step), *step.errors()]
         if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
@@ -60,7 +67,12 @@ class ExactUpdateConfig(RolloutConfig):
                 "processes that divides it, and remove the key."
             )
         room, longest = self.max_tokens_per_micro_batch, self.max_completion_length or 0
-        if room is not None and room <= longest:
+        if not isinstance(room, int | None) and room != "auto":
+            errors.append(
+                f"max_tokens_per_micro_batch must be an integer of at least 1, or auto, got {room!r}. Correct it, or "
+                "remove the key."
+            )
+        if isinstance(room, int) and room <= longest:
             errors.append(
                 f"max_tokens_per_micro_batch={room} cannot hold one sequence of a prompt and max_completion_length="
                 f"{longest} tokens. Raise it to their sum, or lower max_completion_length."

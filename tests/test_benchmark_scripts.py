@@ -51,15 +51,15 @@ def test_training_of_each_trainer_end_to_end(monkeypatch, tmp_path, capsys):
 def test_plan_beside_a_measurement_by_hand():
     """30 GiB measured, 10 + 10 planned: a third too little, and activations would have to be twice as large.
 
-    Two seconds for one: half the time, so half the share.
+    Two seconds for one: half the time.
     """
-    estimate = SimpleNamespace(state=10 * 2**30, activations=8 * 2**30, gathered=2**30, collected=2**30)
+    estimate = SimpleNamespace(state=10 * 2**30, activations=7 * 2**30, casts=2**30, gathered=2**30, collected=2**30)
     estimate.learning = lambda mean_tokens: (0.0, 1.0)
-    columns = gpu.planned_beside(estimate, {"GiB": 30.0, "seconds": 2.0}, 100, 0.35, "cuda")
+    columns = gpu.planned_beside(estimate, {"GiB": 30.0, "seconds": 2.0}, 100, "cuda")
     assert columns["error of memory, %"] == pytest.approx(-100 / 3) and columns["error of time, %"] == pytest.approx(
         -50
     )
-    assert columns["factor on activations"] == 2.0 and columns["training_share"] == pytest.approx(0.175)
+    assert columns["factor on activations"] == 2.0 and columns["factor on time"] == 2.0
 
 
 def test_model_flops_by_hand():

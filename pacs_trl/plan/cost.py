@@ -1,12 +1,15 @@
-"""Cost model: GPU memory, FLOP, and hours from the shape of a dense model and batch sizes.
+"""Cost model: GPU memory, FLOP, and seconds from the shape of a dense model and batch sizes.
 
-Pure functions of numbers, accurate to perhaps a factor of 1.5.
+Pure functions of numbers. Memory and seconds of an update are calibrated on optimizer steps of the shape of Qwen3-1.7B
+on an H200 (tests/data/gpu_steps.yaml); on those of Qwen3-4B memory is within 15 % and time within 25 %. Generation is
+accurate to perhaps a factor of 1.5.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import yaml
 
@@ -14,15 +17,63 @@ import yaml
 GIB = 2**30
 
 
+# What the backward pass computes again: nothing, everything but attention, or whole layers.
+Recomputation = Literal["none", "selective", "full"]
+RECOMPUTATIONS: tuple[Recomputation, ...] = ("none", "selective", "full")  # from most memory to least
+
+# Calibration of an update, on the shape of Qwen3-1.7B. Kernels of matrix products and of attention reach these shares
+# of the data sheet's FLOP/s. Elementwise kernels move the activations of an eager layer this often in a forward pass.
+_PRODUCTS_SHARE = 0.75
+_ATTENTION_SHARE = {"sdpa": 0.24, "fa4": 0.43}
+_EAGER_TRAFFIC, _COMPILED_TRAFFIC = 7.5, 2.5
+_BUSY_SHARE = 0.95  # of the time, in which kernels run
+_ATTENTION_BACKWARD = 2.5  # FlashAttention computes the products of the forward pass again
+# Each micro-batch launches kernels, casts weights, and adds gradients: seconds per layer, and bytes per weight, with
+# and without gradient.
+_LAUNCH_SECONDS, _LAUNCH_SECONDS_FORWARD = 1.1e-3, 0.3e-3
+_WEIGHT_BYTES, _WEIGHT_BYTES_FORWARD = 20, 6
+_OPTIMIZER_BYTES = 28  # read and written per trained weight: weight, gradient, two moments
+
+
 class Gpu(NamedTuple):
-    """Data sheet of a GPU (bytes, dense bfloat16 FLOP/s, bytes/s), and the shares that training and decoding reach."""
+    """Data sheet of a GPU (bytes, dense bfloat16 FLOP/s, bytes/s), and the share of `bandwidth` that decoding and the
+    optimizer reach."""
 
     name: str
     memory_bytes: float
     flops: float
     bandwidth: float
-    training_share: float = 0.35  # of `flops`
-    decoding_share: float = 0.6  # of `bandwidth`
+    bandwidth_share: float = 0.6
+
+
+class Execution(NamedTuple):
+    """
+    How an update computes.
+
+    Attributes:
+        precision (`str`): `"bfloat16"` (bfloat16 weights, also those that FSDP2 and DeepSpeed gather), `"autocast"`
+            (float32 weights and residual stream, bfloat16 products, whose inputs are cast once per projection), or
+            `"float32"`.
+        recomputation (`str`): What the backward pass computes again, one of `RECOMPUTATIONS`.
+        compiled (`bool`): Whether decoder layers are compiled.
+        attention (`str`): `"sdpa"` for torch's kernels, `"fa4"` for FlashAttention 4.
+    """
+
+    precision: str = "bfloat16"
+    recomputation: Recomputation = "none"
+    compiled: bool = False
+    attention: str = "sdpa"
+
+
+class Passes(NamedTuple):
+    """Passes over all completions of a generation batch: those with a gradient, and forward passes without."""
+
+    gradient: float
+    forward: float
+
+    def in_forward_passes(self, recomputation: Recomputation) -> float:
+        """Return the cost in forward passes; a gradient costs 3, or 4 with recomputation."""
+        return self.gradient * gradient_passes(recomputation) + self.forward
 
 
 @dataclass(frozen=True)
@@ -68,33 +119,55 @@ class ModelShape:
         attention = 2 * self.num_layers * self.attention_width * mean_length
         return tokens * (2 * weights + attention)
 
-    def activation_bytes(self, tokens: int, *, checkpointing: bool, precision: str = "bfloat16") -> float:
+    def activation_bytes(self, tokens: float, execution: Execution) -> float:
         """
-        Return the bytes that a micro-batch keeps for its backward pass: everything inside all layers, or with gradient
-        checkpointing the input of each layer and everything inside one; and the last norm. Inside a layer are two
+        Return the bytes that a micro-batch keeps for its backward pass: everything inside all layers, or with
+        recomputation the input of each layer and everything inside one; and the last norm. Inside a layer are two
         norms (input, normalized copy, and result as the input of three and two projections), queries and keys before
         and after their norm, input and output of attention, and four times the inside of the MLP. A bfloat16 norm
-        computes in float32 and keeps that copy too. `precision` is `"bfloat16"` (bfloat16 weights, also those that
-        FSDP2 and DeepSpeed gather), `"autocast"` (float32 weights and residual stream, bfloat16 products, whose inputs
-        are cast once per projection), or `"float32"`.
+        computes in float32 and keeps that copy too. Compiled layers keep no intermediate results of norms and of the
+        MLP's activation. Selective recomputation also keeps the output of attention and its normalizer.
         """
-        # bytes per number: of the stream between layers, around norms of the stream, of q/k norms, of matrix products
-        stream, norms, head_norms, products = {
-            "bfloat16": (2, 2 * (4 + 2 + 2), 4 + 2, 2),
-            "autocast": (4, (4 + 4 + 3 * 2) + (4 + 4 + 2 * 2), 4 + 2, 2),
-            "float32": (4, 2 * (4 + 4 + 4), 4 + 4, 4),
-        }[precision]
-        keys = self.num_kv_heads * self.head_dim
-        inside_layer = (
-            norms * self.hidden
-            + products * (2 * self.attention_width + 2 * keys + 4 * self.intermediate)  # q, k, v, attended; MLP
-            + 4 * self.num_heads  # the normalizer of attention
-        )
-        inside_layer += head_norms * (self.attention_width + keys) * self.qk_norm
+        stream = 2 if execution.precision == "bfloat16" else 4
+        products = 4 if execution.precision == "float32" else 2
+        inside_layer = self._bytes_inside_layer(execution.precision, compiled=execution.compiled)
         layers = self.num_layers * inside_layer
-        if checkpointing:
-            layers = self.num_layers * stream * self.hidden + inside_layer
-        return tokens * (layers + norms / 2 * self.hidden)  # and the last norm
+        if execution.recomputation != "none":
+            kept = stream * self.hidden
+            if execution.recomputation == "selective":
+                kept += products * self.attention_width + 4 * self.num_heads
+            layers = self.num_layers * kept + inside_layer
+        return tokens * (layers + _NORM_BYTES[execution.precision] / 2 * self.hidden)
+
+    def _bytes_inside_layer(self, precision: str, *, compiled: bool = False) -> float:
+        """Return the bytes of one token that a layer keeps for its backward pass."""
+        keys = self.num_kv_heads * self.head_dim
+        stream, products = 2 if precision == "bfloat16" else 4, 4 if precision == "float32" else 2
+        attention = products * 2 * (self.attention_width + keys) + 4 * self.num_heads  # q, k, v, out, and normalizer
+        if compiled:
+            norms = 2 * (stream + products) * self.hidden
+            head_norms = products * (self.attention_width + keys) * self.qk_norm
+            return norms + attention + head_norms + 3 * products * self.intermediate
+        head_norms = (4 + products) * (self.attention_width + keys) * self.qk_norm
+        return _NORM_BYTES[precision] * self.hidden + attention + head_norms + 4 * products * self.intermediate
+
+    def cast_bytes(self, execution: Execution) -> float:
+        """Return the bytes of the bfloat16 copies of float32 weights that autocast makes: of all weights, or with
+        recomputation of one layer and the output head."""
+        if execution.precision != "autocast":
+            return 0.0
+        weights = self.parameters
+        if execution.recomputation != "none":
+            weights = self.layer_parameters + self.vocabulary * self.hidden
+        return 2.0 * weights
+
+
+# Bytes per number of the residual stream that the two norms of a layer keep.
+_NORM_BYTES = {
+    "bfloat16": 2 * (4 + 2 + 2),
+    "autocast": (4 + 4 + 3 * 2) + (4 + 4 + 2 * 2),
+    "float32": 2 * (4 + 4 + 4),
+}
 
 
 _TABLES = yaml.safe_load(Path(__file__).with_name("hardware_and_models.yaml").read_text(encoding="utf-8"))
@@ -108,7 +181,11 @@ def model_shape(name: str | None) -> ModelShape | None:
     if name is None or name in KNOWN_MODELS:
         return KNOWN_MODELS.get(name or "")
     file = Path(name).expanduser() / "config.json"
-    config = json.loads(file.read_text()) if file.is_file() else {}
+    return shape_of(json.loads(file.read_text())) if file.is_file() else None
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
+    """Return the shape of a model with a configuration of transformers; `None` if it is not a dense decoder."""
     if config.get("model_type") not in ("qwen2", "qwen3", "llama"):
         return None
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
@@ -133,12 +210,12 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
     """Return the bytes of weights, gradients, and Adam moments on one GPU: 16 per trained weight (float32 weight,
     gradient, two moments). `"full"` sharding (FSDP, ZeRO-3) divides it by `processes`; `"gradients"` (ZeRO-2) adds a
-    bfloat16 copy of the weights and shards the rest; `"none"` adds the bfloat16 copy of autocast."""
+    bfloat16 copy of the weights and shards the rest."""
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
     if sharding == "gradients":
         return 2 * trained + frozen_bytes * frozen + 16 * trained / processes
-    return 18 * trained + frozen_bytes * frozen
+    return 16 * trained + frozen_bytes * frozen
 
 
 def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
@@ -148,62 +225,97 @@ def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = 
     return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
 
 
-def exact_forward_equivalents(
+def exact_passes(
     *,
-    checkpointing: bool,
     updates: int,
     iterations: int = 1,
     reference: str | None = "rollout",
     split: bool = True,
     correction: bool = False,
     kl: bool = False,
-) -> float:
+) -> Passes:
     """
-    Return the cost of all exact `updates` (over all `iterations`) on a generation, in forward passes over it.
+    Return the passes of all exact `updates` (over all `iterations`) on a generation.
 
-    A gradient costs 3 per iteration, 4 with gradient checkpointing. Passes without gradient: log-probs of the
-    minibatches after the first for the `reference` `"rollout"` or for the vLLM mismatch `correction`; of every
-    minibatch for a `"snapshot"` (`None`: a proxy without reference) and for the KL reference. If groups are `split`
-    over micro-batches, one more pass computes proxies, except on the first update after a rollout with the rollout
-    reference, where they are 0.
+    There is a gradient per iteration. Passes without gradient: log-probs of the minibatches after the first for the
+    `reference` `"rollout"` or for the vLLM mismatch `correction`; of every minibatch for a `"snapshot"` (`None`: a
+    proxy without reference) and for the KL reference. If groups are `split` over micro-batches, one more pass computes
+    proxies, except on the first update after a rollout with the rollout reference, where they are 0.
     """
     share = iterations / updates  # of the batch in an optimizer step
     is_reused = iterations > 1
-    passes = iterations * _gradient_passes(checkpointing) + float(iterations * kl)
+    passes = float(iterations * kl)
     if reference == "rollout" or correction:
         passes += 1 if is_reused else 1 - share
     if reference == "snapshot":
         passes += iterations
     if split:
         passes += iterations - share if reference == "rollout" else iterations
-    return passes
+    return Passes(iterations, passes)
 
 
-def actor_critic_forward_equivalents(
+def actor_critic_passes(*, updates: int, iterations: int = 1, correction: bool = False, kl: bool = False) -> Passes:
+    """Return the passes of the policy in all `updates` of an actor-critic method on a generation. Passes without
+    gradient: log-probs of the batch once if there are several updates or for the vLLM mismatch `correction`, and once
+    under the KL reference."""
+    return Passes(iterations, int(updates > 1 or correction) + int(kl))
+
+
+def critic_passes(iterations: int) -> Passes:
+    """Return the passes of a critic that scores tokens (PPO): it is trained like the policy, and computes values once.
+    The cost of a critic that answers questions (GenAC) is not included."""
+    return Passes(iterations, 1)
+
+
+def gradient_passes(recomputation: Recomputation) -> int:
+    """Return the cost of a forward and backward pass in forward passes."""
+    return 3 if recomputation == "none" else 4
+
+
+def update_seconds(
+    shape: ModelShape,
+    gpu: Gpu,
+    execution: Execution,
+    passes: Passes,
     *,
-    checkpointing: bool,
-    updates: int,
-    iterations: int = 1,
-    critic_scores_tokens: bool = True,
-    correction: bool = False,
-    kl: bool = False,
+    tokens: float,
+    mean_length: float,
+    micro_batches: float,
 ) -> float:
     """
-    Return the cost of all `updates` of an actor-critic method on a generation, in forward passes over it.
+    Return the seconds of `passes` over some completions on one GPU, without the optimizer.
 
-    Passes without gradient: log-probs of the batch once if there are several updates or for the vLLM mismatch
-    `correction`, and once under the KL reference. A critic that scores tokens (PPO) doubles the gradient and computes
-    values once; the cost of a critic that answers questions (GenAC) is not included.
+    Matrix products and attention are bound by FLOP/s, elementwise kernels by bandwidth; each micro-batch has a
+    constant cost. Communication is not included.
+
+    Args:
+        tokens (`float`): Tokens of one pass on this GPU.
+        mean_length (`float`): Mean of squared lengths over the mean length, see [`ModelShape.forward_flops`].
+        micro_batches (`float`): Micro-batches of one pass on this GPU.
     """
-    passes = iterations * _gradient_passes(checkpointing)
-    if critic_scores_tokens:
-        passes = 2 * passes + 1
-    return passes + int(updates > 1 or correction) + int(kl)
+    rate = gpu.flops * _PRODUCTS_SHARE
+    layers = 2 * shape.num_layers * shape.layer_parameters * tokens / rate
+    head = 2 * shape.vocabulary * shape.hidden * tokens / rate
+    pairs = 2 * shape.num_layers * shape.attention_width * mean_length * tokens
+    attention = pairs / (gpu.flops * _ATTENTION_SHARE[execution.attention])
+    moved = shape.num_layers * shape._bytes_inside_layer(execution.precision) * tokens
+    elementwise = moved * (_COMPILED_TRAFFIC if execution.compiled else _EAGER_TRAFFIC) / gpu.bandwidth
+
+    recomputes, recomputes_attention = execution.recomputation != "none", execution.recomputation == "full"
+    gradient = (3 + recomputes) * (layers + elementwise) + 3 * head
+    gradient += (1 + _ATTENTION_BACKWARD + recomputes_attention) * attention
+    kernels = passes.gradient * gradient + passes.forward * (layers + elementwise + head + attention)
+
+    launch = shape.num_layers * _LAUNCH_SECONDS + _WEIGHT_BYTES * shape.parameters / gpu.bandwidth
+    launch_forward = shape.num_layers * _LAUNCH_SECONDS_FORWARD
+    launch_forward += _WEIGHT_BYTES_FORWARD * shape.parameters / gpu.bandwidth
+    constant = micro_batches * (passes.gradient * launch + passes.forward * launch_forward)
+    return kernels / _BUSY_SHARE + constant
 
 
-def _gradient_passes(checkpointing: bool) -> int:
-    """Return the cost of a forward and backward pass in forward passes."""
-    return 4 if checkpointing else 3
+def optimizer_seconds(trained: float, gpu: Gpu) -> float:
+    """Return the seconds in which Adam updates `trained` weights of one GPU."""
+    return _OPTIMIZER_BYTES * trained / (gpu.bandwidth * gpu.bandwidth_share)
 
 
 def mean_square_length(mean: float, longest: float) -> float:
@@ -223,4 +335,4 @@ def decoding_seconds(
     weight_reads = waves * longest * 2 * shape.parameters
     attended = prompt * mean + mean_square_length(mean, longest) / 2
     cache_reads = rows * attended * shape.kv_bytes_per_token
-    return (weight_reads + cache_reads) / (gpu.bandwidth * gpu.decoding_share)
+    return (weight_reads + cache_reads) / (gpu.bandwidth * gpu.bandwidth_share)

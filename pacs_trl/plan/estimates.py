@@ -6,8 +6,9 @@ from typing import NamedTuple
 from ..recipe import Recipe
 from ..settings import render
 from . import cost
-from .cost import GIB, H200, Gpu
+from .cost import GIB, H200, Execution, Gpu, Passes, Recomputation
 from .launch import Launch
+from .workload import MEAN_SHARE, MemoryChoice, Workload, choice_on_cpu, choose, chooses, occupied_bytes
 
 
 # Number of problems in the named training sets, for counting epochs.
@@ -32,10 +33,21 @@ class Estimate:
     Under mixed precision FSDP and DeepSpeed train float32 copies of half-precision weights. `num_problems` of a named
     set is counted before overlong prompts are dropped. `state`, `activations`, `gathered`, and `collected` are the
     parts of an update, `peak` is the largest use of memory. A vLLM server has `server_gpus`: the rest of the trainer's
-    last node of eight GPUs, or one node more.
+    last node of eight GPUs, or one node more. `compiled` and `attention` say how the update computes, see
+    [`~cost.Execution`], and `choice` is what it recomputes and the size of its micro-batches, or `None` if no
+    micro-batch fits.
     """
 
-    def __init__(self, recipe: Recipe, launch: Launch, gpu: Gpu = H200, prompts: Prompts = UNKNOWN):
+    def __init__(
+        self,
+        recipe: Recipe,
+        launch: Launch,
+        gpu: Gpu = H200,
+        prompts: Prompts = UNKNOWN,
+        *,
+        compiled: bool = False,
+        attention: str = "sdpa",
+    ):
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
         self.prompts, self.num_gpus = prompts, launch.num_processes
@@ -48,6 +60,7 @@ class Estimate:
         self.precision = "autocast" if mixed else "float32"
         if self.dtype != "float32" or self.has_float32_copies:
             self.precision = "bfloat16"
+        self.execution = Execution(self.precision, compiled=compiled, attention=attention)
         size = _SET_SIZES.get(data.dataset_name)
         size = size and max(0, size - data.eval_split_size)
         self.num_problems = prompts.number or (size and min(size, data.max_train_samples or size))
@@ -80,31 +93,36 @@ class Estimate:
         self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
 
         frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if self.dtype == "float32" else 2
-        sharing = {"sharding": launch.sharding, "processes": self.num_gpus}
-        copies = 4 * self.trained if self.has_snapshot and not training.reference_offload else 0
-        copies += weight_bytes * shape.parameters if self.has_kl_model else 0
-        self.state = cost.training_state_bytes(self.trained, frozen, frozen_bytes=weight_bytes, **sharing)
-        self.state += copies / (self.num_gpus if launch.sharding == "full" else 1)
-        self.state += cost.training_state_bytes(self.critic, 0, frozen_bytes=4, **sharing)
-
-        rows = training.per_device_train_batch_size
-        self.tokens = training.max_tokens_per_micro_batch or self._tokens(rows)
-        how = {"checkpointing": training.gradient_checkpointing, "precision": self.precision}
-        self.activations = shape.activation_bytes(self.tokens, **how)
-        if self.critic:  # its activations are freed before the update of the policy
-            self.activations = max(self.activations, self.critic_shape.activation_bytes(rows * self.longest, **how))
-        self.gathered = self.collected = self.engine = 0.0
+        occupied = occupied_bytes(
+            training,
+            shape,
+            trained=self.trained,
+            frozen=frozen,
+            weight_bytes=weight_bytes,
+            has_adapter=model.use_peft,
+            sharding=launch.sharding,
+            is_fsdp=launch.kind == "FSDP",
+            processes=self.num_gpus,
+            memory_bytes=self.gpu.memory_bytes,
+            critic=self.critic_shape if self.critic_name else None,
+        )
+        self.state, self.gathered, self.collected, self.engine, self.asleep = occupied
         has_process = training.rollout_lag and not training.use_vllm
         self.copies = weight_bytes * (frozen + training.rollout_lag * self.trained) if has_process else 0
-        if launch.sharding == "full":  # two layers and the largest other matrix, in bfloat16
-            shapes = (shape, self.critic_shape) if self.critic else (shape,)
-            self.gathered = 2.0 * max(2 * s.layer_parameters + s.vocabulary * s.hidden for s in shapes)
-        if launch.kind == "FSDP" and training.gradient_accumulation_steps > 1:  # reduced after the last micro-batch
-            self.collected = 4.0 * (self.trained + self.critic)
-        if training.use_vllm and training.vllm_mode == "colocate":
-            self.engine = training.vllm_gpu_memory_utilization * self.gpu.memory_bytes
-        self.asleep = self.engine > 0 and training.vllm_enable_sleep_mode
-        self.update = self.state + self.activations + self.gathered + self.collected
+
+        workload = self.workload(self._mean_completion)
+        on_gpu = training.needs_gpu
+        self.chooses = chooses(training)
+        self.choice = choose(workload, self.usable - occupied.in_update) if on_gpu else choice_on_cpu(training)
+        chosen = self.choice or MemoryChoice("full", self.longest, "does not fit")
+        self.recomputation: Recomputation = chosen.recomputation
+        self.tokens = chosen.max_tokens or workload.largest(training.per_device_train_batch_size)
+        execution = self.execution._replace(recomputation=self.recomputation)
+        self.activations, self.casts = shape.activation_bytes(self.tokens, execution), shape.cast_bytes(execution)
+        if self.critic:  # its activations are freed before the update of the policy
+            tokens = training.per_device_train_batch_size * self.longest
+            self.activations = max(self.activations, self.critic_shape.activation_bytes(tokens, execution))
+        self.update = self.state + self.casts + self.activations + self.gathered + self.collected
         self.beside_engine = self.state if self.asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
         is_float32 = self.dtype == "float32" or self.has_float32_copies or model.use_peft
@@ -112,10 +130,23 @@ class Estimate:
         self.checkpoint = cost.checkpoint_bytes(self.trained, **how_saved) + cost.checkpoint_bytes(self.critic)
         self.checkpoint *= training.save_strategy != "no"
 
-    def _tokens(self, rows: int) -> int:
-        """Return the tokens in a micro-batch of the longest completions."""
-        saved = rows - math.ceil(rows / self.sharing)
-        return rows * self.longest - saved * (self.longest_prompt - 1)
+    @property
+    def _mean_completion(self) -> int:
+        return max(1, round(MEAN_SHARE * (self.training.max_completion_length or 1)))
+
+    def workload(self, mean_length: int) -> Workload:
+        """Return the work on a generation batch, for completions of `mean_length` tokens on average."""
+        return Workload(
+            self.training,
+            self.step,
+            self.shape,
+            self.gpu,
+            self.execution,
+            longest_prompt=self.longest_prompt,
+            mean_prompt=self.mean_prompt,
+            mean_completion=mean_length,
+            sharing=self.sharing,
+        )
 
     def optimizer_steps(self) -> int | None:
         """Return `max_steps`, or the steps of all epochs; `None` if the number of prompts is not known."""
@@ -130,9 +161,17 @@ class Estimate:
     def memory_conflict(self) -> str | None:
         """Return why an update, or a colocated vLLM beside it, does not fit on a GPU, and what helps; `None` if both
         fit."""
-        if self.unknown or self.peak <= self.usable:
+        if self.unknown or (self.choice is not None and self.peak <= self.usable):
             return None
         total = self.gpu.memory_bytes
+        if self.choice is None:
+            return (
+                f"A completion of {self.longest:,} tokens (prompt and max_completion_length) does not fit on an "
+                f"{self.gpu.name}, even if the backward pass computes everything again: training state "
+                f"{self.state / GIB:.0f} GiB, activations {self.activations / GIB:.0f}, vLLM {self.engine / GIB:.0f}, "
+                f"of {total / GIB:.0f}. Lower max_completion_length or vllm_gpu_memory_utilization, shard the "
+                "training state over more GPUs (accelerate_configs/fsdp2.yaml), or train an adapter (use_peft: true)."
+            )
         if self.update > self.usable:
             return (
                 f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, "
@@ -148,58 +187,33 @@ class Estimate:
             "shard the training state (fsdp2.yaml)."
         )
 
+    def passes(self) -> Passes:
+        """Return the passes of the policy over a generation batch in all updates on it."""
+        workload = self.workload(self._mean_completion)
+        return workload.passes(splits_groups=workload.splits_groups(self.tokens))
+
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
-        training, step = self.training, self.step
-        reference = training.proxy_reference
-        if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
-            reference = None
-        corrects = training.use_vllm and training.vllm_importance_sampling_correction
-        if training.rollout_lag and not training.scores_groups:  # the denominators of ratios come from the engine
-            corrects = False
-        if not training.is_exact:
-            passes = cost.actor_critic_forward_equivalents(
-                checkpointing=training.gradient_checkpointing,
-                updates=step.updates_per_generation,
-                iterations=training.num_iterations,
-                critic_scores_tokens=training.critic_scores_tokens,
-                correction=corrects,
-                kl=training.beta != 0,
-            )
-            return passes + training.keeps_generating_policy
-        group_exceeds_micro_batch = self.tokens < self._tokens(step.num_generations)
-        splits_groups = training.group_layout == "split"
-        if training.group_layout == "auto":
-            splits_groups = group_exceeds_micro_batch
-        passes = cost.exact_forward_equivalents(
-            checkpointing=training.gradient_checkpointing,
-            updates=step.updates_per_generation,
-            iterations=training.num_iterations,
-            correction=corrects,
-            kl=training.beta != 0,
-            reference=reference,
-            split=training.scores_groups and splits_groups,
-        )
-        return passes + training.keeps_generating_policy
+        passes = self.passes().in_forward_passes(self.recomputation)
+        if self.training.critic_scores_tokens:
+            passes += cost.critic_passes(self.training.num_iterations).in_forward_passes(self.recomputation)
+        return passes
 
     def learning(self, mean_length: int) -> tuple[float, float]:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
-        training, shape, gpu, prompt = self.training, self.shape, self.gpu, self.mean_prompt
-        longest, rows = training.max_completion_length, self.step.completions_per_generation
-        fitting = training.per_device_train_batch_size
-        if self.sharing > 1 and training.max_tokens_per_micro_batch:
-            fitting = (self.tokens - prompt) // mean_length
-        sharing = max(1, min(fitting, self.sharing))
-        computed = (prompt - 1) / sharing + 1 + mean_length
-        squares = prompt**2 / sharing + 2 * prompt * mean_length + cost.mean_square_length(mean_length, longest)
-        attended = squares / computed
-        passes, critic_passes = self.forward_passes(), 0
-        if training.critic_scores_tokens:  # it computes values once, and is trained like the policy
-            critic_passes = training.num_iterations * (4 if training.gradient_checkpointing else 3) + 1
-        flops = (passes - critic_passes) * shape.forward_flops(rows * computed, attended)
-        if critic_passes:
-            flops += critic_passes * self.critic_shape.forward_flops(rows * computed, attended)
-        return flops, flops / (self.num_gpus * gpu.flops * gpu.training_share)
+        workload, step = self.workload(mean_length), self.step
+        tokens = step.completions_per_generation * workload.computed(self.tokens)
+        flops = seconds = 0.0
+        models = [(self.shape, self.trained, self.passes())]
+        if self.training.critic_scores_tokens:
+            models.append((self.critic_shape, self.critic, cost.critic_passes(self.training.num_iterations)))
+        for shape, trained, passes in models:
+            forward = shape.forward_flops(tokens, workload.attended(self.tokens))
+            flops += passes.in_forward_passes(self.recomputation) * forward
+            seconds += workload.seconds_of(shape, passes, self.recomputation, self.tokens)
+            processes = self.num_gpus if self.launch.sharding != "none" else 1
+            seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, self.gpu)
+        return flops, seconds
 
     def generating(self, mean_length: int, num_gpus: int | None = None) -> float:
         """Return the seconds of a generation, on `num_gpus` of a server."""

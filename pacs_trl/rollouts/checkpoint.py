@@ -308,6 +308,11 @@ def saved_run(trainer: Any, directory: Path) -> process_count.SavedRun:
     return process_count.saved_run(_load_part(directory / f"{state_name(trainer)}_0.pt"), directory)
 
 
+def read_memory(trainer: Any, directory: Path) -> dict[str, Any] | None:
+    """Return what `_unfinished_state` of an exact trainer has saved about memory; `None` in older checkpoints."""
+    return _read_state(trainer, directory).get("memory")
+
+
 def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
     """Return the number of passes over the training data before a checkpoint, and the batches of the pass in which it
     was written, for this number of processes."""

@@ -218,7 +218,9 @@ def check_prompt_lengths(
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
     or if the text of a message would not reach the prompt ([`MessageCheck`]). Streaming datasets are skipped."""
     limits_of_generation = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
-    limits_of_training = limits_of_generation | {"max_tokens_per_micro_batch": args.max_tokens_per_micro_batch}
+    limits_of_training = dict(limits_of_generation)
+    if isinstance(args.max_tokens_per_micro_batch, int):
+        limits_of_training["max_tokens_per_micro_batch"] = args.max_tokens_per_micro_batch
     completion = args.max_completion_length or 1
     messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     longest, all_are_known = 0, args.max_completion_length is not None

@@ -20,18 +20,21 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
+from peft import PeftModel
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun
+from ..plan.workload import MemoryChoice, chooses
 from ..update.compiled_layers import CompiledLayers
-from ..update.driver import UpdateDriver
+from ..update.driver import OutOfMemoryElsewhere, StepResult, UpdateDriver
 from ..update.forward_pass import CompletionLogps
 from ..update.group_loss_update import GroupLossUpdate, GroupObjective
 from ..update.microbatching import MicroBatchConfig
 from ..update.minibatch import Minibatch, UpdateTiming, split_into_minibatches
 from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
-from ..update.reference import SnapshotReference
+from ..update.recomputation import set_recomputation
+from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout
 from ..update.startup_check import compile_layers
 from ..update.step_sizes import Step
@@ -39,6 +42,15 @@ from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
 from .late_batches import LateBatches
+from .memory import (
+    StartOfUpdate,
+    longest_rollouts,
+    moments_of_optimizer,
+    plan_memory,
+    set_checkpointing,
+    trial_minibatch,
+    with_choice,
+)
 from .model_checks import compiles_layers, warn_of_eager_layers
 from .overrides import check_batch, check_overrides
 from .process_count import divide_batches
@@ -126,7 +138,8 @@ class ExactUpdateTrainer(RolloutTrainer):
             args.per_device_train_batch_size,
             args.max_tokens_per_micro_batch,
             group_layout=args.group_layout,
-            backward_cost=3 if args.gradient_checkpointing else 2,  # a backward pass costs two forward passes
+            backward_cost=_backward_cost(args),
+            is_adaptive=self._memory_is_chosen,
             pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
         )
 
@@ -155,6 +168,15 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
         self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
+
+    def _choose_settings(self, model, args, arguments):
+        self._memory_is_chosen = chooses(args)
+        self._memory_settings = [args.gradient_checkpointing, args.max_tokens_per_micro_batch]
+        self._memory_plan = plan_memory(
+            model, args, arguments["peft_config"], self._longest_sequence, compiled=self._compiles_layers
+        )
+        self._memory = self._memory_plan.choice
+        return with_choice(args, self._memory) if self._memory_is_chosen else args
 
     def _prepare_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
@@ -239,13 +261,10 @@ class ExactUpdateTrainer(RolloutTrainer):
                 # 2. Take the minibatch of this optimizer step.
                 minibatch, is_first_update = self._next_minibatch()
 
-                # 3. Store the log-probs of a reference that is not the policy at rollout time. After that it is known
-                # whether the proxies are zero: the first snapshot is taken here.
-                self.store_reference_logps(model, minibatch)
-
-                # 4. Back-propagate its loss. Trainer clips the gradient and updates the weights.
+                # 3. Back-propagate its loss, again with smaller micro-batches if memory runs out. Trainer clips the
+                # gradient and updates the weights.
                 self._set_coefficients()
-                result = self.update.run(model, minibatch, self._update_timing(is_first_update))
+                result = self._run_update(model, minibatch, is_first_update)
             self.record_metrics(result.metrics)
             self._adapt_entropy_coef(result.bonus_entropy)
             loss = result.loss
@@ -277,6 +296,111 @@ class ExactUpdateTrainer(RolloutTrainer):
                 )
         self._copied_settings = values
         self.update.objective = self.create_objective()
+
+    def _run_update(self, model, minibatch: Minibatch, is_first_update: bool) -> StepResult:
+        """Back-propagate the loss of a minibatch. If the device runs out of memory, discard what was computed, halve
+        the micro-batches of this and all later steps, and repeat."""
+        start = StartOfUpdate(self)
+        while True:
+            try:
+                # Log-probs of a reference that is not the policy at rollout time. After that it is known whether the
+                # proxies are zero: the first snapshot is taken here.
+                self.store_reference_logps(model, minibatch)
+                return self.update.run(model, minibatch, self._update_timing(is_first_update))
+            except OutOfMemoryElsewhere:
+                self.update.driver.discard_gradients(model)
+            except torch.OutOfMemoryError:
+                if not self.update.driver.abandon_step(model):
+                    raise
+            # The exception has been deleted, and with it the last references to activations.
+            start.restore()
+            self._use_less_memory(minibatch)
+
+    def _use_less_memory(self, minibatch: Minibatch) -> None:
+        """Halve the micro-batches of this run. If those of `minibatch` hold one completion each, and recomputation is
+        chosen automatically, recompute more. Raises a [`FailedRun`] if nothing is left to try."""
+        driver, step = self.update.driver, self.state.global_step + 1
+        if driver.lower_max_tokens(minibatch):
+            size = driver.limits.max_tokens
+            self._memory = self._memory._replace(max_tokens=size, reason=f"out of memory in step {step}")
+            for waiting in {id(m): m for m in [minibatch, *self._waiting.minibatches]}.values():
+                driver.split(waiting)
+        else:
+            self._recompute_more(step)
+        self.accelerator.print(f"Out of memory in optimizer step {step}, which is repeated with {self._memory}.")
+
+    def _recompute_more(self, step: int) -> None:
+        choices = self._memory_plan.recomputations
+        later = choices[choices.index(self._memory.recomputation) + 1 :]
+        if not later:
+            raise FailedRun(
+                f"The device ran out of memory in optimizer step {step} with micro-batches of the longest completion. "
+                "Set gradient_checkpointing: true, lower max_completion_length, or shard the training state "
+                "(recipes/accelerate_configs/fsdp2.yaml)."
+            )
+        self._memory = self._memory._replace(recomputation=later[0], reason=f"out of memory in step {step}")
+        self._apply_memory()
+
+    def _apply_memory(self) -> None:
+        """Let model, update, and Trainer follow `self._memory`."""
+        set_checkpointing(self.args, self._memory)
+        self._fixed_settings = checkpoint.fixed_settings(self.args)
+        model = self.accelerator.unwrap_model(self.model)
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        set_recomputation(base, self._memory.recomputation, self.args.gradient_checkpointing_kwargs)
+        driver = self.update.driver
+        driver.limits = driver.limits._replace(
+            max_tokens=self._memory.max_tokens,
+            is_adaptive=self._memory_is_chosen or self._memory.max_tokens != self.args.max_tokens_per_micro_batch,
+            backward_cost=_backward_cost(self.args),
+        )
+
+    def _prepare_memory(self, resume_from_checkpoint) -> None:
+        self._memory = self._memory_plan.choice
+        state = checkpoint.read_memory(self, Path(resume_from_checkpoint)) if resume_from_checkpoint else None
+        if state is not None and state["settings"] == self._memory_settings:
+            saved = MemoryChoice(*state["choice"])
+            if self._memory_plan.fits(saved):
+                self._memory = saved
+            else:
+                self.accelerator.print(
+                    f"The checkpoint was written with {saved}, which does not fit here. The run continues with "
+                    "other micro-batches, whose rounding differs."
+                )
+        if self._memory_is_chosen:
+            self.accelerator.print(f"Memory: {self._memory}.")
+        if self._memory_is_chosen or self._memory != self._memory_plan.choice:
+            self._apply_memory()
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._memory_is_chosen and self._memory_plan.workload is not None and is_sharded(self.model_wrapped):
+            self._try_largest_micro_batch()
+        return prepared
+
+    def _try_largest_micro_batch(self) -> None:
+        """Run the largest micro-batch on all processes, and halve it until it fits on all of them. With FSDP and
+        ZeRO-3 processes wait for each other in every layer, so that a step in which one of them runs out of memory
+        could not be repeated."""
+        driver, model, workload = self.update.driver, self.model_wrapped, self._memory_plan.workload
+        assert workload is not None
+        start = StartOfUpdate(self)
+        while True:
+            size = driver.limits.max_tokens
+            number = self.args.per_device_train_batch_size if size is None else size // workload.longest
+            rollouts = longest_rollouts(max(number, 1), workload.longest_prompt, self.args.max_completion_length)
+            minibatch = trial_minibatch(rollouts, self.accelerator.num_processes)
+            fits = True
+            try:
+                with moments_of_optimizer(model, self.accelerator.device):
+                    driver.run_without_loss(model, minibatch)
+            except torch.OutOfMemoryError:
+                fits = False
+            driver.discard_gradients(model)
+            start.restore()
+            if all(gather_object([fits])):
+                return
+            self._use_less_memory(minibatch)
 
     def _enter_training(self, model) -> None:
         """Do what Trainer does at the start of a training step."""
@@ -511,7 +635,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         minibatches = [] if self._at_generation_boundary() else self._waiting.minibatches
         waiting = [minibatch.rollouts for minibatch in minibatches]
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
-        return {"rollouts": rollouts, "late_batches": self._source.finish()}
+        memory = {"choice": list(self._memory), "settings": self._memory_settings}
+        return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": memory}
 
     def _load_run(self, checkpoint: Path, state: dict) -> None:
         parts = read_parts(self, checkpoint)
@@ -530,6 +655,11 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._keeps_generating_policy:
             self._generating_policy = SnapshotReference(self.model_wrapped)
             load_policy_copy(self, self._generating_policy, checkpoint)
+
+
+def _backward_cost(args) -> int:
+    """Return the cost of a backward pass in forward passes: two, and one if it computes activations again."""
+    return 3 if args.gradient_checkpointing else 2
 
 
 def use_engine_logps(rollouts: list[Rollout], names: tuple[str, ...]) -> None:

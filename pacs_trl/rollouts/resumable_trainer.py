@@ -41,6 +41,7 @@ class ResumableTrainer(GRPOTrainer):
         checkpoint.check_fixed(self)
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
+        self._prepare_memory(resume_from_checkpoint or None)
         with checkpoint.reporting_full_disk(self.args.output_dir):
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
@@ -52,6 +53,9 @@ class ResumableTrainer(GRPOTrainer):
         if self._unrewarded and self.state.global_step >= self.state.max_steps:
             self._stop_without_rewards()
         return output
+
+    def _prepare_memory(self, resume_from_checkpoint: str | None) -> None:
+        """Set what the backward pass recomputes and the size of micro-batches, before Trainer prepares the model."""
 
     def _save_last_step(self) -> None:
         """Save the state after the last optimizer step, when a signal has stopped the current one."""

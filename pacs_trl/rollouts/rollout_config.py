@@ -64,6 +64,18 @@ class RolloutConfig(GRPOConfig):
         '`"engine"`, the trainer keeps a copy of these weights.',
     )
 
+    # Parameters that control memory
+    gradient_checkpointing: Literal[True, False, "auto"] = setting(
+        True,
+        "Whether the backward pass computes activations again instead of keeping them. `auto`, for trainers with an "
+        "exact update, keeps all of them, those of attention, or none, whichever is fastest and fits on the GPU; "
+        "on a CPU it keeps them.",
+    )
+    if "activation_checkpointing" in GRPOConfig.__dataclass_fields__:  # its name since transformers 5.23
+        activation_checkpointing: Literal[True, False, "auto"] | None = setting(
+            None, "The same as `gradient_checkpointing`, under transformers' new name."
+        )
+
     # Parameters that control checks
     startup_check: bool = setting(
         True,
@@ -109,7 +121,7 @@ class RolloutConfig(GRPOConfig):
 
     # Settings that only some methods have, with the value that the others behave as.
     padding_free: ClassVar[str] = "auto"
-    max_tokens_per_micro_batch: ClassVar[int | None] = None
+    max_tokens_per_micro_batch: ClassVar[int | str | None] = None
     completions_per_step: ClassVar[int | None] = None
     reference: ClassVar[str] = "rollout"
     reference_offload: ClassVar[bool] = False
@@ -143,6 +155,11 @@ class RolloutConfig(GRPOConfig):
     def errors(self, step: Step) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
         errors = self._benchmark_errors() + generation_errors(self) + refused_settings(self)
+        if self.gradient_checkpointing == "auto" and not self.is_exact:
+            errors.append(
+                f"gradient_checkpointing='auto' needs an update that is exact for any micro-batch, and "
+                f"{type(self).__name__} has none. Set gradient_checkpointing: true, or false if memory allows it."
+            )
         errors += self._trainer_errors() + self._optimizer_errors() + self._reward_weight_errors()
         if self.push_to_hub and self.hub_strategy not in ("end", "every_save"):
             errors.append(

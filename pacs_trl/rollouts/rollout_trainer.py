@@ -95,6 +95,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         if self._has_language_model_inside:
             image_checkpoints.prepare_for_text(model, config, name, args, arguments)
         self._longest_sequence = checks.check_lengths(model, args, arguments)
+        args = self._choose_settings(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         model, peft_config = mxfp4.dequantized(model, config, args, arguments), arguments["peft_config"]
         with engine_with_lora(args, model, peft_config), reference_from_memory(model, args, peft_config):
@@ -132,6 +133,10 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             arguments["environment_factory"] = factories
         model_checks.check_model(model, args, arguments)
         check_reference(model, args, arguments["peft_config"])
+
+    def _choose_settings(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> RolloutConfig:
+        """Return the configuration with values in place of `"auto"`, before TRL and Trainer read it."""
+        return args
 
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""

@@ -16,15 +16,28 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
 
 from .forward_pass import CompletionLogps, ForwardPass
 from .microbatching import MicroBatchConfig, Schedule, micro_batch_size, schedule_micro_batches
-from .minibatch import MicroBatch, Minibatch, collate, rollout_lengths, schedule_minibatch
+from .minibatch import (
+    MicroBatch,
+    Minibatch,
+    collate,
+    longest_rollout,
+    rollout_lengths,
+    schedule_minibatch,
+    split_minibatch,
+)
 from .rollout import Rollout
 from .router_loss import ExpertLoads, RouterSums, expert_loads
 
 
 MAX_ENTROPY_SHARE = 0.05  # of an optimizer step, for the entropy of completions that it skips
+
+
+class OutOfMemoryElsewhere(Exception):
+    """Another process has run out of memory in this optimizer step, which all processes repeat."""
 
 
 class StepResult(NamedTuple):
@@ -123,11 +136,17 @@ class UpdateDriver:
         self.forward_pass = forward_pass
         self.accelerator = accelerator
         self._limits = limits
+        self._agrees = False  # whether processes still compare, in this optimizer step, whether one ran out of memory
+        self._is_last_backward = False
 
     @property
     def limits(self) -> MicroBatchConfig:
         """The size limits, for the packing that the startup check has chosen."""
         return self._limits._replace(padded=self.forward_pass.packing is None)
+
+    @limits.setter
+    def limits(self, limits: MicroBatchConfig) -> None:
+        self._limits = limits
 
     # Schedules ------------------------------------------------------------------------------------------------------
 
@@ -190,8 +209,12 @@ class UpdateDriver:
         """Yield the micro-batches of this process, each inside a context in which only the last backward pass
         synchronizes gradients across processes."""
         num_micro_batches = max(len(schedule[self.accelerator.process_index]), 1)
+        self._agrees = torch.is_grad_enabled() and self.can_agree
         for number, micro_batch in enumerate(self.micro_batches(minibatch, schedule), start=1):
-            with self._synchronize_gradients(model, is_last=number == num_micro_batches):
+            self._is_last_backward = number == num_micro_batches
+            if self._is_last_backward and self._agrees:
+                self.agree_on_memory(is_exhausted=False)  # DDP's last forward pass communicates too
+            with self._synchronize_gradients(model, is_last=self._is_last_backward):
                 yield micro_batch
 
     @contextlib.contextmanager
@@ -203,6 +226,71 @@ class UpdateDriver:
         skips = not is_last and not self._is_deepspeed
         with self.accelerator.no_sync(model) if skips else contextlib.nullcontext():
             yield
+
+    # Memory ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def can_agree(self) -> bool:
+        """Whether processes run their forward passes alone, so that an optimizer step in which one of them runs out of
+        memory can be repeated: with DDP they communicate in the last micro-batch only."""
+        return self.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
+
+    def agree_on_memory(self, *, is_exhausted: bool) -> None:
+        """Compare between processes whether one has run out of memory. Every process calls this before the forward
+        and before the backward pass of its last micro-batch, or when its own memory `is_exhausted`. Raises an
+        [`OutOfMemoryElsewhere`] if another process has run out of memory."""
+        flag = torch.tensor([float(is_exhausted)], device=self.accelerator.device)
+        if self.accelerator.reduce(flag, reduction="sum").item() and not is_exhausted:
+            self._agrees = False
+            raise OutOfMemoryElsewhere
+
+    def abandon_step(self, model) -> bool:
+        """Return whether this process may repeat an optimizer step after it has run out of memory, and tell the other
+        processes. Discards gradients, and what DDP expects of the abandoned backward pass."""
+        is_alone = self.accelerator.num_processes == 1 and not self._is_deepspeed
+        if self._agrees:
+            self.agree_on_memory(is_exhausted=True)
+        elif not is_alone:
+            return False
+        self._agrees = False
+        self.discard_gradients(model)
+        return True
+
+    def discard_gradients(self, model) -> None:
+        """Set the gradients to `None`, and let DDP expect a new backward pass."""
+        model.zero_grad(set_to_none=True)
+        if isinstance(model, DistributedDataParallel):
+            model.reducer._reset_state()
+
+    def run_without_loss(self, model, minibatch: Minibatch) -> None:
+        """Run the forward and backward passes of a minibatch with a loss of 0, which need the memory of an optimizer
+        step."""
+        model.train()
+        with torch.enable_grad(), self.forward_pass.attention():
+            for micro_batch in self.micro_batches(minibatch, minibatch.schedule):
+                with self._synchronize_gradients(model, is_last=False):
+                    logps, _ = self.compute_logps(model, micro_batch).padded()
+                    self.backward(0.0 * logps.sum())
+
+    def lower_max_tokens(self, minibatch: Minibatch) -> bool:
+        """Halve `max_tokens`, or the size of the largest micro-batch of `minibatch`, whichever is smaller, but hold
+        its longest rollout. Return whether its micro-batches become smaller; all processes get the same result."""
+        limits, lengths = self.limits, rollout_lengths(minibatch.rollouts)
+        parts = [indices for micro_batches in minibatch.schedule for indices in micro_batches]
+        largest = max(micro_batch_size(indices, lengths, padded=limits.padded)[0] for indices in parts)
+        current = min(limits.max_tokens or largest, largest)
+        size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in minibatch.scheduled]))
+        if size >= current:
+            return False
+        self.limits = limits._replace(max_tokens=size, is_adaptive=True)
+        return True
+
+    def split(self, minibatch: Minibatch) -> None:
+        """Split the micro-batches of a minibatch that are larger than `max_tokens` allows by now."""
+        limits = self.limits
+        if limits.max_tokens is not None:
+            size = max(limits.max_tokens, longest_rollout(minibatch.rollouts))
+            split_minibatch(minibatch, size, padded=limits.padded)
 
     @property
     def _is_deepspeed(self) -> bool:
@@ -254,6 +342,9 @@ class UpdateDriver:
         """Back-propagate the loss of a micro-batch, unless gradients are disabled, as in an evaluation."""
         if not torch.is_grad_enabled():
             return
+        if self._is_last_backward and self._agrees:
+            self.agree_on_memory(is_exhausted=False)
+            self._agrees = False
         scaled = loss * self.accelerator.num_processes
         if self._is_deepspeed:
             self.accelerator.backward(scaled, scale_wrt_gas=False)

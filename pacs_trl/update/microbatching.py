@@ -29,6 +29,8 @@ class MicroBatchConfig(NamedTuple):
         group_layout (`str`): `"auto"`, `"whole"`, or `"split"`, see [`PACSConfig`].
         backward_cost (`int`): Cost of a backward pass in forward passes.
         pair_cost (`float`): See [`RolloutLengths`].
+        is_adaptive (`bool`): Whether `max_tokens` was chosen for the memory of the device, and not set: a longer
+            rollout raises it.
     """
 
     num_processes: int
@@ -38,6 +40,7 @@ class MicroBatchConfig(NamedTuple):
     group_layout: str = "auto"
     backward_cost: int = 2
     pair_cost: float = 0.0
+    is_adaptive: bool = False
 
 
 class RolloutLengths(NamedTuple):
@@ -126,6 +129,25 @@ def schedule_micro_batches(
         schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rollouts)]
     possible = [candidate for candidate in schedules if candidate is not None]
     return min(possible, key=lambda candidate: schedule_cost(candidate, lengths, padded=padded), default=None)
+
+
+def split_micro_batches(
+    schedule: Schedule, lengths: RolloutLengths, max_tokens: int, *, padded: bool = False
+) -> Schedule:
+    """Return the schedule with every micro-batch of more than `max_tokens` tokens split. No rollout changes its
+    process, where its log-probs may be stored. `max_tokens` must hold the longest rollout."""
+    limits = MicroBatchConfig(1, 1, max_tokens, padded=padded)
+    processes = []
+    for micro_batches in schedule:
+        parts: list[list[int]] = []
+        for indices in micro_batches:
+            split = None
+            if micro_batch_size(indices, lengths, padded=padded)[0] > max_tokens:
+                split = schedule_micro_batches(lengths, [[i] for i in indices], limits)
+            parts += split[0] if split is not None else [indices]
+        processes.append(sorted(parts, key=lambda part: -micro_batch_size(part, lengths, padded=padded)[1]))
+    number = max(map(len, processes))
+    return [[*parts, *([[]] * (number - len(parts)))] for parts in processes]
 
 
 def _parts_of_texts(

@@ -8,7 +8,14 @@ import numpy as np
 import torch
 
 from .groups import Groups
-from .microbatching import MicroBatchConfig, RolloutLengths, Schedule, schedule_cost, schedule_micro_batches
+from .microbatching import (
+    MicroBatchConfig,
+    RolloutLengths,
+    Schedule,
+    schedule_cost,
+    schedule_micro_batches,
+    split_micro_batches,
+)
 from .rollout import Rollout
 
 
@@ -123,9 +130,11 @@ def schedule_minibatch(
     if takes_part is None:
         takes_part = groups.scorable
     lengths = rollout_lengths(rollouts, limits.pair_cost)
+    if limits.is_adaptive:
+        limits = limits._replace(max_tokens=max(limits.max_tokens or 0, longest_rollout(rollouts)))
     split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), limits)
     if split is None:
-        longest = max(len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts)
+        longest = longest_rollout(rollouts)
         raise ValueError(
             f"max_tokens_per_micro_batch={limits.max_tokens} cannot hold the longest sequence of this "
             f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, "
@@ -139,6 +148,19 @@ def schedule_minibatch(
     return Minibatch(rollouts, groups, split, whole_groups=False)
 
 
+def split_minibatch(minibatch: Minibatch, max_tokens: int, *, padded: bool) -> None:
+    """Split the micro-batches of a minibatch, in place, that have more than `max_tokens` tokens, see
+    [`split_micro_batches`]."""
+    lengths = rollout_lengths(minibatch.rollouts)
+    schedule = split_micro_batches(minibatch.schedule, lengths, max_tokens, padded=padded)
+    if schedule != minibatch.schedule:
+        parts = [set(indices) for micro_batches in schedule for indices in micro_batches]
+        scheduled = scheduled_completions(schedule)
+        groups = [scheduled.intersection(members) for members in minibatch.groups.members]
+        minibatch.whole_groups &= all(any(group <= part for part in parts) for group in groups if group)
+        minibatch.schedule = schedule
+
+
 def _prefers_whole_groups(whole: Schedule, split: Schedule, lengths: RolloutLengths, limits: MicroBatchConfig) -> bool:
     """Return whether micro-batches of whole groups are asked for, or cost less: split groups need an additional
     forward pass for the proxies."""
@@ -148,6 +170,11 @@ def _prefers_whole_groups(whole: Schedule, split: Schedule, lengths: RolloutLeng
     split_cost = schedule_cost(split, lengths, padded=limits.padded)
     passes = 1 + limits.backward_cost  # forward and backward, in forward passes
     return passes * whole_cost <= (passes + 1) * split_cost
+
+
+def longest_rollout(rollouts: Sequence[Rollout]) -> int:
+    """Return the number of tokens of the longest prompt with its completion; 0 without rollouts."""
+    return max((len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts), default=0)
 
 
 def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutLengths:

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 
-def _local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
+def local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return this process's shard of a parameter as a detached tensor that shares its memory."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()
@@ -53,7 +53,7 @@ class SnapshotReference:
         self._copies = [self._copy(p) for p in self._parameters]
 
     def _copy(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        shard = _local_shard(parameter)
+        shard = local_shard(parameter)
         if self._device is None or shard.device == self._device:
             return shard.clone()
         return shard.to(self._device).pin_memory()
@@ -65,7 +65,7 @@ class SnapshotReference:
         if gathered:
             gathered[0].partition(gathered)
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            shard = _local_shard(parameter)
+            shard = local_shard(parameter)
             policy = shard.clone()
             shard.copy_(copy)
             copy.copy_(policy)
@@ -86,7 +86,7 @@ class SnapshotReference:
     def renew(self) -> None:
         """Copy the current policy into the snapshot."""
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
-            copy.copy_(_local_shard(parameter))
+            copy.copy_(local_shard(parameter))
 
     def state_dict(self) -> list[torch.Tensor]:
         """Return this process's shards of the copies, in the order of the model's trainable parameters."""

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from pacs_trl.plan import cost
-from pacs_trl.plan.cost import ModelShape
+from pacs_trl.plan.cost import RECOMPUTATIONS, Execution, ModelShape, Passes
 
 
 SMALL = ModelShape(3, 64, 160, 4, 2, head_dim=16, vocabulary=300, tied=True, qk_norm=True)
@@ -57,14 +57,14 @@ def test_forward_flops_equal_the_counter_of_torch():
 
 def test_training_state_by_hand():
     trained = {"trained": 10.0, "frozen": 0.0, "frozen_bytes": 0}
-    assert cost.training_state_bytes(**trained, sharding="none", processes=4) == 180
+    assert cost.training_state_bytes(**trained, sharding="none", processes=4) == 160
     assert cost.training_state_bytes(**trained, sharding="gradients", processes=4) == 20 + 40
     assert cost.training_state_bytes(**trained, sharding="full", processes=4) == 40
-    assert cost.training_state_bytes(1.0, 100.0, frozen_bytes=2, sharding="none", processes=1) == 18 + 200
+    assert cost.training_state_bytes(1.0, 100.0, frozen_bytes=2, sharding="none", processes=1) == 16 + 200
 
 
 def test_decoding_by_hand():
-    gpu = cost.H200._replace(bandwidth=1e12, decoding_share=0.5)
+    gpu = cost.H200._replace(bandwidth=1e12, bandwidth_share=0.5)
     weights = 2 * SMALL.parameters * 100
     cache = 8 * (10 * 100 + 100**2 / 2) * (2 * 3 * 2 * 16 * 2)  # all as long as can be
     needed = 8 * 110 * SMALL.kv_bytes_per_token
@@ -115,8 +115,41 @@ def test_activations_are_those_that_autograd_keeps(dtype, autocast, precision, n
     """A wider model than `SMALL`, so that what is counted per head and not per number hardly counts."""
     shape = ModelShape(3, 256, 768, 8, 2, head_dim=32, vocabulary=300, tied=True, **norms)
     kept, inputs = saved(shape, dtype, autocast)
-    assert kept == pytest.approx(shape.activation_bytes(TOKENS, checkpointing=False, precision=precision), rel=0.05)
+    assert kept == pytest.approx(shape.activation_bytes(TOKENS, Execution(precision)), rel=0.05)
     # with checkpointing, the inputs of all layers and one layer: two layers less than without
     single, _ = saved(replace(shape, num_layers=1), dtype, autocast)
-    planned = shape.activation_bytes(TOKENS, checkpointing=True, precision=precision)
+    planned = shape.activation_bytes(TOKENS, Execution(precision, "full"))
     assert inputs + single == pytest.approx(planned, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", [cost.KNOWN_MODELS["Qwen/Qwen3-4B"], SMALL], ids=["4B", "small"])
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast", "float32"])
+def test_more_recomputation_and_compiled_layers_need_less_memory(shape, precision):
+    kept = [shape.activation_bytes(1000, Execution(precision, recomputation)) for recomputation in RECOMPUTATIONS]
+    assert kept[0] > kept[1] > kept[2]
+    attended = shape.num_layers * (shape.attention_width * (4 if precision == "float32" else 2) + 4 * shape.num_heads)
+    assert kept[1] - kept[2] == pytest.approx(1000 * attended)  # outputs of attention, and their normalizers
+    assert shape.activation_bytes(1000, Execution(precision, compiled=True)) < kept[0]
+
+
+def test_autocast_copies_weights_by_hand():
+    """Two bytes per weight; with recomputation of one layer and the head, 300 x 64 weights."""
+    assert SMALL.cast_bytes(Execution("bfloat16")) == SMALL.cast_bytes(Execution("float32")) == 0
+    assert SMALL.cast_bytes(Execution("autocast")) == 2 * SMALL.parameters
+    assert SMALL.cast_bytes(Execution("autocast", "full")) == 2 * (SMALL.layer_parameters + 300 * 64)
+
+
+def test_seconds_of_an_update_by_hand():
+    """A GPU on which each part but one takes no time."""
+    fast = cost.Gpu("fast", 1e12, flops=1e30, bandwidth=1e30)
+    sizes = {"tokens": 1e6, "mean_length": 0.0, "micro_batches": 0}
+    layers = 2 * SMALL.num_layers * SMALL.layer_parameters * 1e6
+    head = 2 * 300 * 64 * 1e6
+    products = fast._replace(flops=1e12)
+    for recomputation, passes in (("none", 3), ("selective", 4), ("full", 4)):
+        seconds = cost.update_seconds(SMALL, products, Execution("float32", recomputation), Passes(1, 2), **sizes)
+        assert seconds == pytest.approx(((passes + 2) * layers + (3 + 2) * head) / (0.75e12 * 0.95))
+    # one more micro-batch launches the kernels of three layers: a gradient, and two forward passes
+    more = {**sizes, "tokens": 0, "micro_batches": 1}
+    seconds = cost.update_seconds(SMALL, fast, Execution("float32"), Passes(1, 2), **more)
+    assert seconds == pytest.approx(3 * (1.1e-3 + 2 * 0.3e-3))

@@ -77,9 +77,10 @@ def cases(table: dict[float, list[dict]]) -> list[tuple[float, dict]]:
 PASSES = {
     3: [KEPT | SPLIT, GRPO | KEPT, GRPO | KEPT | CORRECTED],
     4: [GRPO | ALIGNED, GRPO | KEPT | KL, GRPO | LATE, LATE],  # the reference is the engine's
-    4 + 3 / 4: [{}, GRPO, {"max_tokens_per_micro_batch": 16192}],  # reference of three updates of four
+    # reference of three updates of four; 256 + 8 x 350 tokens of an average group fit
+    4 + 3 / 4: [{}, GRPO, {"max_tokens_per_micro_batch": 3056}],
     4 + 3 / 4 + 1: [KL, GRPO | KL],
-    4 + 3 / 4 + 3 / 4: [SPLIT, HALVES, {"max_tokens_per_micro_batch": 9000}],  # 8 x (1024 + 1000) tokens may not fit
+    4 + 3 / 4 + 3 / 4: [SPLIT, HALVES, {"max_tokens_per_micro_batch": 3055}],
     4 + 1: [SNAPSHOT, SNAPSHOT | LATE, LATE | SPLIT, LATE | RECOMPUTED, GRPO | LATE | RECOMPUTED],
     4 + 1 + 1: [SNAPSHOT | SPLIT],
     2 * 4 + 1: [TWICE],

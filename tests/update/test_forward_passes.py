@@ -5,7 +5,7 @@ import torch
 from peft import LoraConfig
 from replay import Replay, build_trainer, spy_on
 
-from pacs_trl.plan.cost import exact_forward_equivalents
+from pacs_trl.plan.cost import exact_passes
 
 
 WHOLE, SPLIT, SNAPSHOT = {"group_layout": "whole"}, {"group_layout": "split"}, {"reference": "snapshot"}
@@ -39,13 +39,12 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
 
     spy_on(trainer.forward_pass, "forward", note)
     trainer.train()
-    planned = exact_forward_equivalents(
-        checkpointing=False,
+    planned = exact_passes(
         updates=2 * iterations,
         iterations=iterations,
         reference=None if settings.get("proxy") else settings.get("reference", "rollout"),
         split=settings["group_layout"] == "split",
         correction="vllm_importance_sampling_correction" in settings,
         kl="beta" in settings,
-    )
+    ).in_forward_passes("none")
     assert sum(costs) == 16 * planned

@@ -1,0 +1,316 @@
+"""Work of all updates on a generation batch, and the choice of recomputation and of the size of micro-batches by cost.
+
+The backward pass needs the activations of a micro-batch. Recomputing them saves memory and costs a forward pass, and
+small micro-batches save memory too, but use a GPU less well, and may split groups, which costs group losses (PACS,
+REAL) a forward pass in every update but the first on a rollout. [`choose`] compares the seconds of all that fit.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ..update.step_sizes import Step
+from . import cost
+from .cost import Execution, Gpu, ModelShape, Passes, Recomputation
+
+
+EFFICIENT_TOKENS = 8192  # in a micro-batch, above which larger ones gain little
+MEAN_SHARE = 0.35  # mean length of completions over the largest, where it is not known
+_FILLED_SHARE = 0.9  # of `max_tokens`, in an average micro-batch
+_CHOSEN_SHARE = 0.9  # of the room; the rest is for what the cost model does not count
+_TIE = 1.02  # options whose estimates differ by less count as equally fast
+
+
+class MemoryChoice(NamedTuple):
+    """
+    What a run recomputes, and the size of its micro-batches.
+
+    Attributes:
+        recomputation (`str`): One of `cost.RECOMPUTATIONS`.
+        max_tokens (`int`, *optional*): Tokens of a micro-batch; `None` if `per_device_train_batch_size` bounds it.
+        reason (`str`): Why, as a phrase.
+    """
+
+    recomputation: Recomputation
+    max_tokens: int | None
+    reason: str
+
+    def __str__(self) -> str:
+        size = "per_device_train_batch_size completions"
+        if self.max_tokens is not None:
+            size = f"{self.max_tokens:,} tokens"
+        return f"{self.recomputation} recomputation, micro-batches of {size} ({self.reason})"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """
+    Work of the updates on a generation batch.
+
+    Attributes:
+        training: Configuration of the trainer.
+        step ([`Step`]): Batch sizes.
+        shape ([`~cost.ModelShape`]), gpu ([`~cost.Gpu`]), execution ([`~cost.Execution`]): Model, device, and how it
+            computes.
+        longest_prompt, mean_prompt, mean_completion (`int`): Tokens.
+        sharing (`int`): Completions of a prompt in an optimizer step, which compute it once in a micro-batch.
+    """
+
+    training: Any
+    step: Step
+    shape: ModelShape
+    gpu: Gpu
+    execution: Execution
+    longest_prompt: int
+    mean_prompt: int
+    mean_completion: int
+    sharing: int = 1
+
+    # Tokens ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with a completion."""
+        return self.longest_prompt + (self.training.max_completion_length or 0)
+
+    def largest(self, completions: int) -> int:
+        """Return the tokens of some completions, if all are as long as possible."""
+        saved = completions - math.ceil(completions / self.sharing)
+        return completions * self.longest - saved * (self.longest_prompt - 1)
+
+    def _completions_of_a_prompt(self, max_tokens: int) -> int:
+        """Return how many average completions of a prompt share it in a micro-batch."""
+        fitting = self.training.per_device_train_batch_size
+        if self.sharing > 1 and self.training.max_tokens_per_micro_batch is not None:
+            fitting = (max_tokens - self.mean_prompt) // self.mean_completion
+        return max(1, min(fitting, self.sharing))
+
+    def computed(self, max_tokens: int) -> float:
+        """Return the computed tokens per completion, on average."""
+        return (self.mean_prompt - 1) / self._completions_of_a_prompt(max_tokens) + 1 + self.mean_completion
+
+    def attended(self, max_tokens: int) -> float:
+        """Return the mean of squared lengths over the mean length, as [`~cost.ModelShape.forward_flops`] takes it."""
+        prompt, completion, longest = self.mean_prompt, self.mean_completion, self.training.max_completion_length
+        squares = prompt**2 / self._completions_of_a_prompt(max_tokens) + 2 * prompt * completion
+        return (squares + cost.mean_square_length(completion, longest)) / self.computed(max_tokens)
+
+    def splits_groups(self, max_tokens: int) -> bool:
+        """Return whether micro-batches split groups of completions of average length."""
+        training, completions = self.training, self.step.num_generations
+        if training.group_layout == "split" or not training.scores_groups:
+            return training.scores_groups
+        if training.group_layout == "whole":
+            return False
+        if training.max_tokens_per_micro_batch is None:
+            return training.per_device_train_batch_size < completions
+        return max_tokens < self.mean_prompt + completions * self.mean_completion
+
+    # Cost -----------------------------------------------------------------------------------------------------------
+
+    def passes(self, *, splits_groups: bool) -> Passes:
+        """Return the passes of the policy over the generation batch."""
+        training, step = self.training, self.step
+        reference = training.proxy_reference
+        if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
+            reference = None
+        corrects = training.use_vllm and training.vllm_importance_sampling_correction
+        if training.rollout_lag and not training.scores_groups:  # the denominators of ratios come from the engine
+            corrects = False
+        updates, iterations, kl = step.updates_per_generation, training.num_iterations, training.beta != 0
+        if training.is_exact:
+            passes = cost.exact_passes(
+                updates=updates,
+                iterations=iterations,
+                correction=corrects,
+                kl=kl,
+                reference=reference,
+                split=splits_groups,
+            )
+        else:
+            passes = cost.actor_critic_passes(updates=updates, iterations=iterations, correction=corrects, kl=kl)
+        return passes._replace(forward=passes.forward + training.keeps_generating_policy)
+
+    def seconds(self, recomputation: Recomputation, max_tokens: int) -> float:
+        """Return the seconds of all updates, without the optimizer."""
+        passes = self.passes(splits_groups=self.splits_groups(max_tokens))
+        return self.seconds_of(self.shape, passes, recomputation, max_tokens)
+
+    def seconds_of(self, shape: ModelShape, passes: Passes, recomputation: Recomputation, max_tokens: int) -> float:
+        """Return the seconds of some passes of a model over the generation batch."""
+        tokens = self.step.completions_per_generation * self.computed(max_tokens) / self.step.num_processes
+        updates = self.step.updates_per_generation / self.training.num_iterations
+        return cost.update_seconds(
+            shape,
+            self.gpu,
+            self.execution._replace(recomputation=recomputation),
+            passes,
+            tokens=tokens,
+            mean_length=self.attended(max_tokens),
+            micro_batches=max(updates, tokens / (_FILLED_SHARE * max_tokens)),
+        )
+
+    def activation_bytes(self, recomputation: Recomputation, max_tokens: float) -> float:
+        """Return the bytes of the activations of a micro-batch and of the casts of weights."""
+        execution = self.execution._replace(recomputation=recomputation)
+        return self.shape.activation_bytes(max_tokens, execution) + self.shape.cast_bytes(execution)
+
+    def tokens_that_fit(self, recomputation: Recomputation, room: float) -> int:
+        """Return the tokens of the largest micro-batch that fits into `room` bytes; 0 if none does."""
+        casts = self.activation_bytes(recomputation, 0)
+        per_token = self.activation_bytes(recomputation, 1) - casts
+        return max(0, int((room - casts) / per_token))
+
+
+def choose(
+    workload: Workload, room: float, recomputations: Sequence[Recomputation] = cost.RECOMPUTATIONS
+) -> MemoryChoice | None:
+    """
+    Choose what a configuration leaves open with `gradient_checkpointing: auto` or `max_tokens_per_micro_batch: auto`:
+    the fastest option by the cost model that fits into `room` bytes. Of options that are about equally fast, the one
+    with the least recomputation wins, then that with the smallest micro-batches.
+
+    Args:
+        recomputations (`Sequence[str]`): What `gradient_checkpointing: auto` chooses from, from most memory to least.
+
+    Returns:
+        The choice, or `None` if the longest completion, or the size that is set, does not fit.
+    """
+    training = workload.training
+    if not chooses(training):
+        return MemoryChoice(set_recomputation(training), training.max_tokens_per_micro_batch, "as set")
+    if training.gradient_checkpointing != "auto":
+        recomputations = (set_recomputation(training),)
+    options = []
+    for recomputation in recomputations:
+        most = workload.tokens_that_fit(recomputation, _CHOSEN_SHARE * room)
+        for size in _sizes(workload, most):
+            if workload.longest <= size <= most:
+                options.append((workload.seconds(recomputation, size), size, recomputation))
+    if not options:
+        return None
+    fastest = min(seconds for seconds, *_ in options)
+    ties = [option for option in options if option[0] <= _TIE * fastest]
+    _, size, recomputation = min(ties, key=lambda option: (recomputations.index(option[2]), option[1]))
+    is_bounded_by_completions = training.max_tokens_per_micro_batch is None
+    reason = _reason(workload, room, recomputation, size)
+    return MemoryChoice(recomputation, None if is_bounded_by_completions else size, reason)
+
+
+def choice_on_cpu(training: Any) -> MemoryChoice:
+    """Return the choice on a CPU, whose memory is not counted: `"auto"` recomputes nothing, and micro-batches hold
+    `per_device_train_batch_size` completions."""
+    size = training.max_tokens_per_micro_batch
+    return MemoryChoice(set_recomputation(training), None if size == "auto" else size, "on a CPU")
+
+
+def chooses(training: Any) -> bool:
+    """Return whether a configuration leaves recomputation or the size of micro-batches open."""
+    return "auto" in (training.gradient_checkpointing, training.max_tokens_per_micro_batch)
+
+
+def set_recomputation(training: Any) -> Recomputation:
+    """Return the recomputation of a configuration that does not leave it open."""
+    return "full" if training.gradient_checkpointing is True else "none"
+
+
+def _sizes(workload: Workload, most: int) -> list[int]:
+    """Return the sizes of micro-batches to compare: the one that is set, or efficient ones, the one that holds the
+    longest group, and the largest that fits."""
+    training, step = workload.training, workload.step
+    if training.max_tokens_per_micro_batch is None:
+        return [workload.largest(training.per_device_train_batch_size)]
+    if training.max_tokens_per_micro_batch != "auto":
+        return [training.max_tokens_per_micro_batch]
+    enough = workload.largest(max(1, step.completions_per_update // step.num_processes))
+    sizes = {enough, min(enough, workload.largest(step.num_generations))}
+    size = max(EFFICIENT_TOKENS, workload.longest)
+    while size < enough:
+        sizes.add(size)
+        size *= 2
+    return sorted({min(size, most) for size in sizes})
+
+
+def _reason(workload: Workload, room: float, recomputation: Recomputation, size: int) -> str:
+    """Return why an option was chosen."""
+    bytes_needed = workload.activation_bytes(recomputation, size)
+    reason = f"{bytes_needed / cost.GIB:.1f} of {room / cost.GIB:.1f} GiB that are left"
+    if recomputation != "none":
+        without = workload.tokens_that_fit("none", _CHOSEN_SHARE * room)
+        if without < workload.longest:
+            reason += f"; without recomputation {without:,} tokens fit, and a rollout can have {workload.longest:,}"
+        else:
+            reason += f"; without recomputation {without:,} tokens fit, which is slower"
+    if workload.training.scores_groups and workload.splits_groups(size):
+        reason += "; groups are split, which costs a forward pass after the first update of a rollout"
+    return reason
+
+
+class Occupied(NamedTuple):
+    """
+    Bytes of a GPU that an update cannot use for activations.
+
+    Attributes:
+        state (`float`): Weights, gradients, optimizer, and copies of weights.
+        gathered (`float`): Weights that FSDP and ZeRO-3 gather.
+        collected (`float`): Gradients of all weights that FSDP reduces after the last micro-batch.
+        engine (`float`): A colocated vLLM.
+        is_asleep (`bool`): Whether the engine frees its memory during updates.
+    """
+
+    state: float
+    gathered: float
+    collected: float
+    engine: float
+    is_asleep: bool
+
+    @property
+    def in_update(self) -> float:
+        """Their sum during an update."""
+        return self.state + self.gathered + self.collected + (0 if self.is_asleep else self.engine)
+
+
+def occupied_bytes(
+    training: Any,
+    shape: ModelShape,
+    *,
+    trained: float,
+    frozen: float,
+    weight_bytes: int,
+    has_adapter: bool,
+    sharding: str,
+    is_fsdp: bool,
+    processes: int,
+    memory_bytes: float,
+    critic: ModelShape | None = None,
+) -> Occupied:
+    """
+    Return the memory of a GPU that is occupied besides activations.
+
+    Args:
+        trained, frozen (`float`): Numbers of weights; those of an adapter are `trained`.
+        weight_bytes (`int`): Bytes of a loaded weight.
+        sharding (`str`): See [`~cost.training_state_bytes`].
+        memory_bytes (`float`): Memory of the GPU, of which a colocated vLLM has a share.
+        critic ([`~cost.ModelShape`], *optional*): Another model that is trained.
+    """
+    how = {"sharding": sharding, "processes": processes}
+    copies = 0.0
+    if (training.reference == "snapshot" and not training.reference_offload) or training.keeps_generating_policy:
+        copies += 4 * trained
+    if training.beta != 0 and not has_adapter:  # with LoRA the KL reference is the policy without its adapter
+        copies += weight_bytes * shape.parameters
+    state = cost.training_state_bytes(trained, frozen, frozen_bytes=weight_bytes, **how)
+    state += copies / (processes if sharding == "full" else 1)
+    critic_weights = critic.parameters if critic else 0
+    state += cost.training_state_bytes(critic_weights, 0, frozen_bytes=4, **how)
+    gathered = collected = engine = 0.0
+    if sharding == "full":  # two layers and the largest other matrix, in bfloat16
+        shapes = [shape, critic] if critic else [shape]
+        gathered = 2.0 * max(2 * s.layer_parameters + s.vocabulary * s.hidden for s in shapes)
+    if is_fsdp and training.gradient_accumulation_steps > 1:  # reduced after the last micro-batch
+        collected = 4.0 * (trained + critic_weights)
+    if training.use_vllm and training.vllm_mode == "colocate":
+        engine = training.vllm_gpu_memory_utilization * memory_bytes
+    return Occupied(state, gathered, collected, engine, engine > 0 and training.vllm_enable_sleep_mode)

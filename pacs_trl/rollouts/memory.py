@@ -1,0 +1,336 @@
+"""Memory of a run on a GPU: what `gradient_checkpointing: auto` and `max_tokens_per_micro_batch: auto` become.
+
+The choice is made before the model is loaded, from the free memory and the cost model that `pacs-trl plan` uses
+(`plan/workload.py`). Checkpoints contain it, because other micro-batches round differently.
+"""
+
+import copy
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
+from peft import LoraConfig, PeftConfig, PeftModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
+
+from ..plan import cost
+from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
+from ..plan.workload import (
+    MEAN_SHARE,
+    MemoryChoice,
+    Workload,
+    choice_on_cpu,
+    choose,
+    chooses,
+    occupied_bytes,
+    set_recomputation,
+)
+from ..update.groups import Groups
+from ..update.minibatch import Minibatch
+from ..update.reference import local_shard
+from ..update.rollout import Rollout
+from ..update.step_sizes import Step
+from .checkpoint import random_states, restore_random_states
+from .checks import config_of
+from .rollout_config import RolloutConfig
+
+
+_USABLE_SHARE = 0.95  # of the memory; the rest is fragmentation, kernels, and communication
+_LONGEST_PROMPT, _MEAN_PROMPT = 1024, 256  # tokens, where prompts are not known
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device that are free, and in all; and its name."""
+
+    free: int
+    total: int
+    name: str
+
+
+def device_memory(device: torch.device) -> DeviceMemory | None:
+    """Return the memory of the device of this process, or `None` if it is no GPU."""
+    if device.type != "cuda":
+        return None
+    return DeviceMemory(*torch.cuda.mem_get_info(device), torch.cuda.get_device_name(device))
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """
+    A choice, and what it was made from.
+
+    Attributes:
+        choice ([`MemoryChoice`]): Recomputation and size of micro-batches.
+        workload ([`Workload`], *optional*): Work of an update; `None` on a CPU, and for models that the cost model
+            does not know.
+        room (`float`): Bytes for activations.
+        recomputations (`tuple[str]`): What the settings leave open, from most memory to least.
+    """
+
+    choice: MemoryChoice
+    workload: Workload | None = None
+    room: float = math.inf
+    recomputations: tuple[Recomputation, ...] = ()
+
+    def fits(self, choice: MemoryChoice) -> bool:
+        """Return whether another choice fits too. A size below the longest rollout is raised to it when one comes."""
+        if self.workload is None:
+            return True
+        size = choice.max_tokens or self.workload.largest(self.workload.training.per_device_train_batch_size)
+        return max(size, self.workload.longest) <= self.workload.tokens_that_fit(choice.recomputation, self.room)
+
+
+def plan_memory(
+    model: str | PreTrainedModel | PeftModel,
+    args: RolloutConfig,
+    peft_config: PeftConfig | None,
+    longest: int | None,
+    *,
+    compiled: bool = False,
+) -> MemoryPlan:
+    """
+    Choose what the settings leave open for the device of this process, the same on all processes.
+
+    Args:
+        model: The model or its name, as trainers take it.
+        longest (`int`, *optional*): Tokens of the longest prompt with a completion, if they are known.
+        compiled (`bool`): Whether decoder layers are compiled.
+
+    Raises:
+        `ValueError`: if a completion of the largest length does not fit with the most recomputation.
+    """
+    memory = device_memory(args.device)
+    if memory is None or not chooses(args):
+        choice = choice_on_cpu(args)
+        return MemoryPlan(choice, recomputations=(choice.recomputation,))
+    _check_fsdp(args)
+    config = config_of(model, args).get_text_config()
+    shape = cost.shape_of(config.to_dict())
+    if shape is None:
+        choice = _choice_of_unknown_model(args, config.model_type)
+        return MemoryPlan(choice, recomputations=(choice.recomputation,))
+    execution = Execution(_precision(args, model), compiled=compiled)
+    workload = _workload(args, memory, execution, shape, longest)
+    room = min(gather_object([_room(model, args, peft_config, memory, config, shape)]))
+    recomputations = _recomputations(args, has_adapter=_has_adapter(model, peft_config))
+    choice = choose(workload, room, recomputations)
+    if choice is None:
+        raise ValueError(
+            f"A completion of {workload.longest:,} tokens (prompt and max_completion_length) does not fit on the "
+            f"{memory.name}, even if the backward pass computes everything again: {max(room, 0) / GIB:.1f} of "
+            f"{memory.total / GIB:.1f} GiB are left, and its activations need "
+            f"{workload.activation_bytes('full', workload.longest) / GIB:.1f}. Lower max_completion_length or "
+            "vllm_gpu_memory_utilization, shard the training state (recipes/accelerate_configs/fsdp2.yaml), or train "
+            "an adapter."
+        )
+    return MemoryPlan(choice, workload, room, recomputations)
+
+
+def with_choice(args: RolloutConfig, choice: MemoryChoice) -> RolloutConfig:
+    """Return a copy of the configuration with a choice in place of `"auto"`, as TRL and Trainer read it."""
+    if not chooses(args):
+        return args
+    args = copy.copy(args)
+    set_checkpointing(args, choice)
+    args.max_tokens_per_micro_batch = choice.max_tokens  # type: ignore[misc]  # a setting of exact trainers
+    return args
+
+
+def set_checkpointing(args: RolloutConfig, choice: MemoryChoice) -> None:
+    """Set whether Trainer turns gradient checkpointing on, under both of its names."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        if name in args.__dataclass_fields__:
+            setattr(args, name, choice.recomputation != "none")
+
+
+# Repeated and tried steps -----------------------------------------------------------------------------------------
+
+
+class StartOfUpdate:
+    """State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics, and
+    the counted work. The passes change nothing else but gradients."""
+
+    def __init__(self, trainer: Any):
+        self._trainer = trainer
+        self._random_states = random_states(trainer.accelerator.device)
+        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self._work = trainer.timer.work.copy()
+
+    def restore(self) -> None:
+        trainer = self._trainer
+        restore_random_states(self._random_states, trainer.accelerator.device)
+        trainer._metrics["train"].clear()
+        trainer._metrics["train"].update({name: list(values) for name, values in self._metrics.items()})
+        trainer.timer.work.clear()
+        trainer.timer.work.update(self._work)
+        clear_device_cache(garbage_collection=True)
+
+
+def longest_rollouts(number: int, prompt: int, completion: int | None) -> list[Rollout]:
+    """Return rollouts of the largest lengths, with different prompts, which are not computed together."""
+    return [
+        Rollout(
+            prompt_ids=np.full(prompt, i, dtype=np.int32),
+            completion_ids=np.zeros(completion or 1, dtype=np.int32),
+            loss_mask=np.ones(completion or 1, dtype=bool),
+            label=0.0,
+        )
+        for i in range(number)
+    ]
+
+
+def trial_minibatch(rollouts: list[Rollout], num_processes: int) -> Minibatch:
+    """Return a minibatch in which every process has all of the rollouts in two micro-batches, the second of which adds
+    its gradient to that of the first."""
+    indices = list(range(len(rollouts)))
+    groups = Groups(torch.zeros(len(rollouts)), indices)
+    return Minibatch(rollouts, groups, [[indices, indices] for _ in range(num_processes)], whole_groups=False)
+
+
+@contextmanager
+def moments_of_optimizer(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
+    """Occupy the memory of Adam's moments of this process's weights, which are allocated after the first backward
+    pass."""
+    trained = sum(local_shard(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
+    moments = torch.empty(2 * trained, device=device)
+    try:
+        yield
+    finally:
+        del moments
+
+
+# The parts of the memory --------------------------------------------------------------------------------------------
+
+
+def _workload(
+    args: RolloutConfig,
+    memory: DeviceMemory,
+    execution: Execution,
+    shape: ModelShape,
+    longest: int | None,
+) -> Workload:
+    completion = args.max_completion_length or 1
+    longest_prompt = _LONGEST_PROMPT if longest is None else max(longest - completion, 1)
+    step = Step.of(args, args.world_size)
+    return Workload(
+        args,
+        step,
+        shape,
+        _gpu_of(memory),
+        execution,
+        longest_prompt=longest_prompt,
+        mean_prompt=min(_MEAN_PROMPT, longest_prompt),
+        mean_completion=max(1, round(MEAN_SHARE * completion)),
+        sharing=1 if args.padding_free == "never" else step.num_generations,
+    )
+
+
+def _room(
+    model: str | PreTrainedModel | PeftModel,
+    args: RolloutConfig,
+    peft_config: PeftConfig | None,
+    memory: DeviceMemory,
+    config: PreTrainedConfig,
+    shape: ModelShape,
+) -> float:
+    """Return the bytes that are left for activations when the model, its optimizer, and the engine are loaded."""
+    if isinstance(model, str):
+        with torch.device("meta"):
+            parameters = list(AutoModelForCausalLM.from_config(config).parameters())
+    else:
+        parameters = list(model.parameters())
+    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
+    frozen = sum(parameter.numel() for parameter in parameters) - trained
+    if peft_config is not None:
+        frozen, trained = frozen + trained, 0
+        if isinstance(peft_config, LoraConfig):
+            trained = cost.lora_parameters(shape, peft_config.r)
+    occupied = occupied_bytes(
+        args,
+        shape,
+        trained=trained,
+        frozen=frozen,
+        weight_bytes=4 if _dtype(args, model) == torch.float32 else 2,
+        has_adapter=_has_adapter(model, peft_config),
+        sharding=_sharding(args),
+        is_fsdp=_uses(args, "FSDP"),
+        processes=args.world_size,
+        memory_bytes=memory.total,
+    )
+    on_device = sum(p.nbytes for p in parameters if p.device.type == args.device.type != "cpu")
+    return memory.free + on_device - (1 - _USABLE_SHARE) * memory.total - occupied.in_update
+
+
+def _gpu_of(memory: DeviceMemory) -> Gpu:
+    """Return the data sheet of a GPU; an unknown one gets the rates of an H200."""
+    known = [gpu for gpu in cost.GPUS.values() if gpu.name in memory.name]
+    return (known[0] if known else cost.H200)._replace(name=memory.name, memory_bytes=memory.total)
+
+
+def _has_adapter(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> bool:
+    return peft_config is not None or isinstance(model, PeftModel)
+
+
+def _dtype(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> torch.dtype:
+    """Return the dtype of the loaded weights; TRL loads float32 by default."""
+    if not isinstance(model, str):
+        return model.dtype
+    dtype = (args.model_init_kwargs or {}).get("dtype", "float32")
+    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), torch.float32)
+
+
+def _precision(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> str:
+    is_mixed = args.bf16 or args.fp16
+    if _dtype(args, model) != torch.float32 or (is_mixed and (_uses(args, "FSDP") or _uses(args, "DEEPSPEED"))):
+        return "bfloat16"
+    return "autocast" if is_mixed else "float32"
+
+
+def _uses(args: RolloutConfig, plugin: str) -> bool:
+    """Return whether the launch, or the configuration, uses `"FSDP"` or `"DEEPSPEED"`."""
+    is_set = args.deepspeed if plugin == "DEEPSPEED" else args.fsdp
+    return bool(is_set) or os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
+
+
+def _sharding(args: RolloutConfig) -> str:
+    """Return how the training state is sharded, see [`~cost.training_state_bytes`]."""
+    if _uses(args, "FSDP") or is_deepspeed_zero3_enabled():
+        return "full"
+    return "gradients" if _uses(args, "DEEPSPEED") else "none"
+
+
+def _recomputations(args: RolloutConfig, *, has_adapter: bool) -> tuple[Recomputation, ...]:
+    """Return what can be chosen. TRL sets `use_reentrant` for adapters with ZeRO-3, which excludes selective
+    recomputation, as the user may."""
+    if args.gradient_checkpointing != "auto":
+        return (set_recomputation(args),)
+    is_reentrant = bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    if is_reentrant or (has_adapter and is_deepspeed_zero3_enabled()):
+        return ("none", "full")
+    return cost.RECOMPUTATIONS
+
+
+def _check_fsdp(args: RolloutConfig) -> None:
+    """Raise a `ValueError` if FSDP is to recompute activations too."""
+    by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
+    if args.gradient_checkpointing == "auto" and _uses(args, "FSDP") and by_launch:
+        raise ValueError(
+            "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes "
+            "in any case. Set the latter to false in the accelerate file."
+        )
+
+
+def _choice_of_unknown_model(args: RolloutConfig, model_type: str) -> MemoryChoice:
+    """Return the choice for an architecture that the cost model does not know: the least memory."""
+    size = args.max_tokens_per_micro_batch
+    assert not isinstance(size, str) or size == "auto"
+    recomputation: Recomputation = "full" if args.gradient_checkpointing else "none"
+    max_tokens = size if isinstance(size, int) else None
+    return MemoryChoice(recomputation, max_tokens, f"the memory that {model_type!r} models need is not known")

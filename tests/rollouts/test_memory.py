@@ -1,0 +1,217 @@
+"""Memory of a run: what `"auto"` becomes, and steps that are repeated with less memory. A stand-in says how much
+memory the device has."""
+
+import math
+
+import pytest
+import torch
+from replay import RELATIVE, Recorder, Replay, build_trainer, config, relative_error, tiny_model
+from transformers import AutoModelForCausalLM
+
+from pacs_trl import GRPOTrainer, PACSTrainer
+from pacs_trl.baselines.ppo_config import PPOConfig
+from pacs_trl.errors import FailedRun
+from pacs_trl.rollouts import memory
+from pacs_trl.rollouts.memory import DeviceMemory
+
+
+AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
+MODEL = tiny_model()
+# 16 bytes per weight, of 17 kB; the rest is for activations. A micro-batch of 32 rollouts has about 1,000 tokens.
+STATE = 16 * sum(parameter.numel() for parameter in MODEL.parameters())
+
+
+def on_device(monkeypatch, room: float) -> None:
+    """A device that has `room` bytes for activations."""
+    weights = sum(parameter.nbytes for parameter in MODEL.parameters())
+    total = 20 * (room + STATE + weights)
+    found = DeviceMemory(int(room + STATE + 0.05 * total), int(total), "NVIDIA H200")
+    monkeypatch.setattr(memory, "device_memory", lambda device: found)
+
+
+def limited(trainer, max_tokens: float) -> list[int]:
+    """Let passes with gradient of more than `max_tokens` tokens run out of memory; return the sizes of all."""
+    sizes = []
+
+    def check(texts, num_predicted):
+        if torch.is_grad_enabled():
+            sizes.append(sum(map(sum, texts)))
+            if sizes[-1] > max_tokens:
+                raise torch.OutOfMemoryError(f"{sizes[-1]} tokens")
+
+    trainer.forward_pass.on_pass = check
+    return sizes
+
+
+def trained(trainer) -> Recorder:
+    recorder = Recorder()
+    trainer.add_callback(recorder)
+    trainer.train()
+    return recorder
+
+
+# What "auto" becomes -----------------------------------------------------------------------------------------------
+
+
+def test_on_a_cpu_auto_changes_nothing(tmp_path):
+    recorders, metrics = [], []
+    for settings in ({}, AUTO):
+        trainer = build_trainer(tmp_path, replay=Replay(), **settings)
+        recorders.append(trained(trainer))
+        metrics.append([log["loss"] for log in trainer.state.log_history if "loss" in log])
+    assert trainer.args.gradient_checkpointing is False and trainer.args.max_tokens_per_micro_batch is None
+    assert metrics[0] == metrics[1]
+    for first, second in zip(*(recorder.gradients for recorder in recorders), strict=True):
+        assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# A rollout has up to 1,024 + 16 tokens, and a token keeps 5,520 bytes without recomputation, 3,480 with attention
+# kept, and 3,208 with full recomputation; 0.9 of the room is used. Four rollouts share a prompt: 1,024 + 4 x 16 + 3.
+CHOICES = {
+    "plenty": (1e9, AUTO, "none", 1091),
+    "one rollout": (1045.5 * 5520 / 0.9, AUTO, "none", 1045),
+    "attention": (1030.5 * 5520 / 0.9, AUTO, "selective", 1091),
+    "layer inputs": (1030.5 * 3480 / 0.9, AUTO, "full", 1091),
+    "set size": (1500.5 * 5520 / 0.9, AUTO | {"max_tokens_per_micro_batch": 1500}, "none", 1500),
+    "set size, too large": (1499.5 * 5520 / 0.9, AUTO | {"max_tokens_per_micro_batch": 1500}, "selective", 1500),
+    "set recomputation": (1e9, AUTO | {"gradient_checkpointing": True}, "full", 1091),
+    "completions": (2182.5 * 5520 / 0.9, AUTO | {"max_tokens_per_micro_batch": None}, "none", None),
+    "completions, too large": (2181.5 * 5520 / 0.9, AUTO | {"max_tokens_per_micro_batch": None}, "selective", None),
+    "reentrant": (
+        1030.5 * 5520 / 0.9,
+        AUTO | {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        "full",
+        1091,
+    ),
+}
+
+
+@pytest.mark.parametrize(("room", "settings", "recomputation", "size"), CHOICES.values(), ids=CHOICES)
+def test_the_choice_follows_from_the_memory_that_is_left(
+    tmp_path, monkeypatch, capsys, room, settings, recomputation, size
+):
+    on_device(monkeypatch, room)
+    trainer = build_trainer(tmp_path, replay=Replay(), max_steps=1, **settings)
+    assert trainer.args.gradient_checkpointing is (recomputation != "none")  # before Trainer reads it
+    trainer.train()
+    assert trainer.args.max_tokens_per_micro_batch == trainer.update.driver.limits.max_tokens == size
+    assert trainer.model.is_gradient_checkpointing == (recomputation != "none")
+    size_in_words = f"{size:,} tokens" if size else "per_device_train_batch_size completions"
+    assert f"Memory: {recomputation} recomputation, micro-batches of {size_in_words}" in capsys.readouterr().out
+
+
+def test_the_reason_names_what_does_not_fit(tmp_path, monkeypatch):
+    on_device(monkeypatch, 1030.5 * 5520 / 0.9)
+    reason = build_trainer(tmp_path, replay=Replay(), **AUTO)._memory.reason
+    assert "without recomputation 1,030 tokens fit, and a rollout can have 1,040" in reason
+
+
+def test_a_completion_that_does_not_fit_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    MODEL.save_pretrained(tmp_path / "model")
+    on_device(monkeypatch, 1030 * 3208 / 0.9)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="max_completion_length"):
+        build_trainer(tmp_path, model=str(tmp_path / "model"), replay=Replay(), **AUTO)
+
+
+def test_auto_is_for_an_exact_update():
+    with pytest.raises(ValueError, match="gradient_checkpointing: true"):
+        config("", PPOConfig, gradient_checkpointing="auto")
+    for size in ("automatic", 2.5, 0):
+        with pytest.raises(ValueError, match="max_tokens_per_micro_batch"):
+            config("", max_tokens_per_micro_batch=size)
+
+
+# Out of memory ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 2, "max_steps": 4}], ids=["one", "two updates"])
+def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys, trainer_class, settings):
+    """Metrics would be counted twice if those of the first attempt were not discarded."""
+    recorders, logs, most = [], [], math.inf
+    for _ in range(2):
+        trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), trainer_class=trainer_class, **settings)
+        sizes = limited(trainer, most)
+        recorders.append(trained(trainer))
+        logs.append([log for log in trainer.state.log_history if "loss" in log])
+        most = min(most, max(sizes) - 1)
+    assert max(sizes) > most >= sizes[-1]
+    for expected, repeated in zip(*(recorder.gradients for recorder in recorders), strict=True):
+        assert relative_error(repeated, expected) < RELATIVE
+    for expected, repeated in zip(*logs, strict=True):
+        assert expected.keys() == repeated.keys() and expected.get("num_tokens") == repeated.get("num_tokens")
+        for name in ("loss", "entropy", "grad_norm"):
+            assert repeated[name] == pytest.approx(expected[name], rel=1e-4)
+    assert "Out of memory in optimizer step" in capsys.readouterr().out
+
+
+def test_random_numbers_of_the_abandoned_attempt_are_drawn_again(tmp_path):
+    """With dropout, the run ends with the bits of one that has small micro-batches from the start."""
+    trainers, most, size = [], math.inf, None
+    for _ in range(3):
+        settings = {"disable_dropout": False, "startup_check": False, "max_tokens_per_micro_batch": size}
+        trainer = build_trainer(
+            tmp_path, model=tiny_model(attention_dropout=0.2), replay=Replay(uniform_groups=0), max_steps=1, **settings
+        )
+        sizes = limited(trainer, most)
+        trainer.train()
+        trainers.append(trainer)
+        most, size = max(sizes) - 1, trainer.update.driver.limits.max_tokens
+    _, repeated, small = ([*trainer.model.parameters()] for trainer in trainers)
+    assert size is not None and size == trainers[1].update.driver.limits.max_tokens
+    assert all(torch.equal(first, second) for first, second in zip(repeated, small, strict=True))
+
+
+def test_single_completions_without_memory_recompute_more(tmp_path, monkeypatch):
+    """Where recomputation is chosen; otherwise the run ends with what to set."""
+    on_device(monkeypatch, 1e9)
+    trainer = build_trainer(tmp_path, replay=Replay(), max_steps=1, **AUTO)
+    seen = []
+
+    def check(texts, num_predicted):
+        if torch.is_grad_enabled():
+            seen.append((trainer._memory.recomputation, trainer.model.is_gradient_checkpointing))
+            if trainer._memory.recomputation != "full":
+                raise torch.OutOfMemoryError
+
+    trainer.forward_pass.on_pass = check
+    trainer.train()
+    assert list(dict.fromkeys(seen)) == [("none", False), ("selective", True), ("full", True)]
+
+    trainer = build_trainer(tmp_path, replay=Replay())
+    limited(trainer, 0)
+    with pytest.raises(FailedRun, match="gradient_checkpointing: true"):
+        trainer.train()
+
+
+# Resumed runs -------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_reuses_the_choice(tmp_path, monkeypatch, capsys):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    on_device(monkeypatch, 1e9)
+    first = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **AUTO, **saving)
+    limited(first, 40)
+    first.train()
+    size = first.update.driver.limits.max_tokens
+    assert size <= 40
+    rooms = {
+        1e9: ("none", size),  # also the size after memory ran out
+        1039.5 * 5520: ("selective", 1091),  # what is saved does not fit
+    }
+    for room, expected in rooms.items():
+        on_device(monkeypatch, room)
+        resumed = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **AUTO, **saving)
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+        output = capsys.readouterr().out
+        assert (resumed._memory.recomputation, resumed.update.driver.limits.max_tokens) == expected
+        assert ("whose rounding differs" in output) == (expected[0] == "selective")
+
+
+def test_a_set_size_is_not_replaced_by_that_of_a_checkpoint(tmp_path, monkeypatch):
+    saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    build_trainer(tmp_path, replay=Replay(), max_tokens_per_micro_batch=70, **saving).train()
+    resumed = build_trainer(tmp_path, replay=Replay(), max_tokens_per_micro_batch=80, **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert resumed.update.driver.limits.max_tokens == 80
