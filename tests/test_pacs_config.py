@@ -82,6 +82,7 @@ def test_settings_that_need_another_one_are_refused_without_it(name):
         make(**{name: NEEDING_VALUES[name]})
 
 
+TRUNCATING = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}
 LATE_SERVER = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1, "stale_logps": "recompute"}
 
 
@@ -93,7 +94,9 @@ LATE_SERVER = {"use_vllm": True, "vllm_mode": "server", "rollout_lag": 1, "stale
         ({"min_p": 0.1}, "min_p=0.1"),
         ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
         ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "no_repeat_ngram_size"),
+        *(({"generation_kwargs": {key: value}}, f"'{key}': {value}") for key, value in TRUNCATING.items()),
         ({"use_vllm": True, "top_p": 0.9}, "top_p=0.9"),
+        ({"use_vllm": True, "generation_kwargs": {"top_p": 0.9}}, "'top_p': 0.9"),
         ({"use_vllm": True, "generation_kwargs": {"frequency_penalty": 0.5}}, "frequency_penalty"),
         ({"top_p": 0.9} | LATE_SERVER, "top_p=0.9"),
     ],
@@ -117,6 +120,7 @@ def test_stop_words_of_vllm_are_warned_of():
         {"generation_kwargs": {"eos_token_id": [1, 2], "pad_token_id": 0, "use_cache": True}},
         {"generation_kwargs": {"stop_token_ids": [1]}, "use_vllm": True},
         {"top_p": 1.0, "top_k": 0, "min_p": 0.0},
+        {"top_p": 0.9, "generation_kwargs": {"top_p": 1.0, "top_k": 0, "min_p": 0.0}},
         {"cache_implementation": "static"},
         {"max_grad_norm": 0.0},
     ],

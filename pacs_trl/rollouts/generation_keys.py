@@ -27,6 +27,11 @@ _RESHAPE_POLICY = {
 }
 
 
+# Those that `generation_kwargs` may have instead, as in TRL. Others are refused there: `temperature`, for example, also
+# divides the logits of the loss.
+_ALSO_IN_KWARGS = ("top_p", "top_k", "min_p")
+
+
 def refused_keys(engine: str) -> dict[str, str]:
     """Return the reason for each refused key of `generation_kwargs`; `engine` is `"transformers"` or `"vllm"`."""
     return {key: group["why"] for group in _KEYS[engine]["refused"] for key in group["keys"]}
@@ -99,7 +104,7 @@ def _key_errors(args: Any, engine: str) -> list[str]:
             f"generation_kwargs={{'seed': {kwargs['seed']}}} would generate the same completion for a whole group. "
             "Remove it: a seed for each request follows from `seed`."
         )
-    if doubly_set := sorted(kwargs.keys() & _KEYS["settings"]):
+    if doubly_set := sorted(kwargs.keys() & _KEYS["settings"].keys() - {*_ALSO_IN_KWARGS}):
         settings = ", ".join(dict.fromkeys(_KEYS["settings"][key] for key in doubly_set))
         errors.append(
             f"generation_kwargs must not have {', '.join(doubly_set)}: log-probs would be computed with another "
@@ -144,12 +149,16 @@ def engine_logps_enter_loss(args: Any) -> bool:
 
 def reshaping_settings(args: Any) -> list[str]:
     """Return settings, as `name=value`, with which tokens are sampled from another distribution than the policy."""
+    kwargs = args.generation_kwargs or {}
     reshaping = [
-        f"{name}={getattr(args, name)!r}" for name, off in _RESHAPE_POLICY.items() if getattr(args, name) not in off
+        f"{name}={getattr(args, name)!r}"
+        for name, off in _RESHAPE_POLICY.items()
+        if getattr(args, name) not in off and name not in kwargs
     ]
     table = _KEYS["vllm" if args.use_vllm else "transformers"]
-    for key, value in (args.generation_kwargs or {}).items():
-        if key in table["reshape_policy"] and value is not None and value != table["neutral"].get(key):
+    for key, value in kwargs.items():
+        is_off = value is None or value == table["neutral"].get(key) or value in _RESHAPE_POLICY.get(key, ())
+        if key in (*table["reshape_policy"], *_ALSO_IN_KWARGS) and not is_off:
             reshaping.append(f"generation_kwargs={{{key!r}: {value!r}}}")
     return reshaping
 
