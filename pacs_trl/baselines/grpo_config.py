@@ -37,6 +37,15 @@ class GRPOConfig(ExactUpdateConfig):
         "token", '`"token"`, or `"sequence"` for one ratio per completion.', choices=["token", "sequence"]
     )
 
+    def errors(self, step: Step) -> list[str]:
+        errors = super().errors(step)
+        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
+            errors.append(
+                "loss_type='dr_grpo' divides by max_completion_length, which is None. Set max_completion_length, or "
+                "another loss_type."
+            )
+        return errors
+
 
 @dataclass
 class MaxRLConfig(GRPOConfig):
