@@ -154,6 +154,7 @@ REFUSED = {
         {"reward": needs_solution, "remove_unused_columns": True},
         "'needs_solution'.*train_dataset with remove_unused_columns=True.*'solution'",
     ),
+    "dispatched batches": ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches"),
     "a reward's name": ({"reward": "math_reward"}, "reward_funcs"),
     "a number for a reward": ({"reward": [digit_reward, 1.0]}, "reward_funcs"),
     "a correction of nothing": ({"vllm_importance_sampling_correction": True}, "nothing to correct"),

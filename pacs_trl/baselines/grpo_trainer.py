@@ -148,7 +148,7 @@ class GRPOTrainer(ExactUpdateTrainer):
             ),
             kl_coef=self.beta,
             bias_correction=args.use_bias_correction_kl,
-            max_completion_length=args.max_completion_length or 1,  # none, but for losses that do not divide by it
+            max_completion_length=args.max_completion_length or 1,  # read by dr_grpo alone
             off_policy_threshold=args.off_policy_mask_threshold,
             mismatch=mismatch,
             needs_all_completions=args.loss_type == "vespo" and ratios_differ_from_1,

@@ -53,6 +53,11 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
             arguments["train_dataset"] = _empty_prompts(args, arguments["environment_factory"])
         datasets = {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         arguments["environment_factory"] = prepare_environments(arguments["environment_factory"], datasets)
+    if args.accelerator_config.dispatch_batches and isinstance(arguments["train_dataset"], Dataset):
+        raise ValueError(  # of a stream TRL says so
+            "accelerator_config with dispatch_batches would give each process a part of its generation batch. Remove "
+            "the key."
+        )
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)

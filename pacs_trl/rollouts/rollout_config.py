@@ -221,10 +221,10 @@ class RolloutConfig(GRPOConfig):
                 f"optim_target_modules={self.optim_target_modules!r} would be ignored with optim={optimizer!r}. "
                 "Remove the key, or choose a GaLore or APOLLO optimizer."
             )
-        if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
+        if self.accelerator_config.split_batches:
             errors.append(
-                "accelerator_config with split_batches or dispatch_batches would give each process a part of its "
-                "generation batch. Remove both keys."
+                "accelerator_config with split_batches would give each process a part of its generation batch. Remove "
+                "the key."
             )
         return errors
 

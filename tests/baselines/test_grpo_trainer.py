@@ -5,10 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from replay import Replay, build_trainer, logps_and_entropies, rows_of_update
+from replay import Replay, assert_same_models, build_trainer, logps_and_entropies, rows_of_update
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, TRLS, difference, in_double_precision, run
 
-from pacs_trl import RLOOTrainer
+from pacs_trl import GRPOTrainer, RLOOTrainer
 from pacs_trl.baselines.grpo_trainer import SurrogateObjective
 from pacs_trl.surrogate import RatioLoss
 from pacs_trl.update.token_weights import TokenValues
@@ -201,3 +201,14 @@ def test_the_last_step_of_an_epoch_with_fewer_generation_batches_has_the_weights
     """Three generation batches per epoch, two per optimizer step: the second step has one."""
     settings = EIGHT | {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 12}
     compare(tmp_path, "grpo", settings | {"max_steps": -1, "num_train_epochs": 4}, {})
+
+
+def test_completions_need_no_limit(tmp_path):
+    """As in TRL, where only `dr_grpo` divides by `max_completion_length`."""
+    trainers = [
+        build_trainer(tmp_path, trainer_class=GRPOTrainer, replay=Replay(), max_completion_length=limit)
+        for limit in (None, 16)
+    ]
+    for trainer in trainers:
+        trainer.train()
+    assert_same_models(*trainers)
