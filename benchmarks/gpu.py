@@ -150,7 +150,7 @@ def estimate_of(
     }
     if method == "trl_grpo":
         settings["gradient_accumulation_steps"] = size.num_groups * NUM_GENERATIONS // rows
-        settings["padding_free"] = "never"  # TRL's update pads
+        settings["packing"] = "never"  # TRL's update pads
     if lora:
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}

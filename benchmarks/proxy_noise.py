@@ -102,7 +102,7 @@ def drift(device: str, model: str, completion_max: int) -> list[dict]:
                 forward_pass = ForwardPass(
                     policy,
                     torch.device(device),
-                    padding_free="auto" if packed else "never",
+                    packing="auto" if packed else "never",
                     autocast=lambda on=autocast: torch.autocast(device, dtype=torch.bfloat16, enabled=on),
                 )
                 batches = micro_batches(rollouts)

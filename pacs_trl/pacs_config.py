@@ -8,6 +8,7 @@ from .rollouts.rollout_config import RolloutConfig
 from .settings.checks import ignored_settings
 from .settings.fields import setting
 from .settings.trl_settings import SHAPES_ONLY_GRPO
+from .update.packing_name import renamed_packing
 from .update.step_sizes import Step
 
 
@@ -28,11 +29,12 @@ class ExactUpdateConfig(RolloutConfig):
         "memory of the GPU; on a CPU it is the default.",
         least=1,
     )
-    padding_free: Literal["auto", "never"] = setting(
+    packing: Literal["auto", "never"] = setting(
         "auto",
         '`"auto"` packs the completions of a micro-batch where model and attention allow it, and pads '
         'otherwise; `"never"` pads, for tests.',
     )
+    padding_free: str | None = setting(None, "Former name of `packing`, until version 0.3.", choices=["auto", "never"])
     completions_per_step: int | None = setting(
         None,
         "Completions of an optimizer step over all processes, which may get unequal shares; by default "
@@ -51,6 +53,13 @@ class ExactUpdateConfig(RolloutConfig):
         size = self.max_tokens_per_micro_batch
         if isinstance(size, str) and size.isdecimal():  # of a recipe, whose parser has one type for each setting
             self.max_tokens_per_micro_batch = int(size)
+        if self.padding_free in ("auto", "never"):
+            if self.packing not in ("auto", self.padding_free):
+                raise ValueError(
+                    f"packing={self.packing!r} and padding_free={self.padding_free!r}, its former name, contradict "
+                    "each other. Remove padding_free."
+                )
+            self.packing, self.padding_free = renamed_packing(self.padding_free, stacklevel=4), None
         super().__post_init__()
 
     def errors(self, step: Step) -> list[str]:

@@ -4,6 +4,7 @@ import itertools
 import math
 import warnings
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Literal, get_origin, get_type_hints
 
 import pytest
@@ -80,6 +81,18 @@ def test_settings_of_the_trainer_without_effect_are_refused(name):
 def test_settings_that_need_another_one_are_refused_without_it(name):
     with pytest.raises(ValueError, match=f"{name}=.*{NEEDS[name]}"):
         make(**{name: NEEDING_VALUES[name]})
+
+
+def test_the_former_name_of_packing_warns_and_works():
+    with pytest.warns(FutureWarning, match="Set packing='never'") as warned:
+        config = make(padding_free="never")
+    assert config.packing == "never" and config.padding_free is None
+    assert [Path(warning.filename).name for warning in warned] == ["test_pacs_config.py"]
+    assert make().packing == make(packing="auto").packing == "auto"
+    with pytest.raises(ValueError, match="padding_free must be one of auto, never"):
+        make(padding_free="always")
+    with pytest.raises(ValueError, match="packing='never' and padding_free='auto'.*contradict"):
+        make(packing="never", padding_free="auto")
 
 
 TRUNCATING = {"top_p": 0.9, "top_k": 5, "min_p": 0.1}

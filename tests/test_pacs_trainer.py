@@ -39,8 +39,8 @@ CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs"
 PATHS = {
     "whole": {"group_layout": "whole"},
     "split": {"group_layout": "split"},
-    "whole, padded": {"group_layout": "whole", "padding_free": "never"},
-    "split, padded": {"group_layout": "split", "padding_free": "never"},
+    "whole, padded": {"group_layout": "whole", "packing": "never"},
+    "split, padded": {"group_layout": "split", "packing": "never"},
     "whole, checkpointing": {"group_layout": "whole", **CHECKPOINTING},
     "split, bounded by tokens": {"group_layout": "split", "max_tokens_per_micro_batch": 30},
     "small micro-batches": {
@@ -311,11 +311,11 @@ def emptied(token_ids):
 
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("mask_truncated_completions", [False, True])
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
-def test_empty_completions_of_a_rollout_function(tmp_path, padding_free, mask_truncated_completions, tools):
+@pytest.mark.parametrize("packing", ["auto", "never"])
+def test_empty_completions_of_a_rollout_function(tmp_path, packing, mask_truncated_completions, tools):
     """No token at all counts as the end-of-sequence token alone."""
     settings = {
-        "padding_free": padding_free,
+        "packing": packing,
         "mask_truncated_completions": mask_truncated_completions,
         "steps_per_generation": 2,
     }

@@ -63,6 +63,11 @@ def test_their_neighbors_are_legal():
     read(max_tokens_per_micro_batch=1001)
 
 
+def test_the_former_name_of_packing_is_read_from_recipes():
+    with pytest.warns(FutureWarning, match="`padding_free` is now called `packing`"):
+        assert read(padding_free="never").training.packing == "never"
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_parsers_of_trl_and_transformers_read_every_configuration(method):
     """As in scripts of TRL that only change their imports."""

@@ -70,7 +70,7 @@ class Estimate:
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
         self.sharing = 1  # completions of a prompt in an optimizer step, which compute it once
         # Trainers that are not exact pack completions, too, but compute prompts again.
-        if training.is_exact and training.padding_free != "never" and self.step is not None:
+        if training.is_exact and training.packing != "never" and self.step is not None:
             minibatches = self.step.updates_per_generation // training.num_iterations
             self.sharing = self.step.num_generations
             if training.shuffle_minibatches:

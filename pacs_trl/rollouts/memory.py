@@ -228,7 +228,7 @@ def _workload(
         longest_prompt=longest_prompt,
         mean_prompt=min(_MEAN_PROMPT, longest_prompt),
         mean_completion=max(1, round(MEAN_SHARE * completion)),
-        sharing=1 if args.padding_free == "never" else step.num_generations,
+        sharing=1 if args.packing == "never" else step.num_generations,
     )
 
 

@@ -120,7 +120,7 @@ class RolloutConfig(GRPOConfig):
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
 
     # Settings that only some methods have, with the value that the others behave as.
-    padding_free: ClassVar[str] = "auto"
+    packing: ClassVar[str] = "auto"
     max_tokens_per_micro_batch: ClassVar[int | str | None] = None
     completions_per_step: ClassVar[int | None] = None
     reference: ClassVar[str] = "rollout"

@@ -190,7 +190,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             model,
             self.accelerator.device,
             pad_token_id=self._tokenizer.pad_token_id,
-            padding_free=self.args.padding_free,
+            packing=self.args.packing,
             temperature=temperature,
             autocast=self.accelerator.autocast,
         )

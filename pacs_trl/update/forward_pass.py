@@ -22,6 +22,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
 from .packing import PackedRollouts, packed_attention, packing_backend
+from .packing_name import renamed_packing
 from .router_loss import RouterSums, router_sums
 
 
@@ -54,8 +55,8 @@ class ForwardPass:
             distributed training.
         device (`torch.device`): Device of the inputs.
         pad_token_id (`int`): Token id of the padding.
-        padding_free (`str`): `"auto"` packs rollouts if the model supports it, `"never"` pads. `packing` holds the
-            resolved backend.
+        packing (`str`): `"auto"` packs rollouts if the model supports it, `"never"` pads. `self.packing` holds the
+            resolved backend, `None` for padding. `padding_free` is the former name, until version 0.3.
         temperature (`float`): Divisor of the model's own logits; the fused head has its own temperature.
         autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
 
@@ -75,10 +76,12 @@ class ForwardPass:
         device: torch.device,
         *,
         pad_token_id: int = 0,
-        padding_free: str = "auto",
+        packing: str = "auto",
         temperature: float = 1.0,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
+        padding_free: str | None = None,
     ):
+        packing = packing if padding_free is None else renamed_packing(padding_free, stacklevel=3)
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         base = model.get_base_model() if isinstance(model, PeftModel) else model
         self.model = base
@@ -87,7 +90,7 @@ class ForwardPass:
         # TRL's fused head multiplies by the weight that LoRA leaves unchanged.
         self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
         self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
-        self.packing = packing_backend(base) if padding_free != "never" and not prompt_learning else None
+        self.packing = packing_backend(base) if packing != "never" and not prompt_learning else None
         self.device = device
         self.pad_token_id = pad_token_id
         self.temperature = temperature

@@ -28,7 +28,7 @@ SPLITS = [
     {"per_device_train_batch_size": 16},
     {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "steps_per_generation": 4},
     {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16},
-    {"per_device_train_batch_size": 16, "max_tokens_per_micro_batch": 30, "padding_free": "never"},
+    {"per_device_train_batch_size": 16, "max_tokens_per_micro_batch": 30, "packing": "never"},
 ]
 
 

@@ -65,7 +65,7 @@ RAGGED = {
 REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "2 rows x 2": (QUARTER, {}),
     "1 row x 4": (EIGHTH, {}),
-    "padded, idle process": ({**HALF, "padding_free": "never"}, {"uniform_groups": 3}),
+    "padded, idle process": ({**HALF, "packing": "never"}, {"uniform_groups": 3}),
     "whole groups": ({**HALF, "group_layout": "whole"}, {}),
     "split groups, no verdicts, tools": ({**HALF, "group_layout": "split"}, {"unverifiable": 0.3, "tools": True}),
     "two iterations": ({**QUARTER, "num_iterations": 2, "max_steps": 4}, {}),

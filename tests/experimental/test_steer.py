@@ -101,7 +101,7 @@ LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
     "settings",
     [
         {"group_layout": "whole"},
-        {"group_layout": "split", "padding_free": "never", **LINEAR},
+        {"group_layout": "split", "packing": "never", **LINEAR},
         {"reference": "snapshot", "reference_reset_steps": 3, "actor_term_coef": 0.5, **LINEAR},
         {"proxy": "mean_logp", "num_iterations": 2, "pacs_beta": 4.0},
         {"max_tokens_per_micro_batch": 30, "tools": True, "pacs_beta": 4.0},

@@ -123,12 +123,12 @@ def test_bounds_and_acceleration():
     assert found.tolist() == pytest.approx([-1.5, -1.0])
 
 
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
-def test_hidden_states_are_those_of_each_row_alone(padding_free):
+@pytest.mark.parametrize("packing", ["auto", "never"])
+def test_hidden_states_are_those_of_each_row_alone(packing):
     model = tiny_model().eval()
     rows = [[5, 6, 7], [8], [5, 6, 7]], [[20, 21], [30, 31, 32, 33], []]
     with torch.no_grad(), fused_head(model):
-        found = hidden_states(ForwardPass(model, model.device, padding_free=padding_free), model, *rows)
+        found = hidden_states(ForwardPass(model, model.device, packing=packing), model, *rows)
         for states, prompt, completion in zip(found, *rows, strict=True):
             own = model.model(torch.tensor([prompt + completion])).last_hidden_state[0, len(prompt) :]
             torch.testing.assert_close(states, own, rtol=1e-5, atol=1e-5)

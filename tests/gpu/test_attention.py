@@ -41,7 +41,7 @@ def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast
     forward_pass = ForwardPass(
         policy,
         torch.device(device),
-        padding_free="auto" if packed else "never",
+        packing="auto" if packed else "never",
         autocast=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=autocast),
     )
     found: dict[str, list[torch.Tensor]] = {"logps": [], "entropies": []}

@@ -7,7 +7,7 @@ from sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu, zero3_settings
 
 VARIANTS = {
     "rollout": {},
-    "padded": {"padding_free": "never"},
+    "padded": {"packing": "never"},
     "snapshot": {"reference": "snapshot", "reference_reset_steps": 2},
     "snapshot on the CPU": {"reference": "snapshot", "reference_offload": True},
 }

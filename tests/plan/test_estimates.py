@@ -101,7 +101,7 @@ SHARED = [
     (HALVES, 4, 1023 + 4 * 1001),
     ({"per_device_train_batch_size": 16, "gradient_accumulation_steps": 2, "steps_per_generation": 8}, 8, 2 * 9031),
     ({"max_tokens_per_micro_batch": 2256}, 4, 2256),  # (2256 - 256) // 500 completions of mean length
-    ({"padding_free": "never"}, 1, 8 * 2024),
+    ({"packing": "never"}, 1, 8 * 2024),
     (PPO, 1, 8 * 2024),  # micro-batches are shuffled
     (GRPO | {"shuffle_minibatches": True}, 2, 4 * 1023 + 8 * 1001),  # two completions of a prompt per minibatch
 ]

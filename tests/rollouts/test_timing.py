@@ -88,13 +88,13 @@ def test_rates_by_hand(timer):
     }
 
 
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
+@pytest.mark.parametrize("packing", ["auto", "never"])
 @pytest.mark.parametrize("has_gradient", [True, False])
-def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, padding_free, has_gradient):
+def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, packing, has_gradient):
     """Two completions of a prompt of 4 tokens, and one of another; attention by hand, the rest counted by torch."""
     monkeypatch.setattr(timing, "peak_flops", lambda *_: 1e12)
     model = tiny_model()
-    forward_pass = ForwardPass(model, torch.device("cpu"), padding_free=padding_free)
+    forward_pass = ForwardPass(model, torch.device("cpu"), packing=packing)
     forward_pass.fused = False  # the fused head computes logits again in the backward pass
     forward_pass.on_pass = timer.counter_of(model, None, is_policy=True)
     prompts, completions = [[1, 2, 3, 4], [1, 2, 3, 4], [5, 6]], [[7, 8], [9], [3, 2, 1]]
@@ -103,7 +103,7 @@ def test_flop_are_those_of_the_matrix_products(timer, monkeypatch, padding_free,
         if has_gradient:
             torch.cat(logps).sum().backward()
     products = sum(n for op, n in counted.get_flop_counts()["Global"].items() if str(op) in ("aten.mm", "aten.addmm"))
-    if padding_free == "auto":  # 4 shared tokens, then a branch of one, and 4 tokens; last ones predict nothing
+    if packing == "auto":  # 4 shared tokens, then a branch of one, and 4 tokens; last ones predict nothing
         num_tokens, pairs = 4 + 1 + 4, 4 * 4 / 2 + 1 * (4 + 1 / 2) + 4 * 4 / 2
     else:
         num_tokens, pairs = 6 + 5 + 5, (6 * 6 + 5 * 5 + 5 * 5) / 2

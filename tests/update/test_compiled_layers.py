@@ -26,7 +26,7 @@ from pacs_trl.update.startup_check import compile_layers
 
 
 CPU = torch.device("cpu")
-PADDED = {"padding_free": "never"}
+PADDED = {"packing": "never"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,11 +79,11 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("padding_free", ["never"])
+@pytest.mark.parametrize("packing", ["never"])
 @pytest.mark.parametrize("with_adapter", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("architecture", ["Qwen3", "Gemma", "GPTNeoX"])
-def test_gradients_equal_those_of_eager_layers(architecture, dtype, with_adapter, padding_free):
+def test_gradients_equal_those_of_eager_layers(architecture, dtype, with_adapter, packing):
     """Completions that share a prompt and others, with and without gradient checkpointing of both kinds."""
     model = small(architecture)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
@@ -93,7 +93,7 @@ def test_gradients_equal_those_of_eager_layers(architecture, dtype, with_adapter
         else model
     )
     model.to(dtype)
-    forward_pass, generator = ForwardPass(model, CPU, padding_free=padding_free), torch.Generator().manual_seed(0)
+    forward_pass, generator = ForwardPass(model, CPU, packing=packing), torch.Generator().manual_seed(0)
     layers = CompiledLayers(model)
     for checkpointing in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         if checkpointing is not None:
@@ -174,7 +174,7 @@ def test_layers_with_dropout_keep_their_mode(monkeypatch):
     model = small("Qwen3").eval()
     model.model.layers[1].self_attn.attention_dropout = 0.5
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass = ForwardPass(model, CPU, padding_free="never")
+    forward_pass = ForwardPass(model, CPU, packing="never")
     forward_pass.compiled_layers = CompiledLayers(model)
     rows = batch(torch.Generator().manual_seed(0), 2)
     first, second = (torch.cat(forward_pass.compute_logps(model, *rows).logps) for _ in range(2))

@@ -48,11 +48,11 @@ def with_fused_head(model):
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
-def test_rows_equal_rows_alone(padding_free, rows):
+@pytest.mark.parametrize("packing", ["auto", "never"])
+def test_rows_equal_rows_alone(packing, rows):
     model = with_fused_head(tiny_model())
     with torch.no_grad():
-        scores = ForwardPass(model, CPU, padding_free=padding_free).compute_logps(model, *rows)
+        scores = ForwardPass(model, CPU, packing=packing).compute_logps(model, *rows)
         for logps, entropies, prompt, completion in zip(*scores, *rows, strict=True):
             expected_logps, expected_entropies = logps_and_entropies(model, Row(prompt, completion))
             torch.testing.assert_close(logps, expected_logps, **TIGHT)
@@ -79,15 +79,15 @@ def test_virtual_tokens_before_the_prompt():
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
+@pytest.mark.parametrize("packing", ["auto", "never"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_gradient_equals_that_of_rows_alone(checkpointing, padding_free, rows):
+def test_gradient_equals_that_of_rows_alone(checkpointing, packing, rows):
     model = with_fused_head(tiny_model())
     factors = torch.randn(len(rows[0]), 4, generator=torch.Generator().manual_seed(shifted(0)))
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.train()
-    forward_pass = ForwardPass(model, CPU, padding_free=padding_free)
+    forward_pass = ForwardPass(model, CPU, packing=packing)
     with forward_pass.attention():
         logps, _ = forward_pass.compute_logps(model, *rows).padded()
         (logps * factors).sum().backward()  # inside: checkpointing runs the forward again
@@ -130,13 +130,13 @@ def test_a_shared_prompt_is_computed_once():
     assert seen == [60 + 4 * 2, *check, 60 + 4 * 2]
 
 
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
-def test_only_completion_tokens_go_through_the_head(monkeypatch, padding_free):
+@pytest.mark.parametrize("packing", ["auto", "never"])
+def test_only_completion_tokens_go_through_the_head(monkeypatch, packing):
     seen, original = [], trl.trainer.utils._ChunkedLogProbFunction.apply
     spy = lambda hidden, *args: seen.append(hidden.shape[0]) or original(hidden, *args)  # noqa: E731
     monkeypatch.setattr(trl.trainer.utils._ChunkedLogProbFunction, "apply", spy)
     model = with_fused_head(tiny_model())
-    ForwardPass(model, CPU, padding_free=padding_free).compute_logps(model, *SHARED)
+    ForwardPass(model, CPU, packing=packing).compute_logps(model, *SHARED)
     assert seen == [11] and not model.model._forward_hooks
 
 

@@ -53,21 +53,21 @@ SMALL_MICRO_BATCHES = {"per_device_train_batch_size": 2, "gradient_accumulation_
 
 CASES = {
     "aligned": {},
-    "aligned, padded": {"padding_free": "never"},
+    "aligned, padded": {"packing": "never"},
     "whole groups": {**TWO_UPDATES, "group_layout": "whole"},
-    "whole groups, padded": {**TWO_UPDATES, "group_layout": "whole", "padding_free": "never"},
+    "whole groups, padded": {**TWO_UPDATES, "group_layout": "whole", "packing": "never"},
     "split groups": {**TWO_UPDATES, "group_layout": "split"},
-    "split groups, padded": {**TWO_UPDATES, "group_layout": "split", "padding_free": "never"},
+    "split groups, padded": {**TWO_UPDATES, "group_layout": "split", "packing": "never"},
     "two iterations": {"num_iterations": 2, "max_steps": 4},
     "two iterations of two updates": {"num_iterations": 2, "steps_per_generation": 2, "max_steps": 5},
     "groups larger than micro-batches": {**SMALL_MICRO_BATCHES, "max_steps": 4},
-    "groups larger than micro-batches, padded": {**SMALL_MICRO_BATCHES, "max_steps": 4, "padding_free": "never"},
+    "groups larger than micro-batches, padded": {**SMALL_MICRO_BATCHES, "max_steps": 4, "packing": "never"},
     "micro-batches bounded by tokens": {**TWO_UPDATES, "max_tokens_per_micro_batch": 30, "group_layout": "split"},
-    "bounded by tokens, padded": {**TWO_UPDATES, "max_tokens_per_micro_batch": 30, "padding_free": "never"},
+    "bounded by tokens, padded": {**TWO_UPDATES, "max_tokens_per_micro_batch": 30, "packing": "never"},
     "several generations in one update": {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
     "checkpointing": {**TWO_UPDATES, **CHECKPOINTING},
     "checkpointing, split groups": {**TWO_UPDATES, **CHECKPOINTING, "group_layout": "split"},
-    "checkpointing, padded": {**TWO_UPDATES, **CHECKPOINTING, "padding_free": "never"},
+    "checkpointing, padded": {**TWO_UPDATES, **CHECKPOINTING, "packing": "never"},
     "snapshot": SNAPSHOT,
     "snapshot renewed every 2 steps": {**SNAPSHOT, "reference_reset_steps": 2},
     "snapshot, split groups, offloaded": {**SNAPSHOT, "group_layout": "split", "reference_offload": True},
@@ -98,9 +98,9 @@ TABLE: dict[str, tuple[dict, dict]] = {name: ({}, settings) for name, settings i
 for layout in ("whole", "split"):
     chosen = {"group_layout": layout, **TWO_UPDATES}
     TABLE |= {f"{name}, {layout}": (rows, {"actor_term_coef": 0.5, **chosen}) for name, rows in ROWS.items()}
-    for padding_free in ("auto", "never"):
-        masked = {"mask_truncated_completions": True, "padding_free": padding_free, **chosen}
-        TABLE[f"truncated and masked, {layout}, {padding_free}"] = ({"truncated": 0.4}, masked)
+    for packing in ("auto", "never"):
+        masked = {"mask_truncated_completions": True, "packing": packing, **chosen}
+        TABLE[f"truncated and masked, {layout}, {packing}"] = ({"truncated": 0.4}, masked)
 for estimator in ("rloo", "dr_grpo", "grpo", "none"):
     # The "grpo" score divides by the spread of the proxies. Large steps make it much larger than the rounding of
     # float32.
@@ -123,7 +123,7 @@ for layout in ("whole", "split"):
 for name, chosen in {
     "plain": TWO_UPDATES,
     "split, checkpointing": {**TWO_UPDATES, "group_layout": "split", **CHECKPOINTING},
-    "padded": {**TWO_UPDATES, "padding_free": "never"},
+    "padded": {**TWO_UPDATES, "packing": "never"},
     "snapshot": {**SNAPSHOT, "reference_reset_steps": 3},
 }.items():
     TABLE[f"LoRA, {name}"] = ({}, chosen | {"peft_config": LORA})
@@ -176,7 +176,7 @@ def test_a_model_that_is_padded_resumes_with_padded_micro_batches(tmp_path):
 STEPS = {
     "aligned": {},
     "whole groups": {"group_layout": "whole", **TWO_UPDATES},
-    "split groups, padded": {"group_layout": "split", "padding_free": "never", **TWO_UPDATES},
+    "split groups, padded": {"group_layout": "split", "packing": "never", **TWO_UPDATES},
     "mean log-probability, scaled": {"proxy": "mean_logp", "pacs_beta": 0.5, **TWO_UPDATES},
     "groups larger than micro-batches": {**SMALL_MICRO_BATCHES, "max_steps": 4, "class_weighting": "only_positive"},
     "truncated and masked, snapshot": {**SNAPSHOT, "mask_truncated_completions": True, "class_weighting": "none"},
@@ -218,10 +218,10 @@ def test_one_position_for_each_completion_is_plain_pacs_bit_by_bit(tmp_path, set
     assert all(torch.equal(weight, runs[1][1][name]) for name, weight in runs[0][1].items())
 
 
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
+@pytest.mark.parametrize("packing", ["auto", "never"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, padding_free):
-    settings = RAGGED | {"group_layout": group_layout, "padding_free": padding_free}
+def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, packing):
+    settings = RAGGED | {"group_layout": group_layout, "packing": packing}
     trainer, _ = train_and_compare(tmp_path, Replay(unverifiable=0.2), **settings)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     for update in range(4):

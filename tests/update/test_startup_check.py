@@ -174,10 +174,10 @@ def test_what_is_refused_would_be_wrong():
 
 
 @pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
-@pytest.mark.parametrize("padding_free", ["auto", "never"])
-def test_positions_that_depend_on_the_longest_sequence(rope, padding_free):
+@pytest.mark.parametrize("packing", ["auto", "never"])
+def test_positions_that_depend_on_the_longest_sequence(rope, packing):
     model = tiny_model(rope_parameters=rope, max_position_embeddings=12)
-    forward_pass = scorer_of(model, padding_free=padding_free)
+    forward_pass = scorer_of(model, packing=packing)
     assert forward_pass.max_length == 12
     prompts, completions = [[5, 6, 7], [8]], [[*range(20, 29)], [30]]
     with torch.no_grad():
