@@ -21,6 +21,7 @@ class ExactUpdateConfig(RolloutConfig):
 
     is_exact = True
     supports_rollout_lag = True
+    supports_images = True
 
     max_tokens_per_micro_batch: int | str | None = setting(
         None,

@@ -1,11 +1,26 @@
 """Small random checkpoints that read images and text, with their tokenizers and processors."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from seeds import shifted
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma3Processor,
+    Idefics3Processor,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLProcessor,
+    Qwen3VLProcessor,
+    SmolVLMProcessor,
+)
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from pacs_trl.miniature.tokenizer import build_tokenizer
 
@@ -109,6 +124,33 @@ def image_model(model_type: str, tokenizer: PreTrainedTokenizerFast, seed: int =
                     parameter.normal_(0, 0.1)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     return model
+
+
+def image_processor(model_type: str, *, only_blocks: bool = False) -> Any:
+    """A processor of images up to 56 x 56 pixels with Pillow alone, and without videos, which need torchvision."""
+    tokenizer = image_tokenizer(model_type, only_blocks=only_blocks)
+    template = {"chat_template": tokenizer.chat_template}
+    if model_type.startswith("qwen"):
+        pixels = {"size": {"shortest_edge": 14 * 14, "longest_edge": 56 * 56}}
+        images = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, temporal_patch_size=2, **pixels)
+        processor = Qwen2_5_VLProcessor if model_type == "qwen2_5_vl" else Qwen3VLProcessor
+        return without_videos(processor)(images, tokenizer, None, **template)
+    if model_type == "gemma3":
+        images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})
+        return Gemma3Processor(images, tokenizer, image_seq_length=4, **template)
+    size = {"size": {"longest_edge": 28}, "max_image_size": {"longest_edge": 28}, "do_image_splitting": False}
+    if model_type == "idefics3":
+        return Idefics3Processor(Idefics3ImageProcessorPil(**size), tokenizer, image_seq_len=1, **template)
+    with patch("transformers.models.smolvlm.processing_smolvlm.num2words", str, create=True):  # of times in videos
+        processor = without_videos(SmolVLMProcessor)
+        processor = processor(SmolVLMImageProcessorPil(**size), tokenizer, None, image_seq_len=1, **template)
+    processor.video_processor = SimpleNamespace(num_frames=1, fps=1)  # defaults that its chat template method reads
+    return processor
+
+
+def without_videos(processor: type) -> type:
+    parts = classmethod(lambda cls: ["image_processor", "tokenizer"])
+    return type(processor.__name__, (processor,), {"get_attributes": parts})
 
 
 def save_checkpoint(model_type: str, directory: Path, *, only_blocks: bool = False) -> str:

@@ -51,12 +51,13 @@ class RLOOTrainer(GRPOTrainer):
         the completions of all processes, `(B,)`."""
         prompts = [rollout.prompt_ids for rollout in rollouts]
         completions = [rollout.completion_ids for rollout in rollouts]
+        images = [rollout.images for rollout in rollouts]
         compute_policy = partial(self.forward_pass.compute_logps, self.model_wrapped)
         compute_reference = partial(self._compute_kl_ref_logps, self.model_wrapped)
         batch_size = self.args.per_device_train_batch_size
         with self.timer.part("log_probs"):
-            logps = logps_in_batches(compute_policy, prompts, completions, batch_size)
-            ref_logps = logps_in_batches(compute_reference, prompts, completions, batch_size)
+            logps = logps_in_batches(compute_policy, prompts, completions, batch_size, images)
+            ref_logps = logps_in_batches(compute_reference, prompts, completions, batch_size, images)
         masks = [torch.from_numpy(rollout.loss_mask) for rollout in rollouts]
         log_ratios = [
             (policy - reference)[mask].sum() for policy, reference, mask in zip(logps, ref_logps, masks, strict=True)

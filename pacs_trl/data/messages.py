@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from transformers import ProcessorMixin
+from trl.data_utils import prepare_multimodal_messages
 
 
 # How templates that expect text print a list of content blocks.
@@ -27,6 +29,10 @@ def _is_text_block(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "text" and isinstance(block.get("text"), str)
 
 
+def _is_image_block(block: Any) -> bool:
+    return isinstance(block, Mapping) and block.get("type") == "image"
+
+
 class MessageCheck:
     """
     Check that a chat template renders the text of all messages.
@@ -35,7 +41,7 @@ class MessageCheck:
     the check costs little and does not depend on how a template trims or formats text.
 
     Args:
-        tokenizer: Tokenizer with a chat template.
+        tokenizer: Tokenizer with a chat template, or processor, with which messages may have images.
         chat_template_kwargs (mapping, *optional*): Arguments of the template.
         tools (sequence, *optional*): Tools that the prompts describe.
         chat_template (`str`, *optional*): Template to use instead of the tokenizer's.
@@ -49,6 +55,7 @@ class MessageCheck:
         chat_template: str | None = None,
     ):
         self.tokenizer = tokenizer
+        self.reads_images = isinstance(tokenizer, ProcessorMixin)
         self.how: dict[str, Any] = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         if tools:
             self.how["tools"] = list(tools)
@@ -72,10 +79,12 @@ class MessageCheck:
 
     def _render(self, where: str, prompt: Sequence[Mapping[str, Any]]) -> None:
         for message in prompt:
-            _check_content(where, message)
+            _check_content(where, message, self.reads_images)
         markers = [_markers(f"message{i}", message) for i, message in enumerate(prompt)]
         marked = [_with_texts(message, texts) for message, texts in zip(prompt, markers, strict=True)]
         try:
+            if self.reads_images:
+                marked = prepare_multimodal_messages(marked)
             rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.how)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:
             roles = ", ".join(str(message["role"]) for message in prompt)
@@ -104,11 +113,13 @@ def _kind(message: Mapping[str, Any]) -> tuple:
     content = message.get("content")
     types: Any = type(content).__name__
     if isinstance(content, list):
-        types = tuple("text" if _is_text_block(block) else "other" for block in content)
+        types = tuple(
+            "text" if _is_text_block(block) else "image" if _is_image_block(block) else "other" for block in content
+        )
     return message["role"], types, bool(message.get("tool_calls"))
 
 
-def _check_content(where: str, message: Mapping[str, Any]) -> None:
+def _check_content(where: str, message: Mapping[str, Any], may_have_images: bool) -> None:
     content, role = message.get("content"), message["role"]
     if isinstance(content, str) or content is None and message.get("tool_calls"):
         return
@@ -116,7 +127,10 @@ def _check_content(where: str, message: Mapping[str, Any]) -> None:
         raise ValueError(
             f"{where} has a message of the role {role!r} without content. Remove the row, or complete the message."
         )
-    if not isinstance(content, list) or not all(_is_text_block(block) for block in content):
+    is_known = isinstance(content, list) and all(
+        _is_text_block(block) or may_have_images and _is_image_block(block) for block in content
+    )
+    if not is_known:
         raise ValueError(
             f"{where} has a message of the role {role!r} with the content {content!r:.100}. Models are trained on "
             "text: write the content as text."
@@ -127,12 +141,17 @@ def _markers(name: str, message: Mapping[str, Any]) -> list[str]:
     """Return a text to look for in place of each text block of a message, or of its whole text."""
     content = message.get("content")
     if isinstance(content, list):
-        return [f"{name}block{i}text" for i in range(len(content))]
+        return [f"{name}block{i}text" for i, block in enumerate(content) if _is_text_block(block)]
     return [f"{name}text"]
 
 
 def _with_texts(message: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
-        return {**message, "content": [{**block, "text": text} for block, text in zip(content, texts, strict=True)]}
+        remaining = iter(texts)
+        blocks = [
+            {**block, "text": next(remaining)} if _is_text_block(block) else {"type": "image", "image": None}
+            for block in content
+        ]
+        return {**message, "content": blocks}
     return {**message, "content": None if content is None else texts[0]}

@@ -85,6 +85,7 @@ class DARSConfig(PACSConfig):
     """Configuration of [`DARSTrainer`]: every parameter of [`PACSConfig`], and those of additional rollouts."""
 
     supports_rollout_lag = False
+    supports_images = False
 
     adaptive_rollouts: str | None = setting(
         None,

@@ -46,6 +46,7 @@ class GuidanceConfig(PACSConfig):
     """Configuration of [`GuidanceTrainer`]: every parameter of [`PACSConfig`], and those of guided attempts."""
 
     supports_rollout_lag = False
+    supports_images = False
 
     guidance: Guidance = setting(
         "hint",

@@ -245,6 +245,7 @@ class ProcessLabelsConfig(PACSConfig):
     """Configuration of [`ProcessLabelsTrainer`]: the parameters of [`PACSConfig`]."""
 
     supports_rollout_lag = False
+    supports_images = False
 
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)

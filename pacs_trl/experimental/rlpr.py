@@ -172,6 +172,7 @@ class RLPRConfig(PACSConfig):
     """Configuration class for the [`RLPRTrainer`]: every parameter of [`PACSConfig`], and the spread filter."""
 
     supports_rollout_lag = False
+    supports_images = False
 
     spread_filter: float | None = setting(
         None,

@@ -126,6 +126,7 @@ class STEERConfig(PACSConfig):
     """Configuration of [`STEERTrainer`]: every parameter of [`PACSConfig`], and those of token weights."""
 
     supports_rollout_lag = False
+    supports_images = False
 
     token_weight_mapping: Mapping = setting(
         "exponential", '`"exponential"` (weights from `token_weight_min` to 1) or `"linear"`.'

@@ -186,6 +186,7 @@ class VERLConfig(PACSConfig):
     """Configuration class for the [`VERLTrainer`]: every parameter of [`PACSConfig`], and those of the bonus."""
 
     supports_rollout_lag = False
+    supports_images = False
 
     bonus_tokens: Literal["all", "last"] = setting(
         "all", 'Tokens of a completion that get the bonus: `"all"`, or `"last"` (the authors\' code).'

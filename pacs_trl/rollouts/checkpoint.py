@@ -31,6 +31,7 @@ from trl.trainer.utils import RepeatSampler
 from ..errors import NO_ROOM, FailedRun
 from ..rewards import shared_arguments
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
+from ..update.prompt_images import PromptImages
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, with_arrays, with_tensors
 from ..update.step_sizes import Step
@@ -135,11 +136,18 @@ def rollouts_to_save(
     """Return the completions of a generation batch that this process saves, keyed by (optimizer step, index): those
     with the log-probs that only this process has, and its share of the others."""
     return {
-        (k, i): with_tensors(vars(rollout))
+        (k, i): with_tensors(vars(rollout) | {"images": images_to_save(rollout.images)})
         for k, rollouts in enumerate(steps)
         for i, rollout in enumerate(rollouts)
         if rollout.ref_logps is not None or rollout.old_logps is not None or i % num_processes == process
     }
+
+
+def images_to_save(images: PromptImages | None) -> dict[str, Any] | None:
+    """Return what a checkpoint has of a prompt's images: the index of its dataset row, or all if it has none."""
+    if images is None:
+        return None
+    return {"row": images.row} if images.row is not None else vars(images)
 
 
 def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches: int) -> list[list[Rollout]]:
@@ -157,6 +165,17 @@ def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches
     for minibatch, i in sorted(states):
         minibatches[minibatch].append(Rollout(**with_arrays(states[minibatch, i])))
     return minibatches
+
+
+def indices_of_generation(trainer: Any, number: int) -> list[int]:
+    """Return the indices of the dataset rows of a generation batch, one per completion of this process."""
+    sampler = trainer._get_train_sampler().sampler
+    size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
+    sampler.repeat_count = sampler.mini_repeat_count = 1
+    order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
+    all_indices = order[number % len(order)].repeat_interleave(trainer.num_generations)
+    accelerator = trainer.accelerator
+    return all_indices.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
 
 
 # Settings -----------------------------------------------------------------------------------------------------------

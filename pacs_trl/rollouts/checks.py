@@ -20,12 +20,13 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import httpx
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..data.golds import report_golds
+from ..data.images import image_prompt_lengths
 from ..data.messages import MessageCheck
 from ..data.prompts import prompt_lengths
 from ..rewards import shared_verifier
@@ -183,19 +184,13 @@ def without_unused_columns(dataset: Any) -> Any:
 
 def check_columns(name: str, columns: Iterable[str], *, needs_prompt: bool = True) -> None:
     """Raise a `ValueError` if there is no `prompt` among the columns although it is needed, or a column has the name
-    of an argument that reward functions get from the trainer, or of TRL's images, which change prompts even where they
-    are null."""
+    of an argument that reward functions get from the trainer."""
     columns = list(columns)
     for column in columns:
         if column in (*_ALWAYS_PASSED, *OWN_PARAMETERS):
             raise ValueError(
                 f"{name} has the column `{column}`, but the trainer passes its own `{column}` to reward functions. "
                 "Rename the column, or remove it."
-            )
-        if column in ("image", "images"):
-            raise ValueError(
-                f"{name} has the column `{column}`, which TRL puts into prompts as images, even null. Models are "
-                "trained on text: rename the column, or remove it with `dataset.remove_columns`."
             )
     if needs_prompt and "prompt" not in columns:
         raise ValueError(
@@ -237,7 +232,10 @@ def check_prompt_lengths(
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
         messages.check(name, dataset["prompt"][:])
         prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the tokenizer
-        lengths = prompt_lengths(prompts, tokenizer, args.chat_template_kwargs, tools)
+        if isinstance(tokenizer, ProcessorMixin):
+            lengths = image_prompt_lengths(name, dataset, tokenizer, args.chat_template_kwargs)
+        else:
+            lengths = prompt_lengths(prompts, tokenizer, args.chat_template_kwargs, tools)
         longest = max([longest, *lengths])
         all_are_known = all_are_known and len(lengths) == len(dataset)
         if overlong := [i for i, length in enumerate(lengths) if length + completion > room]:

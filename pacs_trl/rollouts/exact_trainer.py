@@ -513,12 +513,12 @@ class ExactUpdateTrainer(RolloutTrainer):
             proxies_are_zero=is_first_update and self.policy_is_reference() and not is_late,
         )
 
-    def _compute_kl_ref_logps(self, model, prompt_ids, completion_ids) -> CompletionLogps:
+    def _compute_kl_ref_logps(self, model, prompt_ids, completion_ids, images=None) -> CompletionLogps:
         if self.ref_model is not None:
-            return self.ref_pass.compute_logps(self.ref_model, prompt_ids, completion_ids)
+            return self.ref_pass.compute_logps(self.ref_model, prompt_ids, completion_ids, images)
         unwrapped = self.accelerator.unwrap_model(self.model)
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
-            return self.forward_pass.compute_logps(model, prompt_ids, completion_ids)
+            return self.forward_pass.compute_logps(model, prompt_ids, completion_ids, images)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
@@ -642,10 +642,9 @@ class ExactUpdateTrainer(RolloutTrainer):
         parts = read_parts(self, checkpoint)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
         num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
-        minibatches = [
-            self.update.schedule(rollouts)
-            for rollouts in merge_rollouts([part["rollouts"] for part in parts], num_minibatches)
-        ]
+        merged = merge_rollouts([part["rollouts"] for part in parts], num_minibatches)
+        self.restore_images([rollout for rollouts in merged for rollout in rollouts])
+        minibatches = [self.update.schedule(rollouts) for rollouts in merged]
         self._waiting = WaitingRollouts(minibatches=minibatches)
         late_batches = state["late_batches"]
         if len(parts) != self.accelerator.num_processes:

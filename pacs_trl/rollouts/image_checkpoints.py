@@ -5,6 +5,8 @@ files of the processor, so that they still read images.
 """
 
 import copy
+import inspect
+import os
 import re
 import shutil
 from collections.abc import Iterator
@@ -16,10 +18,12 @@ import torch
 import transformers
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedConfig, PreTrainedModel, ProcessorMixin
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import IMAGE_PROCESSOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
+from trl.trainer.utils import get_callable_name
 
+from ..data import images
 from ..data.text_tokenizer import accepting_text, load_text_tokenizer
 from .rollout_config import RolloutConfig
 
@@ -54,6 +58,84 @@ def prepare_for_text(
     arguments["processing_class"] = accepting_text(tokenizer)
     if (peft_config := arguments["peft_config"]) is not None:
         arguments["peft_config"] = lora_of_language_model(peft_config, model, config)
+
+
+def has_images(args: RolloutConfig, arguments: dict[str, Any]) -> bool:
+    """Return whether a dataset has images."""
+    return any(images.has_images(arguments[name]) for name in ("train_dataset", "eval_dataset"))
+
+
+def check_no_images(name: str, arguments: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a dataset has images, and the model `name` reads none."""
+    for dataset in ("train_dataset", "eval_dataset"):
+        if images.has_images(arguments[dataset]):
+            raise ValueError(
+                f"{dataset} has images, and {name or 'the model'} reads text alone. Use a checkpoint that reads "
+                "images, or remove the columns `image` and `images` and image blocks of messages."
+            )
+
+
+def prepare_for_images(
+    model: str | PreTrainedModel | PeftModel,
+    config: PreTrainedConfig,
+    name: str,
+    args: RolloutConfig,
+    arguments: dict[str, Any],
+) -> None:
+    """Check the arguments of a trainer for datasets with images, and fill in the processor of the checkpoint. Raises a
+    `ValueError` for what cannot be trained with images."""
+    check_settings_for_images(args, arguments)
+    if arguments["processing_class"] is None:
+        arguments["processing_class"] = processor_of(name, args)
+    processor = arguments["processing_class"]
+    if not isinstance(processor, ProcessorMixin):
+        raise ValueError(
+            f"A dataset has images, and processing_class is a {type(processor).__name__}, which reads text alone. "
+            "Pass the processor of the model, or remove the argument."
+        )
+    if processor.chat_template is None:
+        processor.chat_template = processor.tokenizer.chat_template
+    if args.freeze_vision_tower and arguments["peft_config"] is not None:
+        arguments["peft_config"] = lora_of_language_model(arguments["peft_config"], model, config)
+
+
+def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) -> None:
+    """Raise a `ValueError` for settings that are not supported with images."""
+    unsupported = [name for name in ("tools", "environment_factory", "rollout_func") if arguments[name]]
+    unsupported += [name for name in ("rollout_lag", "use_transformers_continuous_batching") if getattr(args, name)]
+    if not args.supports_images:
+        unsupported.append(type(args).__name__)
+    is_sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
+    if is_sharded or args.deepspeed or args.fsdp:
+        unsupported.append("FSDP and DeepSpeed")
+    functions = arguments["reward_funcs"]
+    for function in functions if isinstance(functions, list) else [functions]:
+        if callable(function) and not isinstance(function, nn.Module):
+            if "compute_logps" in inspect.signature(function).parameters:
+                unsupported.append(f"the reward function {get_callable_name(function)!r}, which reads compute_logps")
+    if unsupported:
+        raise ValueError(
+            f"Datasets with images are not supported with {', '.join(unsupported)}. Remove these, or the images; "
+            "GRPO, RLOO, PACS, MaxRL, and REAL train on images."
+        )
+
+
+def processor_of(name: str, args: RolloutConfig) -> Any:
+    """Load the processor of a checkpoint as TRL does. Raises a `ValueError` if a package of it is missing."""
+    try:
+        return AutoProcessor.from_pretrained(
+            name,
+            revision=(args.model_init_kwargs or {}).get("revision", "main"),
+            padding_side="left",
+            truncation_side="left",
+            trust_remote_code=args.trust_remote_code,
+        )
+    except ImportError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"The processor of {name} needs a package that is missing ({reason:.200}). Install it, usually "
+            "torchvision in the version for the installed torch."
+        ) from error
 
 
 def tokenizer_of(name: str, args: RolloutConfig) -> Any:

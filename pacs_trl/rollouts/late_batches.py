@@ -29,7 +29,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
@@ -39,7 +38,7 @@ from ..errors import FailedRun, without_exit
 from ..rewards import FUNCTIONS
 from ..update.step_sizes import Step
 from .callbacks import StopOnSignal
-from .checkpoint import EpochSampler
+from .checkpoint import indices_of_generation
 from .checks import server_url
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
@@ -323,14 +322,8 @@ class LateBatches:
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
         """Return the dataset rows of a generation batch, one per completion of this process."""
-        trainer, accelerator = self.trainer, self.trainer.accelerator
-        sampler = trainer._get_train_sampler().sampler
-        size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
-        sampler.repeat_count = sampler.mini_repeat_count = 1
-        order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-        all_indices = order[number % len(order)].repeat_interleave(trainer.num_generations)
-        indices = all_indices.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
-        row_of = {i: trainer.train_dataset[i] for i in set(indices)}
+        indices = indices_of_generation(self.trainer, number)
+        row_of = {i: self.trainer.train_dataset[i] for i in set(indices)}
         return [independent_copy(row_of[i]) for i in indices]  # completions of a group share nothing
 
 

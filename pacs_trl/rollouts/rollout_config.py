@@ -108,11 +108,18 @@ class RolloutConfig(GRPOConfig):
         None, "Nucleus mass on benchmarks, by default that of training.", above=0, most=1
     )
 
+    freeze_vision_tower: bool = setting(
+        False,
+        "With images in the dataset, train the language model alone. Without images the rest of a checkpoint that "
+        "reads images is always frozen.",
+    )
+
     eval_data = None  # `DataArguments` of a recipe, which prompts are made from; not a field
 
     # What a method can do. Checks, `plan`, and `train` read these instead of asking which method it is.
     is_exact: ClassVar[bool] = False  # the optimizer step is that of `ExactUpdateTrainer`
     supports_rollout_lag: ClassVar[bool] = False
+    supports_images: ClassVar[bool] = False  # datasets may have images
     has_critic: ClassVar[bool] = False  # the settings of an `ActorCriticConfig` exist
     critic_scores_tokens: ClassVar[bool] = False  # the critic is trained on the tokens of the policy's completions
     rewards_are_labels: ClassVar[bool] = False  # rewards must lie in [0, 1]

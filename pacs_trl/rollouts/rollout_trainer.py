@@ -38,6 +38,7 @@ from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
 from .group_starts import GroupStarts
+from .image_prompts import ImagePrompts
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import check_column_name, check_metric_name, distinct_names
 from .overrides import replaced
@@ -67,7 +68,7 @@ FORMER_METRIC_NAMES = {
 }
 
 
-class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTrainer):
+class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, ResumableTrainer):
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
     timing, and model cards."""
 
@@ -93,7 +94,13 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         mxfp4.check_mxfp4(model, config, args, arguments)
         self._has_language_model_inside = image_checkpoints.has_language_model_inside(config)
         if self._has_language_model_inside:
-            image_checkpoints.prepare_for_text(model, config, name, args, arguments)
+            self._reads_images = image_checkpoints.has_images(args, arguments)
+            prepare = (
+                image_checkpoints.prepare_for_images if self._reads_images else image_checkpoints.prepare_for_text
+            )
+            prepare(model, config, name, args, arguments)
+        else:
+            image_checkpoints.check_no_images(name, arguments)
         self._longest_sequence = checks.check_lengths(model, args, arguments)
         args = self._choose_settings(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
@@ -102,7 +109,8 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             super().__init__(model, args=args, **arguments)
         self._processor_files: list[Path] = []  # copied to saved models
         if self._has_language_model_inside:
-            image_checkpoints.freeze_outside_language_model(self.model)
+            if not self._reads_images or args.freeze_vision_tower:
+                image_checkpoints.freeze_outside_language_model(self.model)
             self._processor_files = image_checkpoints.processor_files(name, args)
         self.aux_loss_enabled = self.aux_loss_enabled and args.is_exact  # of the routers in a mixture of experts
         self.reward_func_names = distinct_names(self.reward_func_names)
@@ -169,7 +177,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
         check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
-        self._messages = MessageCheck(self._tokenizer, self.chat_template_kwargs, self.tools, self.chat_template)
+        self._messages = MessageCheck(self.processing_class, self.chat_template_kwargs, self.tools, self.chat_template)
         if prints_date(self.chat_template or self._tokenizer.chat_template):
             self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: self._prompt_date)
         self.forward_pass = self.create_forward_pass(self.model, self.temperature)
@@ -190,7 +198,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
             model,
             self.accelerator.device,
             pad_token_id=self._tokenizer.pad_token_id,
-            packing=self.args.packing,
+            packing="never" if self._reads_images else self.args.packing,
             temperature=temperature,
             autocast=self.accelerator.autocast,
         )
@@ -245,8 +253,11 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
         self._extra_of_completions = None
         self._num_graded = len(inputs)
         gathering = nullcontext() if self._shares is None else self._shares.gathering(self.accelerator)
+        inputs = self._with_images_in_prompts(inputs)
         with self.timer.part("other"), gathering, self._following_overrides():
             batch = super()._generate_and_score_completions(inputs)
+        if self._reads_images:
+            batch["images"] = self._prompt_images
         if has_environments:
             self._record_starts()
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
@@ -360,12 +371,16 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
 
     def _tokenize_prompts(self, prompts):
         self._messages.check("the batch", prompts)  # of a stream, or changed by an environment
+        if self._reads_images:
+            return self._tokenize_with_images(prompts)
         return super()._tokenize_prompts(prompts)
 
     def _generate(self, prompts):
         try:
             with self.timer.part("generation"), readable_calls(self._tokenizer):
                 generated = super()._generate(prompts)
+            if self._reads_images:  # TRL would process the images again, once for each completion
+                generated = (*generated[:6], None, *generated[7:])
             self.timer.work["generated"] += sum(map(len, generated[1]))
         except ServerFailure as failure:
             stop_without_engine(self, failure)
@@ -435,6 +450,7 @@ class RolloutTrainer(UserCode, BenchmarkEvaluation, Publication, ResumableTraine
     # Rewards --------------------------------------------------------------------------------------------------------
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list):
+        inputs = [row | columns for row, columns in zip(inputs, self._image_columns, strict=True)]
         with self.timer.part("verification"):
             rewards_per_func = self._call_reward_functions(inputs, prompts, completions, completion_ids_list)
         completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))

@@ -323,7 +323,9 @@ class UpdateDriver:
         function `compute` that has the signature of [`ForwardPass.compute_logps`]."""
         prompts = [rollout.prompt_ids for rollout in micro_batch.rollouts]
         completions = [rollout.completion_ids for rollout in micro_batch.rollouts]
-        return (compute or self.forward_pass.compute_logps)(model, prompts, completions)
+        images = [rollout.images for rollout in micro_batch.rollouts]
+        of_images = {"images": images} if any(images) else {}
+        return (compute or self.forward_pass.compute_logps)(model, prompts, completions, **of_images)
 
     @torch.no_grad()
     def measure_expert_loads(self, model, minibatch: Minibatch) -> ExpertLoads:

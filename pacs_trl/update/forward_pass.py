@@ -23,6 +23,7 @@ from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
 from .packing import PackedRollouts, packed_attention, packing_backend
 from .packing_name import renamed_packing
+from .prompt_images import PromptImages, padded_image_inputs
 from .router_loss import RouterSums, router_sums
 
 
@@ -110,7 +111,11 @@ class ForwardPass:
             yield
 
     def compute_logps(
-        self, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds]
+        self,
+        model,
+        prompt_ids: Sequence[TokenIds],
+        completion_ids: Sequence[TokenIds],
+        images: Sequence[PromptImages | None] | None = None,
     ) -> CompletionLogps:
         """
         Compute the log-probs of completion tokens, and the entropies of the model's distributions at these tokens.
@@ -119,11 +124,13 @@ class ForwardPass:
             model: The model, wrapped or not.
             prompt_ids, completion_ids (sequences of `B` sequences of `int`): Token ids without padding. Prompts need
                 at least one token; completions may be empty.
+            images (sequence of `B` [`PromptImages`] or `None`, *optional*): Images of the prompts. Passes with images
+                are padded.
 
         Returns:
             [`CompletionLogps`]; differentiable if gradients are enabled (entropies: see `entropies_have_gradient`).
         """
-        outputs, split = self.forward(model, prompt_ids, completion_ids, logps=True)
+        outputs, split = self.forward(model, prompt_ids, completion_ids, images, logps=True)
         entropies = [] if outputs.entropy is None else split(outputs.entropy)
         return CompletionLogps(split(outputs.log_probs), entropies)
 
@@ -134,7 +141,12 @@ class ForwardPass:
         return split(outputs.logits[..., 0].float())
 
     def forward(
-        self, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds], logps: bool = False
+        self,
+        model,
+        prompt_ids: Sequence[TokenIds],
+        completion_ids: Sequence[TokenIds],
+        images: Sequence[PromptImages | None] | None = None,
+        logps: bool = False,
     ) -> tuple[Any, SplitByCompletion]:
         """Run the model, and return its outputs (with `logps` log-probs and entropies) at all completion tokens, `(1,
         M, ...)`, and a function that splits them into one tensor per rollout. Raises a `ValueError` if a rollout is so
@@ -149,6 +161,9 @@ class ForwardPass:
             )
         lay_out = self._padded if self.packing is None else self._packed
         laid_out, token_weights, flat_indices, texts = lay_out(prompts, completions)
+        if images is not None and any(images):
+            assert self.packing is None  # attention of a packed sequence would not know its images
+            laid_out |= padded_image_inputs(images, laid_out["input_ids"].shape[1])
         if self.on_pass is not None:
             self.on_pass(texts, len(flat_indices))
         uses_model_head = logps and not self.fused
@@ -245,12 +260,19 @@ def fused_head(model, temperature: float = 1.0, cast_lm_head_to_fp32: bool = Fal
 
 
 def logps_in_batches(
-    compute: Callable, prompt_ids: Sequence, completion_ids: Sequence, batch_size: int
+    compute: Callable,
+    prompt_ids: Sequence,
+    completion_ids: Sequence,
+    batch_size: int,
+    images: Sequence[PromptImages | None] | None = None,
 ) -> list[torch.Tensor]:
-    """Call `compute(prompt_ids, completion_ids)`, which returns [`CompletionLogps`], for batches of completions. All
-    processes make equally many calls, if need be on a filler. Returns one float32 `(C,)` per completion on the CPU."""
+    """Call `compute(prompt_ids, completion_ids, images)`, which returns [`CompletionLogps`], for batches of
+    completions. All processes make equally many calls, if need be on a filler. Returns one float32 `(C,)` per
+    completion on the CPU."""
     logps: list[torch.Tensor] = []
     for start in range(0, max(gather_object([len(prompt_ids)])), batch_size):
         batch = (ids[start : start + batch_size] or [[0, 0]] for ids in (prompt_ids, completion_ids))
+        batch = [ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids)]
+        batch.append(images and (images[start : start + batch_size] or [None]))
         logps += [values.cpu() for values in compute(*batch).logps]
     return logps[: len(prompt_ids)]

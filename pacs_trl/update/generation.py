@@ -83,7 +83,9 @@ def generate_sharing_prompts(
     without the shared cache."""
     rows = torch.cat([input_ids, attention_mask], dim=1)  # padding and EOS may share an id
     distinct_rows, distinct_indices = rows.unique(dim=0, return_inverse=True)
-    if len(distinct_rows) < len(rows) and input_ids.shape[1] > 1 and packing_backend(base) is not None:
+    reads_images = any(torch.is_tensor(value) for value in more.values())  # equal tokens stand for other images
+    is_shared = len(distinct_rows) < len(rows) and input_ids.shape[1] > 1 and not reads_images
+    if is_shared and packing_backend(base) is not None:
         ids, mask = distinct_rows.tensor_split([input_ids.shape[1]], dim=1)
         cache = DynamicCache(config=base.config)
         with torch.no_grad():

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .prompt_images import PromptImages
+
 
 @dataclass
 class Rollout:
@@ -38,6 +40,7 @@ class Rollout:
         generation_share (`float`): Fraction of that generation batch per optimizer step; above 1 if a step uses
             several batches, and 1 in an evaluation.
         extra (`dict[str, np.ndarray]`): Method-specific arrays; saved in checkpoints.
+        images ([`PromptImages`], *optional*): Images of the prompt, which all its completions share.
     """
 
     prompt_ids: np.ndarray
@@ -54,6 +57,7 @@ class Rollout:
     generation_tokens: float = 0.0
     generation_share: float = 1.0
     extra: dict[str, np.ndarray] = field(default_factory=dict)
+    images: PromptImages | None = None
 
 
 def with_tensors(value: Any) -> Any:
@@ -143,6 +147,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
     if "sampling_per_token_logps" in batch:
         sampling_logps = without_padding(batch["sampling_per_token_logps"].float(), batch["completion_mask"])
     extra: Any = batch["extra"] if "extra" in batch else [{}] * len(prompts)
+    images: Any = batch["images"] if "images" in batch else [None] * len(prompts)
     return [
         Rollout(
             prompt_ids=prompts[i].astype(np.int32),
@@ -154,6 +159,7 @@ def unpad_rollouts(batch: dict[str, torch.Tensor]) -> list[Rollout]:
             advantage=advantages[i],
             generation_tokens=float(batch["num_items_in_batch"]),
             extra=extra[i] if len(completions[i]) else {},
+            images=images[i],
         )
         for i in range(len(prompts))
     ]

@@ -1,0 +1,258 @@
+"""Images in datasets, as TRL takes them: a column `image` or `images`, or image blocks in messages.
+
+An image is a PIL image, what a dataset with an `Image` column has undecoded, a path, or a URL.
+"""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from io import BytesIO
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from transformers.image_utils import load_image
+from trl.data_utils import prepare_multimodal_messages
+
+
+COLUMNS = ("image", "images")
+
+
+def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns of a dataset row; `images` comes first, as in TRL."""
+    if "images" in row:
+        return list(row["images"] or [])
+    return [] if row.get("image") is None else [row["image"]]
+
+
+def image_blocks(prompt: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield the image blocks of a prompt."""
+    for message in prompt if isinstance(prompt, list | tuple) else ():
+        content = message.get("content")
+        for block in content if isinstance(content, list | tuple) else ():
+            if isinstance(block, Mapping) and block.get("type") == "image":
+                yield block
+
+
+def has_images(dataset: Any) -> bool:
+    """Return whether a dataset has an image in any row; a stream, whether it has a column of images."""
+    from datasets import Dataset
+
+    if isinstance(dataset, Mapping):
+        return any(has_images(part) for part in dataset.values())
+    names = getattr(dataset, "column_names", None) or []
+    columns = [name for name in COLUMNS if name in names]
+    if not isinstance(dataset, Dataset):
+        return bool(columns)
+    if any(_has_values(dataset.data.column(name)) for name in columns):
+        return True
+    if "prompt" not in names or "type" not in str(dataset.features["prompt"]):
+        return False
+    return any(next(image_blocks(prompt), None) is not None for prompt in dataset["prompt"])
+
+
+def _has_values(column: Any) -> bool:
+    """Return whether a column of images has any: not only nulls and empty lists."""
+    values = column.drop_null()
+    if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
+        return bool(pc.any(pc.greater(pc.list_value_length(values), 0)).as_py())
+    return len(values) > 0
+
+
+def prompt_with_images(row: Mapping[str, Any]) -> Any:
+    """
+    Return the prompt of a dataset row with its images as RGB images in blocks of its messages. Prompts without images
+    are returned as they are.
+
+    Raises:
+        `ValueError`: if the number of images is not that of the placeholders, an image cannot be read, or the prompt
+            is text.
+    """
+    prompt, images = row["prompt"], images_of_columns(row)
+    if not images and next(image_blocks(prompt), None) is None:
+        return prompt
+    messages = checked_messages(prompt, images)
+    filled = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
+    for block in image_blocks(filled):
+        if not _is_pil(block["image"]):
+            block["image"] = read_image(block["image"])  # type: ignore[index]
+    return filled
+
+
+def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a prompt whose row has these images. Raises a `ValueError` if their number is not that of
+    the placeholders, or the prompt is text."""
+    if isinstance(prompt, str):
+        raise ValueError(
+            "A prompt with images is text. Write it as a list of messages, to which the chat template adds the tokens "
+            "of images."
+        )
+    messages = [_without_absent_keys(message) for message in prompt]
+    placeholders = sum("image" not in block for block in image_blocks(messages))
+    takes_images = (
+        any(isinstance(m.get("content"), str) and m["role"] == "user" for m in messages) and not placeholders
+    )
+    if placeholders != len(images) and not (images and takes_images):
+        raise ValueError(
+            f"A prompt has {placeholders} image block(s) without an image, and its row has {len(images)} image(s). "
+            "Write one `{'type': 'image'}` per image, or the content as text, before which the images are placed."
+        )
+    return messages
+
+
+def _without_absent_keys(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message whose blocks lack the keys that are null: a column has all keys of all blocks."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return dict(message)
+    blocks = [{key: value for key, value in block.items() if value is not None} for block in content]
+    return {**message, "content": blocks}
+
+
+def _is_pil(value: Any) -> bool:
+    from PIL import Image
+
+    return isinstance(value, Image.Image)
+
+
+def read_image(value: Any) -> Any:
+    """Return an image as a PIL image in RGB. Raises a `ValueError` if it cannot be read."""
+    from PIL import Image
+
+    try:
+        if isinstance(value, Mapping):
+            value = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
+        elif isinstance(value, np.ndarray):
+            value = Image.fromarray(value)
+        elif isinstance(value, str):
+            value = load_image(value)
+        value.load()
+    except Exception as error:  # of Pillow, of the file system, and of connections
+        raise ValueError(
+            f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
+            "or remove the row."
+        ) from error
+    if value.mode.startswith(("I", "F")):  # 16 bits per pixel, of which a conversion would keep the lower half
+        pixels = np.asarray(value, dtype=np.float64)
+        value = Image.fromarray((pixels / (257 if pixels.max(initial=0) > 255 else 1)).astype(np.uint8))
+    return value if value.mode == "RGB" else value.convert("RGB")
+
+
+def share_equal_images(prompts: Sequence[Any]) -> list[Any]:
+    """Return prompts in which equal images are one object, and equal prompts are one object."""
+    images: dict[bytes, Any] = {}
+    distinct: dict[tuple, Any] = {}
+    shared = []
+    for prompt in prompts:
+        for block in image_blocks(prompt):
+            block["image"] = images.setdefault(_digest(block["image"]), block["image"])  # type: ignore[index]
+        shared.append(distinct.setdefault(_key(prompt), prompt))
+    return shared
+
+
+def _digest(image: Any) -> bytes:
+    return hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple((key, _key(inner)) for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(_key(inner) for inner in value)
+    return id(value) if _is_pil(value) else repr(value)
+
+
+def image_prompt_lengths(
+    name: str, dataset: Any, processor: Any, chat_template_kwargs: Mapping[str, Any] | None = None
+) -> list[int]:
+    """
+    Count the tokens of the prompts of a dataset, with those of their images, from the sizes of the images. Raises a
+    `ValueError` that names the row of `name` whose images cannot be read or do not fit its placeholders.
+    """
+    texts, sizes = [], []
+    for i, row in enumerate(_undecoded(dataset)):
+        prompt, images = row["prompt"], images_of_columns(row)
+        try:
+            if images or next(image_blocks(prompt), None) is not None:
+                blocks = [block for block in image_blocks(checked_messages(prompt, images)) if "image" in block]
+                images = [*images, *(block["image"] for block in blocks)]
+            sizes.append([_size(image) for image in images])
+        except ValueError as error:
+            raise ValueError(f"Row {i} of {name}: {error}") from error
+        texts.append(prompt)
+    how = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+    number_of_tokens = _ImageTokens(processor, how)
+    lengths = []
+    for prompt, prompt_sizes in zip(texts, sizes, strict=True):
+        without = prompt if isinstance(prompt, str) else [_without_images(message) for message in prompt]
+        lengths.append(number_of_tokens.of_text(without) + sum(map(number_of_tokens.of_image, prompt_sizes)))
+    return lengths
+
+
+def _undecoded(dataset: Any) -> Any:
+    """Return a dataset whose columns of images are not decoded."""
+    from datasets import Image
+
+    columns = [name for name in COLUMNS if name in dataset.column_names]
+    dataset = dataset.select_columns(["prompt", *columns])
+    for name in columns:
+        feature = dataset.features[name]
+        if isinstance(feature, Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
+        elif isinstance(getattr(feature, "feature", None), Image):
+            dataset = dataset.cast_column(name, type(feature)(Image(decode=False)))
+    return dataset
+
+
+def _size(value: Any) -> tuple[int, int]:
+    """Return the height and width of an image, of a file without reading its pixels."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        if isinstance(value, Mapping):
+            value = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
+        elif isinstance(value, str) and not value.startswith(("http://", "https://")):
+            value = load_image(value)
+    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+        raise ValueError(
+            f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
+            "or remove the row."
+        ) from error
+    if isinstance(value, str):
+        return 0, 0  # read when it is needed
+    return (value.height, value.width) if _is_pil(value) else tuple(value.shape[:2])
+
+
+def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [{"type": "text", "text": block["text"]} for block in content if block.get("type") == "text"]
+    return {**message, "content": content}
+
+
+class _ImageTokens:
+    """Numbers of tokens of prompts and images; those of an image follow from its size."""
+
+    def __init__(self, processor: Any, how: dict[str, Any]):
+        self.processor, self.how = processor, how
+        self.of_sizes: dict[tuple[int, int], int] = {(0, 0): 0}
+
+    def of_text(self, prompt: Any) -> int:
+        if isinstance(prompt, str):
+            return len(self.processor(text=[prompt])["input_ids"][0])
+        return self._count(prompt)
+
+    def of_image(self, size: tuple[int, int]) -> int:
+        if size not in self.of_sizes:
+            from PIL import Image
+
+            text = {"type": "text", "text": "x"}
+            image = {"type": "image", "image": Image.new("RGB", size[::-1])}
+            with_image, without = ([{"role": "user", "content": c}] for c in ([image, text], [text]))
+            self.of_sizes[size] = self._count(with_image) - self._count(without)
+        return self.of_sizes[size]
+
+    def _count(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        messages = prepare_multimodal_messages(list(messages))
+        tokenized = self.processor.apply_chat_template([messages], tokenize=True, return_dict=True, **self.how)
+        return len(tokenized["input_ids"][0])

@@ -1,0 +1,108 @@
+"""Prompts with images: from dataset rows to what the model reads, once for all completions of a prompt.
+
+TRL processes the images of a generation batch twice, with one copy per completion. Here the images of each distinct
+prompt are processed alone and once, and its completions share them ([`PromptImages`]); therefore what a model reads
+does not depend on the other prompts of a batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from datasets import Dataset
+from trl.data_utils import prepare_multimodal_messages
+
+from ..data.images import COLUMNS, image_blocks, prompt_with_images, share_equal_images
+from ..update.prompt_images import PromptImages, padded_image_inputs
+from ..update.rollout import Rollout
+from .checkpoint import indices_of_generation
+
+
+class ImagePrompts:
+    """The part of [`RolloutTrainer`] that reads images; a base class of it before [`~trl.GRPOTrainer`]."""
+
+    _reads_images = False  # whether a dataset has images
+    _image_columns: list[dict[str, Any]] = []  # those of the rows of a batch, for reward functions
+    _rows_of_prompts: dict[int, int] = {}  # indices of dataset rows by the position of a completion in the batch
+    _prompt_images: list[PromptImages | None] | None = None  # of each completion of the batch
+
+    def _with_images_in_prompts(self, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return dataset rows without columns of images, which are in their prompts instead. Equal prompts are one
+        object."""
+        self._image_columns = [{name: row[name] for name in COLUMNS if name in row} for row in inputs]
+        rows = [{name: value for name, value in row.items() if name not in COLUMNS} for row in inputs]
+        if not self._reads_images:
+            return rows
+        prompts = share_equal_images([prompt_with_images(row) for row in inputs])
+        self._rows_of_prompts = {}
+        if self.model.training and isinstance(self.train_dataset, Dataset) and self._continued_groups is None:
+            number = self._step // (self.args.steps_per_generation * self.num_iterations)
+            self._rows_of_prompts = dict(enumerate(indices_of_generation(self, number)))
+        return [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
+
+    def _tokenize_with_images(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list | None, dict[str, Any]]:
+        """Return token ids, images, and the inputs of `generate` for the images, as TRL's `_tokenize_prompts`."""
+        processed: dict[int, tuple[list[int], PromptImages | None]] = {}
+        for i, prompt in enumerate(prompts):
+            if id(prompt) not in processed:
+                processed[id(prompt)] = self._process(prompt, self._rows_of_prompts.get(i))
+        prompt_ids = [processed[id(prompt)][0] for prompt in prompts]
+        self._prompt_images = [processed[id(prompt)][1] for prompt in prompts]
+        images = [[block["image"] for block in image_blocks(prompt)] or None for prompt in prompts]
+        if self.log_multimodal:
+            self._logs["images"].extend(gather_object(images))
+        if not any(images):
+            return list(map(list, prompt_ids)), None, {}
+        present = next(filter(None, self._prompt_images))
+        fields: dict[str, Any] = dict(inputs_of_generation(self._prompt_images))
+        for name in present.token_types:  # lists, which TRL pads
+            fields[name] = [
+                [0] * len(ids) if part is None else part.token_types[name].tolist()
+                for ids, part in zip(prompt_ids, self._prompt_images, strict=True)
+            ]
+        return list(map(list, prompt_ids)), images, fields
+
+    def _process(self, prompt: Any, row: int | None = None) -> tuple[list[int], PromptImages | None]:
+        """Return the token ids of a prompt, and its images."""
+        if isinstance(prompt, str):
+            return self.processing_class(text=[prompt])["input_ids"][0], None
+        tokenized = self.processing_class.apply_chat_template(
+            [prepare_multimodal_messages(prompt)],
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **self.chat_template_kwargs,
+        )
+        ids = tokenized.pop("input_ids")
+        tokenized.pop("attention_mask", None)
+        if next(image_blocks(prompt), None) is None:
+            return ids[0].tolist(), None
+        tensors = {name: torch.as_tensor(value) for name, value in tokenized.items()}
+        types = {name: value[0].numpy() for name, value in tensors.items() if value.shape == ids.shape}
+        inputs = {name: value for name, value in tensors.items() if name not in types}
+        return ids[0].tolist(), PromptImages(inputs, types, row)
+
+    def restore_images(self, rollouts: Sequence[Rollout]) -> None:
+        """Process the images of rollouts of a checkpoint again, which has the indices of their dataset rows."""
+        by_row: dict[int, PromptImages | None] = {}
+        for rollout in rollouts:
+            saved: Any = rollout.images
+            if saved is None:
+                continue
+            if "inputs" in saved:
+                inputs = {name: torch.as_tensor(value) for name, value in saved["inputs"].items()}
+                rollout.images = PromptImages(inputs, saved["token_types"])
+                continue
+            row = saved["row"]
+            if row not in by_row:
+                by_row[row] = self._process(prompt_with_images(self.train_dataset[row]), row)[1]
+            rollout.images = by_row[row]
+
+
+def inputs_of_generation(images: Sequence[PromptImages | None]) -> dict[str, torch.Tensor]:
+    """Return the inputs of images that do not depend on tokens, of all sequences of a batch."""
+    without_types = [part and PromptImages(part.inputs, {}) for part in images]
+    return padded_image_inputs(without_types, 0)

@@ -1,0 +1,62 @@
+"""Images of prompts as the processor returns them, kept once for all completions of a prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, eq=False)
+class PromptImages:
+    """
+    The images of one prompt, as its processor returns them. All completions of a prompt share one object.
+
+    Attributes:
+        inputs (`dict[str, torch.Tensor]`): Inputs of the model by name, on the CPU. Their first dimension counts
+            patches, tiles, images, or prompts, so that those of several prompts are concatenated.
+        token_types (`dict[str, np.ndarray]`): Types of the prompt's tokens by the name of the input, integers `(P,)`;
+            0 is text.
+        row (`int`, *optional*): Index of the prompt in the training set, by which a checkpoint refers to it.
+    """
+
+    inputs: dict[str, torch.Tensor]
+    token_types: dict[str, np.ndarray]
+    row: int | None = None
+
+
+def padded_image_inputs(
+    images: Sequence[PromptImages | None], num_tokens: int, starts: Sequence[int] | None = None
+) -> dict[str, torch.Tensor]:
+    """
+    Return the inputs of a model for the images of some sequences, on the CPU; empty if none has an image.
+
+    Args:
+        images (sequence of `B` [`PromptImages`] or `None`): The images of each sequence.
+        num_tokens (`int`): Width `N` of the padded sequences, to which the types of tokens are padded with 0.
+        starts (sequence of `B` `int`, *optional*): Index of the first token of each sequence; by default 0.
+    """
+    present = [(i, prompt_images) for i, prompt_images in enumerate(images) if prompt_images is not None]
+    if not present:
+        return {}
+    first = present[0][1]
+    inputs = {name: _concatenated([part.inputs[name] for _, part in present]) for name in first.inputs}
+    for name in first.token_types:
+        types = torch.zeros(len(images), num_tokens, dtype=torch.long)
+        for i, part in present:
+            start = 0 if starts is None else starts[i]
+            types[i, start : start + len(part.token_types[name])] = torch.from_numpy(part.token_types[name])
+        inputs[name] = types
+    return inputs
+
+
+def _concatenated(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors along the first dimension; others are padded with 0 to the largest, as processors do."""
+    sizes = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
+    padded = []
+    for part in parts:
+        missing = [size - length for size, length in zip(sizes, part.shape[1:], strict=True)]
+        padding = [amount for number in reversed(missing) for amount in (0, number)]
+        padded.append(F.pad(part, padding) if any(missing) else part)
+    return torch.cat(padded)
