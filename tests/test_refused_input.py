@@ -144,8 +144,11 @@ REFUSED = {
         "Row 0 of train_dataset .*'developer'",
     ),
     "messages without content": (TINY | {"more": {"eval_dataset": spoken_by("user", None)}}, "Row 0 of eval_dataset"),
-    "images": ({"more": {"train_dataset": with_column("image", None)}}, "train_dataset has the column `image`"),
-    "images to evaluate": ({"more": {"eval_dataset": with_column("images", [])}}, "has the column `images`"),
+    "images": (TINY | {"more": {"train_dataset": with_column("image", "a.png")}}, "train_dataset has images"),
+    "images to evaluate": (
+        TINY | {"more": {"eval_dataset": with_column("images", ["a.png"])}},
+        "eval_dataset has images",
+    ),
     **{
         f"a column {name}": ({"more": {"train_dataset": with_column(name)}}, f"train_dataset has the column `{name}`")
         for name in ("completions", "prompts", "completion_ids", "log_metric", "log_extra")
@@ -185,6 +188,13 @@ REFUSED = {
 def test_refused_before_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **({"model": "no/model"} | settings))
+
+
+@pytest.mark.parametrize(("column", "value"), [("image", None), ("images", None), ("images", [])])
+def test_columns_of_images_without_images_are_text(tmp_path, column, value):
+    trainer = build_trainer(tmp_path, more={"train_dataset": with_column(column, value)}, reward=digit_reward)
+    trainer.train()
+    assert trainer.state.global_step == 2
 
 
 class OverridesLoss(PACSTrainer):

@@ -1,0 +1,323 @@
+"""Datasets with images: the exact update against TRL's, splits into micro-batches, resumption, and strange images."""
+
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+import trl
+from datasets import Dataset, Features, Image, List, Value
+from image_checkpoints import image_model, image_processor
+from peft import LoraConfig
+from PIL import Image as Picture
+from replay import SETTINGS, digit_reward
+from trls_update import difference
+
+import pacs_trl
+from pacs_trl.data.images import has_images, image_prompt_lengths, prompt_with_images, read_image
+from pacs_trl.rollouts.image_checkpoints import check_settings_for_images
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
+
+
+OURS = {"GRPO": (pacs_trl.GRPOTrainer, pacs_trl.GRPOConfig), "PACS": (pacs_trl.PACSTrainer, pacs_trl.PACSConfig)}
+TRLS = trl.GRPOTrainer, trl.GRPOConfig
+FEATURES = Features(
+    {
+        "prompt": [{"role": Value("string"), "content": Value("string")}],
+        "images": List(Image()),
+        "number": Value("int8"),
+    }
+)
+# Plain gradient descent, so that a difference of gradients is one of weights.
+PLAIN = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 3, "max_grad_norm": 0}
+
+
+@pytest.fixture(autouse=True)
+def temporary_files_under_tmp_path(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def picture(number: int, mode: str = "RGB") -> Picture.Image:
+    """A picture of a random size and content."""
+    rng = np.random.default_rng(number)
+    size = 28 + 14 * (number % 3), 28 + 14 * (number % 2)
+    return Picture.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).convert(mode)
+
+
+def rows(numbers=(1, 2, 1, 2, 1, 2, 1, 2)) -> Dataset:
+    """Prompts with so many pictures each."""
+    content = [[picture(10 * i + k) for k in range(number)] for i, number in enumerate(numbers)]
+    prompts = [[{"role": "user", "content": f"What is {i}?"}] for i in range(len(numbers))]
+    columns = {"prompt": prompts, "images": content, "number": list(numbers)}
+    return Dataset.from_dict(columns, features=FEATURES)
+
+
+def with_recorded_completions(trainer):
+    """Let a trainer generate completions that depend on the call alone."""
+    calls = []
+
+    def generate(prompt_ids, images, fields, num_generations, **kwargs):
+        calls.append(prompt_ids)
+        completions = []
+        for i in range(len(prompt_ids)):
+            rng = np.random.default_rng([len(calls), i])
+            completions.append(
+                [*rng.integers(0, 255, int(rng.integers(1, 9))).tolist(), trainer._tokenizer.eos_token_id]
+            )
+        return completions, None
+
+    trainer._generate_single_turn = generate
+    return trainer
+
+
+def build(
+    trainers, model_type, *, dataset=None, recorded=True, reward=digit_reward, more=None, model=None, **settings
+):
+    trainer_class, config_class = trainers
+    processor = image_processor(model_type)
+    settings = SETTINGS | PLAIN | {"max_completion_length": 9} | settings
+    args = config_class(settings.pop("output_dir", None) or tempfile.mkdtemp(), **settings)
+    arguments = {"train_dataset": rows() if dataset is None else dataset, "processing_class": processor} | (more or {})
+    trainer = trainer_class(
+        image_model(model_type, processor.tokenizer) if model is None else model, reward, args=args, **arguments
+    )
+    return with_recorded_completions(trainer) if recorded else trainer
+
+
+def weights(trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def trained(*args, **settings):
+    trainer = build(*args, **settings)
+    before = weights(trainer)
+    trainer.train()
+    return before, weights(trainer), trainer
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3"])
+def test_weights_are_those_of_trl(model_type):
+    before, trls, _ = trained(TRLS, model_type)
+    _, ours, trainer = trained(OURS["GRPO"], model_type)
+    assert difference(ours, trls, before) < 3e-5
+    changed = {name for name in before if not torch.equal(before[name], ours[name])}
+    assert any("vis" in name for name in changed)  # the tower
+    assert trainer.forward_pass.packing is None
+
+
+def test_weights_are_those_of_trl_with_a_reference_and_reused_rollouts(tmp_path):
+    image_model("qwen2_5_vl", image_processor("qwen2_5_vl").tokenizer).save_pretrained(tmp_path / "model")
+    settings = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
+    settings |= {"per_device_train_batch_size": 8, "max_steps": 4, "model": str(tmp_path / "model")}
+    with patch("trl.trainer.grpo_trainer.shuffle_sequence_dict", lambda batch: batch):
+        before, trls, _ = trained(TRLS, "qwen2_5_vl", **settings)
+        _, ours, _ = trained(OURS["GRPO"], "qwen2_5_vl", **settings)
+    assert difference(ours, trls, before) < 3e-5
+
+
+@pytest.mark.parametrize("method", OURS)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "idefics3"])
+def test_gradients_do_not_depend_on_micro_batches(method, model_type):
+    """With texts among prompts of one and two images."""
+    mixed = rows((0, 2, 1, 0, 2, 1, 0, 1))
+    settings = {"dataset": mixed, "generation_batch_size": 8, "num_generations": 4}
+    before, whole, _ = trained(OURS[method], model_type, **settings, per_device_train_batch_size=8)
+    smaller = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+    _, split, _ = trained(OURS[method], model_type, **settings, **smaller)
+    assert difference(split, whole, before) < 3e-5
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3"])
+def test_logps_are_those_of_the_model_for_one_sequence_at_a_time(model_type):
+    trainer = build(OURS["GRPO"], model_type, dataset=rows((2, 0, 1)), generation_batch_size=8)
+    processed = [trainer._process(prompt_with_images(row)) for row in trainer.train_dataset]
+    prompts, images = map(list, zip(*(pair for pair in processed for _ in range(2)), strict=True))
+    completions = [np.random.default_rng(i).integers(0, 255, 3 + i).tolist() for i in range(6)]
+    model = image_model(model_type, trainer._tokenizer).eval()
+    with torch.no_grad(), fused_head(model):
+        logps = ForwardPass(model, torch.device("cpu"), padding_free="never").compute_logps(
+            model, prompts, completions, images
+        )
+        for prompt, completion, part, computed in zip(prompts, completions, images, logps.logps, strict=True):
+            inputs = {} if part is None else dict(part.inputs)
+            for name, types in {} if part is None else part.token_types.items():
+                inputs[name] = torch.tensor([[*types, *[0] * len(completion)]])
+            logits = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False, **inputs).logits[0]
+            expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
+            assert (computed - expected).abs().max() < 1e-4
+
+
+def test_images_matter_and_are_kept_once_per_group():
+    trainer = build(OURS["PACS"], "qwen2_5_vl")
+    rollouts = []
+    with patch.object(trainer.update, "schedule", side_effect=lambda part: rollouts.extend(part) or 1 / 0):
+        with pytest.raises(ZeroDivisionError):
+            trainer.train()
+    groups = [[r.images for r in rollouts if r.group == group] for group in {r.group for r in rollouts}]
+    assert all(len({id(images) for images in group}) == 1 for group in groups) and len(groups) == 2
+    assert len({r.images.row for r in rollouts}) == 2
+    for rollout in rollouts:
+        row = trainer.train_dataset[rollout.images.row]
+        again = trainer._process(prompt_with_images(row))
+        assert again[0] == rollout.prompt_ids.tolist()
+        assert all(torch.equal(tensor, again[1].inputs[name]) for name, tensor in rollout.images.inputs.items())
+
+
+@pytest.mark.parametrize("method", OURS)
+def test_run_resumes_bit_by_bit_and_checkpoints_have_no_pixels(tmp_path, method):
+    settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"max_steps": 4, "recorded": False}
+    _, straight, trainer = trained(OURS[method], "qwen2_5_vl", output_dir=str(tmp_path), **settings)
+    checkpoint = tmp_path / "checkpoint-1"
+    state = torch.load(next(checkpoint.glob("*_state_0.pt")), weights_only=True)
+    saved = [rollout["images"] for rollout in state["rollouts"].values()]
+    assert saved and all(set(images) == {"row"} for images in saved)
+    resumed = build(OURS[method], "qwen2_5_vl", **settings)
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert all(torch.equal(weights, straight[name]) for name, weights in resumed.model.named_parameters())
+    assert (checkpoint / "processor_config.json").is_file() or (checkpoint / "preprocessor_config.json").is_file()
+    assert trainer.processing_class.image_processor is not None
+
+
+def test_tower_is_frozen_on_request():
+    before, after, trainer = trained(OURS["GRPO"], "gemma3", freeze_vision_tower=True, recorded=False)
+    tower = {name: p for name, p in trainer.model.named_parameters() if "vision" in name or "projector" in name}
+    assert tower and not any(parameter.requires_grad for parameter in tower.values())
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_adapters_reach_the_tower_unless_it_is_frozen(frozen):
+    lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+    settings = {"more": {"peft_config": lora}, "freeze_vision_tower": frozen, "fast_generation": True}
+    before, after, _ = trained(OURS["GRPO"], "gemma3", recorded=False, **settings)
+    in_tower = {name for name in after if "vision" in name}
+    assert bool(in_tower) != frozen
+    assert all(not torch.equal(before[name], after[name]) for name in in_tower)
+
+
+def test_reward_functions_and_table_of_completions_have_images(tmp_path):
+    seen = []
+
+    def reward(prompts, completions, images, number, **kwargs):
+        seen.extend(zip(prompts, images, number, strict=True))
+        return digit_reward(completions)
+
+    mixed = rows((0, 2, 1, 2, 1, 2, 1, 0))
+    settings = {"log_completions": True, "output_dir": str(tmp_path), "recorded": False, "max_steps": 4}
+    trained(OURS["GRPO"], "qwen2_5_vl", dataset=mixed, reward=reward, **settings)
+    assert {number for *_, number in seen} == {0, 1, 2}
+    for prompt, images, number in seen:
+        blocks = [block for block in prompt[0]["content"] if block["type"] == "image"] if number else []
+        assert len(images) == len(blocks) == number
+        assert all(isinstance(image, Picture.Image) for image in images)
+    table = pd.read_parquet(sorted((tmp_path / "completions").glob("*.parquet"))[0])
+    assert len(table) == 8 and "What is" in str(table["prompt"][0])
+
+
+def test_evaluation_set_with_images_alone(tmp_path):
+    texts = rows((0,) * 8).remove_columns("images")
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "recorded": False}
+    trainer = build(OURS["PACS"], "qwen2_5_vl", dataset=texts, more={"eval_dataset": rows()}, max_steps=1, **settings)
+    trainer.train()
+    assert any("eval_reward" in entry for entry in trainer.state.log_history)
+
+
+# Images and datasets -------------------------------------------------------------------------------------------------
+
+
+def strange_images() -> dict:
+    deep = Picture.fromarray((np.arange(56 * 56).reshape(56, 56) * 20 % 65536).astype(np.uint16))
+    return {
+        "RGBA": picture(1, "RGBA"),
+        "gray": picture(2, "L"),
+        "palette": picture(3, "P"),
+        "16 bits": deep,
+        "one pixel": Picture.new("RGB", (1, 1), "red"),
+        "one line": Picture.new("RGB", (1, 100), "red"),
+    }
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", "idefics3"])
+def test_strange_images_are_read(model_type):
+    for name, image in strange_images().items():
+        dataset = Dataset.from_list([{"prompt": [{"role": "user", "content": "?"}], "image": image}] * 8)
+        if name == "one line" and model_type == "qwen2_5_vl":
+            continue  # refused by its processor
+        trainer = build(OURS["GRPO"], model_type, dataset=dataset, recorded=False, max_steps=1)
+        trainer.train()
+
+
+def test_sixteen_bits_keep_their_upper_half():
+    deep = np.array([[0, 257, 65535]], dtype=np.uint16)
+    assert np.asarray(read_image(Picture.fromarray(deep)))[0, :, 0].tolist() == [0, 1, 255]
+
+
+def test_null_and_empty_images_are_text():
+    message = [{"role": "user", "content": "?"}]
+    assert not has_images(Dataset.from_dict({"prompt": [message] * 2, "image": [None, None]}))
+    assert not has_images(Dataset.from_dict({"prompt": [message] * 2, "images": [[], None]}))
+    assert has_images(Dataset.from_dict({"prompt": [message] * 2, "images": [[], ["a.png"]]}))
+    block = [{"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "?"}]}]
+    assert has_images(Dataset.from_dict({"prompt": [block]}))
+    for row in ({"image": None}, {"images": None}, {"images": []}, {}):
+        assert prompt_with_images({"prompt": message} | row) == message
+
+
+def test_lengths_of_prompts_are_those_that_the_model_reads():
+    trainer = build(OURS["GRPO"], "qwen2_5_vl", dataset=rows((0, 2, 1, 3)), generation_batch_size=8)
+    lengths = image_prompt_lengths("x", trainer.train_dataset, trainer.processing_class)
+    assert lengths == [len(trainer._process(prompt_with_images(row))[0]) for row in trainer.train_dataset]
+    with pytest.raises(ValueError, match=r"Row \d of train_dataset has a prompt of .* max_completion_length=480"):
+        build(OURS["GRPO"], "qwen2_5_vl", dataset=rows(), max_completion_length=480)
+
+
+BLOCK = {"type": "image"}
+BROKEN = {
+    "more placeholders than images": ({"content": [BLOCK, BLOCK], "images": ["a.png"]}, "2 image block.* 1 image"),
+    "images without placeholders": (
+        {"content": [{"type": "text", "text": "?"}], "images": ["a.png"]},
+        "0 image block.* 1 image",
+    ),
+    "a broken file": ({"content": "?", "images": ["broken.png"]}, "broken.png.* cannot be read"),
+    "no file": ({"content": "?", "images": ["absent.png"]}, "absent.png.* cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("row", "words"), BROKEN.values(), ids=BROKEN)
+def test_broken_rows_are_named_before_the_model_is_loaded(tmp_path, monkeypatch, row, words):
+    monkeypatch.chdir(tmp_path)
+    picture(0).save("a.png")
+    Path("broken.png").write_bytes(Path("a.png").read_bytes()[:20])
+    good = {"prompt": [{"role": "user", "content": row["content"]}], "images": ["a.png"]}
+    if isinstance(row["content"], list):
+        good["prompt"] = [{"role": "user", "content": [BLOCK]}]
+    bad = {"prompt": [{"role": "user", "content": row["content"]}], "images": row["images"]}
+    with pytest.raises(ValueError, match=f"Row 1 of train_dataset: .*{words}"):
+        build(OURS["GRPO"], "qwen2_5_vl", dataset=Dataset.from_list([good, bad]))
+
+
+def test_unreachable_address_is_an_error_before_generation():
+    row = {"prompt": [{"role": "user", "content": "?"}], "image": "http://127.0.0.1:9/a.png"}
+    with pytest.raises(ValueError, match="127.0.0.1:9/a.png.* cannot be read"):
+        build(OURS["GRPO"], "qwen2_5_vl", dataset=Dataset.from_list([row] * 8), recorded=False).train()
+
+
+def test_settings_that_cannot_train_on_images_are_named(tmp_path):
+    with pytest.raises(ValueError, match="tools.* not supported|not supported with tools"):
+        build(OURS["GRPO"], "qwen2_5_vl", more={"tools": [print]})
+
+    def likely(completions, compute_logps, **kwargs):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ValueError, match="'likely', which reads compute_logps"):
+        build(OURS["GRPO"], "qwen2_5_vl", reward=likely)
+    with pytest.raises(ValueError, match="processing_class is a .*reads text alone"):
+        build(OURS["GRPO"], "qwen2_5_vl", more={"processing_class": image_processor("qwen2_5_vl").tokenizer})
+    arguments = dict.fromkeys(("tools", "environment_factory", "rollout_func")) | {"reward_funcs": [digit_reward]}
+    args = pacs_trl.PPOConfig(str(tmp_path), bf16=False, use_cpu=True)
+    with pytest.raises(ValueError, match="PPOConfig"):
+        check_settings_for_images(args, arguments)
