@@ -168,14 +168,12 @@ def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches
 
 
 def indices_of_generation(trainer: Any, number: int) -> list[int]:
-    """Return the indices of the dataset rows of a generation batch, one per completion of this process."""
+    """Return the indices of the dataset rows of a generation batch, one per completion of all processes."""
     sampler = trainer._get_train_sampler().sampler
     size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
     sampler.repeat_count = sampler.mini_repeat_count = 1
     order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-    all_indices = order[number % len(order)].repeat_interleave(trainer.num_generations)
-    accelerator = trainer.accelerator
-    return all_indices.chunk(accelerator.num_processes)[accelerator.process_index].tolist()
+    return order[number % len(order)].repeat_interleave(trainer.num_generations).tolist()
 
 
 # Settings -----------------------------------------------------------------------------------------------------------

@@ -38,7 +38,8 @@ class ImagePrompts:
         self._rows_of_prompts = {}
         if self.model.training and isinstance(self.train_dataset, Dataset) and self._continued_groups is None:
             number = self._step // (self.args.steps_per_generation * self.num_iterations)
-            self._rows_of_prompts = dict(enumerate(indices_of_generation(self, number)))
+            first = self.first_row(len(inputs))
+            self._rows_of_prompts = dict(enumerate(indices_of_generation(self, number)[first : first + len(inputs)]))
         return [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
 
     def _tokenize_with_images(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list | None, dict[str, Any]]:

@@ -322,7 +322,10 @@ class LateBatches:
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
         """Return the dataset rows of a generation batch, one per completion of this process."""
-        indices = indices_of_generation(self.trainer, number)
+        all_indices = indices_of_generation(self.trainer, number)
+        num_rows = len(all_indices) // self.trainer.accelerator.num_processes
+        first = self.trainer.accelerator.process_index * num_rows
+        indices = all_indices[first : first + num_rows]
         row_of = {i: self.trainer.train_dataset[i] for i in set(indices)}
         return [independent_copy(row_of[i]) for i in indices]  # completions of a group share nothing
 
