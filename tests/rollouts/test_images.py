@@ -138,7 +138,7 @@ def test_logps_are_those_of_the_model_for_one_sequence_at_a_time(model_type):
     completions = [np.random.default_rng(i).integers(0, 255, 3 + i).tolist() for i in range(6)]
     model = image_model(model_type, trainer._tokenizer).eval()
     with torch.no_grad(), fused_head(model):
-        logps = ForwardPass(model, torch.device("cpu"), padding_free="never").compute_logps(
+        logps = ForwardPass(model, torch.device("cpu"), packing="never").compute_logps(
             model, prompts, completions, images
         )
         for prompt, completion, part, computed in zip(prompts, completions, images, logps.logps, strict=True):
