@@ -44,7 +44,7 @@ from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_par
 from .late_batches import LateBatches
 from .memory import (
     StartOfUpdate,
-    longest_rollouts,
+    largest_micro_batch,
     moments_of_optimizer,
     plan_memory,
     set_checkpointing,
@@ -386,9 +386,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         assert workload is not None
         start = StartOfUpdate(self)
         while True:
-            size = driver.limits.max_tokens
-            number = self.args.per_device_train_batch_size if size is None else size // workload.longest
-            rollouts = longest_rollouts(max(number, 1), workload.longest_prompt, self.args.max_completion_length)
+            size = driver.limits.max_tokens or self.args.per_device_train_batch_size * workload.longest
+            rollouts = largest_micro_batch(size, workload.longest_prompt, workload.longest - workload.longest_prompt)
             minibatch = trial_minibatch(rollouts, self.accelerator.num_processes)
             fits = True
             try:

@@ -173,16 +173,19 @@ class StartOfUpdate:
         clear_device_cache(garbage_collection=True)
 
 
-def longest_rollouts(number: int, prompt: int, completion: int | None) -> list[Rollout]:
-    """Return rollouts of the largest lengths, with different prompts, which are not computed together."""
+def largest_micro_batch(num_tokens: int, prompt: int, completion: int) -> list[Rollout]:
+    """Return rollouts of `num_tokens` tokens together: as many as possible with the largest lengths of `prompt` and
+    `completion`, and the rest. Prompts differ, so that none is computed once for several rollouts."""
+    number, rest = divmod(num_tokens, prompt + completion)
+    lengths = [(prompt, completion)] * number + ([(1, rest - 1)] if rest > 1 else [])
     return [
         Rollout(
-            prompt_ids=np.full(prompt, i, dtype=np.int32),
-            completion_ids=np.zeros(completion or 1, dtype=np.int32),
-            loss_mask=np.ones(completion or 1, dtype=bool),
+            prompt_ids=np.full(prompt_length, i, dtype=np.int32),
+            completion_ids=np.zeros(length, dtype=np.int32),
+            loss_mask=np.ones(length, dtype=bool),
             label=0.0,
         )
-        for i in range(number)
+        for i, (prompt_length, length) in enumerate(lengths)
     ]
 
 

@@ -261,6 +261,7 @@ class UpdateDriver:
         model.zero_grad(set_to_none=True)
         if isinstance(model, DistributedDataParallel):
             model.reducer._reset_state()
+            model.require_forward_param_sync = True  # as after a whole step: the next pass sends buffers
 
     def run_without_loss(self, model, minibatch: Minibatch) -> None:
         """Run the forward and backward passes of a minibatch with a loss of 0, which need the memory of an optimizer
