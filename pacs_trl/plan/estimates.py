@@ -4,10 +4,12 @@ import math
 from typing import NamedTuple
 
 from ..recipe import Recipe
+from ..rollouts.model_checks import obstacle_to_compilation
 from ..settings import render
 from . import cost
 from .cost import GIB, H200, Execution, Gpu, Passes, Recomputation
 from .launch import Launch
+from .packing import packing_of
 from .workload import MEAN_SHARE, MemoryChoice, Workload, choice_on_cpu, choose, chooses, occupied_bytes
 
 
@@ -34,8 +36,8 @@ class Estimate:
     set is counted before overlong prompts are dropped. `state`, `activations`, `gathered`, and `collected` are the
     parts of an update, `peak` is the largest use of memory. A vLLM server has `server_gpus`: the rest of the trainer's
     last node of eight GPUs, or one node more. `compiled` and `attention` say how the update computes, see
-    [`~cost.Execution`], and `choice` is what it recomputes and the size of its micro-batches, or `None` if no
-    micro-batch fits.
+    [`~cost.Execution`], by default as the recipe says, and `packing` whether completions are packed. `choice` is what
+    the update recomputes and the size of its micro-batches, or `None` if no micro-batch fits.
     """
 
     def __init__(
@@ -45,8 +47,8 @@ class Estimate:
         gpu: Gpu = H200,
         prompts: Prompts = UNKNOWN,
         *,
-        compiled: bool = False,
-        attention: str = "sdpa",
+        compiled: bool | None = None,
+        attention: str | None = None,
     ):
         training, data = recipe.training, recipe.data
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
@@ -60,7 +62,12 @@ class Estimate:
         self.precision = "autocast" if mixed else "float32"
         if self.dtype != "float32" or self.has_float32_copies:
             self.precision = "bfloat16"
+        if compiled is None:
+            compiled = _compiles_layers(recipe, launch)
+        if attention is None:
+            attention = "fa4" if recipe.model.attn_implementation == "flash_attention_4" else "sdpa"
         self.execution = Execution(self.precision, compiled=compiled, attention=attention)
+        self.packing = packing_of(recipe)
         size = _SET_SIZES.get(data.dataset_name)
         size = size and max(0, size - data.eval_split_size)
         self.num_problems = prompts.number or (size and min(size, data.max_train_samples or size))
@@ -70,7 +77,8 @@ class Estimate:
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
         self.sharing = 1  # completions of a prompt in an optimizer step, which compute it once
         # Trainers that are not exact pack completions, too, but compute prompts again.
-        if training.is_exact and training.packing != "never" and self.step is not None:
+        is_packed = self.packing is None or self.packing.is_packed
+        if training.is_exact and is_packed and self.step is not None:
             minibatches = self.step.updates_per_generation // training.num_iterations
             self.sharing = self.step.num_generations
             if training.shuffle_minibatches:
@@ -253,6 +261,16 @@ class Estimate:
             fastest = gpus.stop - min(gpus, key=lambda number: self.seconds(mean_length, number))
         shown = {"mean_length": mean_length, "hours": hours, "fastest": fastest, "duration": _duration}
         return render("plan.txt", plan=self, step=self.step, **shown)
+
+
+def _compiles_layers(recipe: Recipe, launch: Launch) -> bool:
+    """Return whether the decoder layers of a recipe are compiled on a GPU."""
+    training, model = recipe.training, recipe.model
+    if not (training.is_exact and training.needs_gpu and training.compile_layers):
+        return False
+    is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
+    quantization = "bitsandbytes" if model.load_in_4bit or model.load_in_8bit else None
+    return obstacle_to_compilation(training, is_zero3=is_zero3, quantization=quantization) is None
 
 
 def _duration(hours: float, unit: str = "", digits: int = 1) -> str:

@@ -40,7 +40,8 @@ class MemoryChoice(NamedTuple):
         size = "per_device_train_batch_size completions"
         if self.max_tokens is not None:
             size = f"{self.max_tokens:,} tokens"
-        return f"{self.recomputation} recomputation, micro-batches of {size} ({self.reason})"
+        recomputation = "no" if self.recomputation == "none" else self.recomputation
+        return f"{recomputation} recomputation, micro-batches of {size} ({self.reason})"
 
 
 @dataclass(frozen=True)

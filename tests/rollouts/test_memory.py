@@ -97,7 +97,8 @@ def test_the_choice_follows_from_the_memory_that_is_left(
     assert trainer.args.max_tokens_per_micro_batch == trainer.update.driver.limits.max_tokens == size
     assert trainer.model.is_gradient_checkpointing == (recomputation != "none")
     size_in_words = f"{size:,} tokens" if size else "per_device_train_batch_size completions"
-    assert f"Memory: {recomputation} recomputation, micro-batches of {size_in_words}" in capsys.readouterr().out
+    word = {"none": "no"}.get(recomputation, recomputation)
+    assert f"Memory: {word} recomputation, micro-batches of {size_in_words}" in capsys.readouterr().out
 
 
 def test_the_reason_names_what_does_not_fit(tmp_path, monkeypatch):

@@ -1,0 +1,125 @@
+"""What `plan` says about `"auto"`: the option that costs least of those that fit."""
+
+from dataclasses import replace
+
+import pytest
+
+from pacs_trl.plan.cost import GIB, GPUS, RECOMPUTATIONS
+from pacs_trl.plan.estimates import Estimate
+from pacs_trl.plan.launch import Launch
+from pacs_trl.plan.workload import EFFICIENT_TOKENS, choose
+from pacs_trl.recipe import Recipe
+
+
+AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
+SETTINGS = {
+    "method": "pacs", "model_name_or_path": "Qwen/Qwen3-1.7B", "dataset_name": "deepscaler", "max_prompt_length": 512,
+    "bf16": True, "learning_rate": 1e-6, "max_completion_length": 3584, "num_generations": 8,
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 16, "max_steps": 10,
+}  # fmt: skip
+ONE = Launch(1, "none", "one process")
+
+
+def estimate(gpu: str = "h200", compiled: bool = True, **changes) -> Estimate:
+    recipe = Recipe.from_settings({**SETTINGS, **AUTO, **changes}, 1)
+    return Estimate(recipe, ONE, GPUS[gpu], compiled=compiled)
+
+
+def test_no_recomputation_as_long_as_micro_batches_stay_efficient():
+    """On an H200 all is kept; on an H100 with 24 GiB less for the state of a larger model it is not."""
+    large, small = estimate(), estimate("h100-80")
+    assert large.choice.recomputation == "none" and large.choice.max_tokens >= EFFICIENT_TOKENS
+    assert (
+        small.choice.recomputation == "none" and EFFICIENT_TOKENS <= small.choice.max_tokens < large.choice.max_tokens
+    )
+    assert estimate("l40s").choice.recomputation != "none"
+
+
+@pytest.mark.parametrize("room", [2, 3, 5, 8, 13, 21, 34, 55, 89])
+@pytest.mark.parametrize("method", ["pacs", "grpo"])
+def test_the_choice_is_the_fastest_that_fits(room, method):
+    """Up to 2 %, within which less recomputation and smaller micro-batches win."""
+    workload = estimate(method=method).workload(1254)
+    choice = choose(workload, room * GIB)
+    most = {
+        recomputation: workload.tokens_that_fit(recomputation, 0.9 * room * GIB) for recomputation in RECOMPUTATIONS
+    }
+    possible = [name for name in RECOMPUTATIONS if most[name] >= workload.longest]
+    if not possible:
+        assert choice is None
+        return
+    assert workload.longest <= choice.max_tokens <= most[choice.recomputation]
+    seconds = workload.seconds(choice.recomputation, choice.max_tokens)
+    for recomputation in possible:
+        assert seconds <= 1.02 * workload.seconds(recomputation, min(most[recomputation], 10**6))
+
+
+def test_split_groups_cost_a_forward_pass_after_the_first_update():
+    """Three of four updates of a rollout: a group of 256 + 8 x 1,254 tokens fits into 10,288."""
+    pacs, grpo = (estimate(method=method).workload(1254) for method in ("pacs", "grpo"))
+    assert not pacs.splits_groups(10_288) and pacs.splits_groups(10_287)
+    whole, split = (pacs.passes(splits_groups=pacs.splits_groups(size)) for size in (10_288, 10_287))
+    assert split.gradient == whole.gradient == 1 and split.forward == whole.forward + 3 / 4
+    assert not grpo.splits_groups(5_000)
+    assert pacs.seconds("none", 10_287) > pacs.seconds("none", 10_288)
+
+
+def test_small_micro_batches_cost_time():
+    workload = estimate(method="grpo").workload(1254)
+    seconds = [workload.seconds("none", size) for size in (4096, 8192, 16384, 32768)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] - seconds[1] > 2 * (seconds[1] - seconds[2])  # above 8,192 tokens little is gained
+
+
+def test_what_is_set_is_not_chosen():
+    assert estimate(gradient_checkpointing=True).choice.recomputation == "full"
+    assert estimate(max_tokens_per_micro_batch=9000).choice.max_tokens == 9000
+    assert estimate(max_tokens_per_micro_batch=None).choice.max_tokens is None
+    fixed = estimate(gradient_checkpointing=False, max_tokens_per_micro_batch=5000)
+    assert fixed.choice[:2] == ("none", 5000) and fixed.tokens == 5000
+
+
+def test_on_a_cpu_nothing_is_recomputed():
+    choice = estimate(use_cpu=True, bf16=False).choice
+    assert choice[:2] == ("none", None)
+
+
+def test_plan_prints_the_choice_and_its_reason(plan):
+    _, output = plan(**AUTO | SETTINGS)
+    assert "auto               no recomputation, micro-batches of " in output and "GiB that are left)" in output
+    assert "packed: no padding" in output and "layers are compiled" in output
+    _, output = plan("--gpu", "l40s", **AUTO | SETTINGS | {"compile_layers": False})
+    assert "without recomputation" in output and "layers are compiled" not in output
+
+
+def test_a_completion_that_does_not_fit_is_a_conflict(plan):
+    status, output = plan("--gpu", "rtx4090", **AUTO | SETTINGS)
+    assert status == 1 and "A completion of 4,096 tokens" in output and "use_peft: true" in output
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"packing": "never"}, "padded: packing is never"),
+        (
+            {"attn_implementation": "flex_attention"},
+            "padded: attn_implementation=flex_attention is not packed, sdpa is",
+        ),
+        ({"attn_implementation": "sdpa"}, "packed: "),
+    ],
+)
+def test_plan_says_whether_completions_are_packed(plan, settings, words):
+    assert words in plan(**SETTINGS | settings)[1]
+
+
+def test_compiled_layers_and_attention_follow_from_the_recipe():
+    def executions(**changes):
+        recipe = Recipe.from_settings({**SETTINGS, **changes}, 1)
+        return Estimate(recipe, ONE).execution
+
+    assert executions().compiled and executions().attention == "sdpa"
+    assert not executions(compile_layers=False).compiled
+    assert not executions(torch_compile=True).compiled
+    assert executions(attn_implementation="flash_attention_4").attention == "fa4"
+    zero3 = replace(ONE, sharding="full", kind="DEEPSPEED")
+    assert not Estimate(Recipe.from_settings(SETTINGS, 1), zero3).execution.compiled
