@@ -30,7 +30,7 @@ def context_lengths(config: Any) -> dict[str, int | None]:
 
 
 # Keys of configs that bound how far a layer attends to earlier tokens.
-_WINDOWS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "window_size")
+WINDOW_KEYS = ("sliding_window", "sliding_window_size", "attention_window_size", "attention_chunk_size", "window_size")
 
 
 def attention_windows(config: Any) -> list[int]:
@@ -43,7 +43,7 @@ def attention_windows(config: Any) -> list[int]:
         layer_types = getattr(layer_config, "layer_types", None)
         if layer_types and set(layer_types) == {"full_attention"}:
             continue  # the window of such a config is not used
-        for key in _WINDOWS:
+        for key in WINDOW_KEYS:
             window = getattr(layer_config, key, None)
             if isinstance(window, int) and window > 0:
                 windows.add(window)

@@ -8,11 +8,11 @@ unless the loss reads more than log-probs (the routers of a mixture of experts):
 
 Positions in each of these branches continue from the prompt; a branch attends to the prompt and to itself.
 
-Models loaded with FlashAttention use its variable-length kernels. Models loaded with `attn_implementation="sdpa"` use
-the operator of `packed_attention.py`: PyTorch's variable-length kernel where it is available (CUDA, half precision),
-and otherwise calls per segment. All other models (eager or flex attention, sliding windows, soft-capped logits,
-recurrent state) are padded: see [`packing_backend`], and [`choose_forward_pass`], which detects cases that the config
-does not reveal.
+Models loaded with FlashAttention use its variable-length kernels. Models loaded with SDPA or eager attention use the
+operator of `packed_attention.py`: PyTorch's variable-length kernel where it is available (CUDA, half precision), and
+otherwise calls per segment. Each layer passes its sliding window, soft cap, and attention sinks. All other models
+(flex attention, chunked attention, recurrent state) are padded: see [`packing_backend`], and [`choose_forward_pass`],
+which detects cases that the config does not reveal.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,14 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from .context_length import WINDOW_KEYS
 from .packed_attention import Bounds, Logits, attend_packed
 
 
 PACKED = "pacs_packed_"  # prefix of the attention implementation that the model was loaded with
+
+# Types of layers that packed attention computes; layers with a window pass it to their attention.
+_PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 # Causal models whose layers build an additional mask from the data. Packing would drop this mask, and log-probs would
 # not change as long as the mask has its constant initial value.
@@ -104,7 +108,7 @@ class PackedRollouts:
         return inputs | {"key_indices": torch.from_numpy(np.concatenate(flat_indices))}
 
 
-def _packed_sdpa(
+def _packed_eager(
     module,
     query: torch.Tensor,  # (1, H, N, D), N packed tokens
     key: torch.Tensor,  # (1, H_kv, N, D)
@@ -118,14 +122,24 @@ def _packed_sdpa(
     max_length_k: int,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     query, key, value = _autocast(query, key, value)  # as F.scaled_dot_product_attention does by itself
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, key_indices, max_length_q, max_length_k)
     if dropout:
+        if sliding_window or softcap or s_aux is not None:
+            raise NotImplementedError("attention dropout with a window, a soft cap, or sinks")
         return _with_dropout(query, key, value, bounds, scale, dropout), None
-    return attend_packed(query, key, value, bounds, Logits(scale)), None
+    return attend_packed(query, key, value, bounds, Logits(scale, sliding_window, softcap), s_aux), None
+
+
+def _packed_sdpa(*args, softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs):
+    """Ignore soft caps and sinks, as SDPA in transformers does: log-probs are those of the model as it was loaded."""
+    return _packed_eager(*args, **kwargs)
 
 
 def _autocast(*states: torch.Tensor) -> list[torch.Tensor]:
@@ -165,36 +179,30 @@ def _packed_flash(
         config._attn_implementation = packed_implementation
 
 
-# No mask function is registered, so that transformers does not build a mask: for N packed tokens it would be a dense
-# (N, N) matrix.
+# By the attention implementation that a model is loaded with. No mask function is registered, so that transformers
+# builds no mask: for N packed tokens it would be a dense (N, N) matrix.
+_BACKENDS = {"sdpa": "sdpa", "eager": "sdpa", "flash_attention_2": "flash", "flash_attention_3": "flash"}
 AttentionInterface.register(f"{PACKED}sdpa", _packed_sdpa)
+AttentionInterface.register(f"{PACKED}eager", _packed_eager)
 for _implementation in ("flash_attention_2", "flash_attention_3"):
     AttentionInterface.register(f"{PACKED}{_implementation}", partial(_packed_flash, implementation=_implementation))
 
 
 def packing_backend(model: PreTrainedModel) -> str | None:
     """Return the packing backend of an unwrapped model (no PEFT, DDP or FSDP): `"flash"` for models loaded with
-    FlashAttention, `"sdpa"` for models with plain causal attention loaded with SDPA, and `None` if rollouts must be
-    padded."""
+    FlashAttention, `"sdpa"` for models loaded with SDPA or eager attention, and `None` if rollouts must be padded."""
     config = model.config.get_text_config()
-    if config.is_heterogeneous or _restricts_attention(config):
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
+    if not model._supports_attention_backend or config.model_type in _MASKED_BY_THEIR_LAYERS:
         return None
-    if not model._supports_attention_backend:
+    if not _PACKED_LAYER_TYPES.issuperset(layer_types) or _has_windows_by_layer_config(config):
         return None
-    implementation = config._attn_implementation
-    if implementation in ("flash_attention_2", "flash_attention_3"):
-        return "flash"
-    return "sdpa" if implementation == "sdpa" else None
+    return _BACKENDS.get(config._attn_implementation)
 
 
-def _restricts_attention(config: PreTrainedConfig) -> bool:
-    """Return whether a layer of the model may attend to less than all earlier tokens."""
-    if layer_types := getattr(config, "layer_types", None):
-        full_attention = set(layer_types) == {"full_attention"}
-    else:
-        full_attention = getattr(config, "sliding_window", None) is None
-    soft_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    return not full_attention or soft_capped or config.model_type in _MASKED_BY_THEIR_LAYERS
+def _has_windows_by_layer_config(config: PreTrainedConfig) -> bool:
+    """Return whether windows are settings of single layers (`per_layer_config`): only masks follow them."""
+    return config.is_heterogeneous and not config.per_layer_attributes.isdisjoint(WINDOW_KEYS)
 
 
 @contextmanager

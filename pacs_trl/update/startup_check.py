@@ -3,8 +3,8 @@
 Packing, padding, and TRL's fused head assume that a model is causal, that its layers forward the keyword arguments of
 packed attention, and that the head directly follows the backbone. Otherwise training would silently use wrong
 log-probs, so those of three short sequences are compared with the logits of the model for each sequence alone. If the
-model has layers with an attention window, and rollouts can be longer, so are those at the end of a sequence that is
-longer than the window."""
+model has layers with an attention window, and rollouts can be longer, so are those of two completions of a prompt that
+is longer than the window."""
 
 import inspect
 import itertools
@@ -172,7 +172,7 @@ def _difference(
 
 
 def _batches(config: PreTrainedConfig, longest: int | None) -> list[Batch]:
-    """Return the micro-batches to compare: three short sequences, and one that is longer than the largest attention
+    """Return the micro-batches to compare: three short sequences, and two that are longer than the largest attention
     window that sequences of `longest` tokens can exceed, if there is one."""
     sample = _token_sampler(config)
     batches = [_short_sequences(sample)]
@@ -180,7 +180,7 @@ def _batches(config: PreTrainedConfig, longest: int | None) -> list[Batch]:
     reached = [window for window in attention_windows(config) if window < min(longest or math.inf, context)]
     if reached:
         length = reached[-1] + max(reached[-1] // 8, 4 * _ENDING)
-        batches.append(_sequence_that_repeats_its_start(sample, int(min(length, context))))
+        batches.append(_sequences_that_repeat_their_start(sample, int(min(length, context))))
     return batches
 
 
@@ -216,11 +216,13 @@ def _short_sequences(sample: Callable[[int], list[int]]) -> Batch:
     return [shared, shared, other], [first, first[:SAME] + second[SAME:], third]
 
 
-def _sequence_that_repeats_its_start(sample: Callable[[int], list[int]], length: int) -> Batch:
-    """Return a sequence whose last tokens are its first ones, so that models that attend to its start predict them."""
+def _sequences_that_repeat_their_start(sample: Callable[[int], list[int]], length: int) -> Batch:
+    """Return two sequences with one prompt whose last tokens are its first ones, so that models that attend to its
+    start predict them."""
     start = sample(2 * _ENDING)
     middle = sample(length - 2 * len(start))
-    return [[*start, *middle, *start[:_ENDING]]], [start[_ENDING:]]
+    prompt = [*start, *middle, *start[:_ENDING]]
+    return [prompt, prompt], [start[_ENDING:], start[_ENDING : _ENDING + SAME] + sample(_ENDING - SAME)]
 
 
 def model_head_outputs(

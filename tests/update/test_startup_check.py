@@ -76,29 +76,44 @@ def without_borders(module, query, key, value, attention_mask, scaling=None, **k
     return out.transpose(1, 2), None
 
 
-@pytest.mark.parametrize("model_type", ["modernbert-decoder", "inkling_text", "llama4_text", "recurrent_gemma"])
-def test_modules_between_backbone_and_head(caplog, model_type):
+@pytest.mark.parametrize(
+    "model_type, packing",
+    [("modernbert-decoder", "sdpa"), ("inkling_text", None), ("llama4_text", None), ("recurrent_gemma", None)],
+)
+def test_modules_between_backbone_and_head(caplog, model_type, packing):
     model = build(model_type)
     forward_pass = chosen(model, temperature=0.7)
-    assert (forward_pass.packing, forward_pass.fused) == (None, False) and model_type in caplog.text
+    assert (forward_pass.packing, forward_pass.fused) == (packing, False) and model_type in caplog.text
     assert_exact(forward_pass, model, temperature=0.7)
 
 
-@pytest.mark.parametrize("longest, packing, num_sequences", [(16, "sdpa", 3), (17, None, 4), (None, None, 4)])
-def test_windows_that_sequences_exceed_are_seen(caplog, longest, packing, num_sequences):
-    """Of 16 tokens, in a model that is packed as if it had none."""
+@pytest.mark.parametrize("longest, packing, num_sequences", [(16, "sdpa", 3), (17, None, 5), (None, None, 5)])
+def test_windows_that_sequences_exceed_are_seen(monkeypatch, caplog, longest, packing, num_sequences):
+    """Of 16 tokens, in a model whose packed attention has no window."""
     model = build("mistral").eval()
-    forward_pass = scorer_of(model)
-    assert forward_pass.packing is None
-    forward_pass.packing = "sdpa"
+    mapping = transformers.AttentionInterface._global_mapping
+    attend = mapping["pacs_packed_sdpa"]
+    without_window = lambda *args, sliding_window, **kwargs: attend(*args, **kwargs)  # noqa: E731
+    monkeypatch.setitem(mapping, "pacs_packed_sdpa", without_window)
     lengths = []
     model.register_forward_pre_hook(
         lambda _, given, inputs: lengths.append(inputs["input_ids"].shape), with_kwargs=True
     )
+    forward_pass = scorer_of(model)
     choose_forward_pass(forward_pass, model, longest=longest)
     assert forward_pass.packing == packing and ("packed" in caplog.text) == (packing is None)
     assert lengths[num_sequences - 1][0] == 1 and lengths[num_sequences][1] > 11  # own passes, then packed ones
-    assert max(length for _, length in lengths) == (48 if num_sequences == 4 else lengths[3][1])
+    assert max(length for batch, length in lengths[:num_sequences]) == (48 if num_sequences == 5 else 11)
+
+
+@pytest.mark.parametrize("reach", [15, 17])
+def test_a_window_that_is_off_by_one_is_seen(monkeypatch, caplog, reach):
+    model = build("mistral").eval()
+    mapping = transformers.AttentionInterface._global_mapping
+    attend = mapping["pacs_packed_sdpa"]
+    other_window = lambda *args, sliding_window, **kwargs: attend(*args, sliding_window=reach, **kwargs)  # noqa: E731
+    monkeypatch.setitem(mapping, "pacs_packed_sdpa", other_window)
+    assert chosen(model).packing is None and " nats" in caplog.text
 
 
 def test_logits_of_a_long_sequence_are_those_of_its_end_only():

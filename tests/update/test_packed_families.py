@@ -1,0 +1,131 @@
+"""Families with windows, attention sinks, soft caps, and wide heads are packed exactly, and the comparison notices
+each of these mechanisms."""
+
+import pytest
+import torch
+from architectures import build
+from seeds import shifted
+
+from pacs_trl.update import packing
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
+
+
+# Model types, with the attention that they are loaded with. All have layers with a window of 16 tokens, most beside
+# layers with full attention, whose heads have a width of 512 in Gemma 4.
+FAMILIES = [
+    *(("sdpa", name) for name in ("cohere2", "exaone4", "gemma2", "gemma3_text", "gemma4_text", "gemma3n_text")),
+    *(("sdpa", name) for name in ("ministral", "mistral", "olmo3")),
+    *(("eager", name) for name in ("gemma2", "gpt_oss")),
+]
+LENGTHS = [(20, 30), (20, 5), (20, 19), (7, 40)]  # of prompts, the first of which is the same three times
+
+
+class Micro:
+    """Rollouts that are longer than the windows, and random weights of their tokens."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(shifted(1))
+        shared, other, *self.completions = (
+            torch.randint(5, 100, (n,), generator=generator).tolist() for n in (20, 7, *(n for _, n in LENGTHS))
+        )
+        self.prompts = [shared, shared, shared, other]
+        self.weights = [torch.randn(n, generator=generator) for _, n in LENGTHS]
+
+    def packed(self, model, *micro_batches: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probs of micro-batches and the gradient of their weighted sum."""
+        forward_pass, logps = ForwardPass(model, torch.device("cpu")), {}
+        assert forward_pass.packing == "sdpa"
+        model.zero_grad()
+        for indices in micro_batches:
+            rollouts = ([ids[i] for i in indices] for ids in (self.prompts, self.completions))
+            with fused_head(model), forward_pass.attention():
+                logps |= dict(zip(indices, forward_pass.compute_logps(model, *rollouts).logps, strict=True))
+                sum(torch.dot(logps[i], self.weights[i].to(logps[i].dtype)) for i in indices).backward()
+        return torch.cat([logps[i].detach() for i in sorted(logps)]), gradient(model)
+
+    def alone(self, model) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the same from the model's logits for one sequence at a time."""
+        model.zero_grad()
+        logps = []
+        for prompt, completion, weight in zip(self.prompts, self.completions, self.weights, strict=True):
+            logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0]
+            values = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
+            logps.append(values.gather(1, torch.tensor(completion)[:, None])[:, 0])
+            torch.dot(logps[-1], weight.to(logits.dtype)).backward()
+        return torch.cat(logps).detach(), gradient(model)
+
+
+def gradient(model) -> torch.Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+def build_family(implementation: str, model_type: str) -> torch.nn.Module:
+    model = build(model_type)
+    if implementation == "sdpa" and not model._supports_sdpa:
+        pytest.skip("this version of transformers has no SDPA for this model")
+    model.set_attn_implementation(implementation)
+    if model_type == "gemma2":
+        for layer in model.model.layers:
+            layer.self_attn.attn_logit_softcapping = 1.5  # of logits of about 1, instead of 50
+    return model
+
+
+def error(computed: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((computed - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("implementation, model_type", FAMILIES)
+def test_families_are_packed_exactly(implementation, model_type):
+    model, micro = build_family(implementation, model_type), Micro()
+    logps, packed_gradient = micro.packed(model, [0, 1, 2, 3])
+    expected_logps, expected_gradient = micro.alone(model)
+    torch.testing.assert_close(logps, expected_logps, rtol=0, atol=1e-4)
+    assert error(packed_gradient, expected_gradient) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma4_text", "gpt_oss", "mistral"])
+def test_any_split_into_micro_batches_has_the_same_gradient(model_type):
+    implementation = "sdpa" if model_type in ("gemma4_text", "mistral") else "eager"
+    model, micro = build_family(implementation, model_type).double(), Micro()
+    model.config._experts_implementation = "eager"  # grouped products of experts exist in float32 only
+    _, together = micro.packed(model, [0, 1, 2, 3])
+    for split in ([[0], [1], [2], [3]], [[0, 3], [1, 2]], [[2, 0], [3, 1]]):
+        assert error(micro.packed(model, *split)[1], together) < 1e-6  # the fused head computes in float32
+
+
+MUTATIONS = {
+    "window one longer": lambda logits, sinks: (logits._replace(window=logits.window and logits.window + 1), sinks),
+    "window one shorter": lambda logits, sinks: (logits._replace(window=logits.window and logits.window - 1), sinks),
+    "soft cap": lambda logits, sinks: (logits._replace(softcap=2.0), sinks),
+    "no soft cap": lambda logits, sinks: (logits._replace(softcap=None), sinks),
+    "other sinks": lambda logits, sinks: (logits, sinks + 0.1),
+    "no sinks": lambda logits, sinks: (logits, None),
+}
+
+
+@pytest.mark.parametrize(
+    "implementation, model_type, mutation",
+    [
+        *((*family, f"window one {change}") for family in FAMILIES for change in ("longer", "shorter")),
+        ("eager", "gemma2", "soft cap"),
+        ("eager", "gemma2", "no soft cap"),
+        ("eager", "gpt_oss", "other sinks"),
+        ("eager", "gpt_oss", "no sinks"),
+    ],
+)
+def test_the_comparison_notices_a_wrong_mechanism(monkeypatch, implementation, model_type, mutation):
+    model, micro, attend = build_family(implementation, model_type), Micro(), packing.attend_packed
+
+    def mutated(query, key, value, bounds, logits, sinks=None):
+        return attend(query, key, value, bounds, *MUTATIONS[mutation](logits, sinks))
+
+    expected_logps, expected_gradient = micro.alone(model)
+    monkeypatch.setattr(packing, "attend_packed", mutated)
+    logps, packed_gradient = micro.packed(model, [0, 1, 2, 3])
+    assert (logps - expected_logps).abs().max() > 1e-3 and error(packed_gradient, expected_gradient) > 1e-3
+
+
+def test_sinks_are_trained():
+    model, micro = build_family("eager", "gpt_oss"), Micro()
+    micro.packed(model, [0, 1, 2, 3])
+    assert all(layer.self_attn.sinks.grad.abs().min() > 0 for layer in model.model.layers)
