@@ -78,7 +78,8 @@ def run_ppo(directory: Path, num_processes: int, model_path: str, **more_setting
 
 
 def evaluate(directory: Path, num_processes: int, **more_settings) -> dict[str, float]:
-    """An evaluation on five prompts with four completions each, which eight processes fill up to eight prompts."""
+    """An evaluation on five prompts with four completions each, which eight processes fill up to eight prompts. FSDP2
+    shards the model when training begins, with a learning rate of 0 here."""
 
     def reward(prompts, completion_ids, **kwargs):
         return [(len(str(prompt)) + 3 * len(ids)) % 7 / 7 for prompt, ids in zip(prompts, completion_ids)]
@@ -90,8 +91,9 @@ def evaluate(directory: Path, num_processes: int, **more_settings) -> dict[str, 
         more={"eval_dataset": addition_dataset(5), "rollout_func": numbered},
         per_device_eval_batch_size=32 // num_processes,
         num_generations_eval=4,
-        **sized(ONE_UPDATE, num_processes) | more_settings,
+        **sized(ONE_UPDATE, num_processes) | {"max_steps": 1, "learning_rate": 0.0} | more_settings,
     )
+    trainer.train()
     metrics = trainer.evaluate()
     return {name: metrics[f"eval_{name}"] for name in ("loss", "entropy", "reward", "reward_std")}
 

@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "zero3": {"ACCELERATE_USE_CPU": "false", "ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"},
 }
 KINDS = ["ddp", "fsdp2", "hybrid", "zero3"]
-_launches: dict[str, tuple] = {}
+_launches: dict[str, tuple | None] = {}
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +28,11 @@ def launch(tmp_path_factory, model_path):
             require("deepspeed")
         if kind not in _launches:
             directory = tmp_path_factory.mktemp(kind)
+            _launches[kind] = None  # if it fails, it is not launched again
             arguments = eight.run_all, (directory, kind, model_path), directory
             on_several(number, run_and_save, *arguments, outputs=directory, **ENVIRONMENT.get(kind, {}))
             _launches[kind] = torch.load(directory / "result.0"), directory
+        assert _launches[kind] is not None, f"the launch of {kind} has failed"
         return _launches[kind]
 
     yield launched
