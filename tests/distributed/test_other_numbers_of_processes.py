@@ -55,23 +55,35 @@ def on_processes(directory):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("runs")
-    runs = {"1": {name: train(directory / "1", 1, name) for name in RUNS}}
-    for number in (2, 3):
-        on_several(number, run_and_save, on_processes, (directory,), directory, outputs=directory)
-        result = torch.load(directory / "result.0")
-        runs |= {str(number): result["straight"], f"1 to {number}": result["continued"]}
-        before = directory / str(number)
-        runs[f"{number} to 1"] = {
-            name: train(directory / f"{number} to 1", 1, name, checkpoint(before, name)) for name in RUNS
-        }
-    return runs
+def one(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("one")
+    return directory, {name: train(directory / "1", 1, name) for name in RUNS}
 
 
-@pytest.mark.parametrize("change", ["2", "1 to 2", "2 to 1", "3", "1 to 3", "3 to 1"])
+def runs_of(number: int, one) -> dict[str, dict]:
+    directory, result_of_one = one
+    on_several(number, run_and_save, on_processes, (directory,), directory, outputs=directory)
+    result, before = torch.load(directory / "result.0"), directory / str(number)
+    back = {name: train(directory / f"{number} to 1", 1, name, checkpoint(before, name)) for name in RUNS}
+    return {"1": result_of_one, "N": result["straight"], "1 to N": result["continued"], "N to 1": back}
+
+
+@pytest.fixture(scope="module")
+def two(one):
+    return runs_of(2, one)
+
+
+@pytest.fixture(scope="module")
+def three(one):
+    return runs_of(3, one)
+
+
+# Shares of three processes are unequal.
+@pytest.mark.parametrize("number", [pytest.param("two", marks=pytest.mark.slow), "three"])
+@pytest.mark.parametrize("change", ["N", "1 to N", "N to 1"])
 @pytest.mark.parametrize("name", RUNS)
-def test_the_weights_are_those_of_a_run_without_a_stop(runs, name, change):
+def test_the_weights_are_those_of_a_run_without_a_stop(request, name, change, number):
+    runs = request.getfixturevalue(number)
     expected, result = runs["1"][name], runs[change][name]
     start = trainable_weights(tiny_model())
     change_of_weights = {key: expected["weights"][key] - start[key] for key in start}
