@@ -31,6 +31,14 @@ class FailedRun(RuntimeError):
     """A run that had started cannot continue; the message is for the user."""
 
 
+class FailedElsewhere(FailedRun):
+    """A run cannot continue because of another rank; `prints` says whether this one tells the user."""
+
+    def __init__(self, message: str, *, prints: bool):
+        super().__init__(message)
+        self.prints = prints
+
+
 @contextmanager
 def without_exit(what: str) -> Iterator[None]:
     """Raise a [`FailedRun`] if a user's code inside, which `what` names, would end the process: a command that has
@@ -78,7 +86,8 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
     except Exception as error:
         if not _is_for_the_user(error):
             raise
-        print(f"{program}: {error}", file=sys.stderr)
+        if getattr(error, "prints", True):
+            print(f"{program}: {error}", file=sys.stderr)
         return 1 if _ended_run(error) or isinstance(error, FailedRun | subprocess.CalledProcessError) else 2
     return status if isinstance(status, int) else 0
 

@@ -65,6 +65,12 @@ def is_overdue(signaled: float) -> bool:
     return bool(started) and time.monotonic() >= max(signaled, min(started)) + PATIENCE
 
 
+def seconds_in_user_code() -> float | None:
+    """Return since how many seconds the main thread has waited for a user's code; `None` if it does not."""
+    started = list(_started.values())
+    return time.monotonic() - min(started) if started else None
+
+
 def call_or_stop(function: Callable, *args: Any) -> Any:
     """Call a function that calls a user's code. All processes must call this; it raises [`Stopped`] on all of them if
     that code was interrupted on one. The function must not make other processes wait."""

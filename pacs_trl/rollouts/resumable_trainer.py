@@ -20,6 +20,7 @@ from .callbacks import StopOnSignal
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
 from .process_count import seed_process
+from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
 
 
@@ -42,7 +43,7 @@ class ResumableTrainer(GRPOTrainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         self._prepare_memory(resume_from_checkpoint or None)
-        with checkpoint.reporting_full_disk(self.args.output_dir):
+        with watching_ranks(self), checkpoint.reporting_full_disk(self.args.output_dir):
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Stopped:
@@ -87,6 +88,8 @@ class ResumableTrainer(GRPOTrainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         self._reset_run()
+        if self.args.save_strategy != "no":
+            check_shared_folder(self.accelerator, self.args.output_dir)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             checkpoint.load_state(self, Path(resume_from_checkpoint))

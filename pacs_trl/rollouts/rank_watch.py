@@ -1,0 +1,224 @@
+"""Watch of the other ranks of a run.
+
+A rank that is killed, fails, or hangs in a user's code leaves the others waiting in a collective operation: with NCCL
+until a watchdog aborts the process, with gloo until a timeout, and neither says which rank is to blame. A thread on
+each rank therefore writes a sign of life to the store of the process group and reads those of the others. If one is
+missing, all ranks end with exit code 1, and the first of them that lives says which rank ended and why.
+"""
+
+import json
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from accelerate.utils import broadcast_object_list, gather_object
+
+from ..errors import FailedElsewhere
+from . import interruption
+from .checkpoint_files import last_checkpoint
+
+
+INTERVAL = 2.0  # seconds between signs of life
+SILENCE = 60.0  # seconds without a sign of life after which a rank on another machine counts as dead
+GRACE = 10.0  # seconds in which the main thread may end by itself, before its process does
+
+_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|broken pipe|process group", re.IGNORECASE)
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return whether an error comes from an operation that another rank did not take part in."""
+    is_generic = type(error) is RuntimeError and _COLLECTIVE.search(str(error)) is not None
+    return is_generic or isinstance(error, dist.DistError)
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process of this machine has ended, also if its parent has not noticed yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return Path("/proc/self").exists()
+
+
+class RankWatch:
+    """
+    Signs of life of this rank, and watch of the others.
+
+    Args:
+        store (`torch.distributed.Store`): Store of the process group; the watch is its only user in its thread.
+        rank, num_ranks (`int`): Index of this rank, and number of ranks.
+        limit (`float`): Seconds that a call of a user's code may take.
+        output_dir (`str`): Directory of the run, whose last checkpoint the message names.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, *, limit: float, output_dir: str):
+        self._store, self._rank, self._num_ranks = store, rank, num_ranks
+        self._limit, self._output_dir = limit, output_dir
+        self._count = 0
+        self._failure: str | None = None  # of this rank
+        self._last: dict[int, tuple[dict, float]] = {}  # last sign of each rank, and when it was new
+        self._ended, self._has_problem = threading.Event(), threading.Event()
+        self.problem: str | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def start(self) -> None:
+        self._write("running")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the watch; the other ranks no longer expect signs of life."""
+        self._ended.set()
+        self._thread.join(INTERVAL)
+        self._write("failed" if self._failure else "ended")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the other ranks why this one ends."""
+        text = str(error).strip().splitlines()
+        self._failure = f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
+        self._write("failed")
+
+    def explain(self, error: BaseException) -> FailedElsewhere | None:
+        """Wait until it is known which rank caused an error of a collective operation. Returns `None` if all live."""
+        if not self._has_problem.wait(SILENCE + 2 * INTERVAL):
+            return None
+        return FailedElsewhere(self._message(), prints=self._is_first_alive())
+
+    # Thread ---------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._ended.wait(INTERVAL):
+            try:
+                self._write("running")
+                self._read()
+            except (RuntimeError, OSError):
+                self.problem = self.problem or "The process that holds the store of the process group has ended"
+            self.problem = self.problem or self._problem()
+            if self.problem is not None:
+                self._has_problem.set()
+                if not self._ended.wait(GRACE):  # the main thread waits for a rank that does not come
+                    self._end_process()
+                return
+
+    def _end_process(self) -> None:
+        if self._is_first_alive():
+            print(f"pacs-trl train: {self._message()}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    def _write(self, state: str) -> None:
+        self._count += 1
+        busy = interruption.seconds_in_user_code()
+        sign = {"count": self._count, "state": state, "busy": busy, "failure": self._failure}
+        sign |= {"pid": os.getpid(), "host": socket.gethostname()}
+        try:
+            self._store.set(self._key(self._rank), json.dumps(sign))
+        except (RuntimeError, OSError):
+            if state == "running":
+                raise
+
+    def _read(self) -> None:
+        for rank in range(self._num_ranks):
+            if self._store.check([self._key(rank)]):
+                sign = json.loads(self._store.get(self._key(rank)))
+                if rank not in self._last or sign["count"] != self._last[rank][0]["count"]:
+                    self._last[rank] = sign, time.monotonic()
+
+    def _problem(self) -> str | None:
+        """Return what is wrong with a rank, if anything is."""
+        for rank, (sign, _) in sorted(self._last.items()):
+            name = f"Rank {rank} (process {sign['pid']} on {sign['host']})"
+            if sign["state"] == "failed" and rank != self._rank:
+                return f"{name} has failed with {sign['failure']}"
+            if self._is_dead(rank):
+                return f"{name} has ended without a message, as after kill -9 or when memory runs out"
+            if sign["busy"] is not None and sign["busy"] > self._limit:
+                return (
+                    f"{name} has waited {sign['busy']:.0f} s for a reward function, tool, or rollout function, longer "
+                    f"than ddp_timeout={self._limit:g}"
+                )
+        return None
+
+    def _is_dead(self, rank: int) -> bool:
+        sign, seen = self._last[rank]
+        if sign["state"] != "running" or rank == self._rank:
+            return False
+        if sign["host"] == socket.gethostname() and _has_ended(sign["pid"]):
+            return True
+        return time.monotonic() - seen > SILENCE
+
+    def _is_first_alive(self) -> bool:
+        others = [r for r, (sign, _) in self._last.items() if r < self._rank and sign["state"] == "running"]
+        return not any(not self._is_dead(rank) for rank in others)
+
+    def _message(self) -> str:
+        last = last_checkpoint(self._output_dir)
+        where = f"from {last}" if last else "from the beginning: no checkpoint is complete"
+        return (
+            f"{self.problem}, so the other {self._num_ranks - 1} ranks have stopped. Find the cause in its log, and "
+            f"continue with `--resume_from_checkpoint last`, {where}."
+        )
+
+    def _key(self, rank: int) -> str:
+        return f"pacs_trl/rank_watch/{rank}"
+
+
+def check_shared_folder(accelerator: Any, output_dir: str) -> None:
+    """Raise a `ValueError` on all ranks if one does not see the folder of checkpoints that rank 0 sees: the parts that
+    ranks write there would not be found by the run that resumes."""
+    token = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])[0]
+    file = Path(output_dir, token)
+    if accelerator.is_main_process:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    accelerator.wait_for_everyone()
+    sees_file = any(_exists_soon(file))
+    places = gather_object([None if sees_file else f"rank {accelerator.process_index} on {socket.gethostname()}"])
+    if accelerator.is_main_process:
+        file.unlink()
+    if missing := [place for place in places if place is not None]:
+        raise ValueError(
+            f"output_dir={output_dir!r} is not the same folder on all ranks: {', '.join(missing)} do not see a file "
+            'that rank 0 wrote there. Put it on a file system that all nodes share, or set save_strategy: "no".'
+        )
+
+
+def _exists_soon(file: Path) -> Iterator[bool]:
+    """Yield whether a file exists a few times: file systems of clusters show new files after seconds."""
+    for seconds in (0.0, 0.1, 1.0, 4.0):
+        time.sleep(seconds)
+        yield file.exists()
+
+
+@contextmanager
+def watching_ranks(trainer: Any) -> Iterator[None]:
+    """Watch the other ranks while a trainer trains."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    watch = RankWatch(
+        dist.distributed_c10d._get_default_store().clone(),
+        dist.get_rank(),
+        dist.get_world_size(),
+        limit=trainer.args.ddp_timeout,
+        output_dir=trainer.args.output_dir,
+    )
+    watch.start()
+    try:
+        yield
+    except Exception as error:
+        if not is_collective_error(error):
+            watch.fail(error)
+            raise
+        explanation = watch.explain(error)
+        if explanation is None:
+            raise
+        raise explanation from error
+    finally:
+        watch.stop()
