@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from experts import tiny_experts
 from fake_llm import SleepingLLM, play_colocated
 from long_way import CORRECTION, RaggedGroups
 from replay import (
@@ -319,6 +320,15 @@ def grpo(rank, directory, **how):
     return {name: found[name] for name in ("final", "logs")}
 
 
+def experts(rank, directory, **how):
+    """A mixture of experts with the loss of its routers. All completions fit into one micro-batch, so that the second
+    process has none."""
+    settings = {"router_aux_loss_coef": 1.0, "packing": "never", "max_tokens_per_micro_batch": 2000}
+    settings |= HALF | {"model": tiny_experts(), "learning_rate": 0.01, "max_steps": 4}
+    found = record(directory, settings | how, {"uniform_groups": 2}, trainer_class=GRPOTrainer)
+    return {name: found[name] for name in ("final", "logs", "gradients")}
+
+
 def replayed(rank, directory, name, **how):
     settings, replay = REPLAYED[name]
     return record(directory, {**settings, **how}, replay)
@@ -329,6 +339,7 @@ GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "bench
 GENERATING |= {"drawn where needed": drawn_where_needed}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
 DDP |= {
+    "experts": experts,
     "held out": held_out,
     "zero proxies": zero_proxies,
     "not finite": not_finite,

@@ -21,6 +21,7 @@ from scenarios import (
     REPLAYED,
     SHARDED,
     benchmarks,
+    experts,
     held_out,
     probabilities,
     run_all,
@@ -201,6 +202,16 @@ def test_token_weights_bonus_and_correction_are_those_of_one_process(tmp_path, r
     for mine, other, expected in zip(*logs, strict=True):
         assert mine == other and mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert [len(log) for log in logs[0]] == [12, 7, 12, 7] and logs[0][-1]["hidden/bonus"] > 0.01
+    assert relative_error(first["final"], one["final"]) < RELATIVE
+
+
+def test_loads_of_experts_are_those_of_one_process(tmp_path, ddp):
+    first, second = both(ddp, "experts")
+    one = experts(0, tmp_path, per_device_train_batch_size=8)
+    for mine, other, expected in zip(first["logs"], second["logs"], one["logs"], strict=True):
+        for name in ("loss", "aux_loss", "grad_norm"):
+            assert mine[name] == other[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
+    assert relative_error(first["gradients"][0], one["gradients"][0]) < RELATIVE
     assert relative_error(first["final"], one["final"]) < RELATIVE
 
 
