@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from trl import GRPOConfig, get_peft_config, get_quantization_config
 from . import rewards
 from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
+from .data.images import has_images
 from .data.sets import MINIATURE
 from .errors import during_run, without_exit
 from .recipe import LAST, NONE, Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
@@ -32,6 +34,7 @@ from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
 from .rollouts.checkpoint import check_same_adapter
 from .rollouts.checkpoint_files import check_complete, last_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
+from .rollouts.image_checkpoints import processor_of
 from .rollouts.process_count import check_processes, read_saved_run
 from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step
@@ -75,8 +78,11 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         check_same_adapter(checkpoint, peft_config)
     with without_exit("The environment"):
         train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
+    processing_class = tokenizer
+    if has_images(train_dataset):
+        processing_class = processor_of(recipe.model.model_name_or_path, training)
     if recipe.model.model_name_or_path.startswith(MINIATURE):
-        tokenizer = _make_warm_start(recipe)
+        processing_class = _make_warm_start(recipe)
 
     with (
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
@@ -88,7 +94,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
             args=training,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
+            processing_class=processing_class,
             quantization_config=get_quantization_config(recipe.model),
             peft_config=peft_config,
             callbacks=[tracking, stopping],
@@ -179,7 +185,8 @@ def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], envi
         num_examples = int(recipe.step.rollouts(training.max_steps) * recipe.step.prompts_per_generation)
         datasets = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
     else:
-        datasets = load_training_data(data, tokenizer, training.chat_template_kwargs)
+        load_processor = partial(processor_of, recipe.model.model_name_or_path, training)
+        datasets = load_training_data(data, tokenizer, training.chat_template_kwargs, load_processor)
     check_number_of_prompts(len(datasets[0]), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
         check_dataset("the training set", datasets[0], reward_funcs, OWN_PARAMETERS)

@@ -69,9 +69,7 @@ def image_tokenizer(model_type: str, *, only_blocks: bool = False) -> PreTrained
         names = {"boi_token": tokens[0], "image_token": tokens[1], "eoi_token": tokens[2]}
     if model_type in ("idefics3", "smolvlm"):
         names = {"fake_image_token": tokens[0], "image_token": tokens[1], "global_image_token": tokens[2]}
-    for name, token in names.items():
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    tokenizer._set_model_specific_special_tokens(special_tokens=names)  # with attributes for the ids, also when saved
     blocks = _BLOCKS.replace("PLACEHOLDER", "{{ '" + PLACEHOLDERS[model_type] + "' }}")
     content = blocks if only_blocks else _TEXT_OR_BLOCKS.replace("BLOCKS", blocks)
     tokenizer.chat_template = _TEMPLATE.replace("CONTENT", content)

@@ -7,7 +7,7 @@ Named training sets and benchmarks are in `problem_sets.yaml`. Both use the load
 import inspect
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +17,10 @@ from pyarrow import ArrowException
 from ..settings.checks import refuse_illegal_values
 from ..settings.fields import setting
 from . import gym
+from .images import COLUMNS as IMAGE_COLUMNS
+from .images import dataset_prompt_lengths, has_images, with_absolute_paths
 from .messages import MessageCheck, content_as_text
-from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_lengths, prompt_of, read_problem
+from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
 from .sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns, require_columns
 
@@ -146,10 +148,11 @@ def load_training_data(
     args: DataArguments,
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    load_processor: Callable[[], Any] | None = None,
 ) -> "tuple[Dataset, Dataset | None]":
     """
     Load, prepare, filter, shuffle, and split the training problems. `tokenizer` and `chat_template_kwargs` measure
-    prompt lengths.
+    prompt lengths; if the data has images, the result of `load_processor` instead of the tokenizer.
 
     Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. An unused
     `prompt` or `solution` column of the source is replaced; every other column is kept.
@@ -181,11 +184,15 @@ def load_training_data(
         rows = gym.gym_rows(args.reasoning_gym, args.dataset_size or gym.DEFAULT_SIZE, args.dataset_seed)
     else:
         rows = load_rows(args.dataset_name, entry, path)
+    if path is not None:
+        rows = [with_absolute_paths(row, Path(path).parent) for row in rows]
     dataset = _prepare(rows, entry, args)
+    if tokenizer is not None and load_processor is not None and has_images(dataset):
+        tokenizer = load_processor()
     if tokenizer is not None:
         MessageCheck(tokenizer, chat_template_kwargs).check(repr(args.dataset_name), dataset["prompt"])
     if (limit := args.max_prompt_length) is not None:
-        lengths = prompt_lengths(dataset["prompt"], tokenizer, chat_template_kwargs)
+        lengths = dataset_prompt_lengths(repr(args.dataset_name), dataset, tokenizer, chat_template_kwargs)
         fitting = [i for i, length in enumerate(lengths) if length <= limit]
         if len(fitting) < len(dataset):
             logger.warning(
@@ -246,7 +253,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     columns = {name: [row.get(name) for row in usable] for name in names}
     if entry.solution_column in columns and _type_error(columns[entry.solution_column]) is not None:
         columns[entry.solution_column] = solutions  # text, numbers, and lists together
-    for name in ("image", "images"):  # of sets for text and images, whose null TRL would read as an image
+    for name in IMAGE_COLUMNS:  # of sets for text and images
         if name in columns and all(value is None for value in columns[name]):
             del columns[name]
     columns |= {"prompt": prompts, "solution": solutions}

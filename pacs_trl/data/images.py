@@ -6,13 +6,17 @@ An image is a PIL image, what a dataset with an `Image` column has undecoded, a 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from transformers import ProcessorMixin
 from transformers.image_utils import load_image
 from trl.data_utils import prepare_multimodal_messages
+
+from .prompts import prompt_lengths
 
 
 COLUMNS = ("image", "images")
@@ -160,6 +164,36 @@ def _key(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return tuple(_key(inner) for inner in value)
     return id(value) if _is_pil(value) else repr(value)
+
+
+def dataset_prompt_lengths(
+    name: str,
+    dataset: Any,
+    tokenizer: Any,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Any] | None = None,
+) -> list[int]:
+    """Count the tokens of the prompts of a dataset, with a tokenizer, or with a processor and the images; raises the
+    errors of [`image_prompt_lengths`]."""
+    if isinstance(tokenizer, ProcessorMixin):
+        return image_prompt_lengths(name, dataset, tokenizer, chat_template_kwargs)
+    return prompt_lengths(dataset["prompt"][:], tokenizer, chat_template_kwargs, tools)
+
+
+def with_absolute_paths(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a row whose images in columns, if they are paths of files in `folder`, have absolute paths."""
+
+    def absolute(image: Any) -> Any:
+        if isinstance(image, str) and "://" not in image and (folder / image).is_file():
+            return str((folder / image).resolve())
+        return image
+
+    changed = dict(row)
+    if "image" in row:
+        changed["image"] = absolute(row["image"])
+    if isinstance(row.get("images"), list):
+        changed["images"] = [absolute(image) for image in row["images"]]
+    return changed
 
 
 def image_prompt_lengths(

@@ -24,6 +24,7 @@ from ..data.environments import (
     prepare_environments,
     reward_functions_of,
 )
+from ..data.images import image_blocks, images_of_columns
 from ..data.prompts import read_problem
 from ..data.sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
 from ..settings import did_you_mean
@@ -281,6 +282,11 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     try:
         answer = gold_answer(row[entry.solution_column], entry.answer_in)
         problem = read_problem(row[entry.problem_column], entry.problem_column)
+        if images_of_columns(row) or next(image_blocks(problem), None) is not None:
+            raise ValueError(
+                "it has images, and benchmarks are text. Hold examples out of the training data instead, with "
+                "eval_split_size."
+            )
         if answer is None or problem is None:
             column = entry.problem_column if problem is None else entry.solution_column
             raise ValueError(f"the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or complete it.")

@@ -17,12 +17,13 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ..data import TRAINING_SETS, load_training_data
 from ..data.environments import environment_of_user
-from ..data.prompts import prompt_lengths
+from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
 from ..recipe import Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
+from ..rollouts.image_checkpoints import processor_of
 from ..rollouts.model_checks import obstacle_to_compilation, refusal_of_compilation
 from ..rollouts.process_count import check_processes, read_saved_run
 from ..settings import read_settings
@@ -204,9 +205,12 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
             if is_local:
                 prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
             return prompts, []
-        dataset, evaluation = load_training_data(data, tokenizer, training.chat_template_kwargs)
+        load_processor = partial(processor_of, recipe.model.model_name_or_path, training, local_files_only=True)
+        dataset, evaluation = load_training_data(data, tokenizer, training.chat_template_kwargs, load_processor)
+        if has_images(dataset):
+            tokenizer = load_processor()
         tools = [tool_function(name) for name in recipe.run.tools or []] or None
-        lengths = prompt_lengths(dataset["prompt"][:], tokenizer, training.chat_template_kwargs, tools)
+        lengths = dataset_prompt_lengths("the training set", dataset, tokenizer, training.chat_template_kwargs, tools)
         prompts = Prompts(len(dataset), lengths)
         datasets = {"train_dataset": dataset, "eval_dataset": evaluation}
         check_prompt_lengths(datasets, training, tokenizer, tools, contexts)

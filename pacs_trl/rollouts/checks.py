@@ -20,15 +20,14 @@ from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import httpx
 from peft import LoraConfig
 from torch import nn
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
 
 from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..data.golds import report_golds
-from ..data.images import image_prompt_lengths
+from ..data.images import dataset_prompt_lengths
 from ..data.messages import MessageCheck
-from ..data.prompts import prompt_lengths
 from ..rewards import shared_verifier
 from ..settings.names import require_vllm
 from ..update.context_length import context_lengths
@@ -231,11 +230,8 @@ def check_prompt_lengths(
         limits = limits_of_training if name == "train_dataset" else limits_of_generation
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
         messages.check(name, dataset["prompt"][:])
-        prompts = dataset["prompt"][: len(dataset) if limit else 1]  # one prompt tests the tokenizer
-        if isinstance(tokenizer, ProcessorMixin):
-            lengths = image_prompt_lengths(name, dataset, tokenizer, args.chat_template_kwargs)
-        else:
-            lengths = prompt_lengths(prompts, tokenizer, args.chat_template_kwargs, tools)
+        measured = dataset if limit else dataset.select(range(min(1, len(dataset))))  # one tests the tokenizer
+        lengths = dataset_prompt_lengths(name, measured, tokenizer, args.chat_template_kwargs, tools)
         longest = max([longest, *lengths])
         all_are_known = all_are_known and len(lengths) == len(dataset)
         if overlong := [i for i, length in enumerate(lengths) if length + completion > room]:

@@ -120,8 +120,9 @@ def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) ->
         )
 
 
-def processor_of(name: str, args: RolloutConfig) -> Any:
-    """Load the processor of a checkpoint as TRL does. Raises a `ValueError` if a package of it is missing."""
+def processor_of(name: str, args: RolloutConfig, **kwargs: Any) -> Any:
+    """Load the processor of a checkpoint as TRL does; `kwargs` are further ones of `from_pretrained`. Raises a
+    `ValueError` if a package of it is missing."""
     try:
         return AutoProcessor.from_pretrained(
             name,
@@ -129,6 +130,7 @@ def processor_of(name: str, args: RolloutConfig) -> Any:
             padding_side="left",
             truncation_side="left",
             trust_remote_code=args.trust_remote_code,
+            **kwargs,
         )
     except ImportError as error:
         reason = " ".join(str(error).split())

@@ -1,5 +1,6 @@
 """Datasets with images: the exact update against TRL's, splits into micro-batches, resumption, and strange images."""
 
+import json
 import tempfile
 from pathlib import Path
 from unittest.mock import patch
@@ -10,14 +11,20 @@ import pytest
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, Value
-from image_checkpoints import image_model, image_processor
+from image_checkpoints import image_model, image_processor, image_tokenizer, save_checkpoint
 from peft import LoraConfig
 from PIL import Image as Picture
 from replay import SETTINGS, digit_reward
+from scripted import run_recipe
+from transformers import AutoProcessor, ProcessorMixin
 from trls_update import difference
 
 import pacs_trl
+from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.data.images import has_images, image_prompt_lengths, prompt_with_images, read_image
+from pacs_trl.evaluation.benchmarks import load_benchmark
+from pacs_trl.plan.check import measure
+from pacs_trl.recipe import Recipe
 from pacs_trl.rollouts.image_checkpoints import check_settings_for_images
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 
@@ -321,3 +328,53 @@ def test_settings_that_cannot_train_on_images_are_named(tmp_path):
     args = pacs_trl.PPOConfig(str(tmp_path), bf16=False, use_cpu=True)
     with pytest.raises(ValueError, match="PPOConfig"):
         check_settings_for_images(args, arguments)
+
+
+# Recipes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recipe_words(tmp_path) -> list[str]:
+    """A checkpoint with its processor, and questions about files beside them."""
+    save_checkpoint("gemma3", tmp_path / "model", only_blocks=True)
+    (tmp_path / "model" / "preprocessor_config.json").unlink()  # which is read first
+    image_processor("gemma3", only_blocks=True).save_pretrained(tmp_path / "model")
+    (tmp_path / "data").mkdir()
+    lines = []
+    for i in range(32):
+        picture(i).save(tmp_path / "data" / f"{i}.png")
+        images = {"image": f"{i}.png"} if i % 4 else {"image": None}
+        lines.append(json.dumps({"problem": f"What is {i}?", "answer": str(i)} | images))
+    (tmp_path / "data" / "questions.jsonl").write_text("\n".join(lines))
+    return ["--dataset_name", str(tmp_path / "data" / "questions.jsonl"), "--eval_split_size", "4"]
+
+
+def test_recipe_trains_on_files_of_images(tmp_path, recipe_words):
+    words = [*recipe_words, "--max_prompt_length", "300", "--eval_strategy", "steps", "--eval_steps", "1"]
+    words += ["--num_generations_eval", "2", "--method", "grpo", "--prompt_instruction", ""]
+    settings = {"max_completion_length": 8, "recipe": "grpo.yaml", "freeze_vision_tower": "true"}
+    trainer = run_recipe(tmp_path / "run", tmp_path / "model", *words, **settings)
+    assert trainer._reads_images and isinstance(trainer.processing_class, ProcessorMixin)
+    assert len(trainer.train_dataset) == 28
+    again = AutoProcessor.from_pretrained(tmp_path / "run")
+    assert type(again) is type(trainer.processing_class)
+
+
+def test_plan_counts_the_tokens_of_images(tmp_path, recipe_words):
+    words = {"model_name_or_path": str(tmp_path / "model"), "method": "grpo", "output_dir": str(tmp_path / "run")}
+    words |= {"dataset_name": recipe_words[1], "max_completion_length": 8, "use_cpu": True, "bf16": False}
+    with_images, errors = measure(Recipe.from_settings(words))
+    assert not errors and with_images.number == 32
+    text = f"<|im_start|>user\nWhat is 1? {PROMPT_INSTRUCTION}<|im_end|>\n<|im_start|>assistant\n"
+    without = len(image_tokenizer("gemma3")(text)["input_ids"])
+    assert max(with_images.lengths) > without and min(with_images.lengths) == without  # every fourth has no image
+
+
+def test_images_with_a_text_model_are_refused_from_a_recipe(tmp_path, recipe_words, model_path):
+    with pytest.raises(ValueError, match="train_dataset has images.*reads text alone"):
+        run_recipe(tmp_path / "run", model_path, *recipe_words, max_completion_length=8)
+
+
+def test_benchmarks_with_images_are_refused(recipe_words):
+    with pytest.raises(ValueError, match="row 1: it has images"):
+        load_benchmark(recipe_words[1])
