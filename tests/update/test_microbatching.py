@@ -5,6 +5,7 @@ import random
 import pytest
 from seeds import shifted
 
+from benchmarks.recorded import Size, recorded_rollouts, shape_of
 from pacs_trl.update.microbatching import (
     MicroBatchConfig,
     RolloutLengths,
@@ -150,6 +151,24 @@ def test_micro_batches_are_balanced_and_have_little_padding():
     padded = scheduled(lengths, units(range(256)), num_processes=1, max_rollouts=8, padded=True)
     assert schedule_cost(padded, lengths, padded=True) < 1.15 * sum(totals)
     assert schedule_cost([units(range(256), 8)], lengths, padded=True) > 1.7 * sum(totals)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 4])  # times the longest rollout
+@pytest.mark.parametrize("completion_max", [4096, 8192])
+@pytest.mark.parametrize("num_processes", [8, 64])
+def test_processes_have_equal_work(num_processes, completion_max, max_tokens):
+    """32 completions per process, log-normal in length: in lockstep, attention counted, all wait at most 5 % longer
+    than for their mean work or the longest completion."""
+    size = Size(shape_of("Qwen3-1.7B"), completion_max, 8, num_processes * 4, bf16=True)
+    rows = recorded_rollouts(size, size.num_groups, seed=shifted(0))
+    prompts, completions = ([len(row[name]) for row in rows] for name in ("prompt_ids", "completion_ids"))
+    lengths = RolloutLengths(prompts, completions, [i // 8 for i in range(len(rows))], 1 / (6 * size.shape.hidden))
+    limits = MicroBatchConfig(num_processes, 8, max_tokens and max_tokens * (completion_max + 48))
+    schedule = schedule_micro_batches(lengths, [[i] for i in range(len(rows))], limits)
+    assert schedule is not None
+    work = [micro_batch_size(indices, lengths, padded=False)[1] for indices in lengths.by_text(range(len(rows)))]
+    longest = max(micro_batch_size([i], lengths, padded=False)[1] for i in range(len(rows)))
+    assert schedule_cost(schedule, lengths, padded=False) < 1.05 * max(sum(work) / num_processes, longest)
 
 
 def test_large_schedule_is_quick_enough_to_run_every_step():
