@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.utils import is_flash_attn_2_available
 from trl import GRPOTrainer as TRLTrainer
 
 from benchmarks.recorded import (
@@ -168,7 +169,7 @@ def _steps(
     size: Size, rows: int, repeats: int, rate: float, *, method, checkpointing, lora, directory, device
 ) -> list[dict[str, Any]]:
     rollouts = recorded_rollouts(size, size.num_groups)
-    attention = "flash_attention_2" if device == "cuda" and find_spec("flash_attn") else "sdpa"
+    attention = "flash_attention_2" if device == "cuda" and is_flash_attn_2_available() else "sdpa"
     runner = Runner(
         TRAINERS[method],
         size,

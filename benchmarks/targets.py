@@ -33,10 +33,11 @@ from benchmarks.recorded import (
     recorded_rollouts,
     shape_of,
 )
+from pacs_trl.update import compiled_layers
 
 
 COMPLETION_MAX = {"Qwen3-1.7B": 4096, "Qwen3-4B": 8192, "tiny": 24}
-KERNELS = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+KERNELS = {"flash_attention_2": "flash_attn.flash_attn_interface", "flash_attention_3": "flash_attn_interface"}
 KERNELS |= {"flash_attention_4": "flash_attn.cute"}
 TIMES_AS_FAST = {"Qwen3-1.7B": 5.0}  # as TRL's best, with FlashAttention 4
 
@@ -80,7 +81,8 @@ class Measurement:
         self, device: str, directory: Path, model: str, *, repeats: int = 2, num_groups: int = 4, matmul: int = 8192
     ):
         self.device, self.directory, self.model, self.repeats = device, directory, model, repeats
-        self.backend = "inductor" if device == "cuda" else "aot_eager"  # without a compiler on a CPU
+        self.backend = "inductor" if device == "cuda" else "aot_eager"  # on a CPU without a compiler
+        compiled_layers.BACKEND = self.backend
         self.rate = matmul_rate(device, matmul, torch.bfloat16 if device == "cuda" else torch.float32)
         self.size = Size(shape_of(model), COMPLETION_MAX[model], NUM_GENERATIONS, num_groups, bf16=device == "cuda")
         self.rollouts = recorded_rollouts(self.size, num_groups)
@@ -130,8 +132,6 @@ class Measurement:
         """Return the seconds of the first step and of those measured, and the peak of the memory in GiB."""
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        settings = self._settings(method, variant)
-        compiles_here = settings.pop("compile_layers", False)
         runner = Runner(
             TRAINERS[method],
             self.size,
@@ -141,12 +141,8 @@ class Measurement:
             output_dir=self.directory,
             attention=variant.attention,
             peft_config=LoraConfig(**LORA, task_type="CAUSAL_LM") if variant.lora else None,
-            **settings,
+            **self._settings(method, variant),
         )
-        if compiles_here:
-            base = runner.trainer.model.get_base_model() if variant.lora else runner.trainer.model
-            for layer in base.model.layers:
-                layer.forward = torch.compile(layer.forward, dynamic=True, backend=self.backend)
         first = runner.step()
         runner.step()
         seconds = [runner.step() for _ in range(self.repeats)]

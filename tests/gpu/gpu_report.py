@@ -29,6 +29,7 @@ TITLES = {"1": "gradients and optimizer steps", "2": "whole steps with vLLM", "r
 PARTS = {
     "1": (
         "test_attention.py::test_packed_equals_padded[small",
+        "test_attention.py::test_compiled_equals_padded[small",
         "test_attention.py::test_variable",
         "test_targets.py::test_steps_beside_targets",
         "test_targets.py::test_steps_with_lora",

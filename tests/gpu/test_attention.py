@@ -6,6 +6,8 @@ import torch
 from seeds import shifted
 
 from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
+from pacs_trl.update import compiled_layers
+from pacs_trl.update.compiled_layers import CompiledLayers
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packed_attention import Bounds, ExplicitTiles, Logits, VarlenKernel, attend_packed, kernel_of
 from pacs_trl.update.packing import PackedRollouts
@@ -15,8 +17,13 @@ from pacs_trl.update.packing import PackedRollouts
 MAX_LOGP_ERROR, MAX_GRADIENT_ERROR = 1e-3, 1e-4
 
 
-def compare_layouts(device: str, model: str, attention: str, completion_max: int) -> list[dict]:
-    """Compute log-probs, entropies, and gradients, padded and packed; `attention` is that of packed completions."""
+def compare_layouts(
+    device: str, model: str, attention: str, completion_max: int, layouts: tuple[str, ...] = ("padded", "packed")
+) -> list[dict]:
+    """Compute log-probs, entropies, and gradients, padded, packed, and packed in compiled layers; `attention` is that
+    of packed completions."""
+    if device == "cpu":
+        compiled_layers.BACKEND = "aot_eager"
     size = Size(shape_of(model), completion_max, 4, 2, bf16=False)
     rollouts = recorded_rollouts(size, 2, num_generations=4)
     policy = build_model(size.shape, device, initializer_range=0.05, attn_implementation="sdpa").eval()
@@ -24,26 +31,28 @@ def compare_layouts(device: str, model: str, attention: str, completion_max: int
     for precision in ("float32", "autocast", "bfloat16"):
         if precision == "bfloat16":
             policy.to(torch.bfloat16)
-        for layout in ("padded", "packed"):
-            if attention != "sdpa" and (layout, precision) == ("packed", "float32"):
+        for layout in layouts:
+            if attention != "sdpa" and layout != "padded" and precision == "float32":
                 continue  # these kernels know half precisions only
-            policy.set_attn_implementation(attention if layout == "packed" else "sdpa")
-            passes = compute(policy, rollouts, device, packed=layout == "packed", autocast=precision == "autocast")
+            policy.set_attn_implementation("sdpa" if layout == "padded" else attention)
+            passes = compute(policy, rollouts, device, layout, autocast=precision == "autocast")
             reference = reference or passes
             named = {"precision": precision, "layout": layout, "attention": policy.config._attn_implementation}
             rows.append(named | differences(passes, reference))
     return rows
 
 
-def compute(policy, rollouts: list[dict], device: str, *, packed: bool, autocast: bool) -> dict[str, torch.Tensor]:
+def compute(policy, rollouts: list[dict], device: str, layout: str, *, autocast: bool) -> dict[str, torch.Tensor]:
     """Return log-probs and entropies of all tokens, and the gradient, where the weights are. One group per forward
     pass; the loss is the mean log-prob of every other completion, minus the others."""
     forward_pass = ForwardPass(
         policy,
         torch.device(device),
-        packing="auto" if packed else "never",
+        packing="never" if layout == "padded" else "auto",
         autocast=lambda: torch.autocast(device, dtype=torch.bfloat16, enabled=autocast),
     )
+    if layout == "compiled":
+        forward_pass.compiled_layers = CompiledLayers(policy)
     found: dict[str, list[torch.Tensor]] = {"logps": [], "entropies": []}
     policy.zero_grad()
     with fused_head(policy):
@@ -72,7 +81,9 @@ def differences(passes: dict[str, torch.Tensor], reference: dict[str, torch.Tens
 
 KERNELS = [
     "sdpa",
-    pytest.param("flash_attention_2", marks=pytest.mark.needs(cuda=True, package="flash_attn"), id="flash2"),
+    pytest.param(
+        "flash_attention_2", marks=pytest.mark.needs(cuda=True, package="flash_attn.flash_attn_interface"), id="flash2"
+    ),
     pytest.param("flash_attention_3", marks=pytest.mark.needs(cuda=True, package="flash_attn_interface"), id="flash3"),
 ]
 MODELS = [
@@ -89,13 +100,29 @@ def test_packed_equals_padded(alone, device, record_property, model, attention):
     sizes = (model, attention, longest) if device == "cuda" else ("tiny", attention, 24)
     rows = alone(compare_layouts, device, *sizes)
     record_property("rows", rows)
+    check(rows, "packed", attention)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", KERNELS)
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled_equals_padded(alone, device, record_property, model, attention):
+    """The same of packed completions in compiled layers."""
+    longest = {"small": 512, "Qwen3-1.7B": 1024}[model]
+    sizes = (model, attention, longest) if device == "cuda" else ("tiny", attention, 24)
+    rows = alone(compare_layouts, device, *sizes, ("padded", "compiled"))
+    record_property("rows", rows)
+    check(rows, "compiled", attention)
+
+
+def check(rows: list[dict], layout: str, attention: str) -> None:
     errors = {(row["precision"], row["layout"]): row for row in rows}
     assert errors["float32", "padded"]["gradient"] == 0.0
     if attention == "sdpa":
-        assert errors["float32", "packed"]["logps, max"] < MAX_LOGP_ERROR
-        assert 0.0 < errors["float32", "packed"]["gradient"] < MAX_GRADIENT_ERROR
+        assert errors["float32", layout]["logps, max"] < MAX_LOGP_ERROR
+        assert 0.0 < errors["float32", layout]["gradient"] < MAX_GRADIENT_ERROR
     for precision in ("autocast", "bfloat16"):
-        packed, padded = errors[precision, "packed"], errors[precision, "padded"]
+        packed, padded = errors[precision, layout], errors[precision, "padded"]
         assert packed["gradient"] > MAX_GRADIENT_ERROR  # float32 is far from it
         for name in ("logps, mean", "entropies, mean", "gradient"):
             assert packed[name] <= 2 * padded[name] + 1e-6, (precision, name)
