@@ -121,7 +121,12 @@ class Measurement:
         median = statistics.median(seconds)
         flops, tokens = model_flops(self.size.shape, self.rollouts)
         utilization = 100 * flops / median / self.rate
-        row = {"s / step": median, "fastest": min(seconds), "slowest": max(seconds), "first step, s": first}
+        row: dict[str, Any] = {
+            "s / step": median,
+            "fastest": min(seconds),
+            "slowest": max(seconds),
+            "first step, s": first,
+        }
         row |= {"tokens/s": tokens / median, "utilization, %": utilization, "matmul TFLOP/s": self.rate / 1e12}
         row |= {"GiB": peak, "target, %": variant.target}
         if variant.target is not None:

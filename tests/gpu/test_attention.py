@@ -133,8 +133,8 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     packed = ForwardPass._packed
 
     def shifted(self, *rows):
-        inputs, flat_indices, texts = packed(self, *rows)
-        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, flat_indices, texts
+        inputs, *others = packed(self, *rows)
+        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, *others
 
     monkeypatch.setattr(ForwardPass, "_packed", shifted)
     rows = compare_layouts("cpu", "tiny", "sdpa", 24)
