@@ -261,6 +261,12 @@ def test_no_tensor_has_the_size_of_the_logits(wide_model):
     assert 0 < largest.elements < 0.1 * logits
 
 
+def test_the_gradient_of_entropies_has_no_tensor_of_the_size_of_the_logits(wide_model):
+    with fused_head(wide_model), LargestTensor() as largest:
+        torch.cat(ForwardPass(wide_model, CPU).compute_logps(wide_model, HEADS, TAILS).entropies).sum().backward()
+    assert 0 < largest.elements < 0.1 * NUM_ROWS * (NUM_TOKENS - 1) * NUM_WORDS
+
+
 def test_the_model_is_left_as_it_was():
     model = tiny_model().eval()
     logits = model(torch.tensor([[5, 6, 7]])).logits
