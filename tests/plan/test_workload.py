@@ -1,4 +1,4 @@
-"""What `plan` says about `"auto"`: the option that costs least of those that fit."""
+"""Automatic memory settings in `plan`: of the options that fit, the one that costs least."""
 
 from dataclasses import replace
 
