@@ -130,8 +130,8 @@ def schedule_minibatch(
     if takes_part is None:
         takes_part = groups.scorable
     lengths = rollout_lengths(rollouts, limits.pair_cost)
-    if limits.is_adaptive:
-        limits = limits._replace(max_tokens=max(limits.max_tokens or 0, longest_rollout(rollouts)))
+    if limits.is_adaptive and limits.max_tokens is not None:
+        limits = limits._replace(max_tokens=max(limits.max_tokens, longest_rollout(rollouts)))
     split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), limits)
     if split is None:
         longest = longest_rollout(rollouts)
