@@ -64,7 +64,9 @@ class ExactUpdateConfig(RolloutConfig):
         super().__post_init__()
 
     def errors(self, step: Step) -> list[str]:
-        errors = [*super().errors(step), *step.errors()]
+        errors = super().errors(step)
+        if self.scores_groups or self.rollout_lag or self.completions_per_step is not None:
+            errors += step.errors()
         if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
             errors.append(
                 f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}. Set a "

@@ -49,7 +49,8 @@ def in_order(shuffle: Callable[[dict], dict] = lambda batch: batch) -> Iterator[
 def in_our_order(trainer, batch: dict) -> dict:
     """Shuffle as with `shuffle_minibatches`."""
     args, number = trainer.args, len(batch["completion_ids"])
-    seed = request_seed(f"{args.seed}/minibatches", trainer.generation_number)
+    number_of_generation = trainer._step // (args.steps_per_generation * trainer.num_iterations)
+    seed = request_seed(f"{args.seed}/minibatches", number_of_generation)
     order = sum(split_into_minibatches(range(number), args.steps_per_generation, seed), [])
     with patch("torch.randperm", lambda n: torch.tensor(order)):
         return shuffle_sequence_dict(batch)

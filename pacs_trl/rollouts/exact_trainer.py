@@ -13,7 +13,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -79,10 +79,13 @@ class WaitingRollouts:
         unscheduled (`list[Rollout]`): Completions of the generation batches that share the next optimizer step.
         minibatches (`list[Minibatch]`): The optimizer steps of the current generation batch, if it has several; each
             is used `num_iterations` times.
+        slices (`list[list[Rollout]]`): The completions of the current generation batch by accumulation slot, if
+            optimizer steps take them as they come (`Step.is_sliced`).
     """
 
     unscheduled: list[Rollout] = field(default_factory=list)
     minibatches: list[Minibatch] = field(default_factory=list)
+    slices: list[list[Rollout]] = field(default_factory=list)
 
 
 class ExactUpdateTrainer(RolloutTrainer):
@@ -201,10 +204,6 @@ class ExactUpdateTrainer(RolloutTrainer):
         self.forward_pass.reads_routers = self.aux_loss_enabled
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
 
-    def _prepare_for_training(self, *args):
-        check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
-        return super()._prepare_for_training(*args)
-
     def _choose_forward_passes(self) -> None:
         if self._forward_passes_are_chosen:
             return
@@ -254,6 +253,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         # 1. Generate and grade a generation batch, and split it into minibatches.
         if self._at_generation_boundary():
             self._generate_minibatches(inputs)
+        if self.is_sliced:
+            self._take_slice()
 
         loss = 0.0
         if self.accelerator.sync_gradients:  # the last slot
@@ -373,6 +374,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             self._apply_memory()
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._memory_is_chosen and self._memory_plan.workload is not None and is_sharded(self.model_wrapped):
             self._try_largest_micro_batch()
@@ -414,6 +416,9 @@ class ExactUpdateTrainer(RolloutTrainer):
         num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
         process_rollouts = self._generate_rollouts(inputs)
         rollouts = self.complete_generation(inputs, process_rollouts, num_minibatches)
+        if self.is_sliced:
+            self._slice(rollouts)
+            return
         is_used_once = num_minibatches == 1 and self.num_iterations == 1
         if is_used_once and not self._keeps_generating_policy:
             self._waiting = WaitingRollouts(unscheduled=[*self._waiting.unscheduled, *rollouts])
@@ -426,6 +431,35 @@ class ExactUpdateTrainer(RolloutTrainer):
         parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
         self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
         self._store_logps_for_later_updates()
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether optimizer steps take slots of generation batches as they come."""
+        return Step.of(self.args, self.accelerator.num_processes).is_sliced
+
+    def _slice(self, rollouts: list[Rollout]) -> None:
+        """Split a generation batch into its accumulation slots, with the log-probs at rollout time that all of them
+        read: a slot may be trained at any later update, on any process."""
+        minibatch = self.update.schedule(rollouts)
+        names = self.update.logps_for_later_updates(rollout_lag=False)
+        with self.timer.part("log_probs"):
+            self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
+        own = {i: [getattr(rollout, name) for name in names] for i, rollout in enumerate(rollouts)}
+        for i, values in gather_object([entry for entry in own.items() if entry[1][0] is not None]):
+            for name, value in zip(names, values, strict=True):
+                setattr(rollouts[i], name, value)
+        order = torch.arange(len(rollouts))
+        if self.args.shuffle_minibatches:
+            seed = request_seed(f"{self.args.seed}/minibatches", self.generation_number)
+            order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(seed))
+        slots = order.chunk(self.args.steps_per_generation)
+        slices = [[rollouts[i] for i in slot.tolist()] for slot in slots]
+        self._waiting = WaitingRollouts(unscheduled=self._waiting.unscheduled, slices=slices)
+
+    def _take_slice(self) -> None:
+        """Add the completions of the current accumulation slot to those of the next optimizer step."""
+        slot = self._waiting.slices[self._step % self.args.steps_per_generation]
+        self._waiting = replace(self._waiting, unscheduled=[*self._waiting.unscheduled, *slot])
 
     def _uneven_shares(self) -> UnevenShares | None:
         """Return how processes share a generation batch, with `completions_per_step`."""
@@ -497,8 +531,8 @@ class ExactUpdateTrainer(RolloutTrainer):
             for rollout in self._waiting.unscheduled:  # the last step of an epoch may have fewer generation batches
                 rollout.generation_share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
             minibatch = self.update.schedule(self._waiting.unscheduled)
-            self._waiting = WaitingRollouts()
-            return minibatch, True
+            self._waiting = WaitingRollouts(slices=self._waiting.slices)
+            return minibatch, not self.is_sliced
         minibatches = self._waiting.minibatches
         number = self._step // self.args.gradient_accumulation_steps
         is_first_update = number % (len(minibatches) * self.num_iterations) == 0
@@ -631,8 +665,9 @@ class ExactUpdateTrainer(RolloutTrainer):
             save_policy_copy(self, self._generating_policy, directory)
 
     def _unfinished_state(self) -> dict:
-        minibatches = [] if self._at_generation_boundary() else self._waiting.minibatches
-        waiting = [minibatch.rollouts for minibatch in minibatches]
+        waiting = self._waiting.slices or [minibatch.rollouts for minibatch in self._waiting.minibatches]
+        if self._at_generation_boundary():
+            waiting = []
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
         memory = {"choice": list(self._memory), "settings": self._memory_settings}
         return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": memory}
@@ -640,11 +675,14 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _load_run(self, checkpoint: Path, state: dict) -> None:
         parts = read_parts(self, checkpoint)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
-        num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
-        merged = merge_rollouts([part["rollouts"] for part in parts], num_minibatches)
-        self.restore_images([rollout for rollouts in merged for rollout in rollouts])
-        minibatches = [self.update.schedule(rollouts) for rollouts in merged]
-        self._waiting = WaitingRollouts(minibatches=minibatches)
+        is_sliced, args = self.is_sliced, self.args
+        num_parts = max(args.steps_per_generation // (1 if is_sliced else args.gradient_accumulation_steps), 1)
+        waiting = merge_rollouts([part["rollouts"] for part in parts], num_parts)
+        self.restore_images([rollout for rollouts in waiting for rollout in rollouts])
+        if is_sliced:
+            self._waiting = WaitingRollouts(slices=waiting)
+        else:
+            self._waiting = WaitingRollouts(minibatches=[self.update.schedule(rollouts) for rollouts in waiting])
         late_batches = state["late_batches"]
         if len(parts) != self.accelerator.num_processes:
             saved = [part["late_batches"] for part in parts]

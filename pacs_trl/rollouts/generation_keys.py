@@ -27,8 +27,8 @@ _RESHAPE_POLICY = {
 }
 
 
-# Those that `generation_kwargs` may have instead, as in TRL. Others are refused there: `temperature`, for example, also
-# divides the logits of the loss.
+# Those that `generation_kwargs` may have instead, as in TRL. Others are refused there: `temperature` also divides the
+# logits of the loss.
 _ALSO_IN_KWARGS = ("top_p", "top_k", "min_p")
 
 

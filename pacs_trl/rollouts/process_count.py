@@ -85,6 +85,12 @@ def check_processes(saved: SavedRun, checkpoint: str | Path, num_processes: int,
             "optimizer states have different files. Launch with the former, or start a new run from its weights with "
             "model_name_or_path."
         )
+    if saved.step.is_sliced and saved.num_processes != num_processes:
+        raise ValueError(
+            f"{checkpoint} was written by {saved.num_processes} processes, and its optimizer steps are no equal parts "
+            f"of a generation batch, so it does not continue on {num_processes}. Launch {saved.num_processes}, or "
+            "start a new run from its weights with model_name_or_path."
+        )
     if saved.sharding == "DeepSpeed" and saved.num_processes != num_processes:
         raise ValueError(
             f"{checkpoint} was written by {saved.num_processes} processes with DeepSpeed, whose optimizer states fit "

@@ -107,15 +107,30 @@ class Step:
         """Generation batches per optimizer step; 1 if several optimizer steps share a generation batch."""
         return max(1, self.gradient_accumulation_steps // self.steps_per_generation)
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether optimizer steps take slots of generation batches as they come: they hold no whole groups, or are
+        neither equal parts of a generation batch nor whole ones."""
+        if self.completions_per_step is not None:
+            return False
+        is_part = self.steps_per_generation % self.gradient_accumulation_steps == 0
+        several_generations = self.gradient_accumulation_steps % self.steps_per_generation == 0
+        has_whole_groups = self.completions_per_update % self.num_generations == 0
+        return not has_whole_groups or not (is_part or (several_generations and self.num_iterations == 1))
+
     def rollouts(self, optimizer_steps: int) -> int:
         """Return the number of generation batches for `optimizer_steps`; the last one may be used only in part."""
-        return -(-optimizer_steps * self.generations_per_update // self.updates_per_generation)
+        slots_per_generation = self.steps_per_generation * self.num_iterations
+        return -(-optimizer_steps * self.gradient_accumulation_steps // slots_per_generation)
 
     def errors(self) -> list[str]:
-        """Return error messages about the sizes, in addition to the errors that TRL raises. An optimizer step must
-        hold whole groups, and use either a part of one generation batch, or whole generation batches."""
+        """Return error messages about the sizes, in addition to the errors that TRL raises, for updates that need
+        whole groups: an optimizer step must hold such, and use either a part of one generation batch, or whole ones.
+        """
         if self.completions_per_step is not None:
             return self._uneven_errors()
+        if not self.is_sliced:
+            return []
         if self.completions_per_update % self.num_generations:
             return [
                 f"An optimizer step must hold whole groups of num_generations={self.num_generations} completions, but "
@@ -123,15 +138,11 @@ class Step:
                 f"x gradient_accumulation_steps={self.gradient_accumulation_steps} = {self.completions_per_update}. "
                 "Change one of them."
             ]
-        is_part = self.steps_per_generation % self.gradient_accumulation_steps == 0
-        several_generations = self.gradient_accumulation_steps % self.steps_per_generation == 0
-        if not is_part and (not several_generations or self.num_iterations > 1):
-            return [
-                f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
-                f"{self.gradient_accumulation_steps}, so that an optimizer step learns from one generation batch (or, "
-                "with num_iterations=1, from several whole ones). Change one of them."
-            ]
-        return []
+        return [
+            f"steps_per_generation={self.steps_per_generation} must be a multiple of gradient_accumulation_steps="
+            f"{self.gradient_accumulation_steps}, so that an optimizer step learns from one generation batch (or, "
+            "with num_iterations=1, from several whole ones). Change one of them."
+        ]
 
     def _uneven_errors(self) -> list[str]:
         update, rows = self.completions_per_step, self.per_device_train_batch_size * self.steps_per_generation

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from replay import Replay, assert_same_models, build_trainer, logps_and_entropies, rows_of_update
+from replay import Replay, assert_resumes, assert_same_models, build_trainer, logps_and_entropies, rows_of_update
 from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, TRLS, difference, in_double_precision, run
 
 from pacs_trl import GRPOTrainer, RLOOTrainer
@@ -201,6 +201,39 @@ def test_the_last_step_of_an_epoch_with_fewer_generation_batches_has_the_weights
     """Three generation batches per epoch, two per optimizer step: the second step has one."""
     settings = EIGHT | {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 12}
     compare(tmp_path, "grpo", settings | {"max_steps": -1, "num_train_epochs": 4}, {})
+
+
+# Three slots per optimizer step, four per generation batch, each used twice: steps mix batches, uses, and groups.
+SLICED = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 3, "steps_per_generation": 4}
+SLICED |= {"num_iterations": 2, "epsilon": 0.05}
+MIXED = {
+    **{f"sliced, {loss}": SLICED | {"loss_type": loss} for loss in ("grpo", "dapo", "dr_grpo", "vespo")},
+    "sliced, RLOO": SLICED | {"beta": 0.0},
+    "several uses in a step": {"gradient_accumulation_steps": 2, "num_iterations": 2},
+    "parts of groups": {"per_device_train_batch_size": 6, "steps_per_generation": 2},
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_optimizer_steps_that_are_no_equal_parts_of_a_generation_batch(tmp_path, name):
+    """Weights and gradients. TRL's clip ratios are means over slots, not tokens."""
+    settings, trained = EIGHT | MIXED[name], []
+    for trainers in (TRLS, OWN):
+        with in_double_precision():
+            method = "rloo" if "RLOO" in name else "grpo"
+            trained.append(run(tmp_path / str(len(trained)), trainers, method, Replay(), num_prompts=48, **settings))
+    (before, trls, expected), (_, ours, logs) = trained
+    assert difference(ours, trls, before) < 1e-10
+    assert [log["grad_norm"] for log in logs] == pytest.approx([log["grad_norm"] for log in expected])
+    assert len(logs) == 8
+
+
+def test_mixed_steps_resume_bit_by_bit(tmp_path):
+    def build(directory):
+        settings = SLICED | {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "shuffle_minibatches": True}
+        return build_trainer(directory, trainer_class=GRPOTrainer, replay=Replay(), **settings)
+
+    assert_resumes(build, tmp_path, 1, 3)
 
 
 def test_completions_need_no_limit(tmp_path):

@@ -27,6 +27,8 @@ RUNS = {
     "GRPO, used twice": {"trainer_class": GRPOTrainer, "num_iterations": 2, "beta": 0.1, "shuffle_minibatches": True},
     "REAL": {"trainer_class": REALTrainer},
 }
+# 24 completions per generation batch and 18 per optimizer step, in all
+SLICED = {"gradient_accumulation_steps": 3, "steps_per_generation": 4, "num_iterations": 2}
 SHARED = {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "optim": "adamw_torch", "learning_rate": 1e-3}
 STOPPED_AFTER = 3  # in the middle of a generation batch, or of its use
 
@@ -39,6 +41,20 @@ def train(directory, number, name, resume=None):
     return {"weights": trainable_weights(trainer.model), "losses": [e["loss"] for e in history]}
 
 
+def train_sliced(directory, number, resume=None):
+    settings = SHARED | SLICED | {"per_device_train_batch_size": 6 // number, "trainer_class": GRPOTrainer}
+    trainer = build_trainer(directory / "sliced", replay=Replay(), **settings)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainable_weights(trainer.model)
+
+
+def refusal_of_another_number(directory, number) -> str:
+    """What a run says that would continue that of one process with optimizer steps of mixed slots."""
+    with pytest.raises(ValueError, match="does not continue on") as error:
+        train_sliced(directory / f"1 to {number}", number, checkpoint(directory / "1", "sliced"))
+    return str(error.value)
+
+
 def checkpoint(directory, name) -> str:
     return str(directory / name / f"checkpoint-{STOPPED_AFTER}")
 
@@ -48,6 +64,8 @@ def on_processes(directory):
     number = int(os.environ["WORLD_SIZE"])
     return {
         "straight": {name: train(directory / str(number), number, name) for name in RUNS},
+        "sliced": train_sliced(directory / str(number), number) if number == 3 else None,
+        "refusal": refusal_of_another_number(directory, number) if number == 3 else None,
         "continued": {
             name: train(directory / f"1 to {number}", number, name, checkpoint(directory / "1", name)) for name in RUNS
         },
@@ -57,15 +75,17 @@ def on_processes(directory):
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     directory = tmp_path_factory.mktemp("one")
-    return directory, {name: train(directory / "1", 1, name) for name in RUNS}
+    return directory, {name: train(directory / "1", 1, name) for name in RUNS}, train_sliced(directory / "1", 1)
 
 
 def runs_of(number: int, one) -> dict[str, dict]:
-    directory, result_of_one = one
+    directory, result_of_one, sliced_of_one = one
     on_several(number, run_and_save, on_processes, (directory,), directory, outputs=directory)
     result, before = torch.load(directory / "result.0"), directory / str(number)
     back = {name: train(directory / f"{number} to 1", 1, name, checkpoint(before, name)) for name in RUNS}
-    return {"1": result_of_one, "N": result["straight"], "1 to N": result["continued"], "N to 1": back}
+    sliced = sliced_of_one, result["sliced"]
+    runs = {"1": result_of_one, "N": result["straight"], "1 to N": result["continued"], "N to 1": back}
+    return runs | {"sliced": sliced}
 
 
 @pytest.fixture(scope="module")
@@ -89,3 +109,10 @@ def test_the_weights_are_those_of_a_run_without_a_stop(request, name, change, nu
     change_of_weights = {key: expected["weights"][key] - start[key] for key in start}
     assert relative_error({key: result["weights"][key] - start[key] for key in start}, change_of_weights) < 1e-5
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+
+
+def test_steps_of_mixed_slots_do_not_depend_on_the_number_of_processes(three):
+    """And do not continue on another one."""
+    start = trainable_weights(tiny_model())
+    alone, shared = ({key: weights[key] - start[key] for key in start} for weights in three["sliced"])
+    assert relative_error(shared, alone) < 1e-5
