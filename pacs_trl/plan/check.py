@@ -32,7 +32,7 @@ from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
-from .launch import Launch, read_launch
+from .launch import Launch, launch_commands, read_launch
 
 
 # bfloat16 has 8 significant bits: adding less than 2^-9 of a weight has no effect. Adam moves a weight by about the
@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
             prompts, conflicts = measure(recipe)
         print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
         print(f"Launched as {launch.description}.")
+        if own.nodes is not None:
+            conflicts += print_commands(own.config, recipe, launch.num_processes, own.nodes)
         data, longest = recipe.data.dataset_name, recipe.training.max_completion_length
         estimate = Estimate(recipe, launch, GPUS[own.gpu], prompts)
         more_conflicts, notes = find_conflicts(estimate)
@@ -96,6 +98,21 @@ def print_sizes_to_resume(checkpoint: str, launch: Launch) -> list[str]:
     for name, value in sizes.items():
         if value is not None and name not in ("num_generations", "num_iterations"):
             print(f"  {name}: {value}")
+    return []
+
+
+def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) -> list[str]:
+    """Print the commands that launch a recipe on some nodes; return what prevents it."""
+    uses_server = recipe.training.use_vllm and recipe.training.vllm_mode == "server"
+    served_model = recipe.model.model_name_or_path if uses_server else None
+    try:
+        commands = launch_commands(path, num_processes, nodes, served_model=served_model)
+    except ValueError as error:
+        return [str(error)]
+    what = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
+    print(f"One of these starts it, on {what}:")
+    for command in commands:
+        print(f"  {command}")
     return []
 
 

@@ -63,3 +63,26 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         return None, [f"{accelerate_config}: {type(error).__name__}: {error}"]
     description = f"{count} process{'es' * (count != 1)}, {words} ({accelerate_config})"
     return Launch(count, sharding, description, kind, version, str(config.mixed_precision or "no").lower()), []
+
+
+def launch_commands(recipe: str, num_processes: int, nodes: int, *, served_model: str | None = None) -> list[str]:
+    """Return the commands of `recipes/launch` that start a recipe on some nodes, in the shell of this repository.
+    `served_model` is the model of a run with a vLLM server. Raises a `ValueError` if nodes would differ in size."""
+    if nodes < 1 or num_processes % nodes:
+        raise ValueError(
+            f"--nodes is {nodes}, which does not divide {num_processes} processes. Choose a number that does, or set "
+            "--num_processes."
+        )
+    gpus = num_processes // nodes
+    place = f"NNODES={nodes} NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS={gpus}" if nodes > 1 else f"GPUS={gpus}"
+    server = ' --vllm_server_host "$SERVER"' if served_model else ""
+    commands = [
+        f"{place} recipes/launch/accelerate.sh {recipe}{server}",
+        f"{place} recipes/launch/torchrun.sh {recipe}{server}",
+        f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh {recipe}{server}",
+    ]
+    if served_model:
+        commands.insert(0, f"recipes/launch/server.sh {served_model}    # on the node $SERVER")
+    if served_model and nodes == 1:
+        commands.append(f"recipes/launch/four_plus_four.sh {recipe} {served_model}    # both on one node")
+    return commands

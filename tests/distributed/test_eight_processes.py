@@ -3,9 +3,11 @@
 import eight
 import pytest
 import torch
+from accelerate.utils import merge_fsdp_weights
 from optional_packages import require
 from processes import on_several, run_and_save
 from replay import relative_error
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 
@@ -65,9 +67,13 @@ def assert_same_run(result: dict, expected: dict) -> None:
 def test_eight_processes_end_with_the_weights_of_one(launch, one, kind, name):
     results, directory = launch(kind)
     assert_same_run(results[name], one(name, eight.run, name, 1))
-    saved = AutoModelForCausalLM.from_pretrained(directory / name / "saved").state_dict()
-    final = results[name]["final"]
-    assert all(torch.equal(saved[key], weights) for key, weights in final.items())
+    saved = directory / name / "saved"
+    if (shards := saved / "pytorch_model_fsdp_0").is_dir():
+        merge_fsdp_weights(str(shards), str(saved))
+        weights = load_file(saved / "model.safetensors")
+    else:
+        weights = AutoModelForCausalLM.from_pretrained(saved).state_dict()
+    assert all(torch.equal(weights[key], final) for key, final in results[name]["final"].items())
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hybrid"])

@@ -1,0 +1,23 @@
+#!/bin/bash
+# One node of eight GPUs: four train, four generate with a vLLM server.
+#   recipes/launch/four_plus_four.sh RECIPE.yaml MODEL [--key value ...]
+# The server ends with the training. Not tested on a GPU.
+set -euo pipefail
+
+if [ $# -lt 2 ]; then
+    echo "usage: $0 RECIPE.yaml MODEL [--key value ...]" >&2
+    exit 2
+fi
+recipe=$1
+model=$2
+shift 2
+here=$(dirname "$0")
+port=${SERVER_PORT:-8000}
+
+CUDA_VISIBLE_DEVICES=4,5,6,7 GPUS=4 PORT=$port "$here/server.sh" "$model" &
+server=$!
+trap 'kill "$server" 2> /dev/null || true' EXIT
+
+# The trainer waits for the server, up to vllm_server_timeout seconds.
+CUDA_VISIBLE_DEVICES=0,1,2,3 GPUS=4 "$here/accelerate.sh" "$recipe" \
+    --use_vllm true --vllm_mode server --vllm_server_port "$port" --keep_global_batch true "$@"
