@@ -229,7 +229,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if check:
             self.accelerator.print(f"Compiled them in {time.perf_counter() - started:.0f} s.", flush=True)
         if self.ref_model is not None:
-            self.ref_pass.compiled_layers = CompiledLayers(self.ref_model)
+            self.ref_pass.compiled_layers = CompiledLayers(self.ref_pass.model)
 
     @property
     def _mismatch(self) -> Mismatch:

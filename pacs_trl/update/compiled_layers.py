@@ -26,6 +26,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -44,10 +45,10 @@ class CompiledLayers:
     The decoder layers of a model, with a compiled forward method inside a context.
 
     Args:
-        model (`torch.nn.Module`): The model, wrapped for PEFT or distributed training or not.
+        model ([`~transformers.PreTrainedModel`]): The model without PEFT, and not wrapped for distributed training.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: PreTrainedModel):
         self.layers = decoder_layers(model)
         self._modules = {layer: [vars(module) for module in layer.modules()] for layer in self.layers}
         self._has_noise = any(map(_has_noise, self.layers))
@@ -121,10 +122,10 @@ def _compiled(forward: Callable, backend: str) -> Callable:
     return torch.compile(forward, dynamic=True, backend=backend, **limit)
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers of a model. Raises a `ValueError` if it has none of transformers' kind, or if their
-    forward methods are replaced."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the decoder layers of a model, without those that read images. Raises a `ValueError` if it has none of
+    transformers' kind, or if their forward methods are replaced."""
+    layers = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError("its decoder layers are not of transformers' class GradientCheckpointingLayer")
     if any("forward" in vars(layer) for layer in layers):

@@ -45,6 +45,7 @@ from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.rollouts import evaluation
+from pacs_trl.update import compiled_layers
 
 
 ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
@@ -409,13 +410,23 @@ ZERO3 |= {name: partial(scenario, **zero3_settings(0)) for name, scenario in BY_
 ZERO3 |= {"resumed snapshot": partial(resumed_snapshot, **zero3_settings(0))}
 
 
+COMPILED = {**QUARTER, "compile_layers": True, "gradient_checkpointing": True, "reference": "snapshot", "max_steps": 4}
+
+
+def compiled(rank, directory, **how):
+    compiled_layers.BACKEND = "aot_eager"
+    return record(directory, {**COMPILED, **how}, {}) | {"graphs": compiled_layers.num_graphs()}
+
+
 def run_all(output: Path, kind: str):
-    if kind == "fsdp2":
+    if "fsdp2" in kind:
         let_accelerate_shard_on_cpu()
     if kind == "zero3":
         let_accelerate_run_deepspeed_on_cpu()
     rank = int(os.environ["RANK"])
-    for number, (name, scenario) in enumerate({"ddp": DDP, "fsdp2": FSDP2, "zero3": ZERO3}[kind].items()):
+    scenarios = {"ddp": DDP, "fsdp2": FSDP2, "zero3": ZERO3, "compiled, ddp": {"compiled": compiled}}
+    scenarios |= {"compiled, fsdp2": {"compiled": partial(compiled, **FSDP_SETTINGS)}}
+    for number, (name, scenario) in enumerate(scenarios[kind].items()):
         print(f"[{rank}] {name}", flush=True)
         directory = output / "runs" / str(number)
         result = scenario(rank, directory)

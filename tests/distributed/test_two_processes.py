@@ -15,6 +15,7 @@ from peft import get_peft_model
 from processes import on_two
 from replay import RELATIVE, TOKENIZER, Replay, config, relative_error, tiny_model
 from scenarios import (
+    COMPILED,
     FSDP2,
     GATHERED,
     GRPO,
@@ -252,6 +253,14 @@ def test_shards_equal_one_process(request, tmp_path, kind, scenario, name):
     results = both(request.getfixturevalue(kind), scenario)
     assert all(result["sharded"] == (kind == "fsdp2") for result in results)
     check(tmp_path, results, *REPLAYED[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_compiled_layers_of_two_processes_equal_eager_ones_of_one(tmp_path_factory, tmp_path, kind):
+    results = both(launch(tmp_path_factory, f"compiled, {kind}"), "compiled")
+    assert all(result["sharded"] == (kind == "fsdp2") and result["graphs"] > 0 for result in results)
+    check(tmp_path, results, {**COMPILED, "compile_layers": False}, {})
 
 
 @pytest.mark.slow

@@ -3,15 +3,18 @@ refused or step down."""
 
 import copy
 import logging
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
-from replay import LORA, Recorder, Replay, build_trainer, relative_error, tiny_model
+from replay import LORA, Recorder, Replay, addition_dataset, build_trainer, relative_error, tiny_model
 from torch._dynamo.utils import counters
-from transformers import BitsAndBytesConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import BitsAndBytesConfig, TrainerCallback
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import add_fused_lm_head
 
@@ -22,11 +25,11 @@ from pacs_trl.rollouts.model_checks import compiles_layers
 from pacs_trl.update import compiled_layers, startup_check
 from pacs_trl.update.compiled_layers import CompiledLayers, num_graphs
 from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.minibatch import FILLER
 from pacs_trl.update.startup_check import compile_layers
 
 
 CPU = torch.device("cpu")
-PADDED = {"packing": "never"}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +82,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float64: 1e-13}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["never"])
+@pytest.mark.parametrize("packing", ["auto", "never"])
 @pytest.mark.parametrize("with_adapter", [False, True])
 @pytest.mark.parametrize("dtype", ROUNDING)
 @pytest.mark.parametrize("architecture", ["Qwen3", "Gemma", "GPTNeoX"])
@@ -94,7 +97,7 @@ def test_gradients_equal_those_of_eager_layers(architecture, dtype, with_adapter
     )
     model.to(dtype)
     forward_pass, generator = ForwardPass(model, CPU, packing=packing), torch.Generator().manual_seed(0)
-    layers = CompiledLayers(model)
+    layers = CompiledLayers(forward_pass.model)
     for checkpointing in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         if checkpointing is not None:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
@@ -108,15 +111,52 @@ def test_gradients_equal_those_of_eager_layers(architecture, dtype, with_adapter
     assert num_graphs() > 0 and all("forward" not in vars(layer) for layer in layers.layers)
 
 
+class CountAttention(TorchDispatchMode):
+    """Number of calls of the kernel of packed attention."""
+
+    calls = 0
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.pacs_trl.packed_attention.default
+        return func(*args, **(kwargs or {}))
+
+
+def keep_attention(ctx, op, *args, **kwargs):
+    is_attention = op is torch.ops.pacs_trl.packed_attention.default
+    return CheckpointPolicy.MUST_SAVE if is_attention else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.slow
+def test_selective_checkpointing_keeps_what_compiled_attention_returns():
+    model = small("Qwen3")
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    forward_pass, rows = ForwardPass(model, CPU), batch(torch.Generator().manual_seed(0), 3, 2)
+    expected = gradients(model, forward_pass, rows)
+    forward_pass.compiled_layers = CompiledLayers(model)
+    calls = []
+    for policy in (lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE, keep_attention):
+        contexts = partial(create_selective_checkpoint_contexts, policy)
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+        assert relative_error(gradients(model, forward_pass, rows), expected) < 1e-5
+        with CountAttention() as count:
+            gradients(model, forward_pass, rows)
+        calls.append(count.calls)
+    assert calls == [4, 2]  # of two layers
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocasts", [True, False])
 def test_half_precision(dtype, autocasts):
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass = ForwardPass(model, CPU, **PADDED, autocast=lambda: torch.autocast("cpu", dtype, enabled=autocasts))
+    forward_pass = ForwardPass(model, CPU, autocast=lambda: torch.autocast("cpu", dtype, enabled=autocasts))
     rows = batch(torch.Generator().manual_seed(0), 3, 2)
-    exact = gradients(model, ForwardPass(model, CPU, **PADDED), rows)
+    exact = gradients(model, ForwardPass(model, CPU), rows)
     if not autocasts:
         model.to(dtype)
     eager_error = relative_error(gradients(model, forward_pass, rows), exact)
@@ -127,28 +167,30 @@ def test_half_precision(dtype, autocasts):
 # Graphs -------------------------------------------------------------------------------------------------------------
 
 
-def test_passes_of_all_kinds_run_one_graph(monkeypatch):
-    """With and without gradient, in training and evaluation mode, checkpointed or not, in any number and length."""
+def test_passes_of_all_kinds_run_one_graph():
+    """With and without gradient, in training and evaluation mode, checkpointed or not, in any number and length. The
+    startup check has made it."""
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass, generator = ForwardPass(model, CPU, **PADDED), torch.Generator().manual_seed(0)
+    forward_pass, generator = ForwardPass(model, CPU), torch.Generator().manual_seed(0)
     torch._dynamo.reset()
+    counters.clear()
     assert compile_layers(forward_pass, model) is None
-    before, breaks = num_graphs(), sum(counters["graph_break"].values())
-    for step in range(50):
+    for step in range(15):
         model.train(step % 3 > 0)
+        model.gradient_checkpointing_disable()
         if step % 5 == 0:
             model.gradient_checkpointing_enable({"use_reentrant": step % 2 == 0})
             model.enable_input_require_grads()
-        else:
-            model.gradient_checkpointing_disable()
         rows = batch(generator, *[(2, 3), (1, 1, 1), (1,), (4,), (1, 5, 2)][step % 4])
         if step % 2:
             gradients(model, forward_pass, rows)
         else:
             with torch.no_grad():
                 forward_pass.compute_logps(model, *rows)
-    assert num_graphs() == before and sum(counters["graph_break"].values()) == breaks
+    with torch.no_grad():
+        forward_pass.compute_logps(model, [FILLER.prompt_ids], [FILLER.completion_ids])
+    assert num_graphs() == 1 and not counters["graph_break"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -156,7 +198,7 @@ def test_log_probs_do_not_depend_on_the_kind_of_pass(dtype):
     """Bit by bit, also where a compiler rounds differently in graphs with and without a gradient: there is one."""
     model = small("Qwen3").to(dtype)
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass = ForwardPass(model, CPU, **PADDED)
+    forward_pass = ForwardPass(model, CPU)
     forward_pass.compiled_layers = CompiledLayers(model)
     rows = batch(torch.Generator().manual_seed(0), 3, 2)
     with_gradient = torch.cat(forward_pass.compute_logps(model, *rows).logps)
@@ -189,15 +231,40 @@ def test_generation_is_not_compiled():
     assert num_graphs() == before
 
 
+@pytest.mark.slow
+def test_inductor(monkeypatch):
+    """The compiler of real runs, on a CPU: gradients, one graph, and equal log-probs with and without gradient."""
+    monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
+    if (missing := compiled_layers.missing_compiler(CPU)) is not None:
+        pytest.skip(f"this machine lacks {missing}")
+    torch._dynamo.reset()
+    model = small("Qwen3")
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    forward_pass, generator = ForwardPass(model, CPU), torch.Generator().manual_seed(0)
+    rows = batch(generator, 3, 2)
+    expected = gradients(model, forward_pass, rows)
+    counters.clear()
+    assert compile_layers(forward_pass, model) is None
+    assert 0 < relative_error(gradients(model, forward_pass, rows), expected) < 1e-5
+    for autocasts in (False, True):
+        for sizes in ((3, 2), (1, 1), (4,)):
+            rows = batch(generator, *sizes)
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+                with_gradient = torch.cat(forward_pass.compute_logps(model, *rows).logps)
+                with torch.no_grad():
+                    assert torch.equal(torch.cat(forward_pass.compute_logps(model, *rows).logps), with_gradient)
+    assert num_graphs() == 2 and not counters["graph_break"]
+
+
 # What does not compile ----------------------------------------------------------------------------------------------
 
 
 def test_layers_that_do_not_trace_are_named(monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", "eager")
-    monkeypatch.setattr(startup_check, "MOST_GRAPHS", 3)
+    monkeypatch.setattr(startup_check, "MOST_GRAPHS", 1)
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass = ForwardPass(model, CPU, **PADDED)
+    forward_pass = ForwardPass(model, CPU)
 
     def syncs(module, inputs):  # a graph ends at each of them
         return [inputs[0].sum().item() for _ in range(3)]
@@ -214,7 +281,7 @@ def test_errors_of_the_compiler_are_named(monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", broken)
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass = ForwardPass(model, CPU, **PADDED)
+    forward_pass = ForwardPass(model, CPU)
     assert "no such instruction" in compile_layers(forward_pass, model)
     assert forward_pass.compiled_layers is None and all("forward" not in vars(layer) for layer in model.model.layers)
 
@@ -226,14 +293,14 @@ def test_other_log_probs_are_named(monkeypatch):
     monkeypatch.setattr(compiled_layers, "BACKEND", wrong)
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass = ForwardPass(model, CPU, **PADDED)
+    forward_pass = ForwardPass(model, CPU)
     assert "log-probs differ by" in compile_layers(forward_pass, model)
 
 
 def test_replaced_forward_methods_are_named():
     model = small("Qwen3")
     model.model.layers[1].forward = model.model.layers[1].forward
-    assert "forward methods" in compile_layers(ForwardPass(model, CPU, **PADDED), model)
+    assert "forward methods" in compile_layers(ForwardPass(model, CPU), model)
 
 
 # Runs ---------------------------------------------------------------------------------------------------------------
@@ -353,3 +420,24 @@ def test_runs_equal_eager_ones(tmp_path, capsys, settings, bf16):
     assert set(trainer.model.state_dict()) == names  # of eager layers
     output = capsys.readouterr().out
     assert output.count("Compiling the decoder layers") == output.count("Compiled them in") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("settings", RUNS.values(), ids=RUNS)
+def test_fifty_steps_make_no_new_graph(tmp_path, settings, bf16):
+    """After the first step, with evaluations in between."""
+    settings = settings | {"eval_strategy": "steps", "eval_steps": 10, "per_device_eval_batch_size": 8}
+    more = {"peft_config": copy.deepcopy(LORA) if settings.pop("adapter", False) else None}
+    more["eval_dataset"] = addition_dataset(4)
+    counts, breaks = [], []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            counts.append(num_graphs())
+            breaks.append(sum(counters["graph_break"].values()))
+
+    more["callbacks"] = [Count()]
+    run = {"max_steps": 50, "compile_layers": True, "bf16": bf16, "learning_rate": 1e-3} | settings
+    build_trainer(tmp_path, replay=Replay(), more=more, **run).train()
+    assert len(counts) == 50 and counts[-1] == counts[0] and breaks[-1] == breaks[0]
