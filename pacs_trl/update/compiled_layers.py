@@ -95,7 +95,7 @@ class CompiledLayers:
     def _try_out(self, states: torch.Tensor, output: torch.Tensor) -> None:
         torch.autograd.grad(output, states, torch.zeros_like(output))
         if num_graphs() > self._most_graphs:
-            raise NotTraced("they do not trace: a few passes make more graphs than settings of a layer explain")
+            raise NotTraced("they do not trace: a few passes make too many graphs")
 
     @contextmanager
     def _in_training_mode(self, layer: nn.Module) -> Iterator[None]:
@@ -125,7 +125,9 @@ def _compiled(forward: Callable, backend: str) -> Callable:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return the decoder layers of a model, without those that read images. Raises a `ValueError` if it has none of
     transformers' kind, or if their forward methods are replaced."""
-    layers = [module for module in model.get_decoder().modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = []
+    for part in (model.get_decoder(), model):  # "decoder" may also be the name of a head
+        layers = layers or [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
         raise ValueError("its decoder layers are not of transformers' class GradientCheckpointingLayer")
     if any("forward" in vars(layer) for layer in layers):
