@@ -31,6 +31,7 @@ PARTS = {
         "test_attention.py::test_packed_equals_padded[small",
         "test_attention.py::test_compiled_equals_padded[small",
         "test_attention.py::test_variable",
+        "test_compiled_layers.py",
         "test_targets.py::test_steps_beside_targets",
         "test_targets.py::test_steps_with_lora",
         "test_attention.py",

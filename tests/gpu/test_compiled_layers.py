@@ -59,7 +59,6 @@ def compare(directory, device: str, name: str, bf16: bool) -> dict:
     }
 
 
-@pytest.mark.first
 @pytest.mark.slow
 @pytest.mark.parametrize("bf16", [True, False])
 @pytest.mark.parametrize("name", RUNS)
