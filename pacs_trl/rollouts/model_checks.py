@@ -3,6 +3,7 @@ optimizer, and whether other processes and engines get the same model."""
 
 import inspect
 import logging
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -277,6 +278,23 @@ def is_wrapper_of_own_forward(module: nn.Module, forward: Any) -> bool:
     """Return whether `forward` wraps the forward method of the module's class, as those that trainers and accelerate
     set on the models they train do."""
     return inspect.unwrap(forward) is inspect.unwrap(type(module).forward)
+
+
+def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfig) -> bool:
+    """Return whether a mixture of experts returns the logits of its routers, which their loss needs. If not, raise a
+    `ValueError` for an explicit coefficient, and warn if that of the model is left out."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    if "router_logits" in (getattr(base.base_model, "_can_record_outputs", None) or {}):
+        return True
+    without = f"{type(base).__name__} does not return the logits of its routers, so there is no loss to weight"
+    if args.router_aux_loss_coef is not None:
+        raise ValueError(f"{without} with router_aux_loss_coef={args.router_aux_loss_coef}. Remove the key.")
+    warnings.warn(
+        f"{without}: it trains without, although its configuration has a coefficient. Set router_aux_loss_coef: 0.0 to "
+        "hide this warning.",
+        stacklevel=2,
+    )
+    return False
 
 
 def check_adapter_of_tied_weights(model: PreTrainedModel | PeftModel) -> None:

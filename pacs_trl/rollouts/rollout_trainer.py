@@ -112,7 +112,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             if not self._reads_images or args.freeze_vision_tower:
                 image_checkpoints.freeze_outside_language_model(self.model)
             self._processor_files = image_checkpoints.processor_files(name, args)
-        self.aux_loss_enabled = self.aux_loss_enabled and args.is_exact  # of the routers in a mixture of experts
+        if self.aux_loss_enabled:  # of the routers in a mixture of experts
+            self.aux_loss_enabled = args.is_exact and model_checks.returns_router_logits(self.model, args)
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
         self._is_saved = False  # in `output_dir`
