@@ -5,8 +5,9 @@ import os
 
 import pytest
 import torch
+from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_several, run_and_save
-from replay import Replay, build_trainer, relative_error, tiny_model, trainable_weights
+from replay import Replay, addition_dataset, build_trainer, relative_error, tiny_model, trainable_weights
 
 from pacs_trl import GRPOTrainer, PACSTrainer, REALTrainer
 
@@ -116,3 +117,36 @@ def test_steps_of_mixed_slots_do_not_depend_on_the_number_of_processes(three):
     start = trainable_weights(tiny_model())
     alone, shared = ({key: weights[key] - start[key] for key in start} for weights in three["sliced"])
     assert relative_error(shared, alone) < 1e-5
+
+
+def train_with_server(directory, model, url, number, resume=None):
+    play_installed(setattr)
+    trainer = build_trainer(
+        directory,
+        model=model,
+        more={"train_dataset": addition_dataset(64)},
+        **server_settings(url) | SIZES[number] | SHARED,
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainable_weights(trainer.model)
+
+
+@pytest.mark.slow
+def test_a_vllm_server_generates_the_same_completions_for_another_number(tmp_path, model_path):
+    stopped = str(tmp_path / "2" / f"checkpoint-{STOPPED_AFTER}")
+    with LoopbackVLLM(model_path) as server:
+        arguments = train_with_server, (tmp_path / "2", model_path, server.url, 2), tmp_path
+        on_several(2, run_and_save, *arguments, outputs=tmp_path)
+    with LoopbackVLLM(model_path) as server:
+        arguments = train_with_server, (tmp_path / "1", model_path, server.url, 1), tmp_path / "1"
+        (tmp_path / "1").mkdir()
+        on_several(1, run_and_save, *arguments, outputs=tmp_path / "1")
+    with LoopbackVLLM(model_path) as server:
+        arguments = train_with_server, (tmp_path / "again", model_path, server.url, 1, stopped), tmp_path / "again"
+        (tmp_path / "again").mkdir()
+        on_several(1, run_and_save, *arguments, outputs=tmp_path / "again")
+    start = trainable_weights(tiny_model())
+    of_one, of_two, continued = (torch.load(tmp_path / name / "result.0") for name in ("1", ".", "again"))
+    change = {name: of_one[name] - start[name] for name in start}
+    for weights in (of_two, continued):
+        assert relative_error({name: weights[name] - start[name] for name in start}, change) < 1e-5
