@@ -177,6 +177,10 @@ REFUSED = {
     "a reference answer that is blank": (RLPR | {"more": {"train_dataset": BLANK}}, "solution"),
     "no reference answers": (RLPR | {"more": {"train_dataset": BLANK.remove_columns("solution")}}, "solution"),
     "reference answers in a stream": (RLPR | {"more": streamed()}, "solution"),
+    "FlashAttention 4 in float32": (
+        {"model_init_kwargs": {"attn_implementation": "flash_attention_4"}},
+        "flash_attention_4 computes in half precision.* Set bf16: true, or attn_implementation: sdpa",
+    ),
     "asynchronous reward of log-probs": (
         TINY | {"reward": likely},
         "'likely' is asynchronous and asks for `compute_logps`",

@@ -24,7 +24,7 @@ from ..recipe import Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..rollouts.image_checkpoints import processor_of
-from ..rollouts.model_checks import obstacle_to_compilation, refusal_of_compilation
+from ..rollouts.model_checks import flash_attention_4_error, obstacle_to_compilation, refusal_of_compilation
 from ..rollouts.process_count import check_processes, read_saved_run
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
@@ -168,6 +168,9 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
             notes.append(f"{lost} FSDP and DeepSpeed train float32 copies; dtype: float32 makes that explicit.")
         else:
             conflicts.append(f"{lost} Set dtype: float32 and bf16: true (float32 weights, bfloat16 arithmetic).")
+    loading = {"attn_implementation": recipe.model.attn_implementation, "dtype": dtype}
+    if error := flash_attention_4_error(training, loading | (training.model_init_kwargs or {}), capability=None):
+        conflicts.append(error)
     if estimate.critic_name and (launch.kind == "DEEPSPEED" or launch.fsdp_version == 1):
         conflicts.append(
             f"method: {recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use ddp.yaml "

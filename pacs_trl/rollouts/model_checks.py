@@ -27,10 +27,12 @@ _MOST_NAMED = 3  # changes of a model that an error names
 
 def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
     """Raise a `ValueError` if nothing would be trained, `optimizers` does not fit the trained weights, or the model
-    could not be copied or rounded as the settings require. `arguments` are the other arguments of the trainer."""
+    could not be copied, rounded, or computed as the settings require. `arguments` are the trainer's others."""
     check_trainable(model, arguments["peft_config"])
     check_optimizers(model, arguments["peft_config"], arguments["optimizers"])
     check_quantization(model, args, arguments["quantization_config"])
+    if isinstance(model, str):
+        check_attention(args)
     if args.rollout_lag and not args.use_vllm and not isinstance(model, str):
         check_copy_in_engine_process(model)
 
@@ -170,6 +172,34 @@ def warn_of_eager_layers(args: RolloutConfig, reason: str) -> None:
 
 
 # Engines and copies --------------------------------------------------------------------------------------------
+
+
+def flash_attention_4_error(args: RolloutConfig, loading: dict[str, Any], capability: int | None) -> str | None:
+    """Return why FlashAttention 4 cannot train, if a model would be loaded with it. `loading` are the arguments of
+    `from_pretrained`, `capability` is the major compute capability of the GPU (0 without one), or `None` if another
+    machine trains."""
+    if loading.get("attn_implementation") != "flash_attention_4":
+        return None
+    dtype = loading.get("dtype")
+    if dtype in (None, "float32", torch.float32) and not (args.bf16 or args.fp16):
+        return (
+            "attn_implementation: flash_attention_4 computes in half precision, and the weights are float32 without "
+            "autocast. Set bf16: true, or attn_implementation: sdpa."
+        )
+    if capability is not None and capability < 9:
+        device = f"a GPU of compute capability {capability}" if capability else "no GPU"
+        return (
+            f"attn_implementation: flash_attention_4 is for Hopper and Blackwell GPUs, and this machine has {device}. "
+            "Set attn_implementation: sdpa."
+        )
+    return None
+
+
+def check_attention(args: RolloutConfig) -> None:
+    """Raise a `ValueError` if a model to be loaded asks for FlashAttention 4 where it cannot train."""
+    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    if error := flash_attention_4_error(args, args.model_init_kwargs or {}, capability):
+        raise ValueError(error)
 
 
 def check_quantization(

@@ -10,17 +10,20 @@ the logits beside the output, and their backward passes start from these two. An
 for all kernels: it is one more logit without a value, which scales the output by `sigmoid(log_sum - sink)`.
 """
 
+import importlib
 import inspect
 import itertools
 import math
 import sys
 from collections.abc import Iterator
-from functools import lru_cache
-from typing import NamedTuple
+from functools import cache, lru_cache
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from torch.nn.attention.varlen import varlen_attn
+from transformers.utils import is_flash_attn_4_available
 
 
 class Bounds(NamedTuple):
@@ -162,8 +165,13 @@ def _empty_log_sum(query: torch.Tensor) -> torch.Tensor:
 
 
 def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits):
-    """Return the kernel for these tensors: PyTorch's variable-length FlashAttention on CUDA in half precision, one
-    call of its FlashAttention for CPUs per tile on CPUs, and otherwise explicit matrix products per tile."""
+    """Return the kernel for these tensors: on CUDA in half precision FlashAttention 4 where it is installed, or
+    PyTorch's variable-length FlashAttention, on CPUs one call of its FlashAttention for CPUs per tile, and otherwise
+    explicit matrix products per tile."""
+    if query.is_cuda and flash_attention_4() is not None:
+        capability, _ = torch.cuda.get_device_capability(query.device)
+        if has_flash_attention_4(capability, query.dtype, query.shape[-1], value.shape[-1], logits):
+            return FlashAttention4
     if takes_varlen(query, key, value) and logits.softcap is None:
         return VarlenKernel
     if query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and logits.softcap is None:
@@ -414,6 +422,68 @@ class VarlenKernel:
             **_varlen_settings(logits),
         )
         return query_gradient.transpose(0, 1)[None], *_sum_of_copies(key_gradients, key, bounds)
+
+
+@cache
+def flash_attention_4() -> ModuleType | None:
+    """Return the module of FlashAttention 4 (package flash-attn-4), if it is installed."""
+    return importlib.import_module("flash_attn.cute.interface") if is_flash_attn_4_available() else None
+
+
+def has_flash_attention_4(capability: int, dtype: torch.dtype, head: int, value_head: int, logits: Logits) -> bool:
+    """Return whether FlashAttention 4 computes such heads, forward and backward, on a GPU of a major compute
+    capability: Hopper (9) and Blackwell (10)."""
+    if dtype not in (torch.float16, torch.bfloat16) or head % 8 or value_head % 8:
+        return False
+    if capability == 10:
+        return max(head, value_head) <= 128 or (head == value_head == 256 and logits.softcap is None)
+    return capability == 9 and max(head, value_head) <= 256
+
+
+class FlashAttention4:
+    """FlashAttention 4. It is not tested on GPU."""
+
+    @staticmethod
+    def forward(query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+        """See [`TiledKernel.forward`]."""
+        tokens = _segment_states(query, key, value, bounds, grouped=True)
+        left, right = _flash_4_window(logits)
+        with torch.no_grad():
+            out, log_sum = flash_attention_4().flash_attn_varlen_func(
+                *tokens,
+                **_flash_4_settings(bounds, logits),
+                window_size=(left, right),
+                return_lse=True,
+            )
+        return out.transpose(0, 1)[None], log_sum[None]
+
+    @staticmethod
+    def backward(gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
+        """See [`TiledKernel.backward`]. The public function would compute output and log-sum-exps again."""
+        tokens = _segment_states(query, key, value, bounds, grouped=True)
+        gradient, out = (x[0].transpose(0, 1).contiguous() for x in (gradient, out))
+        left, right = _flash_4_window(logits)
+        query_gradient, *key_gradients = flash_attention_4()._flash_attn_bwd(
+            *tokens,
+            out,
+            gradient,
+            log_sum[0],
+            **_flash_4_settings(bounds, logits),
+            window_size_left=left,
+            window_size_right=right,
+        )
+        return query_gradient.transpose(0, 1)[None], *_sum_of_copies(key_gradients, key, bounds)
+
+
+def _flash_4_settings(bounds: Bounds, logits: Logits) -> dict[str, Any]:
+    """Return what both passes of FlashAttention 4 take."""
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    settings = dict(zip(names, bounds.varlen, strict=True))
+    return settings | {"softmax_scale": logits.scale, "causal": True, "softcap": logits.softcap or 0.0}
+
+
+def _flash_4_window(logits: Logits) -> tuple[int | None, int | None]:
+    return (None, None) if logits.window is None else (logits.window - 1, 0)
 
 
 def _varlen_settings(logits: Logits) -> dict[str, float | int]:

@@ -15,19 +15,23 @@ otherwise calls per segment. Each layer passes its sliding window, soft cap, and
 which detects cases that the config does not reveal.
 """
 
+import logging
 from collections.abc import Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers.utils.generic import is_flash_attention_requested
 
 from .context_length import WINDOW_KEYS
 from .packed_attention import Bounds, Logits, attend_packed
 
+
+logger = logging.getLogger(__name__)
 
 PACKED = "pacs_packed_"  # prefix of the attention implementation that the model was loaded with
 
@@ -179,25 +183,41 @@ def _packed_flash(
         config._attn_implementation = packed_implementation
 
 
-# By the attention implementation that a model is loaded with. No mask function is registered, so that transformers
-# builds no mask: for N packed tokens it would be a dense (N, N) matrix.
-_BACKENDS = {"sdpa": "sdpa", "eager": "sdpa", "flash_attention_2": "flash", "flash_attention_3": "flash"}
-AttentionInterface.register(f"{PACKED}sdpa", _packed_sdpa)
-AttentionInterface.register(f"{PACKED}eager", _packed_eager)
-for _implementation in ("flash_attention_2", "flash_attention_3"):
-    AttentionInterface.register(f"{PACKED}{_implementation}", partial(_packed_flash, implementation=_implementation))
+# Attention implementations that the operator of packed attention replaces. No mask function is registered for its
+# names, so that transformers builds no mask: for N packed tokens it would be a dense (N, N) matrix.
+_REPLACED = {"sdpa": _packed_sdpa, "eager": _packed_eager, "flash_attention_4": _packed_eager}
+for _implementation, _attention in _REPLACED.items():
+    AttentionInterface.register(PACKED + _implementation, _attention)
 
 
 def packing_backend(model: PreTrainedModel) -> str | None:
     """Return the packing backend of an unwrapped model (no PEFT, DDP or FSDP): `"flash"` for models loaded with
-    FlashAttention, `"sdpa"` for models loaded with SDPA or eager attention, and `None` if rollouts must be padded."""
+    FlashAttention 2 or 3, or a FlashAttention of the Hub, `"sdpa"` for models loaded with SDPA, eager attention, or
+    FlashAttention 4, and `None` if rollouts must be padded."""
+    if not has_packed_layers(model):
+        return None
+    implementation = model.config.get_text_config()._attn_implementation
+    if implementation in _REPLACED:
+        return "sdpa"
+    is_flash = is_flash_attention_requested(requested_attention_implementation=implementation)
+    return "flash" if is_flash else None
+
+
+def has_packed_layers(model: PreTrainedModel) -> bool:
+    """Return whether the layers of an unwrapped model can be packed, with some attention implementation."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     if not model._supports_attention_backend or config.model_type in _MASKED_BY_THEIR_LAYERS:
-        return None
-    if not _PACKED_LAYER_TYPES.issuperset(layer_types) or _has_windows_by_layer_config(config):
-        return None
-    return _BACKENDS.get(config._attn_implementation)
+        return False
+    return _PACKED_LAYER_TYPES.issuperset(layer_types) and not _has_windows_by_layer_config(config)
+
+
+@cache
+def warn_of_padding(cause: str) -> None:
+    """Warn, once, that rollouts are padded although the layers of the model can be packed."""
+    logger.warning(
+        f"Completions are padded, although the layers of this model can be packed, which is faster. {cause}"
+    )
 
 
 def _has_windows_by_layer_config(config: PreTrainedConfig) -> bool:
@@ -214,6 +234,8 @@ def packed_attention(config: PreTrainedConfig, backend: str | None):
     if backend is None or previous.startswith(PACKED):
         yield
         return
+    if PACKED + previous not in AttentionInterface():
+        AttentionInterface.register(PACKED + previous, partial(_packed_flash, implementation=previous))
     config._attn_implementation = PACKED + previous
     try:
         yield

@@ -6,10 +6,17 @@ import torch
 from seeds import shifted
 
 from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
-from pacs_trl.update import compiled_layers
+from pacs_trl.update import compiled_layers, packed_attention
 from pacs_trl.update.compiled_layers import CompiledLayers
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
-from pacs_trl.update.packed_attention import Bounds, ExplicitTiles, Logits, VarlenKernel, attend_packed, kernel_of
+from pacs_trl.update.packed_attention import (
+    Bounds,
+    ExplicitTiles,
+    FlashAttention4,
+    Logits,
+    VarlenKernel,
+    attend_packed,
+)
 from pacs_trl.update.packing import PackedRollouts
 
 
@@ -85,6 +92,7 @@ KERNELS = [
         "flash_attention_2", marks=pytest.mark.needs(cuda=True, package="flash_attn.flash_attn_interface"), id="flash2"
     ),
     pytest.param("flash_attention_3", marks=pytest.mark.needs(cuda=True, package="flash_attn_interface"), id="flash3"),
+    pytest.param("flash_attention_4", marks=pytest.mark.needs(cuda=True, package="flash_attn.cute"), id="flash4"),
 ]
 MODELS = [
     "small",
@@ -141,22 +149,41 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     assert rows[1]["layout"] == "packed" and rows[1]["gradient"] > MAX_GRADIENT_ERROR
 
 
-@pytest.mark.needs(cuda=True)
-@pytest.mark.parametrize("window", [None, 32])
+@pytest.mark.parametrize(
+    "kernel, head, window, softcap",
+    [
+        *((VarlenKernel, 64, window, None) for window in (None, 32)),
+        *(
+            pytest.param(FlashAttention4, *settings, marks=pytest.mark.needs(cuda=True, package="flash_attn.cute"))
+            for settings in ((64, None, None), (128, 32, None), (256, None, None), (128, 32, 5.0))
+        ),
+        (ExplicitTiles, 512, 32, None),
+        (ExplicitTiles, 64, None, 5.0),
+    ],
+)
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
-def test_variable_length_kernel_sees_prompt_and_branch(window, with_sinks):
-    """PyTorch's kernel in bfloat16, forward and backward, against explicit matrix products in float32."""
+@pytest.mark.needs(cuda=True)
+def test_kernels_see_prompt_and_branch(monkeypatch, kernel, head, window, softcap, with_sinks):
+    """Kernels in bfloat16, forward and backward, against explicit matrix products in float32."""
     rollouts = PackedRollouts([np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)])
-    shapes = [(1, heads, len(rollouts.ids), 64) for heads in (4, 2, 2)]
+    shapes = [(1, heads, len(rollouts.ids), head) for heads in (4, 2, 2)]
     bounds = Bounds(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in rollouts.kernel_inputs().items()})
-    logits, results = Logits(64**-0.5, window), []
-    for dtype, kernel in ((torch.float32, ExplicitTiles), (torch.bfloat16, VarlenKernel)):
+    logits, results = Logits(head**-0.5, window, softcap), []
+    for dtype, chosen in ((torch.float32, ExplicitTiles), (torch.bfloat16, kernel)):
         generator = torch.Generator().manual_seed(shifted(0))
         inputs = [torch.randn(s, generator=generator).to("cuda", dtype).requires_grad_() for s in shapes]
-        assert kernel_of(*inputs, logits) is kernel
         sinks = torch.linspace(-1.0, 2.0, 4).to("cuda", dtype).requires_grad_() if with_sinks else None
+        monkeypatch.setattr(packed_attention, "kernel_of", lambda *args, chosen=chosen: chosen)
         out = attend_packed(*inputs, bounds, logits, sinks)
         inputs += [sinks] if with_sinks else []
         results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
     for expected, value in zip(*results, strict=True):
         assert (value.float() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.needs(cuda=True)
+@pytest.mark.parametrize("head, dtype, kernel", [(64, torch.bfloat16, "fast"), (512, torch.bfloat16, "explicit")])
+def test_the_kernel_of_a_gpu(head, dtype, kernel):
+    states = [torch.zeros(1, heads, 10, head, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
+    fast = packed_attention.kernel_of(*states, Logits(1.0)) in (VarlenKernel, FlashAttention4)
+    assert fast == (kernel == "fast")

@@ -18,6 +18,7 @@ from pacs_trl.rollouts.model_checks import (
     check_optimizers,
     check_quantization,
     check_trainable,
+    flash_attention_4_error,
 )
 
 
@@ -198,3 +199,22 @@ def test_an_adapter_that_keeps_weights_tied_can_be_merged():
     config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     check_adapter_of_tied_weights(get_peft_model(tiny_model(), config))
     check_adapter_of_tied_weights(tiny_model())
+
+
+@pytest.mark.parametrize(
+    "implementation, dtype, bf16, capability, words",
+    [
+        ("flash_attention_4", "float32", False, 9, "half precision"),
+        ("flash_attention_4", None, False, None, "half precision"),
+        ("flash_attention_4", "bfloat16", False, 8, "a GPU of compute capability 8"),
+        ("flash_attention_4", "float32", True, 0, "no GPU"),
+        ("flash_attention_4", "float32", True, 9, None),
+        ("flash_attention_4", torch.bfloat16, False, 10, None),
+        ("flash_attention_4", "bfloat16", False, None, None),  # `plan` for another machine
+        ("sdpa", "float32", False, 0, None),
+    ],
+)
+def test_where_flash_attention_4_cannot_train(implementation, dtype, bf16, capability, words):
+    args = SimpleNamespace(bf16=bf16, fp16=False)
+    error = flash_attention_4_error(args, {"attn_implementation": implementation, "dtype": dtype}, capability)
+    assert error is None if words is None else words in error and "attn_implementation: sdpa" in error

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 import trl
-from architectures import build_image_checkpoint
+from architectures import build, build_image_checkpoint
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from replay import Row, logps_and_entropies, tiny_model
 from seeds import shifted
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import add_fused_lm_head
 
 from experiments.logps import compute_logps
+from pacs_trl.update import packing
 from pacs_trl.update.context_length import attention_windows
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packing import PackedRollouts, packing_backend
@@ -163,10 +164,25 @@ def test_entropies_only_where_the_head_gives_them():
 
 def test_backend_follows_the_attention_implementation():
     model = tiny_model()
-    backends = {"sdpa": "sdpa", "eager": "sdpa", "flex_attention": None}
-    for implementation, backend in (backends | {f"flash_attention_{n}": "flash" for n in (2, 3)}).items():
+    backends = dict.fromkeys(("sdpa", "eager", "flash_attention_4"), "sdpa") | {"flex_attention": None}
+    hub = ("kernels-community/flash-attn2", "kernels-community/vllm-flash-attn3@v1")
+    for implementation, backend in (backends | dict.fromkeys(("flash_attention_2", *hub), "flash")).items():
         model.config._attn_implementation = implementation
         assert packing_backend(model) == backend
+
+
+def test_padding_because_of_the_attention_implementation_warns_once(caplog):
+    packing.warn_of_padding.cache_clear()
+    model = tiny_model()
+    model.config._attn_implementation = "flex_attention"
+    assert [ForwardPass(model, CPU).packing for _ in range(2)] == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Completions are padded, although packing, which is faster, fits this model. Set attn_implementation to sdpa, "
+        "not flex_attention."
+    ]
+    ForwardPass(model, CPU, packing="never")
+    ForwardPass(build("falcon"), CPU)
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "llava"])

@@ -4,6 +4,8 @@ contain it without a graph break."""
 import inspect
 import itertools
 import math
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from pacs_trl.update.minibatch import FILLER
 from pacs_trl.update.packed_attention import (
     Bounds,
     ExplicitTiles,
+    FlashAttention4,
     FlashTiles,
     Logits,
     Tile,
@@ -131,6 +134,93 @@ def test_lower_precisions_are_near_float64(dtype, window, softcap, head):
     for value, other in zip(computed, expected, strict=True):
         assert value.dtype == dtype
         assert (value.double() - other).norm() < tolerance * other.norm()
+
+
+@pytest.fixture
+def flash_4(monkeypatch):
+    """Modules in place of FlashAttention 4 that compute what it does, by loops, for tensors on the CPU."""
+    modules = {name: ModuleType(name) for name in ("flash_attn", "flash_attn.cute", "flash_attn.cute.interface")}
+    modules["flash_attn.cute.interface"].flash_attn_varlen_func = flash_4_forward
+    modules["flash_attn.cute.interface"]._flash_attn_bwd = flash_4_backward
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(packed_attention, "is_flash_attn_4_available", lambda: True)
+    monkeypatch.setattr(packed_attention, "kernel_of", lambda *args: FlashAttention4)
+    packed_attention.flash_attention_4.cache_clear()
+    yield
+    packed_attention.flash_attention_4.cache_clear()
+
+
+def flash_4_forward(query, key, value, *, window_size, return_lse, **settings):
+    assert return_lse and not torch.is_grad_enabled()
+    bounds, scale, windows = flash_4_settings(settings, *window_size)
+    return (*varlen_forward(query, key, value, *bounds, 0.0, not window_size[0], False, scale=scale, **windows)[:2],)
+
+
+def flash_4_backward(query, key, value, out, gradient, log_sum, *, window_size_left, window_size_right, **settings):
+    bounds, scale, windows = flash_4_settings(settings, window_size_left, window_size_right)
+    states = gradient, query, key, value, out, log_sum
+    return varlen_backward(*states, *bounds, 0.0, window_size_left is None, None, None, scale=scale, **windows)
+
+
+def flash_4_settings(settings: dict, left: int | None, right: int | None):
+    assert settings.pop("causal") and settings.pop("softcap") == 0.0 and (left is None) == (right is None)
+    scale = settings.pop("softmax_scale")
+    windows = {"window_size_left": -1 if left is None else left, "window_size_right": 0}
+    names = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    assert list(settings) == names
+    return settings.values(), scale, windows
+
+
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
+def test_flash_attention_4_is_called_with_prompt_and_branch(flash_4, window, with_sinks):
+    """A stand-in; the package is not tested on GPU."""
+    rollouts, inputs = attention_inputs(LENGTHS)
+    logits, sinks = Logits(0.7, window), None
+    if with_sinks:
+        sinks = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64).requires_grad_()
+    tensors = inputs if sinks is None else [*inputs, sinks]
+    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), logits, sinks), tensors)
+    expected = with_gradients(by_masks(rollouts, *inputs, logits, sinks), tensors)
+    for one, other in zip(computed, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, heads, softcap, expected",
+    [
+        (9, torch.bfloat16, (128, 128), None, True),
+        (9, torch.float16, (256, 256), 30.0, True),
+        (9, torch.bfloat16, (512, 512), None, False),
+        (9, torch.bfloat16, (100, 100), None, False),
+        (9, torch.float32, (128, 128), None, False),
+        (10, torch.bfloat16, (128, 128), 30.0, True),
+        (10, torch.bfloat16, (192, 128), None, False),
+        (10, torch.bfloat16, (256, 256), None, True),
+        (10, torch.bfloat16, (256, 256), 30.0, False),
+        (8, torch.bfloat16, (128, 128), None, False),
+        (12, torch.bfloat16, (128, 128), None, False),
+    ],
+)
+def test_where_flash_attention_4_is_used(capability, dtype, heads, softcap, expected):
+    assert packed_attention.has_flash_attention_4(capability, dtype, *heads, Logits(1.0, None, softcap)) is expected
+
+
+def test_kernels_of_a_gpu(monkeypatch):
+    """By the properties of tensors that are on a GPU, without one."""
+
+    def states(dtype: torch.dtype, head: int) -> list:
+        return [SimpleNamespace(is_cuda=True, device="cuda", dtype=dtype, shape=(1, 4, 10, head)) for _ in range(3)]
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(packed_attention, "takes_varlen", lambda query, *states: query.shape[-1] <= 256)
+    for module, kernel in ((ModuleType("interface"), FlashAttention4), (None, VarlenKernel)):
+        monkeypatch.setattr(packed_attention, "flash_attention_4", lambda module=module: module)
+        assert packed_attention.kernel_of(*states(torch.bfloat16, 128), Logits(1.0, 16)) is kernel
+    wide = states(torch.bfloat16, 512)
+    wide[0].device = torch.device("cuda")
+    assert packed_attention.kernel_of(*wide, Logits(1.0)) is ExplicitTiles
 
 
 def test_values_wider_than_keys():
