@@ -177,8 +177,8 @@ def test_padding_because_of_the_attention_implementation_warns_once(caplog):
     model.config._attn_implementation = "flex_attention"
     assert [ForwardPass(model, CPU).packing for _ in range(2)] == [None, None]
     assert [record.getMessage() for record in caplog.records] == [
-        "Completions are padded, although packing, which is faster, fits this model. Set attn_implementation to sdpa, "
-        "not flex_attention."
+        "Completions are padded, although the layers of this model can be packed, which is faster. Set "
+        "attn_implementation to sdpa, not flex_attention."
     ]
     ForwardPass(model, CPU, packing="never")
     ForwardPass(build("falcon"), CPU)
