@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-import trl
-from datasets import Dataset, Features, Image, List, Value
+from datasets import Dataset
 from image_checkpoints import image_model, image_processor, image_tokenizer, save_checkpoint
+from image_runs import OURS, TRLS, build, picture, rows, trained
 from peft import LoraConfig
 from PIL import Image as Picture
-from replay import SETTINGS, digit_reward
+from replay import digit_reward
 from scripted import run_recipe
 from transformers import AutoProcessor, ProcessorMixin
 from trls_update import difference
@@ -29,80 +29,9 @@ from pacs_trl.rollouts.image_checkpoints import check_settings_for_images
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 
 
-OURS = {"GRPO": (pacs_trl.GRPOTrainer, pacs_trl.GRPOConfig), "PACS": (pacs_trl.PACSTrainer, pacs_trl.PACSConfig)}
-TRLS = trl.GRPOTrainer, trl.GRPOConfig
-FEATURES = Features(
-    {
-        "prompt": [{"role": Value("string"), "content": Value("string")}],
-        "images": List(Image()),
-        "number": Value("int8"),
-    }
-)
-# Plain gradient descent, so that a difference of gradients is one of weights.
-PLAIN = {"optim": "sgd", "learning_rate": 0.05, "lr_scheduler_type": "constant", "max_steps": 3, "max_grad_norm": 0}
-
-
 @pytest.fixture(autouse=True)
 def temporary_files_under_tmp_path(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-
-def picture(number: int, mode: str = "RGB") -> Picture.Image:
-    """A picture of a random size and content."""
-    rng = np.random.default_rng(number)
-    size = 28 + 14 * (number % 3), 28 + 14 * (number % 2)
-    return Picture.fromarray(rng.integers(0, 256, (*size, 3), dtype=np.uint8)).convert(mode)
-
-
-def rows(numbers=(1, 2, 1, 2, 1, 2, 1, 2)) -> Dataset:
-    """Prompts with so many pictures each."""
-    content = [[picture(10 * i + k) for k in range(number)] for i, number in enumerate(numbers)]
-    prompts = [[{"role": "user", "content": f"What is {i}?"}] for i in range(len(numbers))]
-    columns = {"prompt": prompts, "images": content, "number": list(numbers)}
-    return Dataset.from_dict(columns, features=FEATURES)
-
-
-def with_recorded_completions(trainer):
-    """Let a trainer generate completions that depend on the call alone."""
-    calls = []
-
-    def generate(prompt_ids, images, fields, num_generations, **kwargs):
-        calls.append(prompt_ids)
-        completions = []
-        for i in range(len(prompt_ids)):
-            rng = np.random.default_rng([len(calls), i])
-            completions.append(
-                [*rng.integers(0, 255, int(rng.integers(1, 9))).tolist(), trainer._tokenizer.eos_token_id]
-            )
-        return completions, None
-
-    trainer._generate_single_turn = generate
-    return trainer
-
-
-def build(
-    trainers, model_type, *, dataset=None, recorded=True, reward=digit_reward, more=None, model=None, **settings
-):
-    trainer_class, config_class = trainers
-    processor = image_processor(model_type)
-    settings = SETTINGS | PLAIN | {"max_completion_length": 9} | settings
-    args = config_class(settings.pop("output_dir", None) or tempfile.mkdtemp(), **settings)
-    arguments = {"train_dataset": rows() if dataset is None else dataset, "processing_class": processor} | (more or {})
-    trainer = trainer_class(
-        image_model(model_type, processor.tokenizer) if model is None else model, reward, args=args, **arguments
-    )
-    return with_recorded_completions(trainer) if recorded else trainer
-
-
-def weights(trainer) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
-
-
-def trained(*args, **settings):
-    trainer = build(*args, **settings)
-    before = weights(trainer)
-    trainer.train()
-    return before, weights(trainer), trainer
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "smolvlm", "idefics3"])
@@ -123,6 +52,17 @@ def test_weights_are_those_of_trl_with_a_reference_and_reused_rollouts(tmp_path)
         before, trls, _ = trained(TRLS, "qwen2_5_vl", **settings)
         _, ours, _ = trained(OURS["GRPO"], "qwen2_5_vl", **settings)
     assert difference(ours, trls, before) < 3e-5
+
+
+@pytest.mark.parametrize("method", ["RLOO", "MaxRL", "REAL"])
+def test_other_objectives_do_not_depend_on_micro_batches(tmp_path, method):
+    image_model("gemma3", image_processor("gemma3").tokenizer).save_pretrained(tmp_path / "model")
+    trainers = getattr(pacs_trl, f"{method}Trainer"), getattr(pacs_trl, f"{method}Config")
+    settings = {"model": str(tmp_path / "model"), "max_steps": 2, "generation_batch_size": 8, "beta": 0.1}
+    before, whole, _ = trained(trainers, "gemma3", **settings)
+    smaller = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    _, split, _ = trained(trainers, "gemma3", **settings, **smaller)
+    assert difference(split, whole, before) < 3e-5
 
 
 @pytest.mark.parametrize("method", OURS)
