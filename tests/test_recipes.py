@@ -27,15 +27,14 @@ from pacs_trl.rewards import VerificationArguments
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = REPOSITORY / "recipes"
+SMALL = ("images", "miniature", "smollm2-135m")  # folders of recipes for two CPU cores
 TRAINING = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
     for path in RECIPES.rglob("*.yaml")
-    if path.relative_to(RECIPES).parts[0] not in ("accelerate_configs", "evaluation", "miniature", "smollm2-135m")
+    if path.relative_to(RECIPES).parts[0] not in ("accelerate_configs", "evaluation", *SMALL)
 )
 MINIATURE = sorted(
-    str(path.relative_to(RECIPES).with_suffix(""))
-    for folder in ("miniature", "smollm2-135m")
-    for path in (RECIPES / folder).rglob("*.yaml")
+    str(path.relative_to(RECIPES).with_suffix("")) for folder in SMALL for path in (RECIPES / folder).rglob("*.yaml")
 )
 
 # Table 4 of v2, the released scripts of v1, and what follows from them.
@@ -166,13 +165,13 @@ def test_recipe_is_read_and_free_of_conflicts(name):
 
 @pytest.mark.parametrize("name", MINIATURE)
 def test_miniature_recipe_is_read_and_free_of_conflicts(name):
-    is_smollm2 = name.startswith("smollm2-135m/")  # `make model` may not have been run
-    other_model = ["--model_name_or_path", "miniature/addition"] if is_smollm2 else []
+    is_prepared = name.startswith(("images/", "smollm2-135m/"))  # by a command that may not have been run
+    other_model = ["--model_name_or_path", "miniature/addition"] if is_prepared else []
     recipe, _, text = read_without_conflicts(name, other_model, read_launch(None, 1)[0])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
         f"miniature/{method}": 1 for method in ("agent", "environment", "code", "pacs", "grpo", *OBJECTIVES)
     }
-    others |= {name: 1} if is_smollm2 else {}
+    others |= {name: 1} if is_prepared else {}
     assert recipe.step.updates_per_generation == others.get(name, 4)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in text
@@ -198,7 +197,7 @@ WITHOUT_RESULTS = {"qwen3-0.6b/pacs", "qwen3-1.7b/pacs_lora"}  # neither publish
 def test_a_recipe_with_results_names_the_protocol_that_graded_them(name):
     settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     if name not in WITHOUT_RESULTS and set(settings.get("reward_funcs", ())) & {*GRADES_ANSWERS}:
-        has_number = name.startswith("smollm2-135m/")
+        has_number = name.startswith(("images/", "smollm2-135m/"))
         assert settings["verification_protocol"] == ("number" if has_number else "authors")
     else:
         assert "verification_protocol" not in settings
