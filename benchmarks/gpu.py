@@ -120,18 +120,30 @@ def planned_beside(estimate: Estimate, measured: dict[str, Any], completion_max:
 
 
 def known_gpu(rate: float, device: str) -> Gpu:
-    """Return the GPU's entry in `plan`; an unknown GPU gets its own memory and the measured matmul rate."""
+    """Return the GPU's entry in `plan`; an unknown GPU gets its own memory, the measured matmul rate, and the bandwidth
+    of an H100 for that rate."""
+    bandwidth = rate * GPUS["h100-80"].bandwidth / GPUS["h100-80"].flops
     if device == "cpu":
-        return Gpu("this machine", 2**40, rate, 1.0)
+        return Gpu("this machine", 2**40, rate, bandwidth)
     properties = torch.cuda.get_device_properties(0)
     known = [gpu for gpu in GPUS.values() if gpu.name in properties.name]
-    return known[0] if known else Gpu(properties.name, properties.total_memory, rate, 1.0)
+    return known[0] if known else Gpu(properties.name, properties.total_memory, rate, bandwidth)
 
 
 def estimate_of(
-    size: Size, rows: int, gpu: Gpu, *, method: str, checkpointing: bool, lora: bool, directory: Path, device: str
+    size: Size,
+    rows: int,
+    gpu: Gpu,
+    *,
+    method: str,
+    checkpointing: bool | str,
+    lora: bool,
+    directory: Path,
+    device: str,
+    **more: Any,
 ) -> Estimate:
-    """Return the estimate of `pacs-trl plan` for an optimizer step; the model config is in `directory/model`."""
+    """Return the estimate of `pacs-trl plan` for an optimizer step; the model config is in `directory/model`. `more`
+    are further keys of the recipe."""
     settings: dict[str, Any] = {
         "method": method.removeprefix("trl_"),
         "model_name_or_path": str(directory / "model"),
@@ -155,7 +167,7 @@ def estimate_of(
     if lora:
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
-    return Estimate(Recipe.from_settings(settings, 1), Launch(1, "none", "one process"), gpu)
+    return Estimate(Recipe.from_settings(settings | more, 1), Launch(1, "none", "one process"), gpu)
 
 
 def _batch(size: Size, rows: int, method: str) -> dict[str, int]:

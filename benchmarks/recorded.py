@@ -154,7 +154,7 @@ class Runner:
         model = self.trainer.model
         self.trainer._generate = self._replay
         self.trainer.reward_func_names = ["label"]
-        if settings["gradient_checkpointing"]:
+        if self.trainer.args.gradient_checkpointing:  # what `auto` became
             model.gradient_checkpointing_enable()
         self.trainer.create_optimizer()
         self.model, self.optimizer = self.trainer.accelerator.prepare(model, self.trainer.optimizer)

@@ -13,27 +13,30 @@ import argparse
 import gc
 import statistics
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
 
 from benchmarks import record_row, table_of
-from benchmarks.gpu import LORA, TRAINERS, model_flops
+from benchmarks.gpu import LORA, TRAINERS, estimate_of, known_gpu, model_flops, planned_beside
 from benchmarks.recorded import (
     NUM_GENERATIONS,
     PROMPT_TOKENS,
     Runner,
     Size,
+    config_of,
     labels_of,
     matmul_rate,
     recorded_rollouts,
     shape_of,
 )
-from pacs_trl.update import compiled_layers
+from pacs_trl.update import compiled_layers, packed_attention
 
 
 COMPLETION_MAX = {"Qwen3-1.7B": 4096, "Qwen3-4B": 8192, "tiny": 24}
@@ -44,9 +47,11 @@ TIMES_AS_FAST = {"Qwen3-1.7B": 5.0}  # as TRL's best, with FlashAttention 4
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the step; `rows` of the longest completions fit into a micro-batch."""
+    """A way to run the step; `rows` of the longest completions fit into a micro-batch. With `auto`, rows and
+    checkpointing are what the trainer chooses from the memory of the GPU."""
 
     rows: int = 8
+    auto: bool = False
     compiled: bool = False
     attention: str = "sdpa"
     checkpointing: bool = False
@@ -61,12 +66,14 @@ VARIANTS = {
         Variant(compiled=True, target=52),
         Variant(compiled=True, attention="flash_attention_4", target=56),
         Variant(compiled=True, checkpointing=True, target=41),
+        Variant(compiled=True, auto=True),
         Variant(),
         Variant(checkpointing=True),
     ),
     "Qwen3-4B": (
         Variant(rows=1, compiled=True, attention="flash_attention_4", target=58),
         Variant(rows=1, compiled=True),
+        Variant(compiled=True, auto=True),
         Variant(rows=4, checkpointing=True),
     ),
 }
@@ -86,6 +93,7 @@ class Measurement:
         self.rate = matmul_rate(device, matmul, torch.bfloat16 if device == "cuda" else torch.float32)
         self.size = Size(shape_of(model), COMPLETION_MAX[model], NUM_GENERATIONS, num_groups, bf16=device == "cuda")
         self.rollouts = recorded_rollouts(self.size, num_groups)
+        config_of(self.size.shape).save_pretrained(directory / "model")  # for `plan`
         self.rows: list[dict[str, Any]] = []
 
     def row(self, method: str, variant: Variant) -> dict[str, Any]:
@@ -94,6 +102,7 @@ class Measurement:
         row |= {"layers": "compiled" if variant.compiled else "eager", "attention": variant.attention}
         row |= {"fused kernels": "yes"} if variant.liger else {}
         row |= {"checkpointing": "yes" if variant.checkpointing else "no", "rows": variant.rows}
+        row |= {"checkpointing": "auto", "rows": None} if variant.auto else {}
         package = KERNELS.get(variant.attention)
         if package and not _is_installed(package):
             row["outcome"] = f"{variant.attention} is not installed"
@@ -109,7 +118,7 @@ class Measurement:
 
     def _measured(self, method: str, variant: Variant) -> dict[str, Any]:
         try:
-            first, seconds, peak = self._steps(method, variant)
+            measured = self._steps(method, variant)
         except torch.OutOfMemoryError:
             return {"outcome": "out of memory"}
         except Exception as error:  # kernels and compilers raise many types, and the other rows are still worth having
@@ -118,26 +127,35 @@ class Measurement:
             gc.collect()  # the next variant needs the memory
             if self.device == "cuda":
                 torch.cuda.empty_cache()
+        seconds = measured.pop("seconds")
         median = statistics.median(seconds)
         flops, tokens = model_flops(self.size.shape, self.rollouts)
         utilization = 100 * flops / median / self.rate
-        row: dict[str, Any] = {
-            "s / step": median,
-            "fastest": min(seconds),
-            "slowest": max(seconds),
-            "first step, s": first,
-        }
+        row: dict[str, Any] = {"s / step": median, "fastest": min(seconds), "slowest": max(seconds)}
         row |= {"tokens/s": tokens / median, "utilization, %": utilization, "matmul TFLOP/s": self.rate / 1e12}
-        row |= {"GiB": peak, "target, %": variant.target}
+        row |= measured | {"target, %": variant.target}
+        if method != "trl_grpo":
+            row |= self._planned(method, variant, {"seconds": median, "GiB": measured["GiB"]})
         if variant.target is not None:
             row["outcome"] = outcome_of(utilization, variant.target)
         return row
 
-    def _steps(self, method: str, variant: Variant) -> tuple[float, list[float], float | None]:
-        """Return the seconds of the first step and of those measured, and the peak of the memory in GiB."""
-        if self.device == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        runner = Runner(
+    def _steps(self, method: str, variant: Variant) -> dict[str, Any]:
+        """Return the seconds of the measured steps and of the first one, the peak of the memory, and what `auto` has
+        become."""
+        torch_kernels = patch.object(packed_attention, "flash_attention_4", lambda: None, create=True)
+        with torch_kernels if variant.attention == "sdpa" else nullcontext():
+            runner = self._runner(method, variant)
+            measured: dict[str, Any] = {"first step, s": runner.step()}
+            measured["GiB"] = runner.peak_memory() / 2**30
+            measured["seconds"] = [runner.step() for _ in range(self.repeats)]
+        if variant.auto:
+            choice = runner.trainer._memory
+            measured |= {"checkpointing": f"auto: {choice.recomputation}", "tokens at most": choice.max_tokens}
+        return measured
+
+    def _runner(self, method: str, variant: Variant) -> Runner:
+        return Runner(
             TRAINERS[method],
             self.size,
             self.rollouts,
@@ -148,10 +166,21 @@ class Measurement:
             peft_config=LoraConfig(**LORA, task_type="CAUSAL_LM") if variant.lora else None,
             **self._settings(method, variant),
         )
-        first = runner.step()
-        runner.step()
-        seconds = [runner.step() for _ in range(self.repeats)]
-        return first, seconds, torch.cuda.max_memory_allocated() / 2**30 if self.device == "cuda" else None
+
+    def _planned(self, method: str, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
+        """Return the estimate of `pacs-trl plan` beside the measurement."""
+        estimate = estimate_of(
+            self.size,
+            variant.rows,
+            known_gpu(self.rate, self.device),
+            method=method,
+            checkpointing=variant.checkpointing,
+            lora=variant.lora,
+            directory=self.directory,
+            device=self.device,
+            **{"attn_implementation": variant.attention} | self._settings(method, variant),
+        )
+        return planned_beside(estimate, measured, self.size.completion_max, self.device)
 
     def _settings(self, method: str, variant: Variant) -> dict[str, Any]:
         settings: dict[str, Any] = {"gradient_checkpointing": variant.checkpointing}
@@ -160,6 +189,8 @@ class Measurement:
             return settings | ({"torch_compile_backend": self.backend} if variant.compiled else {})
         tokens = variant.rows * (PROMPT_TOKENS[1] + self.size.completion_max)
         settings |= {"per_device_train_batch_size": NUM_GENERATIONS, "max_tokens_per_micro_batch": tokens}
+        if variant.auto:
+            settings |= {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
         return settings | {"compile_layers": variant.compiled}
 
     def best_of_trl(self, seconds: float) -> dict[str, Any] | None:
@@ -214,7 +245,7 @@ def measure_trl(device: str, directory: Path, model: str, *, seconds: float, **s
     compares the two."""
     measurement = Measurement(device, directory, model, **settings)
     trl = measurement.best_of_trl(seconds)
-    compiled = [variant for variant in VARIANTS[model] if variant.compiled and not variant.checkpointing]
+    compiled = [each for each in VARIANTS[model] if each.compiled and not (each.checkpointing or each.auto)]
     times = [row["s / step"] for row in (measurement.row("pacs", each) for each in compiled) if "s / step" in row]
     if trl is not None and times:
         factor, target = trl["s / step"] / min(times), TIMES_AS_FAST.get(model)
