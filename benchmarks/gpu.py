@@ -120,8 +120,8 @@ def planned_beside(estimate: Estimate, measured: dict[str, Any], completion_max:
 
 
 def known_gpu(rate: float, device: str) -> Gpu:
-    """Return the GPU's entry in `plan`; an unknown GPU gets its own memory, the measured matmul rate, and the bandwidth
-    of an H100 for that rate."""
+    """Return the GPU's entry in `plan`; an unknown GPU gets its own memory, the measured matmul rate, and a bandwidth
+    in proportion to that of an H100."""
     bandwidth = rate * GPUS["h100-80"].bandwidth / GPUS["h100-80"].flops
     if device == "cpu":
         return Gpu("this machine", 2**40, rate, bandwidth)

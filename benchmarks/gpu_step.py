@@ -5,10 +5,11 @@
     python -m benchmarks.gpu_step --model sums # SmolLM2-135M-Instruct on sums (after `make model`)
     python -m benchmarks.gpu_step --model tiny # smoke test on a CPU, after `make env-vllm`
 
-All trainers get the same model, prompts, settings, and engine, one after the other, in one process. Weights in a
-published shape are random, and the engine starts with dummy weights, so nothing is downloaded; lengths of completions
-are those of `benchmarks.recorded`, whatever is generated. With SmolLM2 the model decides when a completion ends. The
-first step of each trainer, which compiles and allocates, is left out. Clocks wait for the GPU at the borders of parts.
+All trainers get the same model, prompts, settings, and engine, one after the other, in one process; `grpo_auto`
+chooses recomputation and micro-batches itself. Weights in a published shape are random, and the engine starts with
+dummy weights, so nothing is downloaded; lengths of completions are those of `benchmarks.recorded`, whatever is
+generated. With SmolLM2 the model decides when a completion ends. The first step of each trainer, which compiles and
+allocates, is left out. Clocks wait for the GPU at the borders of parts.
 """
 
 import argparse
@@ -39,7 +40,8 @@ from pacs_trl.train import main as train
 
 
 SUMS = Path(__file__).parents[1] / "recipes/smollm2-135m/sums_grpo.yaml"
-TRAINERS = {"trl_grpo": TRLTrainer, "grpo": GRPOTrainer, "pacs": PACSTrainer}
+TRAINERS = {"trl_grpo": TRLTrainer, "grpo": GRPOTrainer, "grpo_auto": GRPOTrainer, "pacs": PACSTrainer}
+AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}  # of grpo_auto
 
 # The columns of the table, and the parts of `pacs_trl.rollouts.timing` in each.
 COLUMNS = {
@@ -156,7 +158,8 @@ def measure(
             model = build_model(size.shape, device, eos_token_id=tokenizer.eos_token_id)
             model.name_or_path = str(directory / "model")
             config_class = getattr(TRAINERS[method], "_config_class", trl.GRPOConfig)
-            args = config_class(str(directory / method), **_settings(device, step, sleep, steps) | settings)
+            chosen = AUTO if method == "grpo_auto" else {}
+            args = config_class(str(directory / method), **_settings(device, step, sleep, steps) | chosen | settings)
             trainer = TRAINERS[method](
                 model, even_start, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
             )
@@ -219,8 +222,12 @@ def measure_sums(
         for method in methods:
             memory = Memory()
             trainer_class = watched(TRAINERS[method], device, memory)
-            name = "grpo" if method == "trl_grpo" else method
-            trainer = train([*settings, "--method", name, "--output_dir", str(directory / method)], trainer_class)
+            name = "grpo" if method in ("trl_grpo", "grpo_auto") else method
+            chosen = [word for key, value in AUTO.items() for word in (f"--{key}", value)]
+            chosen = chosen if method == "grpo_auto" else []
+            trainer = train(
+                [*settings, *chosen, "--method", name, "--output_dir", str(directory / method)], trainer_class
+            )
             table.append(_row("SmolLM2-135M, sums", method, sleep, trainer.state.log_history, memory, None))
             record_row(table[-1])
     return _beside_trl(table)
@@ -260,7 +267,7 @@ def _beside_trl(table: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="Qwen3-1.7B", help="a published Qwen3 shape, `sums`, or `tiny`")
-    parser.add_argument("--methods", nargs="+", choices=list(TRAINERS), default=["trl_grpo", "grpo", "pacs"])
+    parser.add_argument("--methods", nargs="+", choices=list(TRAINERS), default=["trl_grpo", "grpo", "grpo_auto"])
     parser.add_argument("--completion_max", type=int, default=4096)
     parser.add_argument("--num_groups", type=int, default=4)
     parser.add_argument("--rows", type=int, default=8, help="completions per forward pass")

@@ -9,7 +9,7 @@ from experiments.smollm2 import FOLDER
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.vllm, pytest.mark.needs(package="vllm")]
 
-METHODS = ("trl_grpo", "grpo", "pacs")
+METHODS = ("trl_grpo", "grpo", "grpo_auto")
 
 
 def whole_steps(device: str, directory, sleep: bool) -> list[dict]:
