@@ -9,6 +9,7 @@ of Gemma 3 with its processor, which supervised training has taught to answer, m
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,13 +95,13 @@ def _blocks(image: Image.Image) -> list[dict[str, Any]]:
     return [{"type": "image", "image": image}, {"type": "text", "text": QUESTION}]
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output_dir", type=Path, default=Path("outputs/shapes"))
     parser.add_argument("--num_pictures", type=int, default=1024)
     parser.add_argument("--num_steps", type=int, default=150, help="supervised training, before that of the recipe")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
 
     rng = np.random.default_rng(args.seed)
     (args.output_dir / "pictures").mkdir(parents=True, exist_ok=True)

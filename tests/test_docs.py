@@ -102,7 +102,8 @@ def check_module(monkeypatch, name: str, arguments: list[str], num_processes: in
             launch, errors = read_launch(own.accelerate_config, own.num_processes)
             assert not errors, errors
             num_processes = launch.num_processes
-        without_model = ["--model_name_or_path", "miniature/addition"] if "smollm2-135m/" in own.config else []
+        is_prepared = any(folder in own.config for folder in ("smollm2-135m/", "images/"))  # by another command
+        without_model = ["--model_name_or_path", "miniature/addition"] if is_prepared else []
         recipe, conflicts = check_recipe(own.config, [*own.overrides, *without_model], num_processes)
         assert recipe is not None and not conflicts, conflicts
     elif name == "pacs_trl.evaluation.run":
@@ -170,7 +171,9 @@ def check_command(monkeypatch, words: list[str]) -> None:
             check_module(monkeypatch, launch.training_script, launch.training_script_args, processes)
         case ["python", "-m", "experiments.paper", *rest]:
             check_module(monkeypatch, "experiments.paper.command", rest)
-        case ["python", "-m", name, *rest] if name.startswith(("pacs_trl.", "experiments.genac.")):
+        case ["python", "-m", name, *rest] if name.startswith(
+            ("pacs_trl.", "experiments.genac.", "experiments.shapes")
+        ):
             if rest:
                 check_module(monkeypatch, name, rest)
         case ["python", "-m", name, *rest] if name.startswith("benchmarks."):

@@ -1,6 +1,5 @@
 """The task with pictures, from the script to a run of its recipe."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,8 @@ from experiments import shapes
 RECIPE = Path(__file__).parents[2] / "recipes" / "images" / "shapes.yaml"
 
 
-def test_recipe_trains_on_what_the_script_writes(tmp_path, monkeypatch, capsys):
-    words = ["shapes", "--output_dir", str(tmp_path), "--num_pictures", "40", "--num_steps", "2"]
-    monkeypatch.setattr(sys, "argv", words)
-    shapes.main()
+def test_recipe_trains_on_what_the_script_writes(tmp_path, capsys):
+    shapes.main(["--output_dir", str(tmp_path), "--num_pictures", "40", "--num_steps", "2"])
     assert "40 pictures and a model" in capsys.readouterr().out
     settings = {"recipe": RECIPE, "dataset_name": tmp_path / "train.jsonl", "eval_split_size": 8, "eval_steps": 1}
     trainer = run_recipe(tmp_path / "run", tmp_path / "model", **settings)
