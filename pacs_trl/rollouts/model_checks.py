@@ -320,8 +320,8 @@ def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfi
     if args.router_aux_loss_coef is not None:
         raise ValueError(f"{without} with router_aux_loss_coef={args.router_aux_loss_coef}. Remove the key.")
     warnings.warn(
-        f"{without}: it trains without, although its configuration has a coefficient. Set router_aux_loss_coef: 0.0 to "
-        "hide this warning.",
+        f"{without}, although its configuration has a coefficient. It is trained without; router_aux_loss_coef: 0.0 "
+        "hides this warning.",
         stacklevel=2,
     )
     return False
