@@ -8,8 +8,11 @@ import copy
 import random
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from datasets import Dataset
@@ -18,6 +21,7 @@ from trl import GRPOConfig
 
 from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
+from pacs_trl.update import packed_attention
 
 
 NUM_GENERATIONS = 8
@@ -97,6 +101,15 @@ def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = N
     num_uniform = round(uniform_fraction * num_groups)
     mixed = [1.0, 0.0] * (num_generations // 2)
     return [0.0] * (num_generations * num_uniform) + mixed * (num_groups - num_uniform)
+
+
+@contextmanager
+def kernels_of(attention: str) -> Iterator[None]:
+    """Inside the context, `sdpa` means torch's kernels, also for packed passes, which take FlashAttention 4 where it
+    is installed."""
+    torch_kernels = patch.object(packed_attention, "flash_attention_4", lambda: None)
+    with torch_kernels if attention == "sdpa" else nullcontext():
+        yield
 
 
 class Runner:

@@ -13,12 +13,10 @@ import argparse
 import gc
 import statistics
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from peft import LoraConfig
@@ -31,12 +29,13 @@ from benchmarks.recorded import (
     Runner,
     Size,
     config_of,
+    kernels_of,
     labels_of,
     matmul_rate,
     recorded_rollouts,
     shape_of,
 )
-from pacs_trl.update import compiled_layers, packed_attention
+from pacs_trl.update import compiled_layers
 
 
 COMPLETION_MAX = {"Qwen3-1.7B": 4096, "Qwen3-4B": 8192, "tiny": 24}
@@ -143,8 +142,7 @@ class Measurement:
     def _steps(self, method: str, variant: Variant) -> dict[str, Any]:
         """Return the seconds of the measured steps and of the first one, the peak of the memory, and what `auto` has
         become."""
-        torch_kernels = patch.object(packed_attention, "flash_attention_4", lambda: None, create=True)
-        with torch_kernels if variant.attention == "sdpa" else nullcontext():
+        with kernels_of(variant.attention):
             runner = self._runner(method, variant)
             measured: dict[str, Any] = {"first step, s": runner.step()}
             measured["GiB"] = runner.peak_memory() / 2**30

@@ -30,10 +30,10 @@ PARTS = {
     "1": (
         "test_attention.py::test_packed_equals_padded[small",
         "test_attention.py::test_compiled_equals_padded[small",
-        "test_attention.py::test_variable",
-        "test_compiled_layers.py",
+        "test_attention.py::test_kernels_see_prompt_and_branch",
         "test_targets.py::test_steps_beside_targets",
         "test_targets.py::test_steps_with_lora",
+        "test_compiled_layers.py",
         "test_attention.py",
         "test_targets.py::test_trl_at_its_best[Qwen3-1.7B",
     ),

@@ -5,7 +5,7 @@ import pytest
 import torch
 from seeds import shifted
 
-from benchmarks.recorded import Size, build_model, recorded_rollouts, shape_of
+from benchmarks.recorded import Size, build_model, kernels_of, recorded_rollouts, shape_of
 from pacs_trl.update import compiled_layers, packed_attention
 from pacs_trl.update.compiled_layers import CompiledLayers
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
@@ -42,7 +42,8 @@ def compare_layouts(
             if attention != "sdpa" and layout != "padded" and precision == "float32":
                 continue  # these kernels know half precisions only
             policy.set_attn_implementation("sdpa" if layout == "padded" else attention)
-            passes = compute(policy, rollouts, device, layout, autocast=precision == "autocast")
+            with kernels_of(attention):
+                passes = compute(policy, rollouts, device, layout, autocast=precision == "autocast")
             reference = reference or passes
             named = {"precision": precision, "layout": layout, "attention": policy.config._attn_implementation}
             rows.append(named | differences(passes, reference))
