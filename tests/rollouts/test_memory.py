@@ -129,42 +129,79 @@ def test_auto_is_for_an_exact_update():
 # Out of memory ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
-@pytest.mark.parametrize("settings", [{}, {"steps_per_generation": 2, "max_steps": 4}], ids=["one", "two updates"])
-def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys, trainer_class, settings):
-    """Metrics would be counted twice if those of the first attempt were not discarded."""
-    recorders, logs, most = [], [], math.inf
-    for _ in range(2):
+def out_of_memory_in(trainer, number: int) -> None:
+    """Run out of memory in a forward pass with gradient, in its last layer."""
+    passes = 0
+
+    def count(*inputs):
+        nonlocal passes
+        passes += torch.is_grad_enabled()
+        if passes == number and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError
+
+    trainer.forward_pass.backbone.layers[-1].register_forward_hook(count)
+
+
+REPEATED = {
+    "first pass": (PACSTrainer, {}, 1),
+    "second pass": (PACSTrainer, {"max_tokens_per_micro_batch": 40}, 2),
+    "ratio loss": (GRPOTrainer, {"max_tokens_per_micro_batch": 40}, 2),
+    "later whole group": (PACSTrainer, {"num_generations": 8, "steps_per_generation": 2}, 1),
+    "second update": (PACSTrainer, {"num_generations": 8, "steps_per_generation": 2}, 2),
+    "snapshot": (PACSTrainer, {"reference": "snapshot"}, 2),
+}
+
+
+@pytest.mark.parametrize(("trainer_class", "settings", "number"), REPEATED.values(), ids=REPEATED)
+def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys, trainer_class, settings, number):
+    """Neither gradients nor work of the abandoned attempt count."""
+    recorders, logs, work = [], [], []
+    for fails in (False, True):
         trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), trainer_class=trainer_class, **settings)
-        sizes = limited(trainer, most)
+        if fails:
+            out_of_memory_in(trainer, number)
         recorders.append(trained(trainer))
         logs.append([log for log in trainer.state.log_history if "loss" in log])
-        most = min(most, max(sizes) - 1)
-    assert max(sizes) > most >= sizes[-1]
+        work.append(trainer.timer.work["generated"])
     for expected, repeated in zip(*(recorder.gradients for recorder in recorders), strict=True):
         assert relative_error(repeated, expected) < RELATIVE
     for expected, repeated in zip(*logs, strict=True):
         assert expected.keys() == repeated.keys() and expected.get("num_tokens") == repeated.get("num_tokens")
         for name in ("loss", "entropy", "grad_norm"):
             assert repeated[name] == pytest.approx(expected[name], rel=1e-4)
-    assert "Out of memory in optimizer step" in capsys.readouterr().out
+    assert work[0] == work[1]
+    assert capsys.readouterr().out.count("Out of memory in optimizer step") == 1
 
 
 def test_random_numbers_of_the_abandoned_attempt_are_drawn_again(tmp_path):
     """With dropout, the run ends with the bits of one that has small micro-batches from the start."""
-    trainers, most, size = [], math.inf, None
-    for _ in range(3):
+    trainers, size = [], None
+    for fails in (True, False):
         settings = {"disable_dropout": False, "startup_check": False, "max_tokens_per_micro_batch": size}
         trainer = build_trainer(
             tmp_path, model=tiny_model(attention_dropout=0.2), replay=Replay(uniform_groups=0), max_steps=1, **settings
         )
-        sizes = limited(trainer, most)
+        if fails:
+            out_of_memory_in(trainer, 1)
         trainer.train()
         trainers.append(trainer)
-        most, size = max(sizes) - 1, trainer.update.driver.limits.max_tokens
-    _, repeated, small = ([*trainer.model.parameters()] for trainer in trainers)
-    assert size is not None and size == trainers[1].update.driver.limits.max_tokens
+        size = trainer.update.driver.limits.max_tokens
+    repeated, small = ([*trainer.model.parameters()] for trainer in trainers)
     assert all(torch.equal(first, second) for first, second in zip(repeated, small, strict=True))
+
+
+def test_work_and_metrics_return_to_the_start_of_an_update(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay())
+    trainer._metrics["train"]["before"].append(1.0)
+    trainer.timer.work["trained"] = 5
+    start, numbers = memory.StartOfUpdate(trainer), []
+    for _ in range(2):
+        numbers.append(torch.rand(3))
+        trainer.record_metrics({"before": 2.0, "during": 3.0})
+        trainer.timer.work.update({"trained": 7, "flops": 8})
+        start.restore()
+    assert torch.equal(*numbers)
+    assert dict(trainer._metrics["train"]) == {"before": [1.0]} and dict(trainer.timer.work) == {"trained": 5}
 
 
 def test_single_completions_without_memory_recompute_more(tmp_path, monkeypatch):
