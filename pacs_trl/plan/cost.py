@@ -184,9 +184,13 @@ def model_shape(name: str | None) -> ModelShape | None:
     return shape_of(json.loads(file.read_text())) if file.is_file() else None
 
 
+# Model types of transformers whose layers have the matrices of Llama; Qwen2's have biases, Qwen3's norms of heads.
+_DENSE_DECODERS = ("llama", "qwen2", "qwen3", "mistral", "smollm3", "granite", "phi3")
+
+
 def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
     """Return the shape of a model with a configuration of transformers; `None` if it is not a dense decoder."""
-    if config.get("model_type") not in ("qwen2", "qwen3", "llama"):
+    if config.get("model_type") not in _DENSE_DECODERS:
         return None
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ModelShape(

@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from seeds import shifted
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 
 from pacs_trl.plan import cost
 from pacs_trl.plan.cost import RECOMPUTATIONS, Execution, ModelShape, Passes
@@ -38,6 +38,16 @@ def test_shape_of_a_directory(tmp_path):
     assert cost.model_shape(str(tmp_path)) is None
     transformers_model(SMALL).config.save_pretrained(tmp_path)
     assert cost.model_shape(str(tmp_path)) == SMALL
+
+
+@pytest.mark.parametrize("model_type", cost._DENSE_DECODERS)
+def test_parameters_of_other_dense_decoders_equal_those_of_transformers(model_type):
+    sizes = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "vocab_size": 300}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "pad_token_id": 0, "head_dim": 16}
+    config = AutoConfig.for_model(model_type, **sizes, **heads)
+    with torch.device("meta"):
+        number = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    assert cost.shape_of(config.to_dict()).parameters == number
 
 
 def test_lora_parameters_equal_those_of_peft():

@@ -173,6 +173,17 @@ def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys
     assert capsys.readouterr().out.count("Out of memory in optimizer step") == 1
 
 
+def test_later_steps_of_a_rollout_have_smaller_micro_batches(tmp_path):
+    """Also those whose micro-batches were made before memory ran out."""
+    settings = {"num_generations": 8, "steps_per_generation": 2, "group_layout": "whole"}
+    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **settings)
+    sizes = limited(trainer, math.inf)
+    out_of_memory_in(trainer, 1)
+    trainer.train()
+    limit = trainer.update.driver.limits.max_tokens
+    assert sizes[0] > limit >= max(sizes[1:])
+
+
 def test_random_numbers_of_the_abandoned_attempt_are_drawn_again(tmp_path):
     """With dropout, the run ends with the bits of one that has small micro-batches from the start."""
     trainers, size = [], None
