@@ -26,24 +26,19 @@ def code_of(trl: Path, block: dict) -> str:
 
 
 def run(trl: Path, stand_ins: Path, env: dict[str, str], only: list[str]) -> None:
-    """Run the examples that have no outcome yet, or those of the list `only`, each in a process."""
+    """Run the examples that have no outcome yet, or those of the list `only`."""
     examples = yaml.safe_load((HERE / "examples.yaml").read_text())
     results = Path(env["TRL_SUITE_RESULTS"])
     known = last_outcomes(results)
     codes = {name: (trl / script["path"]).read_text() for name, script in examples["scripts"].items()}
     codes |= {name: code_of(trl, block) for name, block in examples["blocks"].items()}
-    for name, code in codes.items():
-        if name not in only if only else name in known:
-            continue
-        arguments = examples["scripts"].get(name, {}).get("arguments", [])
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "example.py"
-            file.write_text(code)
-            command = [sys.executable, HERE / "run_example.py", file, *arguments]
-            process = subprocess.run(command, env=env, cwd=stand_ins / "small", capture_output=True, text=True)
-        record = {"test": name, "outcome": "passed" if process.returncode == 0 else "failed"}
-        if process.returncode:
-            record |= {"error": process.stderr.strip().split("\n")[-1], "where": process.stderr[-5000:]}
-        print(record["outcome"], name, record.get("error", "")[:300], flush=True)
-        with results.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+    with tempfile.TemporaryDirectory() as folder:
+        jobs = []
+        for number, (name, code) in enumerate(codes.items()):
+            if name in only if only else name not in known:
+                file = Path(folder) / f"example_{number}.py"
+                file.write_text(code)
+                jobs.append([name, str(file), examples["scripts"].get(name, {}).get("arguments", [])])
+        listed = Path(folder) / "examples.json"
+        listed.write_text(json.dumps(jobs))
+        subprocess.run([sys.executable, HERE / "run_examples.py", listed], env=env, cwd=stand_ins / "small")

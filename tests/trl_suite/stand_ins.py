@@ -149,7 +149,7 @@ def write_datasets(folder: Path, size: int) -> None:
 
 def write_example_datasets(folder: Path) -> None:
     """Writes sums and questions under the names of datasets that TRL's examples load."""
-    sums = [(a, b) for a in range(1, 11) for b in range(1, 11)]
+    sums = [(a, b) for a in range(1, 31) for b in range(1, 31)]
     problems = [f"What is {a} + {b}?" for a, b in sums]
     chats = [[{"role": "user", "content": problem}] for problem in problems]
     solutions = [f"$\\boxed{{{a + b}}}$" for a, b in sums]

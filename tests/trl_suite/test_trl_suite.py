@@ -16,6 +16,12 @@ def test_the_comparison_with_trl_has_the_current_table():
     assert table.PAGE.read_text() == table.page_with_table(), "run `python tests/trl_suite/table.py`"
 
 
+def test_the_readme_has_the_same_number_as_the_list():
+    results = outcomes.expected_outcomes("pacs_trl")
+    passed = sum(outcome == "passed" for outcome in results.values())
+    assert f"{passed} of {len(results)} tests" in (table.PAGE.parents[1] / "README.md").read_text()
+
+
 def test_each_test_of_trl_is_in_one_area():
     assert [test for test, times in LISTED.items() if times > 1] == []
 
