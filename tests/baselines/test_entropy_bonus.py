@@ -89,13 +89,13 @@ def test_adaptive_control_raises_the_coefficient_up_to_the_target_and_lowers_it_
     assert logged == pytest.approx([0.5, 0.6, 0.6, 0.4, 0.2, 0.1, 0.3])
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo"])
+@pytest.mark.parametrize("loss_type", ["bnpo", pytest.param("grpo", marks=pytest.mark.slow)])
 def test_any_micro_batch_gives_the_same_weights(tmp_path, loss_type):
     settings = {**REUSED, **ADAPTIVE, "loss_type": loss_type, "top_entropy_quantile": 0.7}
     with in_double_precision():
         results = [
             run(tmp_path / str(i), OWN, "grpo", Replay(unverifiable=0.2), sharpness=SHARPNESS, **(settings | split))
-            for i, split in enumerate(SPLITS)
+            for i, split in enumerate([SPLITS[0], *SPLITS[2:]])
         ]
     before, reference, logs = results[0]
     for _, weights, other_logs in results[1:]:
@@ -113,7 +113,7 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("split", [0, 2])
+@pytest.mark.parametrize("split", [pytest.param(0, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradient_is_that_without_a_bonus_minus_the_coefficient_times_that_of_the_mean_entropy(
     tmp_path, model_path, name, split
@@ -179,10 +179,10 @@ def test_adaptive_control_resumes(tmp_path, trainer_class):
     def build(directory):
         model = tiny_model()
         model.lm_head.weight.data *= SHARPNESS
-        settings = {**ADAPTIVE, "steps_per_generation": 2, "max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+        settings = {**ADAPTIVE, "steps_per_generation": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
         return build_trainer(directory, model=model, replay=Replay(), trainer_class=trainer_class, **settings)
 
-    straight, again = assert_resumes(build, tmp_path, 1, 2, 5)
+    straight, again = assert_resumes(build, tmp_path, 1, 4)
     assert straight.entropy_coef == again.entropy_coef != 0.3
     assert straight._last_world_entropy == again._last_world_entropy < math.inf
 
