@@ -160,6 +160,21 @@ def test_an_engine_with_outdated_weights_is_noticed():
         check.run(engine, model)
 
 
+def test_rounding_that_grows_with_learning_stops_no_run():
+    """Lost weights differ by more than 0.1 nats a token."""
+    torch.manual_seed(shifted(0))
+    model = tiny_model()
+    check = WakeCheck(ForwardPass(model, CPU), range(60, 80))
+    error = 1e-4
+    engine = SimpleNamespace(prompt_logps=lambda ids: check.trainer_logps(model) + error)
+    check.run(engine, model)
+    error = 0.09
+    check.run(engine, model)
+    error = 0.11
+    with pytest.raises(FailedRun, match="by 0.11 nats per token, and after the first start by 0.0001"):
+        check.run(engine, model)
+
+
 def test_turns_that_processes_have_alone_are_not_compared(tmp_path, monkeypatch):
     """With tools a process generates again only for its own completions; the others would wait for it."""
     trainer, _ = sleeping_run(tmp_path, monkeypatch)
