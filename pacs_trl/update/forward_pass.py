@@ -21,7 +21,14 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
-from .packing import PackedRollouts, has_packed_layers, packed_attention, packing_backend, warn_of_padding
+from .packing import (
+    PackedRollouts,
+    has_packed_layers,
+    packed_attention,
+    packing_backend,
+    warn_of_padding,
+    warn_of_soft_cap,
+)
 from .packing_name import renamed_packing
 from .prompt_images import PromptImages, padded_image_inputs
 from .router_loss import RouterSums, router_sums
@@ -92,10 +99,14 @@ class ForwardPass:
         self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
         self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
         self.packing = packing_backend(base) if packing != "never" and not prompt_learning else None
+        text_config = self.config.get_text_config()
         if packing != "never" and self.packing is None and has_packed_layers(base):
-            implementation = self.config.get_text_config()._attn_implementation
             cause = "Prompt learning adds virtual tokens to each of them: use LoRA instead."
-            warn_of_padding(cause if prompt_learning else f"Set attn_implementation to sdpa, not {implementation}.")
+            other_attention = f"Set attn_implementation to sdpa, not {text_config._attn_implementation}."
+            warn_of_padding(cause if prompt_learning else other_attention)
+        softcap = getattr(text_config, "attn_logit_softcapping", None)
+        if softcap is not None and text_config._attn_implementation == "sdpa":
+            warn_of_soft_cap(text_config.model_type, softcap)
         self.device = device
         self.pad_token_id = pad_token_id
         self.temperature = temperature

@@ -220,6 +220,15 @@ def warn_of_padding(cause: str) -> None:
     )
 
 
+@cache
+def warn_of_soft_cap(model_type: str, softcap: float) -> None:
+    """Warn, once, that transformers computes a model without its soft cap."""
+    logger.warning(
+        f"SDPA in transformers leaves out the soft cap of {model_type!r} models (attn_logit_softcapping={softcap}), "
+        "which vLLM applies. Set attn_implementation to eager to train with it; completions stay packed."
+    )
+
+
 def _has_windows_by_layer_config(config: PreTrainedConfig) -> bool:
     """Return whether windows are settings of single layers (`per_layer_config`): only masks follow them."""
     return config.is_heterogeneous and not config.per_layer_attributes.isdisjoint(WINDOW_KEYS)

@@ -129,3 +129,15 @@ def test_sinks_are_trained():
     model, micro = build_family("eager", "gpt_oss"), Micro()
     micro.packed(model, [0, 1, 2, 3])
     assert all(layer.self_attn.sinks.grad.abs().min() > 0 for layer in model.model.layers)
+
+
+def test_a_soft_cap_that_sdpa_leaves_out_warns_once(caplog):
+    packing.warn_of_soft_cap.cache_clear()
+    model = build_family("sdpa", "gemma2")
+    for _ in range(2):
+        ForwardPass(model, torch.device("cpu"))
+    (record,) = caplog.records
+    assert "attn_logit_softcapping=50" in record.getMessage() and "eager" in record.getMessage()
+    ForwardPass(build_family("eager", "gemma2"), torch.device("cpu"))
+    ForwardPass(build_family("sdpa", "gemma3_text"), torch.device("cpu"))
+    assert len(caplog.records) == 1
