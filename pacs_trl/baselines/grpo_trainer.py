@@ -123,7 +123,6 @@ class GRPOTrainer(ExactUpdateTrainer):
     args: GRPOConfig
     _config_class: type = GRPOConfig
     update_class = RatioUpdate
-    has_advantages = True
     live_attributes = ("beta", "epsilon_low", "epsilon_high")
 
     def create_objective(self) -> RatioObjective:

@@ -96,7 +96,6 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     late_rollout: Callable | None = None  # an asynchronous `rollout_func`
     update_class: type[PolicyUpdate] = GroupLossUpdate
-    has_advantages = False  # whether the objective reads the advantages of rollouts
     # Attributes of TRL's trainer, copies of settings, that `create_objective` reads: they may change during a run.
     live_attributes: tuple[str, ...] = ("beta",)
     # Logged metrics that show why a gradient is not finite.
@@ -560,7 +559,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def unpad_rollouts(self, batch: dict) -> list[Rollout]:
-        check_batch(self, batch, self._advantages, has_advantages=self.has_advantages)
+        check_batch(self, batch, self._advantages, has_advantages=isinstance(self.update.objective, RatioObjective))
         return super().unpad_rollouts(batch)
 
     def _compute_loss(self, model, inputs):
