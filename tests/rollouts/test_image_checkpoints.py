@@ -68,6 +68,14 @@ def test_run_resumes_bit_by_bit(tmp_path):
         assert torch.equal(a, b), name
 
 
+@pytest.mark.slow
+def test_late_rollouts_come_from_a_copy_of_the_model(tmp_path):
+    checkpoint = save_checkpoint("qwen2_5_vl", tmp_path / "model")
+    trainer = train(tmp_path / "run", checkpoint, rollout_lag=1, max_steps=3)
+    assert trainer.state.global_step == 3
+    assert any(changed(tmp_path / "model", tmp_path / "run").values())
+
+
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_adapters_are_in_the_language_model_alone(tmp_path, targets, in_memory):

@@ -129,6 +129,17 @@ def test_run_resumes_bit_by_bit_and_checkpoints_have_no_pixels(tmp_path, method)
     assert trainer.processing_class.image_processor is not None
 
 
+def test_stream_of_images_resumes_bit_by_bit(tmp_path):
+    """Rows of a stream have no index, so its checkpoints have the images."""
+    settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    settings |= {"max_steps": 4, "recorded": False}
+    stream = rows().to_iterable_dataset()
+    _, straight, _ = trained(OURS["GRPO"], "qwen2_5_vl", dataset=stream, output_dir=str(tmp_path), **settings)
+    resumed = build(OURS["GRPO"], "qwen2_5_vl", dataset=stream, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert all(torch.equal(weights, straight[name]) for name, weights in resumed.model.named_parameters())
+
+
 def test_tower_is_frozen_on_request():
     before, after, trainer = trained(OURS["GRPO"], "gemma3", freeze_vision_tower=True, recorded=False)
     tower = {name: p for name, p in trainer.model.named_parameters() if "vision" in name or "projector" in name}
