@@ -36,7 +36,8 @@ class ImagePrompts:
             return rows
         prompts = share_equal_images([prompt_with_images(row) for row in inputs])
         self._rows_of_prompts = {}
-        if self.model.training and isinstance(self.train_dataset, Dataset) and self._continued_groups is None:
+        is_from_sampler = self._continued_groups is None and self._shares is None
+        if self.model.training and isinstance(self.train_dataset, Dataset) and is_from_sampler:
             number = self._step // (self.args.steps_per_generation * self.num_iterations)
             first = self.first_row(len(inputs))
             self._rows_of_prompts = dict(enumerate(indices_of_generation(self, number)[first : first + len(inputs)]))

@@ -48,7 +48,7 @@ def test_language_model_is_trained_and_the_rest_saved_unchanged(tmp_path, model_
     trainer = train(tmp_path / "run", checkpoint)
     for name, is_changed in changed(tmp_path / "model", tmp_path / "run").items():
         assert is_changed != any(part in name for part in OUTSIDE), name
-    assert trainer.forward_pass.fused and (trainer.forward_pass.packing is None) == (model_type == "gemma3")
+    assert trainer.forward_pass.fused and trainer.forward_pass.packing == "sdpa"
     assert (tmp_path / "run" / "preprocessor_config.json").read_text() == (
         tmp_path / "model" / "preprocessor_config.json"
     ).read_text()
