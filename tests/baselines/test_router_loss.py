@@ -8,12 +8,15 @@ import torch
 from experts import tiny_experts
 from replay import RELATIVE, TOKENIZER, Recorder, Replay, build_trainer, relative_error
 from test_objectives import SPLITS
+from torch.nn.utils.rnn import pad_sequence
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 from trls_update import EIGHT, OWN, TRLS, difference, run
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer, RLOOTrainer
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.router_loss import ExpertLoads, RouterSums, router_sums
+from pacs_trl.update.startup_check import choose_forward_pass
 
 
 def test_sums_by_hand():
@@ -67,6 +70,36 @@ def test_a_pass_counts_every_token_of_every_completion_with_its_prompt(packing, 
     assert sums.selections.tolist() == expected.selections.tolist()
     assert sums.probabilities.tolist() == pytest.approx(expected.probabilities.tolist(), rel=1e-5)
     assert sums.probabilities.requires_grad and not sums.selections.requires_grad
+
+
+# All that return the logits of their routers, and whose loss TRL can compute.
+FAMILIES = [
+    *("afmoe", "ernie4_5_moe", "flex_olmo", "gpt_oss", "hy_v3", "jamba", "laguna", "mellum", "minimax", "minimax_m2"),
+    *("minimax_m3_vl_text", "mixtral", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+    "qwen4_exp_text",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_loss_of_every_family_is_that_of_trl(model_type):
+    """Of packed completions if the family allows it, against TRL's padded batch."""
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip("not in this version of transformers")
+    model = architectures.build(model_type)
+    rows = [torch.tensor(p + c) for p, c in zip(PROMPTS, COMPLETIONS, strict=True)]
+    ids = pad_sequence(rows, batch_first=True)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    with fused_head(model), torch.no_grad():
+        outputs = model(input_ids=ids, attention_mask=mask, labels=ids, fused_lm_head=True, output_router_logits=True)
+        model.config.get_text_config().output_router_logits = False
+        forward_pass = ForwardPass(model, torch.device("cpu"))
+        forward_pass.reads_routers = True
+        choose_forward_pass(forward_pass, model)
+        forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
+    sums = forward_pass.router_sums
+    loads = ExpertLoads(sums.selections / sums.num_rows, sums.num_rows.item(), 0.0)
+    assert loads.share_of(sums).item() == pytest.approx(outputs.aux_loss.item(), rel=1e-5)
 
 
 COEFFICIENT = {"router_aux_loss_coef": 1.0}

@@ -277,6 +277,11 @@ def test_no_tensor_has_the_size_of_the_logits(wide_model):
     assert 0 < largest.elements < 0.1 * logits
 
 
+def test_the_former_name_of_packing_warns_and_works():
+    with pytest.warns(FutureWarning, match="Set packing='never'"):
+        assert ForwardPass(tiny_model(), CPU, padding_free="never").packing is None
+
+
 def test_the_gradient_of_entropies_has_no_tensor_of_the_size_of_the_logits(wide_model):
     with fused_head(wide_model), LargestTensor() as largest:
         torch.cat(ForwardPass(wide_model, CPU).compute_logps(wide_model, HEADS, TAILS).entropies).sum().backward()
