@@ -131,7 +131,7 @@ def test_sinks_are_trained():
     assert all(layer.self_attn.sinks.grad.abs().min() > 0 for layer in model.model.layers)
 
 
-def test_a_soft_cap_that_sdpa_leaves_out_warns_once(caplog):
+def test_a_soft_cap_that_sdpa_ignores_warns_once(caplog):
     packing.warn_of_soft_cap.cache_clear()
     model = build_family("sdpa", "gemma2")
     for _ in range(2):
