@@ -117,9 +117,11 @@ def compile_layers(
             the first passes compile them.
 
     Returns:
-        `str`, *optional*: Why layers are not compiled: an error, more than 16 graphs, new graphs for new lengths, or
-        other log-probs.
+        `str`, *optional*: Why layers are not compiled: a loss of routers, an error, more than 16 graphs, new graphs
+        for new lengths, or other log-probs.
     """
+    if forward_pass.reads_routers:  # a pass without gradient would keep what all layers store for a backward pass
+        return "the loss of the routers (router_aux_loss_coef) reads what the layers compute inside"
     try:
         compiled_layers = CompiledLayers(forward_pass.model)
     except ValueError as error:

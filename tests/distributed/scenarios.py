@@ -410,7 +410,7 @@ ZERO3 |= {name: partial(scenario, **zero3_settings(0)) for name, scenario in BY_
 ZERO3 |= {"resumed snapshot": partial(resumed_snapshot, **zero3_settings(0))}
 
 
-COMPILED = {**QUARTER, "compile_layers": True, "gradient_checkpointing": True, "reference": "snapshot", "max_steps": 4}
+COMPILED = REPLAYED["snapshot, renewed"][0] | {"compile_layers": True, "gradient_checkpointing": True}
 
 
 def compiled(rank, directory, **how):

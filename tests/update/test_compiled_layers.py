@@ -232,7 +232,8 @@ def test_generation_is_not_compiled():
 
 
 @pytest.mark.slow
-def test_inductor(monkeypatch):
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_inductor(monkeypatch, autocasts):
     """The compiler of real runs, on a CPU: gradients, one graph, and equal log-probs with and without gradient."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
     if (missing := compiled_layers.missing_compiler(CPU)) is not None:
@@ -240,20 +241,19 @@ def test_inductor(monkeypatch):
     torch._dynamo.reset()
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    forward_pass, generator = ForwardPass(model, CPU), torch.Generator().manual_seed(0)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=autocasts)
+    forward_pass, generator = ForwardPass(model, CPU, autocast=autocast), torch.Generator().manual_seed(0)
     rows = batch(generator, 3, 2)
     expected = gradients(model, forward_pass, rows)
     counters.clear()
     assert compile_layers(forward_pass, model) is None
-    assert 0 < relative_error(gradients(model, forward_pass, rows), expected) < 1e-5
-    for autocasts in (False, True):
-        for sizes in ((3, 2), (1, 1), (4,)):
-            rows = batch(generator, *sizes)
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
-                with_gradient = torch.cat(forward_pass.compute_logps(model, *rows).logps)
-                with torch.no_grad():
-                    assert torch.equal(torch.cat(forward_pass.compute_logps(model, *rows).logps), with_gradient)
-    assert num_graphs() == 2 and not counters["graph_break"]
+    assert 0 < relative_error(gradients(model, forward_pass, rows), expected) < (0.1 if autocasts else 1e-5)
+    for sizes in ((3, 2), (1, 1), (4,)):
+        rows = batch(generator, *sizes)
+        with_gradient = torch.cat(forward_pass.compute_logps(model, *rows).logps)
+        with torch.no_grad():
+            assert torch.equal(torch.cat(forward_pass.compute_logps(model, *rows).logps), with_gradient)
+    assert num_graphs() == 1 and not counters["graph_break"]
 
 
 # What does not compile ----------------------------------------------------------------------------------------------
@@ -295,6 +295,12 @@ def test_other_log_probs_are_named(monkeypatch):
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     forward_pass = ForwardPass(model, CPU)
     assert "log-probs differ by" in compile_layers(forward_pass, model)
+
+
+def test_a_loss_of_routers_is_named():
+    forward_pass = ForwardPass(small("Qwen3"), CPU)
+    forward_pass.reads_routers = True
+    assert "router_aux_loss_coef" in compile_layers(forward_pass, forward_pass.model)
 
 
 def test_replaced_forward_methods_are_named():
