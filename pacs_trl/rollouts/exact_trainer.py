@@ -300,20 +300,23 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _run_update(self, model, minibatch: Minibatch, is_first_update: bool) -> StepResult:
         """Back-propagate the loss of a minibatch. If the device runs out of memory, discard what was computed, halve
         the micro-batches of this and all later steps, and repeat."""
-        start = StartOfUpdate(self)
+        start, driver = StartOfUpdate(self), self.update.driver
         while True:
+            is_exhausted = False
             try:
                 # Log-probs of a reference that is not the policy at rollout time. After that it is known whether the
                 # proxies are zero: the first snapshot is taken here.
                 self.store_reference_logps(model, minibatch)
                 return self.update.run(model, minibatch, self._update_timing(is_first_update))
             except OutOfMemoryElsewhere:
-                self.update.driver.discard_gradients(model)
+                pass
             except torch.OutOfMemoryError:
-                if not self.update.driver.abandon_step(model):
+                if not driver.can_repeat:
                     raise
+                is_exhausted = True
             # The exception has been deleted, and with it the last references to activations.
             start.restore()
+            driver.abandon_step(model, is_exhausted=is_exhausted)
             self._use_less_memory(minibatch)
 
     def _use_less_memory(self, minibatch: Minibatch) -> None:

@@ -244,17 +244,19 @@ class UpdateDriver:
             self._agrees = False
             raise OutOfMemoryElsewhere
 
-    def abandon_step(self, model) -> bool:
-        """Return whether this process may repeat an optimizer step after it has run out of memory, and tell the other
-        processes. Discards gradients, and what DDP expects of the abandoned backward pass."""
-        is_alone = self.accelerator.num_processes == 1 and not self._is_deepspeed
-        if self._agrees:
+    @property
+    def can_repeat(self) -> bool:
+        """Whether this process, whose memory is exhausted, may repeat the optimizer step: if it is alone, or can still
+        tell the others."""
+        return self._agrees or (self.accelerator.num_processes == 1 and not self._is_deepspeed)
+
+    def abandon_step(self, model, *, is_exhausted: bool) -> None:
+        """Discard what was computed of an optimizer step, and tell the other processes if the memory of this one
+        `is_exhausted`."""
+        if is_exhausted and self._agrees:
             self.agree_on_memory(is_exhausted=True)
-        elif not is_alone:
-            return False
         self._agrees = False
         self.discard_gradients(model)
-        return True
 
     def discard_gradients(self, model) -> None:
         """Set the gradients to `None`, and let DDP expect a new backward pass."""

@@ -22,7 +22,6 @@ TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "step
 ONE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
 # Method, batch sizes, and the pass with gradient in which the second process runs out of memory.
 STEPS = {
-    "PACS, first pass": (PACSTrainer, TWO, 1),
     "PACS, last pass": (PACSTrainer, TWO, 2),
     "PACS, second update": (PACSTrainer, TWO, 3),
     "GRPO, only pass": (GRPOTrainer, ONE, 1),
