@@ -10,7 +10,10 @@ from trls_update import difference
 pytestmark = pytest.mark.distributed
 
 
-@pytest.mark.parametrize(("method", "model_type"), [("GRPO", "qwen2_5_vl"), ("PACS", "gemma3")])
+@pytest.mark.parametrize(
+    ("method", "model_type"),
+    [("GRPO", "qwen2_5_vl"), pytest.param("PACS", "gemma3", marks=pytest.mark.slow)],
+)
 def test_two_processes_end_with_the_weights_of_one(tmp_path, method, model_type):
     arguments = tmp_path, method, model_type
     on_two(run_and_save, image_runs.trained_in_processes, (*arguments, 2), tmp_path, outputs=tmp_path)

@@ -24,6 +24,7 @@ from pacs_trl.rollouts.image_checkpoints import (
 )
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TOKENS if name not in ("qwen2_5_vl", "gemma3")]
 OUTSIDE = ("visual", "vision", "projector", "connector")
 
 
@@ -42,7 +43,7 @@ def changed(before: Path, after: Path) -> dict[str, bool]:
     return {name: not torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items()}
 
 
-@pytest.mark.parametrize("model_type", IMAGE_TOKENS)
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "gemma3", *SLOW])
 def test_language_model_is_trained_and_the_rest_saved_unchanged(tmp_path, model_type):
     checkpoint = save_checkpoint(model_type, tmp_path / "model")
     trainer = train(tmp_path / "run", checkpoint)
