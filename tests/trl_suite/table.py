@@ -34,6 +34,9 @@ def build_table() -> str:
             cells.append("; ".join(f"{reason} ({count(number)})" for reason, number in reasons if number))
         lines.append(f"| {' | '.join(cells)} |")
     lines.append(f"| **all** | **{passed} of {len(outcomes)}** | | |")
+    not_run = [f"{reason['reason']} ({count(len(reason['tests']))})" for reason in expected["not run"]]
+    if not_run:
+        lines += ["", f"Not run with either: {'; '.join(not_run)}."]
     works = sum(outcome == "passed" for outcome in pacs.values())
     lines += [
         "",
