@@ -12,6 +12,7 @@ the checkpoint. Most state is the same on all processes, and is read from the fi
   vLLM have seeds that do not depend on the number of processes (`request_seeds.py`).
 """
 
+import re
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -112,6 +113,14 @@ def seed_process(trainer: Any) -> None:
     """Seed the generators of this process for a run that has resumed on another number of processes."""
     number, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
     set_seed(request_seed(f"{trainer.args.seed}/{trainer.state.global_step}/{number} processes", index))
+
+
+def remove_parts_of_others(checkpoint: Path, num_processes: int) -> None:
+    """Remove the files that more processes have left in a checkpoint that is overwritten."""
+    for file in checkpoint.glob("*.pt*"):
+        part = re.fullmatch(r"(?:\w+_state|pacs_reference)_(\d+)\.pth?", file.name)
+        if part is not None and int(part[1]) >= num_processes:
+            file.unlink()
 
 
 def divide_batches(parts: Sequence[dict[int, dict]], process: int, num_processes: int) -> dict[int, dict]:

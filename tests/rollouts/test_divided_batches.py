@@ -1,6 +1,6 @@
 """Late batches of a checkpoint, divided among another number of processes."""
 
-from pacs_trl.rollouts.process_count import divide_batches
+from pacs_trl.rollouts.process_count import divide_batches, remove_parts_of_others
 
 
 def batch(first: int, num_rows: int) -> dict:
@@ -29,3 +29,11 @@ def test_a_batch_that_did_not_arrive_everywhere_is_generated_again_with_its_weig
     stopped = {"step": 5, "weights": {"w": 1}}
     assert divide_batches([{7: batch(0, 4)}, {7: stopped}], 0, 1) == {7: stopped}
     assert divide_batches([{7: batch(0, 4)}, {}], 0, 1) == {}, "a server keeps no weights"
+
+
+def test_an_overwritten_checkpoint_keeps_no_part_of_more_processes(tmp_path):
+    kept = {"pacs_state_0.pt", "pacs_state_1.pt", "rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"}
+    for name in (*kept, "pacs_state_2.pt", "rng_state_7.pth", "pacs_reference_3.pt"):
+        (tmp_path / name).touch()
+    remove_parts_of_others(tmp_path, 2)
+    assert {file.name for file in tmp_path.iterdir()} == kept

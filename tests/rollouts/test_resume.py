@@ -366,7 +366,9 @@ def test_checkpoint_of_other_settings(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="has other settings") as error:
         trained(tmp_path, resume=str(checkpoint), max_steps=3, **OTHER)
     named = {part.rpartition(" ")[2] for part in str(error.value).split(": ")[:-1]}
-    assert OTHER.keys() <= named and "temperature: 1.3 in the checkpoint, 1.0 now" in str(error.value)
+    sizes = {"steps_per_generation"}  # compared as completions of all processes
+    assert OTHER.keys() - sizes <= named and "temperature: 1.3 in the checkpoint, 1.0 now" in str(error.value)
+    assert "completions per generation batch: 32 in the checkpoint, " in str(error.value)
 
 
 def test_checkpoint_graded_with_other_verification_settings(tmp_path, checkpoint, monkeypatch):
