@@ -69,6 +69,7 @@ def outcomes(directory: Path) -> dict[str, str]:
     return {result["test"].rpartition("test_")[2]: result["outcome"] for result in results}
 
 
+@pytest.mark.slow
 def test_a_killed_run_continues(tmp_path):
     """SIGKILL in the third test: the report has the first two; passed tests are skipped then, failed ones run last."""
     for name, text in {"conftest.py": CONFTEST, "test_them.py": TESTS, "pytest.ini": "[pytest]\n"}.items():

@@ -63,7 +63,7 @@ def test_what_is_imported_is_asked_for():
     asked = {name for line in SETUP["options.extras_require"] for name in required("options.extras_require", line)}
     asked |= required("options", "install_requires").keys()
     spelled = {"math-verify": "math_verify", "pyyaml": "yaml", "sentence-transformers": "sentence_transformers"}
-    spelled["reasoning-gym"] = "reasoning_gym"
+    spelled |= {"reasoning-gym": "reasoning_gym", "pillow": "PIL"}
     # of datasets; transformers; transformers; transformers; math-verify; torch; torch
     with_them = {"pyarrow", "safetensors", "tokenizers", "tqdm", "latex2sympy2_extended", "sympy", "jinja2"}
     outside = {name.split(".")[0] for name in names} - sys.stdlib_module_names

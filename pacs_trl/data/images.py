@@ -12,9 +12,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from transformers import ProcessorMixin
-from transformers.image_utils import load_image
-from trl.data_utils import prepare_multimodal_messages
 
 from .prompts import prompt_lengths
 
@@ -76,6 +73,8 @@ def prompt_with_images(row: Mapping[str, Any]) -> Any:
     if not images and next(image_blocks(prompt), None) is None:
         return prompt
     messages = checked_messages(prompt, images)
+    from trl.data_utils import prepare_multimodal_messages
+
     filled = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
     for block in image_blocks(filled):
         if not _is_pil(block["image"]):
@@ -129,6 +128,8 @@ def read_image(value: Any) -> Any:
         elif isinstance(value, np.ndarray):
             value = Image.fromarray(value)
         elif isinstance(value, str):
+            from transformers.image_utils import load_image
+
             value = load_image(value)
         value.load()
     except Exception as error:  # of Pillow, of the file system, and of connections
@@ -175,6 +176,8 @@ def dataset_prompt_lengths(
 ) -> list[int]:
     """Count the tokens of the prompts of a dataset, with a tokenizer, or with a processor and the images; raises the
     errors of [`image_prompt_lengths`]."""
+    from transformers import ProcessorMixin  # `--help` needs no library
+
     if isinstance(tokenizer, ProcessorMixin):
         return image_prompt_lengths(name, dataset, tokenizer, chat_template_kwargs)
     return prompt_lengths(dataset["prompt"][:], tokenizer, chat_template_kwargs, tools)
@@ -246,6 +249,8 @@ def _size(value: Any) -> tuple[int, int]:
         if isinstance(value, Mapping):
             value = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
         elif isinstance(value, str) and not value.startswith(("http://", "https://")):
+            from transformers.image_utils import load_image
+
             value = load_image(value)
     except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
         raise ValueError(
@@ -287,6 +292,8 @@ class _ImageTokens:
         return self.of_sizes[size]
 
     def _count(self, messages: Sequence[Mapping[str, Any]]) -> int:
+        from trl.data_utils import prepare_multimodal_messages
+
         messages = prepare_multimodal_messages(list(messages))
         tokenized = self.processor.apply_chat_template([messages], tokenize=True, return_dict=True, **self.how)
         return len(tokenized["input_ids"][0])

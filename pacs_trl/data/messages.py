@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import ProcessorMixin
 from trl.data_utils import prepare_multimodal_messages
 
 
@@ -54,6 +53,8 @@ class MessageCheck:
         tools: Sequence[Callable] | None = None,
         chat_template: str | None = None,
     ):
+        from transformers import ProcessorMixin  # `--help` needs no library
+
         self.tokenizer = tokenizer
         self.reads_images = isinstance(tokenizer, ProcessorMixin)
         self.how: dict[str, Any] = {"add_generation_prompt": True, **(chat_template_kwargs or {})}

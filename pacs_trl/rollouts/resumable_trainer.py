@@ -17,6 +17,7 @@ from trl import GRPOTrainer
 
 from . import checkpoint
 from .callbacks import StopOnSignal
+from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
 from .process_count import remove_parts_of_others, seed_process
@@ -95,11 +96,11 @@ class ResumableTrainer(GRPOTrainer):
             checkpoint.load_state(self, Path(resume_from_checkpoint))
         return prepared
 
-    def _load_rng_state(self, checkpoint_dir):
-        if checkpoint_dir is None:
+    def _load_rng_state(self, checkpoint):
+        if checkpoint is None:
             return
-        if checkpoint.saved_run(self, Path(checkpoint_dir)).num_processes == self.accelerator.num_processes:
-            super()._load_rng_state(checkpoint_dir)
+        if saved_run(self, Path(checkpoint)).num_processes == self.accelerator.num_processes:
+            super()._load_rng_state(checkpoint)
         else:
             seed_process(self)
 

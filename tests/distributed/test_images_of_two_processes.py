@@ -7,12 +7,12 @@ from processes import on_two, run_and_save
 from trls_update import difference
 
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
     ("method", "model_type"),
-    [("GRPO", "qwen2_5_vl"), pytest.param("PACS", "gemma3", marks=pytest.mark.slow)],
+    [("GRPO", "qwen2_5_vl"), ("PACS", "gemma3")],
 )
 def test_two_processes_end_with_the_weights_of_one(tmp_path, method, model_type):
     arguments = tmp_path, method, model_type

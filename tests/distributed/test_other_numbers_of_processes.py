@@ -2,6 +2,7 @@
 order of sums."""
 
 import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,10 +10,10 @@ from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from processes import on_several, run_and_save
 from replay import Replay, addition_dataset, build_trainer, relative_error, tiny_model, trainable_weights
 
-from pacs_trl import GRPOTrainer, PACSTrainer, REALTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer, REALTrainer, rewards
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.trains]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.trains]
 
 # 16 completions per generation batch and 8 per optimizer step, in all
 SIZES = {
@@ -76,14 +77,16 @@ def on_processes(directory):
 @pytest.fixture(scope="module")
 def one(tmp_path_factory):
     directory = tmp_path_factory.mktemp("one")
-    return directory, {name: train(directory / "1", 1, name) for name in RUNS}, train_sliced(directory / "1", 1)
+    with patch.object(rewards, "_arguments", rewards.VerificationArguments()):  # of the processes, too
+        return directory, {name: train(directory / "1", 1, name) for name in RUNS}, train_sliced(directory / "1", 1)
 
 
 def runs_of(number: int, one) -> dict[str, dict]:
     directory, result_of_one, sliced_of_one = one
     on_several(number, run_and_save, on_processes, (directory,), directory, outputs=directory)
     result, before = torch.load(directory / "result.0"), directory / str(number)
-    back = {name: train(directory / f"{number} to 1", 1, name, checkpoint(before, name)) for name in RUNS}
+    with patch.object(rewards, "_arguments", rewards.VerificationArguments()):
+        back = {name: train(directory / f"{number} to 1", 1, name, checkpoint(before, name)) for name in RUNS}
     sliced = sliced_of_one, result["sliced"]
     runs = {"1": result_of_one, "N": result["straight"], "1 to N": result["continued"], "N to 1": back}
     return runs | {"sliced": sliced}
@@ -100,7 +103,7 @@ def three(one):
 
 
 # Shares of three processes are unequal.
-@pytest.mark.parametrize("number", [pytest.param("two", marks=pytest.mark.slow), "three"])
+@pytest.mark.parametrize("number", ["two", "three"])
 @pytest.mark.parametrize("change", ["N", "1 to N", "N to 1"])
 @pytest.mark.parametrize("name", RUNS)
 def test_the_weights_are_those_of_a_run_without_a_stop(request, name, change, number):
@@ -131,7 +134,6 @@ def train_with_server(directory, model, url, number, resume=None):
     return trainable_weights(trainer.model)
 
 
-@pytest.mark.slow
 def test_a_vllm_server_generates_the_same_completions_for_another_number(tmp_path, model_path):
     stopped = str(tmp_path / "2" / f"checkpoint-{STOPPED_AFTER}")
     with LoopbackVLLM(model_path) as server:

@@ -33,7 +33,7 @@ PARTS = {
         "test_attention.py::test_kernels_see_prompt_and_branch",
         "test_targets.py::test_steps_beside_targets",
         "test_targets.py::test_steps_with_lora",
-        "test_compiled_layers.py",
+        "test_compiled_layers_on_gpu.py",
         "test_attention.py",
         "test_targets.py::test_trl_at_its_best[Qwen3-1.7B",
     ),
