@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from trl.data_utils import prepare_multimodal_messages
 
 
 # How templates that expect text print a list of content blocks.
@@ -85,6 +84,8 @@ class MessageCheck:
         marked = [_with_texts(message, texts) for message, texts in zip(prompt, markers, strict=True)]
         try:
             if self.reads_images:
+                from trl.data_utils import prepare_multimodal_messages
+
                 marked = prepare_multimodal_messages(marked)
             rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.how)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:
