@@ -20,7 +20,7 @@ from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
 from .data.text_tokenizer import load_text_tokenizer
 from .rewards import VerificationArguments
-from .rollouts.checkpoint_files import last_checkpoint
+from .rollouts.checkpoint_files import last_resumable_checkpoint
 from .rollouts.checks import shared_turns_error
 from .rollouts.process_count import read_saved_run
 from .rollouts.rollout_config import RolloutConfig
@@ -170,7 +170,7 @@ def _written_sizes(values: dict[str, Any]) -> Step:
     """Return the batch sizes for the number of processes that they are written for."""
     if (expected := values["expected_processes"]) is None:
         resume = str(values["resume_from_checkpoint"])
-        checkpoint = last_checkpoint(values["output_dir"]) if resume in LAST else resume
+        checkpoint = last_resumable_checkpoint(values["output_dir"]) if resume in LAST else resume
         if checkpoint is None or resume in NONE:
             raise ValueError(
                 "keep_global_batch needs the number of processes that the batch sizes are written for. Set "

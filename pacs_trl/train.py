@@ -32,10 +32,10 @@ from .recipe import LAST, NONE, Recipe, RunArguments, load_tokenizer, read_recip
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
 from .rollouts.checkpoint import check_same_adapter
-from .rollouts.checkpoint_files import check_complete, last_checkpoint
+from .rollouts.checkpoint_files import check_complete, last_resumable_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
-from .rollouts.process_count import check_processes, read_saved_run
+from .rollouts.process_count import check_batch, check_processes, read_saved_run
 from .settings.names import check_model_path, function_of_user, require_vllm
 from .update.step_sizes import Step
 
@@ -225,7 +225,7 @@ def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
             )
         return None
     if resume in LAST:
-        last = last_checkpoint(output_dir)
+        last = last_resumable_checkpoint(output_dir)
         if last is None:
             PartialState().print(f"{output_dir} contains no checkpoint, so training starts from the beginning.")
         return last
@@ -241,16 +241,14 @@ def _check_processes(recipe: Recipe, checkpoint: str) -> None:
         sharding = "FSDP"
     if training.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         sharding = "DeepSpeed"
-    check_processes(saved, checkpoint, training.world_size, sharding)
-    sizes = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
-    for what, name in sizes.items():
-        before, now = getattr(saved.step, name), getattr(recipe.step, name)
-        if before != now:
-            raise ValueError(
-                f"{what} of {checkpoint} has {before} completions over {saved.num_processes} processes, and one of "
-                f"this launch {now} over {training.world_size}. Set keep_global_batch: true to keep {before}, or "
-                "start a new run from its weights with model_name_or_path."
-            )
+    check_processes(
+        saved,
+        checkpoint,
+        training.world_size,
+        sharding,
+        needs_same_number=training.needs_same_number_of_processes,
+    )
+    check_batch(saved, checkpoint, recipe.step, keeps_batch=recipe.run.keep_global_batch)
 
 
 def _check_output(output_dir: str, checkpoint: str | None) -> None:

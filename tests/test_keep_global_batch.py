@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from replay import addition_dataset, build_trainer
 
 from pacs_trl import train
 from pacs_trl.plan.check import main as plan
 from pacs_trl.recipe import Recipe
+from pacs_trl.rollouts.checkpoint_files import last_resumable_checkpoint
 from pacs_trl.rollouts.process_count import SavedRun
 from pacs_trl.update.step_sizes import Step
 
@@ -20,6 +22,7 @@ def checkpoint_of(directory, *, sharding="none", step=WRITTEN):
     saved = SavedRun(step.num_processes, sharding, step.settings)
     directory.mkdir()
     torch.save({"processes": saved._asdict()}, directory / "pacs_state_0.pt")
+    (directory / "trainer_state.json").write_text("{}")
     return str(directory)
 
 
@@ -64,6 +67,13 @@ def test_plan_prints_the_sizes(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "was written by 8 processes, with 64 completions per optimizer step. 6 continue it" in printed
     assert "  completions_per_step: 64\n" in printed and "  steps_per_generation: 4\n" in printed
+    assert "has 64 completions over 8 processes, and one of this launch 48 over 6. Set keep_global_batch" in printed
+    assert (
+        plan(["--config", str(recipe), "--num_processes", "6", "--resume", checkpoint, "--keep_global_batch", "true"])
+        == 0
+    )
+    assert plan(["--config", str(recipe), "--num_processes", "6", "--resume", "nowhere"]) == 1
+    assert "'nowhere' does not exist" in capsys.readouterr().out
     assert plan(["--config", str(recipe), "--num_processes", "200", "--resume", checkpoint]) == 1
     assert "fewer than the 200 processes" in capsys.readouterr().out
 
@@ -103,6 +113,33 @@ def test_deepspeed_continues_on_the_same_number_only(tmp_path, monkeypatch):
 def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
     (tmp_path / "checkpoint-3").mkdir()
     torch.save({"attributes": {}}, tmp_path / "checkpoint-3" / "pacs_state_0.pt")
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
     resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-3"), "keep_global_batch": True}
     with pytest.raises(ValueError, match="earlier version of pacs_trl"):
         Recipe.from_settings(RECIPE | resume, 4)
+
+
+def test_ppo_needs_the_same_number_of_processes(tmp_path):
+    recipe = Recipe.from_settings(RECIPE | {"method": "ppo", "per_device_train_batch_size": 32})
+    with pytest.raises(ValueError, match="by 8 processes, and this launch has 1: the method depends on their number"):
+        train._check_processes(recipe, checkpoint_of(tmp_path / "checkpoint-3"))
+
+
+def test_expected_processes_that_contradict_the_checkpoint_are_named(tmp_path):
+    recipe = Recipe.from_settings(RECIPE | {"expected_processes": 3, "keep_global_batch": True})
+    with pytest.raises(ValueError, match="has 64 .* this launch 24 over 1. Remove expected_processes"):
+        train._check_processes(recipe, checkpoint_of(tmp_path / "checkpoint-3"))
+
+
+def test_a_streamed_dataset_has_no_unequal_shares(tmp_path):
+    stream = addition_dataset(8).to_iterable_dataset()
+    settings = {"completions_per_step": 8, "max_steps": 1}
+    with pytest.raises(ValueError, match="completions_per_step=8 .* a streamed dataset does not support"):
+        build_trainer(tmp_path, more={"train_dataset": stream}, **settings)
+
+
+def test_last_is_a_checkpoint_that_can_be_continued(tmp_path):
+    checkpoint_of(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-3").mkdir()
+    (tmp_path / "checkpoint-3" / "trainer_state.json").write_text("{}")
+    assert last_resumable_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")

@@ -24,6 +24,7 @@ class ActorCriticConfig(RolloutConfig):
     GRPO's advantage (`scale_rewards`, ...) raise an error unless they have their default value.
     """
 
+    needs_same_number_of_processes = True
     has_critic = True
 
     # Parameters that control the critic

@@ -20,12 +20,13 @@ from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
-from ..recipe import Recipe, load_tokenizer, reward_function
+from ..recipe import LAST, Recipe, load_tokenizer, reward_function
 from ..rewards import tool_function
+from ..rollouts.checkpoint_files import last_resumable_checkpoint
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
 from ..rollouts.image_checkpoints import processor_of
 from ..rollouts.model_checks import flash_attention_4_error, obstacle_to_compilation, refusal_of_compilation
-from ..rollouts.process_count import check_processes, read_saved_run
+from ..rollouts.process_count import check_batch, check_processes, read_saved_run
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
 from ..update.context_length import context_lengths
@@ -45,11 +46,12 @@ def main(argv: Sequence[str]) -> int:
     own = read_plan_arguments(argv)
     launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
     recipe, notes, prompts = None, [], UNKNOWN
-    if launch is not None and own.resume is not None:
-        conflicts += print_sizes_to_resume(own.resume, launch)
     if launch is not None:
-        recipe, errors = check_recipe(own.config, own.overrides, launch.num_processes)
+        resume = [] if own.resume is None else ["--resume_from_checkpoint", own.resume]
+        recipe, errors = check_recipe(own.config, [*own.overrides, *resume], launch.num_processes)
         conflicts += errors
+    if launch is not None and recipe is not None and own.resume is not None:
+        conflicts += print_sizes_to_resume(own.resume, recipe, launch)
     if recipe is not None and launch is not None:
         if not conflicts:
             prompts, conflicts = measure(recipe)
@@ -82,12 +84,15 @@ def main(argv: Sequence[str]) -> int:
     return 1 if conflicts else 0
 
 
-def print_sizes_to_resume(checkpoint: str, launch: Launch) -> list[str]:
+def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> list[str]:
     """Print the batch-size settings with which a launch continues a checkpoint; return what prevents it."""
     sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(launch.kind, "none")
+    if checkpoint in LAST:
+        checkpoint = last_resumable_checkpoint(recipe.training.output_dir) or recipe.training.output_dir
+    needs_same_number = recipe.training.needs_same_number_of_processes
     try:
         saved = read_saved_run(checkpoint)
-        check_processes(saved, checkpoint, launch.num_processes, sharding)
+        check_processes(saved, checkpoint, launch.num_processes, sharding, needs_same_number=needs_same_number)
         sizes = saved.step.for_processes(launch.num_processes).settings
     except ValueError as error:
         return [str(error)]
@@ -98,6 +103,10 @@ def print_sizes_to_resume(checkpoint: str, launch: Launch) -> list[str]:
     for name, value in sizes.items():
         if value is not None and name not in ("num_generations", "num_iterations"):
             print(f"  {name}: {value}")
+    try:
+        check_batch(saved, checkpoint, recipe.step, keeps_batch=recipe.run.keep_global_batch)
+    except ValueError as error:
+        return [str(error)]
     return []
 
 

@@ -36,7 +36,7 @@ from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout, with_arrays, with_tensors
 from ..update.step_sizes import Step
 from . import process_count
-from .checkpoint_files import check_complete, last_checkpoint
+from .checkpoint_files import check_complete, last_checkpoint, last_resumable_checkpoint
 from .request_seeds import request_seed
 
 
@@ -405,7 +405,7 @@ def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> st
     """Return the checkpoint to resume from: the named one, or the last complete one in `output_dir` if the argument is
     `True`. Raises a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
     if resume_from_checkpoint is True:
-        checkpoint = last_checkpoint(trainer.args.output_dir)
+        checkpoint = last_resumable_checkpoint(trainer.args.output_dir)
     else:
         checkpoint = str(resume_from_checkpoint)
     if checkpoint is None:
@@ -418,11 +418,13 @@ def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> st
             f"{checkpoint} has no {state_name(trainer)}_0.pt: it was written by another trainer or with "
             f"save_only_model=True, and cannot be continued. {remedy}"
         )
-    saved, sharding = (
+    process_count.check_processes(
         saved_run(trainer, Path(checkpoint)),
+        checkpoint,
+        trainer.accelerator.num_processes,
         process_count.sharding_of(trainer.accelerator.distributed_type),
+        needs_same_number=trainer.args.needs_same_number_of_processes,
     )
-    process_count.check_processes(saved, checkpoint, trainer.accelerator.num_processes, sharding)
     adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint

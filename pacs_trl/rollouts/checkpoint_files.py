@@ -81,6 +81,20 @@ def last_checkpoint(output_dir: str | Path) -> str | None:
     return None
 
 
+def last_resumable_checkpoint(output_dir: str | Path) -> str | None:
+    """Return the last complete checkpoint in `output_dir` with the state of a run, or `None`: `save_only_model` leaves
+    weights alone."""
+    if (last := last_checkpoint(output_dir)) is None or has_state(last):
+        return last
+    others = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    return next((str(path) for path in others if has_state(path) and defect(path) is None), last)
+
+
+def has_state(checkpoint: str | Path) -> bool:
+    """Return whether a run can continue from a checkpoint, if it is complete."""
+    return any(Path(checkpoint).glob("*_state_0.pt"))
+
+
 def check_complete(checkpoint: str) -> None:
     """Raise a `ValueError` if a checkpoint is missing or incomplete; the error names the last complete one."""
     if not Path(checkpoint).is_dir():

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
+from datasets import IterableDataset
 from peft import PeftModel
 from trl.trainer.utils import use_adapter
 
@@ -162,6 +163,11 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _prepare_loading(self, model, args, arguments) -> None:
         super()._prepare_loading(model, args, arguments)
+        if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
+            raise ValueError(
+                f"completions_per_step={args.completions_per_step} divides a generation batch unevenly, which a "
+                "streamed dataset does not support. Load the dataset, or launch a number of processes that divides it."
+            )
         check_overrides(self, ExactUpdateTrainer)
         corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
         if corrects and not (args.use_vllm or args.rollout_lag or arguments["rollout_func"]):

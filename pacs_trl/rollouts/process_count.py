@@ -22,6 +22,7 @@ import torch
 from accelerate.utils import DistributedType, set_seed
 
 from ..update.step_sizes import Step
+from .checkpoint_files import check_complete
 from .request_seeds import request_seed
 
 
@@ -32,12 +33,12 @@ class SavedRun(NamedTuple):
     Attributes:
         num_processes (`int`): Their number.
         sharding (`str`): How they shared the weights, see [`sharding_of`].
-        sizes (`dict[str, int]`): The batch-size settings of the run, by name.
+        sizes (`dict`): The batch-size settings of the run, by name; `completions_per_step` may be `None`.
     """
 
     num_processes: int
     sharding: str
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
 
     @property
     def step(self) -> Step:
@@ -67,7 +68,9 @@ def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
 
 
 def read_saved_run(checkpoint: str | Path) -> SavedRun:
-    """Read what a checkpoint says about the processes that wrote it. Raises a `ValueError` if it has no state."""
+    """Read what a checkpoint says about the processes that wrote it. Raises a `ValueError` if it does not exist, is
+    incomplete, or has no state."""
+    check_complete(str(checkpoint))
     file = next(Path(checkpoint).glob("*_state_0.pt"), None)
     if file is None:
         raise ValueError(
@@ -77,8 +80,36 @@ def read_saved_run(checkpoint: str | Path) -> SavedRun:
     return saved_run(torch.load(file, map_location="cpu", weights_only=True), checkpoint)
 
 
-def check_processes(saved: SavedRun, checkpoint: str | Path, num_processes: int, sharding: str) -> None:
-    """Raise a `ValueError` if a run with these processes cannot continue from a checkpoint."""
+def check_batch(saved: SavedRun, checkpoint: str | Path, now: Step, *, keeps_batch: bool) -> None:
+    """Raise a `ValueError` unless a launch has as many completions per optimizer step and per generation batch as a
+    checkpoint. `keeps_batch` says whether the recipe sets `keep_global_batch`."""
+    sizes = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
+    for what, name in sizes.items():
+        completions, completions_now = getattr(saved.step, name), getattr(now, name)
+        if completions == completions_now:
+            continue
+        remedy = f"Set keep_global_batch: true to keep {completions}"
+        if keeps_batch:
+            remedy = (
+                "Remove expected_processes, or set it to the number that the batch sizes of the run are written for"
+            )
+        raise ValueError(
+            f"{what} of {checkpoint} has {completions} completions over {saved.num_processes} processes, and one of "
+            f"this launch {completions_now} over {now.num_processes}. {remedy}, or start a new run from its weights "
+            "with model_name_or_path."
+        )
+
+
+def check_processes(
+    saved: SavedRun, checkpoint: str | Path, num_processes: int, sharding: str, *, needs_same_number: bool = False
+) -> None:
+    """Raise a `ValueError` if a run with these processes cannot continue from a checkpoint. `needs_same_number` is
+    that of its configuration."""
+    if needs_same_number and saved.num_processes != num_processes:
+        raise ValueError(
+            f"{checkpoint} was written by {saved.num_processes} processes, and this launch has {num_processes}: the "
+            f"method depends on their number. Launch {saved.num_processes} processes."
+        )
     if saved.sharding != sharding:
         names = {"FSDP": "FSDP", "DeepSpeed": "DeepSpeed", "none": "DDP or one process"}
         raise ValueError(
@@ -104,7 +135,7 @@ def converted_positions(saved: Step, now: Step, positions: Sequence[int]) -> lis
     """Convert numbers of accumulation slots between two numbers of processes, by way of generation batches."""
     factor = Fraction(now.steps_per_generation, saved.steps_per_generation)
     converted = [position * factor for position in positions]
-    # Checkpoints are written after optimizer steps, which are equal parts of a generation batch.
+    # Checkpoints are written after optimizer steps, which are equal parts of a generation batch: positions are whole.
     assert all(position.denominator == 1 for position in converted), converted
     return [int(position) for position in converted]
 
@@ -153,5 +184,6 @@ def _rows(shares: Sequence[dict]) -> list[str]:
 
 
 def _share(rows: list, process: int, num_processes: int) -> list:
+    """Return the rows of a process; `rollout_lag` refuses shares that are not equal."""
     size = len(rows) // num_processes
     return rows[process * size : (process + 1) * size]

@@ -28,7 +28,9 @@ from .checkpoint_files import last_checkpoint
 
 
 INTERVAL = 2.0  # seconds between signs of life
-SILENCE = 60.0  # seconds without a sign of life after which a rank on another machine counts as dead
+# Seconds without a sign of life after which a rank on another machine counts as dead, also one whose code does not let
+# the thread run for that long.
+SILENCE = 60.0
 GRACE = 10.0  # seconds in which the main thread may end by itself, before its process does
 
 _COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|broken pipe|process group", re.IGNORECASE)
@@ -74,7 +76,7 @@ class RankWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the watch; the other ranks no longer expect signs of life."""
+        """End the watch. A rank that has ended is no longer watched."""
         self._ended.set()
         self._thread.join(INTERVAL)
         self._write("failed" if self._failure else "ended")
@@ -212,7 +214,7 @@ def watching_ranks(trainer: Any) -> Iterator[None]:
     watch.start()
     try:
         yield
-    except Exception as error:
+    except BaseException as error:  # also of Rust code, and Ctrl-C
         if not is_collective_error(error):
             watch.fail(error)
             raise

@@ -94,6 +94,7 @@ class ResumableTrainer(GRPOTrainer):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             checkpoint.load_state(self, Path(resume_from_checkpoint))
+            self._report_process_count(saved_run(self, Path(resume_from_checkpoint)).num_processes)
         return prepared
 
     def _load_rng_state(self, checkpoint):
@@ -113,7 +114,6 @@ class ResumableTrainer(GRPOTrainer):
         step = f"optimizer step {self.state.global_step}"
         if self.state.global_step < max_steps:
             self.accelerator.print(f"Continuing from {resume}, after {step} of {max_steps}.")
-            self._report_process_count(checkpoint.saved_run(self, Path(resume)).num_processes)
             return epoch_and_batch
         self.accelerator.print(f"{resume} is the end of a finished run ({step}), so nothing is left to train.")
         return num_train_epochs, 0  # after the last epoch; Trainer would take one more step

@@ -2,9 +2,9 @@
 
 A run that has lost some of its GPUs keeps its number of completions per optimizer step (`completions_per_step`), which
 the remaining processes may not divide. They get shares that differ by at most one. TRL's data loader gives every
-process the same number of rows, the most that one needs ([`UnevenSampler`]); [`UnevenShares.rows_of`] removes the rest
-before anything is generated. TRL gathers rewards and lengths of equally many completions per process, so
-[`UnevenShares.gathering`] replaces the gathers of a generation batch.
+process the same number of rows, the most that one needs ([`UnevenSampler`], for datasets with a length);
+[`UnevenShares.rows_of`] removes the rest before anything is generated. TRL gathers rewards and lengths of equally many
+completions per process, so [`UnevenShares.gathering`] replaces the gathers of a generation batch.
 """
 
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
 #!/bin/bash
 # One node of eight GPUs: four train, four generate with a vLLM server.
 #   recipes/launch/four_plus_four.sh RECIPE.yaml MODEL [--key value ...]
-# The server ends with the training. Not tested on a GPU.
+# The recipe must have expected_processes. The server ends with the training. Not tested on a GPU.
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

@@ -11,7 +11,7 @@
 #   sbatch --nodes 8 recipes/launch/slurm.sh RECIPE.yaml [--key value ...]
 # Before the time limit, and when the job is preempted, the run saves a checkpoint and the job is queued again; it then
 # continues from its last checkpoint. With other numbers of nodes the completions of an optimizer step stay those of the
-# recipe's expected_processes. Not tested with Slurm.
+# recipe's expected_processes, which it must have. Not tested with Slurm.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then
