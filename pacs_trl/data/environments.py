@@ -69,6 +69,8 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
 
     is_single = not isinstance(factories, dict)
     row: dict[str, Any] = {}
+    from ..rollouts.group_starts import takes_seed
+
     try:
         named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
         first = {name: factory.ready[0] for name, factory in named.items()}
@@ -86,7 +88,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
             for name in first.keys() & set(kinds):
                 row = dataset[kinds.index(name)]
                 row = {column: row[column] for column in row if is_single or column != "environment"}
-                if "seed" in inspect.signature(first[name].reset).parameters:
+                if takes_seed(first[name].reset):
                     row = {"seed": 0, **row}
                 first[name].reset(**row)
     except ValueError:

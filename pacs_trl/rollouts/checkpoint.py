@@ -184,22 +184,18 @@ def plain_settings(args: Any, names: Sequence[str]) -> dict[str, Any]:
     return json.loads(json.dumps({name: getattr(args, name) for name in names}, default=str))
 
 
-def check_same_settings(
-    holder: str,
-    saved: dict[str, Any],
-    current: dict[str, Any],
-    *,
-    kind: str = "checkpoint",
-    remedy: str = "start a new run from its weights with model_name_or_path",
-) -> None:
-    """Raise a `ValueError` that lists the settings that differ between a run and `holder`, a checkpoint or trainer."""
+def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Raise a `ValueError` that lists the settings that differ between a run and a checkpoint."""
     differing = [
-        f"{name}: {saved.get(name)!r} in the {kind}, {value!r} now"
+        f"{name}: {saved.get(name)!r} in the checkpoint, {value!r} now"
         for name, value in current.items()
         if saved.get(name) != value
     ]
     if differing:
-        raise ValueError(f"{holder} has other settings: {'; '.join(differing)}. Restore these settings, or {remedy}.")
+        raise ValueError(
+            f"{checkpoint} has other settings: {'; '.join(differing)}. Restore these settings, or start a new run "
+            "from its weights with model_name_or_path."
+        )
 
 
 def fixed_settings(args: Any) -> dict[str, Any]:
@@ -211,10 +207,18 @@ def fixed_settings(args: Any) -> dict[str, Any]:
 def check_fixed(trainer: Any) -> None:
     """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed. Those of the
     optimizer may change until it is created."""
-    now, remedy = fixed_settings(trainer.args), "construct a new trainer with these settings"
+    now = fixed_settings(trainer.args)
     if trainer.optimizer is None:
         trainer._fixed_settings |= {name: now[name] for name in trainer.optimizer_settings}
-    check_same_settings("The trainer", trainer._fixed_settings, now, kind="trainer", remedy=remedy)
+    before = trainer._fixed_settings
+    changed = [
+        f"args.{name} was changed from {before[name]!r} to {now[name]!r}" for name in now if before[name] != now[name]
+    ]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)} after construction: the trainer has already read it. Restore the value, or "
+            "construct a new trainer with it."
+        )
 
 
 # LoRA settings that must be equal in a checkpoint and in the run that resumes from it.

@@ -300,6 +300,11 @@ class ExactUpdateTrainer(RolloutTrainer):
                     + (" to decide whether there is a reference" if loads_reference else "")
                     + ". Construct a new trainer with the setting, or use TRL's trainer."
                 )
+            if name == "beta" and not 0 <= value < math.inf:
+                raise ValueError(
+                    f"trainer.beta was set to {value}. It must be a finite number of at least 0: the coefficient of "
+                    "the KL to the reference."
+                )
         self._copied_settings = values
         self.update.objective = self.create_objective()
 

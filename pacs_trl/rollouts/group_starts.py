@@ -8,10 +8,13 @@ same start where the environment allows it, and otherwise counts the groups that
 import builtins
 import copy
 import dis
+import gc
 import inspect
 import itertools
 import json
+import logging
 import random
+import threading
 import types
 import zlib
 from collections import deque
@@ -46,25 +49,39 @@ class GroupStarts:
        generators of Python, numpy, and torch seeded by that seed;
     3. if its state or observation still differs from that of the first environment of its group, it gets a copy.
 
-    Other environments are compared by their observations alone.
+    Other environments are compared by their observations alone. Of each environment the first `reset` of a batch is
+    that of the trainer; what the environment or a copy of it calls later is the `reset` of its class.
 
     Attributes:
         observations (`list[tuple[int, int]]`): Group, and checksum of the observation, of each reset of the batch.
         differing (`dict[int, str]`): Groups of this process whose completions start from different states, and why.
+        unknown (`set[int]`): Groups with environments that got no seed and whose state may lie elsewhere: equal
+            observations do not show that their completions start from the same state.
     """
 
     def __init__(self):
         self._next: deque[tuple[int, int]] = deque()  # group and seed of the next resets
+        self._started: list[Any] = []  # environments that have been reset
         self._first: dict[int, tuple[Any, Any]] = {}  # first environment of each group, and its observation
         self._in_memory: dict[type, bool] = {}
         self.observations: list[tuple[int, int]] = []
         self.differing: dict[int, str] = {}
+        self.unknown: set[int] = set()
 
     def begin(self, groups: Sequence[int], seeds: Sequence[int]) -> None:
         """Announce a batch: the group and the seed of each of the next resets, in order."""
         self._next = deque(zip(groups, seeds, strict=True))
         self._first.clear()
-        self.observations, self.differing = [], {}
+        self.observations, self.differing, self.unknown = [], {}, set()
+        for environment in self._started:
+            self._await_reset(environment)
+        self._started = []
+
+    def end(self) -> None:
+        """Count the groups of which an announced `reset` was not called as groups with different starts."""
+        for group, _ in self._next:
+            self.differing.setdefault(group, "`reset` was not called for each of its completions")
+        self._next.clear()
 
     def wrap(self, factory: Callable) -> Callable:
         """Return a factory of the same environments, whose `reset` is called by this object."""
@@ -72,26 +89,41 @@ class GroupStarts:
         @wraps(factory, updated=())
         def create() -> Any:
             environment = factory()
-            reset = environment.reset
+            if not hasattr(environment, "__dict__"):
+                raise ValueError(
+                    f"Environments of the class {type(environment).__name__} have only `__slots__`, so that their "
+                    "`reset` cannot get the seed of a group. Remove `__slots__`, or add '__dict__' to it."
+                )
             if type(environment) not in self._in_memory:
                 self._in_memory[type(environment)] = keeps_state_in_memory(environment)
-
-            @wraps(reset)
-            def reset_for_group(**row: Any) -> Any:
-                return self._reset(environment, reset, row)
-
-            environment.reset = reset_for_group  # TRL calls that of the instance
+            self._await_reset(environment)
             return environment
 
         return create
+
+    def _await_reset(self, environment: Any) -> None:
+        """Take the next call of the `reset` of an environment as that of the trainer."""
+        attributes, reset = vars(environment), environment.reset
+        before = {"reset": attributes["reset"]} if "reset" in attributes else {}
+
+        @wraps(reset)
+        def reset_for_group(**row: Any) -> Any:
+            del vars(environment)["reset"]
+            vars(environment).update(before)
+            self._started.append(environment)
+            return self._reset(environment, reset, row)
+
+        attributes["reset"] = reset_for_group  # also of frozen classes; TRL calls that of the instance
 
     def _reset(self, environment: Any, reset: Callable, row: dict[str, Any]) -> Any:
         if not self._next:  # not by the trainer
             return reset(**row)
         group, seed = self._next.popleft()
-        if "seed" not in row and "seed" in inspect.signature(reset).parameters:
+        if "seed" not in row and takes_seed(reset):
             row = {**row, "seed": seed}
         in_memory = self._in_memory[type(environment)]
+        if not in_memory and "seed" not in row:
+            self.unknown.add(group)
         with _seeded(seed) if in_memory else nullcontext():
             observation = reset(**row)
         if observation is not None:
@@ -108,6 +140,12 @@ class GroupStarts:
             self.differing[group] = "its state may lie outside of this process, where it cannot be copied"
         self.observations.append((group, _checksum(observation)))
         return observation
+
+
+def takes_seed(reset: Callable) -> bool:
+    """Return whether `reset` has a parameter `seed` for a number: without default, or with `None` or an integer."""
+    parameter = inspect.signature(reset).parameters.get("seed")
+    return parameter is not None and (parameter.default in (parameter.empty, None) or type(parameter.default) is int)
 
 
 def _checksum(observation: Any) -> int:
@@ -138,59 +176,111 @@ def _seeded(seed: int) -> Iterator[None]:
 def _copy_differences(source: Any, target: Any) -> bool:
     """Copy the attributes that differ from one environment to another of its class. Returns whether any did."""
     state, other_state = _attributes(source), _attributes(target)
-    if source is target or _are_equal(state, other_state, set()):
+    if source is target or _are_equal(state, other_state, {}):
         return False
     if hasattr(source, "__deepcopy__"):
         copied = _attributes(copy.deepcopy(source))
     else:
-        differing = {
-            name: value
-            for name, value in state.items()
-            if name not in other_state or not _are_equal(value, other_state[name], set())
-        }
-        copied = copy.deepcopy(differing, {id(source): target})  # references to the environment itself
+        # One copy of all attributes, also the equal ones: several may refer to one object.
+        copied = copy.deepcopy(state, {id(source): target} | _not_to_copy(state))
     for name in other_state.keys() - state.keys():
         delattr(target, name)
     vars(target).update(copied)
     return True
 
 
-def _attributes(environment: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(environment).items() if name != "reset"}
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object in its `__dict__` and `__slots__`."""
+    members = [member for each in type(value).__mro__ for member in vars(each).items()]
+    slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
+    state = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    return {name: each for name, each in state.items() if name != "reset"}
 
 
-def _are_equal(first: Any, second: Any, compared: set[tuple[int, int]]) -> bool:
+_LOCKS = {type(create()): create for create in (threading.Lock, threading.RLock)}
+
+
+def _not_to_copy(state: dict[str, Any]) -> dict[int, Any]:
+    """Return what stands for the locks and modules of a state in its copy, by id. Raises a `TypeError` if the state
+    holds a method, or a function with variables of its own: their copies would act on the environment they are of."""
+    memo: dict[int, Any] = {}
+    waiting, seen = list(state.values()), set()
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen or isinstance(value, type | logging.Logger):
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.ModuleType):
+            memo[id(value)] = value
+        elif type(value) in _LOCKS:
+            memo[id(value)] = _LOCKS[type(value)]()
+        elif isinstance(value, types.FunctionType):
+            if value.__closure__ or value.__defaults__ or value.__kwdefaults__:
+                raise TypeError(f"it holds the function {value.__qualname__}, which has variables of its own")
+        elif isinstance(value, types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType):
+            if not isinstance(value.__self__, types.ModuleType | None):
+                raise TypeError(f"it holds the method {value.__qualname__}")
+        elif gc.is_tracked(value):  # else it refers to nothing, as numbers and strings
+            waiting.extend(gc.get_referents(value))
+    return memo
+
+
+def _are_equal(first: Any, second: Any, compared: dict[tuple[int, int], tuple[Any, Any]]) -> bool:
     """Return whether two values of the states of environments are equal; `compared` are pairs of objects whose
-    comparison has begun. Objects that have no value, such as locks, count as equal."""
+    comparison has begun, by their ids. Objects are equal if their attributes are: `__eq__` of a class may ignore some,
+    or return an array. Objects that have no value, such as locks, count as equal."""
     if first is second or (id(first), id(second)) in compared:
         return True
     if type(first) is not type(second):
         return False
     if isinstance(first, _PLAIN):
         return first == second or (first != first and second != second)
-    compared.add((id(first), id(second)))
+    compared[id(first), id(second)] = first, second
     if isinstance(first, list | tuple | deque):
         pairs = zip(first, second, strict=False)
-        return len(first) == len(second) and all(_are_equal(a, b, compared) for a, b in pairs)
-    if isinstance(first, dict):
-        return first.keys() == second.keys() and all(_are_equal(first[key], second[key], compared) for key in first)
-    if isinstance(first, np.ndarray):
+        has_same_items = len(first) == len(second) and all(_are_equal(a, b, compared) for a, b in pairs)
+    elif isinstance(first, dict):
+        has_same_items = _are_equal(list(first.items()), list(second.items()), compared)
+    elif isinstance(first, set | frozenset):
+        has_same_items = first == second and all(map(_is_plain, first))
+    elif isinstance(first, np.ndarray):
+        if first.dtype.kind == "O":
+            return first.shape == second.shape and _are_equal(first.tolist(), second.tolist(), compared)
         return first.dtype == second.dtype and np.array_equal(first, second, equal_nan=first.dtype.kind in "fc")
-    if torch.is_tensor(first):
+    elif torch.is_tensor(first):
         return first.dtype == second.dtype and torch.equal(first, second)
-    if isinstance(first, random.Random):
-        return first.getstate() == second.getstate()
-    if isinstance(first, np.random.Generator):
+    elif isinstance(first, random.Random):
+        has_same_items = first.getstate() == second.getstate()
+    elif isinstance(first, np.random.Generator):
         return _are_equal(first.bit_generator.state, second.bit_generator.state, compared)
-    if isinstance(first, np.random.RandomState):
+    elif isinstance(first, np.random.RandomState):
         return _are_equal(first.get_state(), second.get_state(), compared)
-    if isinstance(first, torch.Generator):
+    elif isinstance(first, torch.Generator):
         return torch.equal(first.get_state(), second.get_state())
-    if isinstance(first, types.FunctionType | types.MethodType | types.BuiltinFunctionType):
-        return first.__qualname__ == second.__qualname__
-    if type(first).__eq__ is not object.__eq__:
-        return bool(first == second)
-    return not hasattr(first, "__dict__") or _are_equal(vars(first), vars(second), compared)
+    elif isinstance(first, types.FunctionType):
+        variables = [(each.__closure__, each.__defaults__, each.__kwdefaults__) for each in (first, second)]
+        return first.__code__ is second.__code__ and _are_equal(*variables, compared)
+    elif isinstance(first, types.CellType):
+        return _are_equal(first.cell_contents, second.cell_contents, compared)
+    elif isinstance(first, types.MethodType | types.BuiltinFunctionType):
+        return first.__qualname__ == second.__qualname__ and _are_equal(first.__self__, second.__self__, compared)
+    else:
+        has_same_items = _has_same_value(first, second)
+    attributes = _attributes(first), _attributes(second)
+    return has_same_items and (not any(attributes) or _are_equal(*attributes, compared))
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple | frozenset) and all(map(_is_plain, value)))
+
+
+def _has_same_value(first: Any, second: Any) -> bool:
+    """Return whether two objects are equal as those of the class of Python or numpy from which theirs is derived, such
+    as dates and fractions."""
+    for base in type(first).__mro__[:-1]:
+        if _package(base.__module__) in _IN_MEMORY and "__eq__" in vars(base):
+            return base is types.SimpleNamespace or bool(base.__eq__(first, second))
+    return True
 
 
 # Where a state lies ---------------------------------------------------------------------------------------------

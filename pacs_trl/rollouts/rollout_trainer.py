@@ -170,7 +170,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
-        self._has_warned_of_starts = False
+        self._has_warned_of_starts = self._has_warned_of_unknown_starts = False
         self._asks_for_logps = False  # whether TRL does, between generation and rewards
         if self.use_vllm:
             self.vllm_generation = Engine(self)
@@ -322,18 +322,30 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     def _record_starts(self) -> None:
         """Record the share of groups whose completions started from different states, and warn at the first one."""
+        self._group_starts.end()
         observations: dict[int, set[int]] = {}
         for group, observation in gather_object(self._group_starts.observations):
             observations.setdefault(group, set()).add(observation)
         reasons = dict(gather_object(list(self._group_starts.differing.items())))
         differing = {group for group, seen in observations.items() if len(seen) > 1} | reasons.keys()
-        self.record_metrics({"environments/different_start_fraction": len(differing) / max(len(observations), 1)})
+        unknown = set(gather_object(list(self._group_starts.unknown))) - differing
+        compared = (observations.keys() | differing) - unknown
+        if compared:
+            self.record_metrics({"environments/different_start_fraction": len(differing) / len(compared)})
+        if unknown and not self._has_warned_of_unknown_starts:
+            self._has_warned_of_unknown_starts = True
+            logger.warning(
+                f"It is not known whether the completions of {len(unknown)} of {len(observations)} groups start from "
+                "the same state: their observations are equal, but their environment may keep a part of its state "
+                "outside of this process, and `reset` got no seed. If `reset` chooses at random, give it the seed of "
+                "the group: `def reset(self, seed, **kwargs)`."
+            )
         if differing and not self._has_warned_of_starts:
             self._has_warned_of_starts = True
             reason = next(iter(reasons.values()), "its completions are on several processes")
             comparison = self.args.group_comparison
             logger.warning(
-                f"{len(differing)} of {len(observations)} groups have completions that start from different states "
+                f"{len(differing)} of {len(compared)} groups have completions that start from different states "
                 f"of their environment, which counts as `environments/different_start_fraction`: {reason}. "
                 + (f"{comparison}, so that it compares different examples. " if comparison else "")
                 + "Let `reset` choose the example by a column of the dataset, or by `seed`: `def reset(self, seed, "

@@ -268,7 +268,7 @@ def set_adaptive(trainer):
 @pytest.mark.parametrize(
     ("change", "coefficient", "words"),
     [
-        (set_args, 0.1, "entropy_coef: 0.1 in the trainer, 0.2 now"),
+        (set_args, 0.1, "args.entropy_coef was changed from 0.1 to 0.2"),
         (set_negative, 0.1, "entropy_coef was set to -0.1"),
         (set_positive, 0.0, "constructed with entropy_coef=0.0"),
         (set_adaptive, 0.0, "constructed with entropy_coef=0.0"),

@@ -1,14 +1,17 @@
 """Completions of a group start from the same state of their environments: by seeds, or by copies."""
 
 import copy
+import dataclasses
 import itertools
 import random
 import tempfile
 import threading
 from collections import defaultdict
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 from datasets import Dataset
 from replay import assert_same_models, build_trainer
 
@@ -184,6 +187,123 @@ def test_a_reset_by_a_user_is_left_alone():
     assert observation == f"number {random.randint(0, 10**9)}"
 
 
+def test_a_copy_keeps_what_attributes_share():
+    class Game(Secret):
+        def reset(self, **columns):
+            self.history = []
+            self.state = {"number": self._draw(), "history": self.history}
+
+    _, (_, second, *_), _ = reset_groups(Game)
+    assert second.state["history"] is second.history
+
+
+def test_a_state_with_functions_or_methods_is_not_copied():
+    """A copied function would act on the environment in which it was made."""
+
+    class WithFunction(Secret):
+        def reset(self, **columns):
+            self.number, self.moves = self._draw(), []
+            self.move = {"function": lambda: self.moves.append(1)}
+
+    class WithMethod(FromSystem):
+        def reset(self, **columns):
+            self.number, self.draw = self._draw(), self._draw
+
+    for environment_class in (WithFunction, WithMethod):
+        starts, environments, _ = reset_groups(environment_class)
+        assert len({environment.number for environment in environments}) == 6
+        assert starts.differing.keys() == {0, 1} and "cannot be copied (TypeError: it holds the" in starts.differing[0]
+
+
+def test_a_reset_that_calls_itself_is_one_start():
+    class Retries(Drawing):
+        def reset(self, **columns):
+            self.number = self._draw()
+            return self.reset() if self.number % 3 else str(self.number)
+
+    starts, environments, _ = reset_groups(Retries)
+    numbers = [environment.number for environment in environments]
+    assert numbers == numbers[:1] * 3 + numbers[3:4] * 3 and not starts.differing
+    assert [group for group, _ in starts.observations] == [0] * 3 + [1] * 3
+
+
+def test_groups_whose_resets_are_not_all_called_count_as_different():
+    starts = GroupStarts()
+    environments = [starts.wrap(Drawing)() for _ in range(4)]
+    starts.begin([0, 0, 1, 1], [5, 5, 6, 6])
+    for environment in environments[:3]:
+        environment.reset()
+        environment.reset()  # again, by whoever
+    starts.end()
+    assert starts.differing == {1: "`reset` was not called for each of its completions"}
+
+
+@pytest.mark.parametrize("copy_of", [copy.copy, copy.deepcopy])
+def test_a_copy_of_an_environment_resets_itself(copy_of):
+    _, (first, *_), _ = reset_groups(FromSystem)
+    number = first.number
+    copy_of(first).reset()
+    assert first.number == number
+
+
+def test_frozen_classes_and_slots():
+    @dataclasses.dataclass(frozen=True)
+    class Frozen:
+        numbers: list = dataclasses.field(default_factory=list)
+
+        def reset(self, **columns):
+            self.numbers[:] = [random.SystemRandom().random()]
+
+    class Slots:
+        __slots__ = ("number",)
+
+        def reset(self, **columns):
+            self.number = 1
+
+    _, (first, second, *_), _ = reset_groups(Frozen)
+    assert first.numbers == second.numbers and first.numbers is not second.numbers
+    with pytest.raises(ValueError, match="Environments of the class Slots have only `__slots__`"):
+        reset_groups(Slots)
+
+
+def test_states_are_compared_by_their_attributes():
+    """`==` of dataclasses with arrays fails, and `__eq__` of a user may ignore an attribute."""
+
+    @dataclasses.dataclass
+    class Board:
+        cells: object
+        goal: int
+
+    class Goal:
+        def __init__(self, goal):
+            self.goal = goal
+
+        def __eq__(self, other):
+            return True
+
+        __hash__ = None
+
+    for state in (partial(Board, np.zeros((2, 2))), partial(Board, torch.zeros(2, 2)), Goal):
+
+        class OfState(FromSystem):
+            def reset(self, create=state, **columns):
+                self.state = create(goal=self._draw())
+
+        starts, environments, _ = reset_groups(OfState)
+        goals = [environment.state.goal for environment in environments]
+        assert goals == goals[:1] * 3 + goals[3:4] * 3 and goals[0] != goals[3] and not starts.differing
+
+
+@pytest.mark.parametrize(("default", "takes_seed"), [(None, True), (3, True), ("apple", False), (True, False)])
+def test_a_default_that_is_no_number_is_left_alone(default, takes_seed):
+    class WithDefault:
+        def reset(self, seed=default, **columns):
+            self.seed = seed
+
+    _, (first, *_), _ = reset_groups(WithDefault)
+    assert first.seed == (5 if takes_seed else default)
+
+
 # Runs -----------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +354,20 @@ def test_groups_with_different_starts_are_counted_and_reported_once(tmp_path, ca
     assert [log["environments/different_start_fraction"] for log in logs] == [1] * 2
     (message,) = [record.message for record in caplog.records if "different states" in record.message]
     assert words in message and "def reset(self, seed" in message and "it is a handle" in message
+
+
+class HiddenOnServer(OnServer):
+    def reset(self, **columns):
+        super().reset()
+        return "guess"
+
+
+def test_a_start_that_cannot_be_known_is_not_logged_as_equal(tmp_path, caplog):
+    trainer = trainer_of(tmp_path, HiddenOnServer, max_steps=2)
+    trainer.train()
+    assert not any("environments/different_start_fraction" in log for log in trainer.state.log_history)
+    (message,) = [record.message for record in caplog.records if "It is not known whether" in record.message]
+    assert "2 of 2 groups" in message and "def reset(self, seed" in message
 
 
 def test_evaluations_repeat_their_starts_and_more_completions_have_those_of_their_group(tmp_path):

@@ -1,5 +1,6 @@
 """Overrides of TRL's methods, and attributes that callbacks change: honored, or refused by name; never ignored."""
 
+import math
 import re
 from pathlib import Path
 
@@ -236,10 +237,18 @@ def test_attributes_that_nothing_reads_anew_are_refused(tmp_path, trainer_class,
     assert trainer.state.global_step == 1
 
 
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+def test_a_beta_that_is_no_coefficient_is_refused(tmp_path, value):
+    trainer = changing(tmp_path, "beta", value, beta=0.5)
+    with pytest.raises(ValueError, match="trainer.beta was set to .* finite number of at least 0"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+
+
 @pytest.mark.parametrize("name", ["epsilon", "learning_rate", "num_iterations"])
 def test_settings_that_are_changed_in_a_run_are_refused(tmp_path, name):
     trainer = changing(tmp_path, f"args.{name}", 3)
-    with pytest.raises(ValueError, match=rf"{name}: .* in the trainer, 3 now"):
+    with pytest.raises(ValueError, match=rf"^args.{name} was changed from .* to 3"):
         trainer.train()
     assert trainer.state.global_step == 1
 
@@ -252,5 +261,5 @@ def test_settings_of_the_optimizer_may_change_until_it_is_created(tmp_path):
     trainer.train()
     assert torch.equal(trainer.model.get_input_embeddings().weight, before)
     trainer.args.learning_rate = 0.5
-    with pytest.raises(ValueError, match="learning_rate: 0.0 in the trainer, 0.5 now"):
+    with pytest.raises(ValueError, match="args.learning_rate was changed from 0.0 to 0.5 after construction"):
         trainer.train()
