@@ -67,10 +67,10 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
     from datasets import Dataset
     from transformers.utils import get_json_schema
 
-    is_single = not isinstance(factories, dict)
-    row: dict[str, Any] = {}
     from ..rollouts.group_starts import takes_seed
 
+    is_single = not isinstance(factories, dict)
+    row: dict[str, Any] = {}
     try:
         named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
         first = {name: factory.ready[0] for name, factory in named.items()}
