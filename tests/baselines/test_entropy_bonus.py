@@ -175,6 +175,7 @@ def test_fused_and_own_head_have_the_same_gradient_of_entropies():
 
 
 @pytest.mark.parametrize("trainer_class", [GRPOTrainer, PACSTrainer])
+@pytest.mark.slow
 def test_adaptive_control_resumes(tmp_path, trainer_class):
     def build(directory):
         model = tiny_model()
@@ -232,6 +233,7 @@ def test_a_coefficient_set_by_a_callback_takes_effect(tmp_path, trainer_class):
         assert_same_models(changed_up, unchanged)
 
 
+@pytest.mark.slow
 def test_a_coefficient_set_by_a_callback_is_kept_after_a_resume(tmp_path):
     def build(directory):
         callback = AtStepBegin(set_larger)

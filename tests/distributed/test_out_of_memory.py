@@ -15,7 +15,7 @@ from pacs_trl.rollouts import memory
 from pacs_trl.rollouts.memory import DeviceMemory
 
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 # Two completions per micro-batch and two micro-batches per process; or one of four.
 TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}

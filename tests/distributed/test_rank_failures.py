@@ -18,7 +18,7 @@ from pacs_trl.rollouts import checkpoint, rank_watch
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.trains]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.trains]
 NUM_RANKS, CULPRIT = 4, 2
 
 

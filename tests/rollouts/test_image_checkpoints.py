@@ -127,6 +127,7 @@ def test_template_of_the_processor_is_used_if_the_tokenizer_has_none(tmp_path):
     assert "1+2" in load_text_tokenizer(str(tmp_path)).apply_chat_template([message], tokenize=False)
 
 
+@pytest.mark.slow
 def test_recipe_trains_and_evaluation_loads_the_model(tmp_path):
     checkpoint = save_checkpoint("idefics3", tmp_path / "model", only_blocks=True)
     data = tmp_path / "sums.jsonl"

@@ -50,6 +50,7 @@ def test_weights_are_those_of_trl(model_type):
     assert trainer.forward_pass.packing is None
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_trl_with_a_reference_and_reused_rollouts(tmp_path):
     image_model("qwen2_5_vl", image_processor("qwen2_5_vl").tokenizer).save_pretrained(tmp_path / "model")
     settings = {"beta": 0.1, "num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1}
@@ -61,6 +62,7 @@ def test_weights_are_those_of_trl_with_a_reference_and_reused_rollouts(tmp_path)
 
 
 @pytest.mark.parametrize("method", ["REAL", *slow("RLOO", "MaxRL")])
+@pytest.mark.slow
 def test_other_objectives_do_not_depend_on_micro_batches(tmp_path, method):
     image_model("gemma3", image_processor("gemma3").tokenizer).save_pretrained(tmp_path / "model")
     trainers = getattr(pacs_trl, f"{method}Trainer"), getattr(pacs_trl, f"{method}Config")
@@ -120,6 +122,7 @@ def test_images_matter_and_are_kept_once_per_group():
 
 
 @pytest.mark.parametrize("method", ["PACS", *slow("GRPO")])
+@pytest.mark.slow
 def test_run_resumes_bit_by_bit_and_checkpoints_have_no_pixels(tmp_path, method):
     settings = {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 1}
     settings |= {"max_steps": 4, "recorded": False}
@@ -173,6 +176,7 @@ def test_tower_is_frozen_on_request():
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.slow
 def test_adapters_reach_the_tower_unless_it_is_frozen(frozen):
     lora = LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
     settings = {"more": {"peft_config": lora}, "freeze_vision_tower": frozen, "fast_generation": True}

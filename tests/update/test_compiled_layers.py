@@ -194,6 +194,7 @@ def test_passes_of_all_kinds_run_one_graph():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_log_probs_do_not_depend_on_the_kind_of_pass(dtype):
     """Bit by bit, also where a compiler rounds differently in graphs with and without a gradient: there is one."""
     model = small("Qwen3").to(dtype)
