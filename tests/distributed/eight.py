@@ -50,11 +50,14 @@ def sized(settings: dict[str, Any], num_processes: int) -> dict[str, Any]:
     return settings | {name: getattr(step, name) for name in ONE_UPDATE} | {"num_generations": 8}
 
 
-def run(directory: Path, name: str, num_processes: int, *, lora: bool = False, **more_settings) -> dict[str, Any]:
+def run(
+    directory: Path, name: str, num_processes: int, model_path: str, *, lora: bool = False, **more_settings
+) -> dict[str, Any]:
     trainer_class, settings, of_replay = SCENARIOS[name]
     torch.manual_seed(shifted(0))  # of the adapter
     trainer = build_trainer(
         directory / name,
+        model=model_path,
         trainer_class=trainer_class,
         replay=Replay(num_generations=8, **of_replay),
         more={"peft_config": LORA if lora else None},
@@ -130,11 +133,14 @@ def run_all(directory: Path, kind: str, model_path: str) -> dict[str, Any]:
     """All scenarios of a kind, on each process of a launch."""
     settings, number = settings_of(kind), int(os.environ["WORLD_SIZE"])
     if kind == "lora":
-        return {name: run(directory, name, number, lora=True) for name in ("PACS, snapshot", "GRPO, four updates")}
+        return {
+            name: run(directory, name, number, model_path, lora=True)
+            for name in ("PACS, snapshot", "GRPO, four updates")
+        }
     results = {}
     for name in SCENARIOS:
         print(name, flush=True)
-        results[name] = run(directory, name, number, **settings)
+        results[name] = run(directory, name, number, model_path, **settings)
     if kind != "zero3":  # which PPO refuses
         print("PPO", flush=True)
         results["PPO"] = run_ppo(directory, number, model_path, **settings)

@@ -64,9 +64,9 @@ def assert_same_run(result: dict, expected: dict) -> None:
 
 @pytest.mark.parametrize("name", eight.SCENARIOS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_eight_processes_end_with_the_weights_of_one(launch, one, kind, name):
+def test_eight_processes_end_with_the_weights_of_one(launch, one, model_path, kind, name):
     results, directory = launch(kind)
-    assert_same_run(results[name], one(name, eight.run, name, 1))
+    assert_same_run(results[name], one(name, eight.run, name, 1, model_path))
     saved = directory / name / "saved"
     if (shards := saved / "pytorch_model_fsdp_0").is_dir():
         merge_fsdp_weights(str(shards), str(saved))
@@ -82,8 +82,8 @@ def test_ppo_on_eight_processes(launch, one, model_path, kind):
 
 
 @pytest.mark.parametrize("name", ["PACS, snapshot", "GRPO, four updates"])
-def test_lora_on_four_processes(launch, one, name):
-    assert_same_run(launch("lora", 4)[0][name], one(f"LoRA {name}", eight.run, name, 1, lora=True))
+def test_lora_on_four_processes(launch, one, model_path, name):
+    assert_same_run(launch("lora", 4)[0][name], one(f"LoRA {name}", eight.run, name, 1, model_path, lora=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
