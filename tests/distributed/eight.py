@@ -63,7 +63,7 @@ def run(
         more={"peft_config": LORA if lora else None},
         **sized(settings, num_processes) | more_settings,
     )
-    start = trainable_weights(trainer.model)
+    start = trainable_weights(trainer.model) if num_processes == 1 else {}
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     trainer.save_model(str(directory / name / "saved"))
@@ -74,7 +74,7 @@ def run_ppo(directory: Path, num_processes: int, model_path: str, **more_setting
     replay = Replay(num_generations=8, tools=True, unverifiable=0.1)
     settings = sized(ONE_UPDATE | ADAM | WITH_CRITIC, num_processes) | more_settings
     trainer = actor_critics.build(PPOTrainer, directory / "ppo", model_path, replay=replay, **settings)
-    start = trainable_weights(trainer.model)
+    start = trainable_weights(trainer.model) if num_processes == 1 else {}
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     return {"start": start, "final": trainable_weights(trainer.model), "losses": [entry["loss"] for entry in logs]}
@@ -112,7 +112,7 @@ def resumed(directory: Path, num_processes: int, checkpoint: str | None, **more_
         save_steps=1,
         **more_settings,
     )
-    start = trainable_weights(trainer.model)
+    start = trainable_weights(trainer.model) if num_processes == 1 else {}
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {"start": start, "final": trainable_weights(trainer.model), "losses": losses}
