@@ -150,7 +150,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _prepare_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
-        for config in [model.config.get_text_config() for model in models]:
+        for config in [self.accelerator.unwrap_model(model).config.get_text_config() for model in models]:
             if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
                 config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
