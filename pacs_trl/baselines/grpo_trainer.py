@@ -124,6 +124,7 @@ class GRPOTrainer(ExactUpdateTrainer):
     _config_class: type = GRPOConfig
     update_class = RatioUpdate
     live_attributes = ("beta", "epsilon_low", "epsilon_high")
+    _saved_attributes = (*ExactUpdateTrainer._saved_attributes, "epsilon_low", "epsilon_high")
 
     def create_objective(self) -> RatioObjective:
         args = self.args

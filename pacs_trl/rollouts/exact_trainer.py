@@ -101,7 +101,10 @@ class ExactUpdateTrainer(RolloutTrainer):
     live_attributes: tuple[str, ...] = ("beta",)
     # Logged metrics that show why a gradient is not finite.
     divergence_metrics: tuple[str, ...] = ("grad_norm", "entropy")
-    _saved_attributes = (*RolloutTrainer._saved_attributes, "_non_finite", "entropy_coef", "_last_world_entropy")
+    _saved_attributes = (
+        *RolloutTrainer._saved_attributes,
+        *("_non_finite", "entropy_coef", "_last_world_entropy", "beta"),  # some may be changed by a callback
+    )
 
     # What a method defines ------------------------------------------------------------------------------------------
 

@@ -220,6 +220,16 @@ def test_attributes_that_the_objective_reads_take_effect(tmp_path, name):
         assert_same_models(changed, unchanged)
 
 
+@pytest.mark.parametrize("name", ["epsilon_low", "beta"])
+def test_attributes_that_a_callback_has_changed_are_kept_after_a_resume(tmp_path, name):
+    settings = {"beta": 0.5, "epsilon": 0.2, "max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    straight = changing(tmp_path / "straight", name, 1e-6 if name != "beta" else 5.0, **settings)
+    straight.train()
+    resumed = changing(tmp_path / "resumed", "unused", 0, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / "checkpoint-3"))
+    assert_same_models(straight, resumed)
+
+
 @pytest.mark.parametrize(
     ("trainer_class", "name", "value"),
     [
