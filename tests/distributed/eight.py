@@ -112,7 +112,7 @@ def resumed(directory: Path, num_processes: int, checkpoint: str | None, **more_
         save_steps=1,
         **more_settings,
     )
-    start = trainable_weights(trainer.model) if num_processes == 1 else {}
+    start = trainable_weights(trainer.model)
     trainer.train(resume_from_checkpoint=checkpoint)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {"start": start, "final": trainable_weights(trainer.model), "losses": losses}
