@@ -76,7 +76,7 @@ def reply(*texts: str) -> list[list[dict]]:
 def test_own_reward(run):
     script = run("own_reward", QUESTIONS, **SMALL)
     check_finished(script)
-    answers = ["it is 1,200\n#### 1200", "#### 3", "#### 3"]
+    answers = ["6 times 200\n#### 1,200", "#### 3", "#### 3"]
     reward = script["last_number_is_correct"]
     assert reward(completions=reply("6 * 200 = 1,200", "3 or 4", "none"), answer=answers) == [1, 0, 0]
 
@@ -142,9 +142,11 @@ def test_code_reward(run, confined):
 
 
 def test_a_run_that_was_stopped_continues_bit_by_bit(run, monkeypatch):
-    stops = []
+    stops, num_calls = [], 0
 
     def parity(completions, **kwargs):
+        nonlocal num_calls
+        num_calls += 1
         if stops:
             signal.raise_signal(stops.pop())
         return [float(sum(map(ord, turns[0]["content"])) % 2) for turns in completions]
@@ -154,8 +156,9 @@ def test_a_run_that_was_stopped_continues_bit_by_bit(run, monkeypatch):
     whole = run("resume", MESSAGES, **settings, output_dir="whole")["trainer"]
     stops.append(signal.SIGTERM)
     assert run("resume", MESSAGES, **settings, output_dir="parts")["trainer"].state.global_step == 1
+    num_calls = 0
     parts = run("resume", MESSAGES, **settings, output_dir="parts")["trainer"]
-    assert whole.state.global_step == parts.state.global_step == 3
+    assert whole.state.global_step == parts.state.global_step == 3 and num_calls == 2
     weights, resumed = (load_file(f"{folder}/model.safetensors") for folder in ("whole", "parts"))
     first = load_file("parts/checkpoint-1/model.safetensors")
     for name, weight in weights.items():
