@@ -34,7 +34,8 @@ from pacs_trl.plan.launch import read_launch
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("recipes/*.md"), *ROOT.glob("examples/*.md")]) + NOTEBOOKS
+FOLDERS = ("", "docs/**/", "recipes/", "examples/")
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md")) + NOTEBOOKS
 BEGINNINGS = (
     "make ",
     "pacs-trl ",

@@ -19,8 +19,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-import examples
 from outcomes import last_outcomes, unexpected
+
+import examples
 
 
 HERE = Path(__file__).resolve().parent
