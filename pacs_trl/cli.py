@@ -1,8 +1,9 @@
 """Command line `pacs-trl COMMAND ...`, which runs the `main` of a module per command.
 
-Wrong options are found before libraries are imported. Exit codes are in `errors.py`.
+Wrong options and keys are found before libraries are imported. Exit codes are in `errors.py`.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -10,8 +11,9 @@ from importlib.metadata import version
 from typing import Any
 
 from .errors import exit_code
+from .methods import check_evaluation_keys, check_recipe_keys
 from .plan import read_plan_arguments
-from .settings import did_you_mean
+from .settings import did_you_mean, read_settings
 from .settings.help import answer_help
 
 
@@ -38,13 +40,28 @@ def run(name: str, argv: Sequence[str]) -> int:
     """Run a command and return its exit code."""
 
     def command(argv: Sequence[str]) -> Any:
-        if name in ("train", "evaluate"):  # before the slow import of the command
-            answer_help(name, argv)
-        elif name == "plan":
-            read_plan_arguments(argv)
+        if name in ("plan", "train", "evaluate"):  # whose import takes seconds
+            _check_keys(name, argv)
+            if os.environ.get("RANK", "0") == "0":
+                print(f"pacs-trl {name}: loading torch, transformers, and TRL ...", file=sys.stderr, flush=True)
         return import_module(COMMANDS[name][0]).main(argv)
 
     return exit_code(f"pacs-trl {name}", command, argv)
+
+
+def _check_keys(name: str, argv: Sequence[str]) -> None:
+    """Print the help of a command if requested, and exit; otherwise raise a `ValueError` for unknown options and keys,
+    without any library."""
+    if name == "plan":
+        options = read_plan_arguments(argv)
+        argv = ["--config", options.config, *options.overrides]
+    else:
+        answer_help(name, argv)
+    settings = read_settings(argv)
+    if name == "evaluate":
+        check_evaluation_keys(settings)
+    else:
+        check_recipe_keys(settings)
 
 
 def _without_command(argv: Sequence[str]) -> int:

@@ -126,5 +126,6 @@ def _quiet_libraries() -> None:
         for name in ("TQDM_DISABLE", "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"):
             os.environ.setdefault(name, "1")
     if os.environ.get("RANK", "0") != "0":
-        logging.getLogger("pacs_trl.data").setLevel(logging.ERROR)  # all processes load the same data
+        for module in ("pacs_trl.data", "pacs_trl.recipe"):  # all processes read the same
+            logging.getLogger(module).setLevel(logging.ERROR)
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in str(record.msg))

@@ -5,11 +5,11 @@ other dataclasses below. [`Recipe.from_settings`] makes all of them, for a run i
 elsewhere (`plan`). Reading a recipe loads neither model nor data, and needs no GPU.
 """
 
+import logging
 import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
 from trl import ModelConfig
@@ -19,37 +19,23 @@ from .data import DataArguments
 from .data.sets import MINIATURE
 from .data.tasks import TOOL_TASKS, check_task
 from .data.text_tokenizer import load_text_tokenizer
+from .methods import DEFAULT_METHOD, METHODS, check_method, keys_of_other_methods
 from .rewards import VerificationArguments
 from .rollouts.checkpoint_files import last_resumable_checkpoint
 from .rollouts.checks import shared_turns_error
 from .rollouts.process_count import read_saved_run
 from .rollouts.rollout_config import RolloutConfig
-from .settings import did_you_mean, read_settings, set_environment, typed_values
-from .settings.checks import refuse_illegal_values
+from .settings import read_settings, set_environment, typed_values
+from .settings.checks import refuse_illegal_values, without_effect
 from .settings.fields import setting
 from .settings.names import function_of_user
 from .update.step_sizes import Step
 
 
-class Method(NamedTuple):
-    """Configuration and trainer of a method, as `module.class` in this package."""
-
-    config: str
-    trainer: str
-
+logger = logging.getLogger(__name__)
 
 # Values of resume_from_checkpoint besides paths.
 NONE, LAST = ("None", "none", "False", "false"), ("last", "true", "True")
-
-# Every other method is a module of `pacs_trl.experimental`.
-METHODS = {
-    "pacs": Method("pacs_config.PACSConfig", "pacs_trainer.PACSTrainer"),
-    "grpo": Method("baselines.grpo_config.GRPOConfig", "baselines.grpo_trainer.GRPOTrainer"),
-    "rloo": Method("baselines.grpo_config.RLOOConfig", "baselines.rloo_trainer.RLOOTrainer"),
-    "maxrl": Method("baselines.grpo_config.MaxRLConfig", "baselines.maxrl_trainer.MaxRLTrainer"),
-    "real": Method("baselines.grpo_config.REALConfig", "baselines.real_trainer.REALTrainer"),
-    "ppo": Method("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
-}
 
 
 @dataclass
@@ -125,10 +111,10 @@ class Recipe(NamedTuple):
         """Read keys and values as YAML or [`~settings.read_settings`] give them, for this run or for a launch of
         `num_processes` on other hardware. Raises a `ValueError` that names unknown, missing, illegal, or conflicting
         keys."""
-        method = settings.get("method", "pacs")
+        method = settings.get("method", DEFAULT_METHOD)
         classes = settings_classes(method)
         known = {field.name for part in classes for field in fields(part)}
-        if errors := _keys_of_other_methods(method, settings.keys() - known):
+        if errors := keys_of_other_methods(method, settings.keys() - known):
             raise ValueError(" ".join(errors))
         values = _typed_values(settings, classes, method)
         if values["keep_global_batch"]:
@@ -223,6 +209,15 @@ def _planned(config: type, num_processes: int | None) -> type:
     return type(config.__name__, (config,), members)
 
 
+def settings_without_effect(recipe: Recipe) -> list[str]:
+    """Return one message per setting that turns off others of a recipe."""
+    values = {**vars(recipe.model), **vars(recipe.training)}
+    written = recipe.settings.keys()
+    if recipe.training.rollout_engine == "vllm":  # which has these two, but not use_vllm
+        written = written - {"vllm_max_model_length", "vllm_gpu_memory_utilization"}
+    return without_effect(written, values)
+
+
 def read_recipe(argv: Sequence[str]) -> Recipe:
     """Read `--config RECIPE.yaml [--key value ...]` for a run in this process; the command line wins over the file."""
     settings = read_settings(argv)
@@ -233,21 +228,16 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
             "wait for the others forever. Start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
         )
     set_environment(settings)
-    return Recipe.from_settings(settings)
-
-
-def method_names() -> list[str]:
-    """Return the names of all methods: those of `METHODS` and the modules of `pacs_trl.experimental`."""
-    folder = import_module(f"{__package__}.experimental").__path__
-    return [*METHODS, *sorted(module.name for module in iter_modules(folder) if not module.name.startswith("_"))]
+    recipe = Recipe.from_settings(settings)
+    for message in settings_without_effect(recipe):
+        logger.warning(message)
+    return recipe
 
 
 def settings_classes(method: str) -> tuple[type, ...]:
     """Return the dataclasses whose fields are the settings of a recipe; the last one configures the trainer. Raises a
     `ValueError` if there is no such method."""
-    if method not in method_names():
-        near = did_you_mean(str(method), method_names())
-        raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
+    check_method(method)
     return RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method)
 
 
@@ -285,26 +275,11 @@ def _only_subclass(module_name: str, base: type) -> type:
     return subclasses[0]
 
 
-def _keys_of_other_methods(method: str, unknown: Set[str]) -> list[str]:
-    """Return one message per unknown key that is a setting of other methods of `METHODS`."""
-    if not unknown:
-        return []
-    methods_of: dict[str, list[str]] = {}
-    for other in METHODS:
-        for name in unknown & {declared.name for declared in fields(config_class(other))}:
-            methods_of.setdefault(name, []).append(other)
-    return [
-        f"`{name}` is a setting of method {' and '.join(methods_of[name])}, not of {method}. Remove the key, or "
-        "change `method`."
-        for name in sorted(methods_of)
-    ]
-
-
 def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any, settings: dict) -> list[str]:
     """Return what is wrong between settings, or would be ignored without a word by TRL and transformers."""
     errors = [
-        f"`{key}` would be ignored: {why}. Remove it."
-        for is_ignored, key, why in _ignored_keys(run, model, training, settings)
+        f"`{key}` would be ignored: {why}. {remedy}"
+        for is_ignored, key, why, remedy in _ignored_keys(run, model, training, settings)
         if is_ignored
     ]
     if run.tools or run.environment:
@@ -320,8 +295,8 @@ def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any
     return errors
 
 
-def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) -> list[tuple[Any, str, str]]:
-    """Return for each key that may be ignored whether it is, its name, and why."""
+def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) -> list[tuple[Any, str, str, str]]:
+    """Return for each key that may be ignored whether it is, its name, why, and what to do."""
     evaluates = training.eval_strategy != "no"
     calls_tools = bool(run.tools or run.environment)
     is_adamw = training.optim in ("adamw_torch", "adamw_torch_fused")
@@ -336,24 +311,52 @@ def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) 
         "dataset_seed",
     }
     unused_data_keys = sorted(data_keys & settings.keys()) if run.environment else []
+    evaluate = "Set eval_strategy: steps and eval_steps, or remove the key."
     return [
-        (training.optim_args and is_adamw, "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon"),
-        (training.warmup_steps and training.lr_scheduler_type == "constant", "warmup_steps", "the rate is constant"),
-        (training.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no"),
-        (training.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no"),
-        (training.fsdp_config and not training.fsdp, "fsdp_config", "fsdp is not set, or for accelerate launch"),
-        (corrects and truncates and not has_clip, "vllm_importance_sampling_mode", "no clip_min or clip_max is set"),
+        (
+            training.optim_args and is_adamw,
+            "optim_args",
+            "AdamW takes adam_beta1, adam_beta2, and adam_epsilon",
+            "Set these, or remove the key.",
+        ),
+        (
+            training.warmup_steps and training.lr_scheduler_type == "constant",
+            "warmup_steps",
+            "the rate is constant",
+            "Set lr_scheduler_type: constant_with_warmup, or remove the key.",
+        ),
+        (training.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no", evaluate),
+        (training.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no", evaluate),
+        (
+            training.fsdp_config and not training.fsdp,
+            "fsdp_config",
+            "fsdp is not set",
+            "Use an accelerate file (`accelerate launch --config_file`), set fsdp, or remove the key.",
+        ),
+        (
+            corrects and truncates and not has_clip,
+            "vllm_importance_sampling_mode",
+            "no clip_min or clip_max is set",
+            "Set vllm_importance_sampling_clip_max, or vllm_importance_sampling_correction: false.",
+        ),
         (
             training.max_tool_calling_iterations is not None and not calls_tools,
             "max_tool_calling_iterations",
-            "there are no tools (tools: [run_python]) and no environment",
+            "there are no tools and no environment",
+            "Set tools: [run_python] or environment, or remove the key.",
         ),
         (
             lora_keys and trains_whole_model,
             ", ".join(lora_keys),
-            "the whole model is trained without use_peft: true; use_peft: false allows it",
+            "the whole model is trained without use_peft: true",
+            "Set use_peft: true, or remove the key; use_peft: false keeps it.",
         ),
-        (unused_data_keys, ", ".join(unused_data_keys), "`environment` has the examples"),
+        (
+            unused_data_keys,
+            ", ".join(unused_data_keys),
+            "`environment` has the examples",
+            "Remove the key, or `environment`.",
+        ),
     ]
 
 

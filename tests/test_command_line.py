@@ -13,7 +13,8 @@ import yaml
 
 from pacs_trl import cli
 from pacs_trl.errors import FailedRun, during_run, exit_code
-from pacs_trl.recipe import config_class, method_names
+from pacs_trl.methods import method_names
+from pacs_trl.recipe import config_class
 from pacs_trl.settings import Parser, read_mapping, read_settings
 
 
@@ -71,6 +72,7 @@ def test_help_needs_no_library_with_any_version_of_them():
         *(([name, "--help"], 0) for name in ("plan", "train", "evaluate", "push", "audit")),
         (["train", "--config", RECIPE, "--help"], 0),
         (["train", "--config", "nowhere.yaml"], 2),
+        (["train", "--config", RECIPE, "--method", "pasc"], 2),
         (["plan", "--config", RECIPE, "--gpu", "abacus"], 2),
     ]
     script = f"""
@@ -90,6 +92,33 @@ for argv, expected in {calls}:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_keys_are_checked_before_libraries_are_imported(tmp_path):
+    """Libraries that end the process at their import show it."""
+    for library in ("torch", "numpy", "pyarrow"):
+        (tmp_path / f"{library}.py").write_text("import os; os._exit(99)")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    calls = {
+        f"train --config {RECIPE} --lr 1": "Did you mean `learning_rate`?",
+        f"train --config {RECIPE} --tau 1": "`tau` is a setting of method real, not of pacs",
+        f"plan --config {RECIPE} --num_generation 4 --gpu h200": "Did you mean `num_generations`?",
+        "evaluate --modle m": "Did you mean `model`?",
+    }
+    for words, message in calls.items():
+        command = [sys.executable, "-m", "pacs_trl.cli", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr, done.stderr
+
+
+def test_commands_that_take_seconds_to_start_say_so_at_once(tmp_path):
+    (tmp_path / "numpy.py").write_text("import os; os._exit(99)")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
+    for words in (f"train --config {RECIPE}", f"plan --config {RECIPE}"):
+        command = [sys.executable, "-m", "pacs_trl.cli", *words.split()]
+        for rank, lines in (("0", 1), ("1", 0)):
+            done = subprocess.run(command, capture_output=True, text=True, env=environment | {"RANK": rank})
+            assert (done.returncode, done.stderr.count(" loading ")) == (99, lines), done.stderr
 
 
 def test_help_of_training_says_where_trls_settings_are(monkeypatch, capsys):
@@ -132,7 +161,7 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path, program):
         (tmp_path / f"{library}.py").write_text("raise KeyboardInterrupt")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}
     recipe = "recipes/evaluation/miniature.yaml" if "evaluate" in program else RECIPE
-    for rank, lines in (("0", 1), ("1", 0)):
+    for rank, lines in (("0", 2), ("1", 0)):  # the first line says that libraries are loaded
         done = subprocess.run(
             [sys.executable, "-m", *program, "--config", recipe],
             capture_output=True,
@@ -152,7 +181,7 @@ def test_ctrl_c_reaches_no_process_of_ours_that_would_print_a_traceback(monkeypa
     recipe = str(Path(RECIPE).resolve())
     monkeypatch.chdir(tmp_path)  # warm starts are kept in the working directory
     status, _, errors = called(monkeypatch, capsys, "train", "--config", recipe, "--output_dir", "run")
-    assert (status, errors) == (130, "pacs-trl train: stopped by Ctrl-C.\n")
+    assert (status, errors.splitlines()[1:]) == (130, ["pacs-trl train: stopped by Ctrl-C."])
 
 
 def test_hyphens_and_underscores_are_the_same():

@@ -10,8 +10,9 @@ from typing import Literal, get_origin, get_type_hints
 import pytest
 
 from pacs_trl import PACSConfig
+from pacs_trl.methods import method_names
 from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
-from pacs_trl.recipe import config_class, method_names
+from pacs_trl.recipe import config_class
 from pacs_trl.settings.trl_settings import NEEDS, REFUSED
 from pacs_trl.update.step_sizes import Step
 

@@ -7,7 +7,8 @@ import yaml
 from transformers import HfArgumentParser, TrainingArguments
 from trl import TrlParser
 
-from pacs_trl.recipe import METHODS, Recipe, config_class, read_recipe
+from pacs_trl.methods import METHODS
+from pacs_trl.recipe import Recipe, config_class, read_recipe, settings_without_effect
 from pacs_trl.settings import parse_mapping
 
 
@@ -66,6 +67,28 @@ def test_their_neighbors_are_legal():
 def test_the_former_name_of_packing_is_read_from_recipes():
     with pytest.warns(FutureWarning, match="`padding_free` is now called `packing`"):
         assert read(padding_free="never").training.packing == "never"
+
+
+WITHOUT_EFFECT = [
+    ({"use_peft": False, "lora_r": 8, "lora_alpha": 16}, "lora_r and lora_alpha have no effect with use_peft: false"),
+    ({"vllm_mode": "server"}, "vllm_mode has no effect with use_vllm: false"),
+    ({"use_vllm": True, "vllm_server_port": 8}, "vllm_server_port has no effect with vllm_mode: colocate"),
+    ({"save_strategy": "no", "save_steps": 9}, "save_steps has no effect with save_strategy: no"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), WITHOUT_EFFECT)
+def test_settings_that_a_switch_turns_off_are_warned_of_once(changes, words, caplog, tmp_path):
+    settings = RECIPE | {"bf16": False, "use_cpu": True, "report_to": "none", "output_dir": str(tmp_path)} | changes
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    read_recipe(["--config", str(tmp_path / "recipe.yaml")])
+    assert [record.message.startswith(words) for record in caplog.records] == [True]
+
+
+def test_settings_that_a_switch_turns_on_or_of_an_engine_of_their_own_are_no_warning():
+    engine = {"rollout_lag": 1, "rollout_engine": "vllm", "vllm_max_model_length": 2000}
+    for changes in ({}, LORA | {"lora_r": 8}, {"use_vllm": True, "vllm_mode": "colocate"}, engine):
+        assert not settings_without_effect(read(**changes))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -10,7 +10,8 @@ import yaml
 from seeds import shifted
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.recipe import RunArguments, config_class, method_names, read_recipe
+from pacs_trl.methods import method_names
+from pacs_trl.recipe import RunArguments, config_class, read_recipe
 from pacs_trl.redaction import REMOVED, clean_url, is_secret, published, without_secrets
 
 

@@ -20,7 +20,7 @@ from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS, MINIATURE
 from ..data.tasks import check_task
-from ..recipe import LAST, Recipe, load_tokenizer, reward_function
+from ..recipe import LAST, Recipe, load_tokenizer, reward_function, settings_without_effect
 from ..rewards import tool_function
 from ..rollouts.checkpoint_files import last_resumable_checkpoint
 from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
@@ -70,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         conflicts += more_conflicts
         if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
             notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
-        notes += _batch_notes(own.config, recipe)
+        notes += settings_without_effect(recipe) + _batch_notes(own.config, recipe)
         if longest is not None:
             mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
             if 1 <= mean_length <= longest:

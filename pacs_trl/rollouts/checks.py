@@ -302,8 +302,8 @@ def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
     if num_prompts < needed:
         raise ValueError(
             f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
-            f"(generation_batch_size={args.generation_batch_size} / num_generations={args.num_generations}). Use more "
-            "prompts, or lower steps_per_generation, gradient_accumulation_steps or per_device_train_batch_size."
+            f"({args.generation_size} / num_generations={args.num_generations}). Use more prompts, or lower these "
+            "batch sizes."
         )
 
 

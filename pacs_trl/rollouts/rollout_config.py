@@ -145,7 +145,17 @@ class RolloutConfig(GRPOConfig):
             self.metric_for_best_model = "eval_pass@1" if self.eval_benchmarks else "eval_reward"
         if (best := self.metric_for_best_model or "").startswith("eval/"):  # the name in trackers
             self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
-        super().__post_init__()
+        # `generation_batch_size` and `steps_per_generation` are both set by TRL
+        self._generation_size_keys = ["generation_batch_size"]
+        if self.generation_batch_size is None:
+            steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
+            self._generation_size_keys = ["per_device_train_batch_size", steps]
+        try:
+            super().__post_init__()
+        except ValueError as error:
+            if messages := self._batch_size_errors():
+                raise ValueError(" ".join(messages)) from error
+            raise
         if schedule_follows_metric:
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
@@ -199,6 +209,39 @@ class RolloutConfig(GRPOConfig):
             )
         if self.stale_logps and not self.rollout_lag:
             errors.append("stale_logps is for rollout_lag, without which it would be ignored. Set both, or neither.")
+        return errors
+
+    @property
+    def generation_size(self) -> str:
+        """The completions of a generation batch as the product of the settings that were written."""
+        factors = [f"{key}={getattr(self, key)}" for key in self._generation_size_keys]
+        if len(factors) == 1:
+            return factors[0]
+        if self.world_size > 1:
+            factors.append(f"{self.world_size} processes")
+        return f"{' x '.join(factors)} = {self.generation_batch_size}"
+
+    def _batch_size_errors(self) -> list[str]:
+        """Return what is wrong with batch sizes, of which TRL names some that were not written."""
+        errors, size, slot = [], self.generation_batch_size, self.per_device_train_batch_size * self.world_size
+        if size is not None and size % slot:
+            errors.append(
+                f"generation_batch_size={size} must be a multiple of per_device_train_batch_size="
+                f"{self.per_device_train_batch_size} x {self.world_size} processes = {slot}. Change one of them."
+            )
+        elif size is not None and size % self.num_generations:
+            errors.append(
+                f"A generation batch must hold whole groups: {self.generation_size} completions is no multiple of "
+                f"num_generations={self.num_generations}. Change one of them."
+            )
+        key = "num_generations" if self.num_generations_eval is None else "num_generations_eval"
+        slot = self.per_device_eval_batch_size * self.world_size
+        if self.do_eval and self.eval_strategy != "no" and slot % getattr(self, key):
+            errors.append(
+                f"An evaluation batch must hold whole groups: per_device_eval_batch_size="
+                f"{self.per_device_eval_batch_size} x {self.world_size} processes = {slot} is no multiple of "
+                f"{key}={getattr(self, key)}. Change one of them."
+            )
         return errors
 
     @property

@@ -151,11 +151,13 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     hints = {name: str(hint) for part in parts for name, hint in type_hints(part).items()}
     words: list[str] = []
     values: dict[str, Any] = {}  # that are no words of a command line
-    for key, value in _known_settings(settings, actions, what).items():
+    for key, value in known_settings(settings, actions, what).items():
         if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
             value = parse_mapping(value, f"setting `{key}`")
         elif isinstance(value, list) and "tuple" in hints[key]:  # neither YAML nor argparse has tuples
             value = tuple(_number(entry, key) for entry in value)
+        if any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):
+            _check_boolean(key, value, hints[key])
         if value in ("true", "false") and "True" in hints[key]:  # a choice of a `Literal`
             value = value.capitalize()
         is_switch = key == "fsdp" and value is True
@@ -170,7 +172,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     return vars(parser.parse_args(words)) | values
 
 
-def _known_settings(settings: Mapping[str, Any], known: Collection[str], what: str) -> dict[str, Any]:
+def known_settings(settings: Mapping[str, Any], known: Collection[str], what: str) -> dict[str, Any]:
     """Return the settings without `env`, `key: false` for `no_key: true`. Raises a `ValueError` for unknown keys."""
     values, unknown = {}, []
     for key, value in settings.items():
@@ -195,6 +197,16 @@ def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:
     if kind in hint or value is True or (value is None and may_be_missing):
         return
     raise ValueError(f"{key} must be {hint}, got {kind}. Write a value of that type, or remove the key.")
+
+
+def _check_boolean(key: str, value: Any, hint: str) -> None:
+    """Raise a `ValueError` if a setting that holds text is a boolean, as which YAML reads some words."""
+    takes_boolean = "bool" in hint or "True" in hint or key in ("fsdp", "resume_from_checkpoint")
+    if "str" in hint and not takes_boolean:
+        raise ValueError(
+            f"`{key}` must be text, got {value}: YAML reads no, off, yes, and on without quotes as false and true. "
+            f'Write `{key}: "{"yes" if value is True else "no"}"` with quotes, or remove the key.'
+        )
 
 
 def _number(value: Any, key: str) -> float:

@@ -1,11 +1,11 @@
 """Checks of the values of settings: ranges, choices, and settings that would be ignored. Loads no library."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
 
 from .fields import type_hints
-from .trl_settings import CHOICES, NEEDS, RANGES, REFUSED, TURNED_OFF_BY_0
+from .trl_settings import CHOICES, NEEDS, RANGES, REFUSED, TURNED_OFF_BY_0, WITHOUT_EFFECT
 
 
 def illegal_values(config: Any) -> list[str]:
@@ -58,6 +58,22 @@ def ignored_settings(config: Any, names: Collection[str], reason: str, instead: 
         for name in names
         if getattr(config, name) != defaults[name]
     ]
+
+
+def without_effect(written: Collection[str], values: Mapping[str, Any]) -> list[str]:
+    """Return one message per switch that turns written settings off ([`WITHOUT_EFFECT`]); `values` are those of all
+    settings."""
+    messages, named = [], set()
+    for (switch, off), settings in WITHOUT_EFFECT.items():
+        keys = [key for key in settings if key in written and values[key] is not None and key not in named]
+        if keys and values[switch] == off:
+            named.update(keys)
+            words = str(off).lower()
+            messages.append(
+                f"{' and '.join(keys)} {'have' if len(keys) > 1 else 'has'} no effect with {switch}: {words}. Change "
+                f"{switch}, or remove {'them' if len(keys) > 1 else 'the key'}."
+            )
+    return messages
 
 
 def refused_settings(config: Any) -> list[str]:

@@ -112,6 +112,35 @@ NEEDS = {
     ),
 }
 
+# Settings without effect while another one, the switch, has a value. Users keep them beside a switch that is off, so
+# they are warned of.
+WITHOUT_EFFECT = {
+    ("use_peft", False): (
+        *("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target_parameters"),
+        *("lora_modules_to_save", "lora_task_type", "use_rslora", "use_dora"),
+    ),
+    ("load_in_4bit", False): ("bnb_4bit_quant_type", "bnb_4bit_quant_storage", "use_bnb_nested_quant"),
+    ("use_vllm", False): (
+        *("vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_tensor_parallel_size"),
+        *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+        *("vllm_max_model_length", "vllm_gpu_memory_utilization"),
+    ),
+    ("vllm_mode", "colocate"): (
+        *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    ),
+    ("vllm_mode", "server"): (
+        *("vllm_enable_sleep_mode", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_model_impl"),
+    ),
+    ("vllm_importance_sampling_correction", False): (
+        *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    ),
+    ("gradient_checkpointing", False): ("gradient_checkpointing_kwargs",),
+    ("save_strategy", "no"): ("save_steps", "save_total_limit", "save_only_model"),
+    ("eval_strategy", "no"): ("eval_steps", "eval_delay", "per_device_eval_batch_size", "num_generations_eval"),
+    ("logging_strategy", "no"): ("logging_steps", "logging_first_step"),
+    ("push_to_hub", False): ("hub_model_id", "hub_strategy", "hub_private_repo", "hub_revision"),
+}
+
 # Settings of GRPOConfig that only shape GRPO's loss, and those of the SAPO and VESPO losses among them.
 OF_OTHER_LOSSES = (
     *("sapo_temperature_neg", "sapo_temperature_pos"),

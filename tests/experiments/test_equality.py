@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from experiments import equality, equality_scenarios
-from pacs_trl.recipe import config_class, method_names
+from pacs_trl.methods import method_names
+from pacs_trl.recipe import config_class
 from pacs_trl.settings.help import choices_of, declared_settings
 
 

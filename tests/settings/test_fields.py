@@ -9,7 +9,8 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
-from pacs_trl.recipe import config_class, method_names, settings_classes
+from pacs_trl.methods import method_names
+from pacs_trl.recipe import config_class, settings_classes
 from pacs_trl.settings.checks import illegal_values
 from pacs_trl.settings.fields import Range, setting
 from pacs_trl.settings.help import (
