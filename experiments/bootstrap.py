@@ -1,6 +1,6 @@
 """Percentile bootstrap intervals over problems, for values that are not shares, such as distances.
 
-Their coverage is too low with few problems (docs/statistics.md): use `pass_interval` and `paired_interval` of
+Their coverage is too low with few problems (docs/evaluation.md): use `pass_interval` and `paired_interval` of
 `pacs_trl.evaluation` for pass@k.
 """
 

@@ -1,4 +1,4 @@
-"""Tables of docs/adaptive_rollouts.md, exactly, and the share of docs/weights_and_labels.md.
+"""Tables of docs/related_methods.md, exactly, and the share of docs/related_methods.md.
 
 Run as `python -m experiments.docs_tables`.
 """

@@ -140,7 +140,7 @@ class PACSConfig(ExactUpdateConfig):
     actor_term_coef: float = setting(
         0.0,
         "Weight of the actor term of eq. 5 (1.0 there), here centered in the group and with class weights. "
-        "The authors' code has none, and 1.0 cost accuracy wherever it was measured (docs/theory.md).",
+        "The authors' code has none, and 1.0 cost accuracy wherever it was measured (docs/method.md).",
         least=0,
     )
 

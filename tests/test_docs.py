@@ -202,8 +202,8 @@ def table_under(page: str, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
 
 
-HARDWARE = table_under("docs/hardware.md", "What fits where")
-COSTS = table_under("docs/hardware.md", "Three methods")
+HARDWARE = table_under("docs/speed.md", "What fits where")
+COSTS = table_under("docs/speed.md", "Three methods")
 
 
 # Commands that a CPU runs in seconds, beside those of the tables.
@@ -241,7 +241,7 @@ def test_numbers_of_plan(monkeypatch, capsys, row):
     assert "fits" in printed
 
 
-def test_readme_has_the_numbers_of_the_hardware_page():
+def test_readme_has_the_numbers_of_the_page_on_speed():
     shown = re.findall(
         r"# (.+): ([\d.]+) GiB per GPU, ([\d.]+) hours$", (ROOT / "README.md").read_text(), re.MULTILINE
     )
@@ -249,11 +249,48 @@ def test_readme_has_the_numbers_of_the_hardware_page():
     assert set(shown) <= {tuple(row[1:4]) for row in HARDWARE}
 
 
+GENERATED = {"settings", "metrics", "compatibility", "recipes", "api"}
+HAND_WRITTEN = sorted(page for page in ROOT.glob("docs/*.md") if page.stem not in GENERATED)
+HAND_WRITTEN.append(ROOT / "docs/results/README.md")  # the other pages of that folder are the archive of the studies
+
+
 def test_each_page_and_notebook_stands_in_the_index():
-    index = (ROOT / "docs/README.md").read_text()
+    index = (ROOT / "docs/index.md").read_text()
     for page in (index, (ROOT / "README.md").read_text()):
         assert not [notebook.name for notebook in NOTEBOOKS if notebook.name not in page]
-    assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and page.name not in index]
+    assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "index.md" and page.name not in index]
+    results = (ROOT / "docs/results/README.md").read_text()
+    studies = [page.parent.name for page in ROOT.glob("docs/results/*/README.md")]
+    assert not [study for study in studies if f"({study}/README.md" not in results]
+
+
+def test_there_are_at_most_20_pages():
+    assert len(HAND_WRITTEN) <= 20, [page.name for page in HAND_WRITTEN]
+
+
+def name_of(page: Path) -> str:
+    return f"{page.parent.name}/{page.stem}"
+
+
+def prose(text: str) -> list[str]:
+    """The lines of a page without code, tables, and lines that a link or a comment makes long."""
+    text = re.sub(r"(?m)^( *)```.*?^ *```$", "", text, flags=re.DOTALL)
+    return [line for line in text.splitlines() if not line.startswith(("|", "    ", "<!--"))]
+
+
+@pytest.mark.parametrize("page", HAND_WRITTEN, ids=name_of)
+def test_a_page_is_short(page):
+    """At most 1,500 words, tables and code included, and a heading for the one subject of a page."""
+    text = page.read_text()
+    assert len(text.split()) <= 1500
+    assert len(re.findall(r"^# ", re.sub(r"```.*?```", "", text, flags=re.DOTALL), flags=re.MULTILINE)) == 1
+
+
+@pytest.mark.parametrize("page", [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/**/README.md")], ids=name_of)
+def test_lines_are_short(page):
+    """At most 100 characters, but for tables, code, and words that cannot be broken."""
+    long = [line for line in prose(page.read_text()) if len(line) > 100 and " " in line.strip().lstrip("-* ")]
+    assert not long
 
 
 def anchors(page: Path) -> set[str]:

@@ -270,7 +270,7 @@ class TestProperties:
         + [(0.1, 9.8, 0.86), (0.5, 1.86, 0.85), (1.0, 0.86, 0.81)],
     )
     def test_the_grpo_score_multiplies_the_gradient_of_small_proxies(self, spread, ratio, cosine):
-        """The table of docs/theory.md, of these random numbers."""
+        """The table of docs/method.md, of these random numbers."""
         generator = torch.Generator().manual_seed(0)
         rates = torch.rand(256, 1, generator=generator, dtype=torch.float64)
         labels = (torch.rand(256, 8, generator=generator, dtype=torch.float64) < rates).double().view(-1)

@@ -4,7 +4,7 @@ other prompts in place of uniform groups.
 Extension point: generate more or different completions. DARS generates for hard prompts until the cumulative advantage
 of the group equals that of an easier one; DARS-B takes one optimizer step per generation batch. The authors drop
 groups that are still uniform; here they stay, with zero gradient. Refill is DAPO's dynamic sampling ([arXiv
-2503.14476](https://huggingface.co/papers/2503.14476)) with a bounded number of rounds. See docs/adaptive_rollouts.md.
+2503.14476](https://huggingface.co/papers/2503.14476)) with a bounded number of rounds. See docs/related_methods.md.
 """
 
 import math

@@ -4,7 +4,7 @@ stating a value.
 The critic is a causal language model. Before each segment of a completion it is prompted for the chance that the
 completion will be correct (`_critic.py`), and its answer ends with an integer. REINFORCE trains it towards the
 outcome. Everything else is PPO's (`baselines/ppo_trainer.py`). No official code exists. With vLLM one engine serves
-both models in turn. See docs/genac.md.
+both models in turn. See docs/related_methods.md.
 """
 
 import math

@@ -4,7 +4,7 @@ completions are all wrong.
 Extension point: generate more or different completions. Guidance is a hint in the prompt, or, as in Agent-RLVR, a
 second turn with a failed attempt and the verifier's message. Correct guided completions replace wrong ones, and are
 trained as completions of the plain prompt; failed ones are dropped. They have no `sampling_logps`, because no engine
-generated them from the plain prompt. See docs/adaptive_rollouts.md.
+generated them from the plain prompt. See docs/related_methods.md.
 """
 
 from dataclasses import dataclass, replace

@@ -7,7 +7,7 @@ prefixes of the other completions of the prompt. If every completion has one pos
 **Alignment** is by progress: of a completion with `K_i` positions, position `k < K_i` is compared with position
 `ceil(k (K_j - 1) / (K_i - 1))` of each other completion that has more than one; `k = K_i`, the outcome, with `K_j`.
 Positions without a counterpart have no score. **Weights**: the classes of a position and its counterparts have equal
-weight; the scored positions of a completion share the weight 1. See docs/weights_and_labels.md.
+weight; the scored positions of a completion share the weight 1. See docs/related_methods.md.
 
 Shapes: `M` positions of all completions in sequence, `B` completions, `G` completions of the largest group.
 """

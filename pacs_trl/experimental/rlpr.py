@@ -4,7 +4,7 @@ probability of the reference answer.
 Extension points: rewards that need the policy's log-probs, and labels of a completion. `probability_reward` replaces a
 completion's answer by the reference answer, and `s` is the mean probability of its tokens; `s0` is the same directly
 after the prompt. `s0` is computed for the whole training set at the start of a run and saved in checkpoints. The
-spread filter masks out groups with similar labels. See docs/weights_and_labels.md.
+spread filter masks out groups with similar labels. See docs/related_methods.md.
 """
 
 import hashlib

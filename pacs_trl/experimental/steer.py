@@ -1,7 +1,7 @@
 """STEER ([arXiv 2510.10150](https://huggingface.co/papers/2510.10150)): smaller weights for tokens whose update
 changes the entropy most.
 
-Extension point: weights per token. See docs/weights_and_labels.md.
+Extension point: weights per token. See docs/related_methods.md.
 """
 
 import math

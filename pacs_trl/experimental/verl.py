@@ -3,7 +3,7 @@ span more directions.
 
 Extension point: coefficients per completion. The effective rank of a completion measures exploration, its first and
 second differences over the tokens exploitation. The formulas are the paper's; the authors' launch script
-(github.com/hf618/VERL, 3de68f1) disables the bonus. See docs/weights_and_labels.md.
+(github.com/hf618/VERL, 3de68f1) disables the bonus. See docs/related_methods.md.
 
 Letters for shapes: `T` tokens of a completion, `D` width of the model, `B` completions.
 """

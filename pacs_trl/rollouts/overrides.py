@@ -1,6 +1,6 @@
 """Overrides of TRL's methods by subclasses: those that the exact update would never call are refused by name.
 
-docs/comparison.md lists the methods that TRL's documentation, examples, and trainers override, and whether they are
+docs/extending.md lists the methods that TRL's documentation, examples, and trainers override, and whether they are
 called.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 
-_LOSS = "Override `create_objective` (docs/method.md), or derive from TRL's trainer"
-_WEIGHTS = "Override `token_weights` (docs/method.md), or derive from TRL's trainer"
+_LOSS = "Override `create_objective` (docs/extending.md), or derive from TRL's trainer"
+_WEIGHTS = "Override `token_weights` (docs/extending.md), or derive from TRL's trainer"
 # Methods of TRL's and transformers' trainers that the exact update does not call in training, and what to do instead;
 # the last three existed in earlier versions of TRL.
 NOT_CALLED = {
@@ -59,7 +59,7 @@ def check_batch(trainer: Any, batch: dict[str, Any], advantages: torch.Tensor, *
     if batch["advantages"].ndim > 1:
         raise ValueError(
             f"{name} returned advantages of shape {tuple(batch['advantages'].shape)}. Return one for each completion, "
-            "and weight tokens with `token_weights` (docs/method.md)."
+            "and weight tokens with `token_weights` (docs/extending.md)."
         )
     if not has_advantages and not torch.equal(batch["advantages"], advantages):
         raise ValueError(

@@ -158,7 +158,7 @@ def _item(part: type, setting: Field) -> str:
 
 def _wrapped(text: str) -> str:
     indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 150, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(text, 100, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 if __name__ == "__main__":

@@ -194,7 +194,7 @@ def test_paired_interval_of_several_k_and_benchmarks():
 @pytest.mark.parametrize(("num_problems", "mean", "concentration"), [(30, 0.024, 0.5), (10, 0.1, 1.0), (30, 0.9, 1.0)])
 def test_paired_interval_covers_the_truth_where_a_bootstrap_does_not(num_problems, mean, concentration):
     """Few or hard problems, a second model that is better by about 0.5 in log-odds: the first two rows of the table in
-    docs/statistics.md, where the bootstrap has 61 and 76 %."""
+    docs/evaluation.md, where the bootstrap has 61 and 76 %."""
     rng = np.random.default_rng(shifted(0))
 
     def draw(size):

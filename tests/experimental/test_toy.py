@@ -1,4 +1,4 @@
-"""The method that docs/method.md writes down is found by its name, and trains."""
+"""The method that docs/extending.md writes down is found by its name, and trains."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from pacs_trl import experimental
 from pacs_trl.recipe import config_class, read_recipe, trainer_of_method
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "method.md"
+PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 
 @pytest.fixture

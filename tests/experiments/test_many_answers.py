@@ -34,7 +34,7 @@ def test_a_first_update_prefers_correct_answers(arm):
     labels, mask = torch.tensor([1.0, *[0.0] * 7]), torch.ones(8, 5)
     found = many_answers.token_coefficients(arm, torch.zeros(8, 5), labels, mask)
     assert (found[0] < 0).all() and (found[1:] > 0).all()
-    if arm.method == "PACS":  # balanced class weights reverse the actor term (docs/theory.md)
+    if arm.method == "PACS":  # balanced class weights reverse the actor term (docs/method.md)
         reversed_signs = many_answers.token_coefficients(arm._replace(actor=1.0), torch.zeros(8, 5), labels, mask)
         assert (reversed_signs[0] > 0).all() and (reversed_signs[1:] < 0).all()
 

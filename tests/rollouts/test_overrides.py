@@ -15,11 +15,11 @@ from pacs_trl.rollouts.overrides import NOT_CALLED
 
 
 EXACT = [PACSTrainer, GRPOTrainer, RLOOTrainer, MaxRLTrainer, REALTrainer]
-DOCS = (Path(__file__).parents[2] / "docs" / "comparison.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "extending.md").read_text()
 
 
 def methods_in_docs(heading: str) -> list[str]:
-    """The names in the first column of the table under a heading of docs/comparison.md."""
+    """The names in the first column of the table under a heading of docs/extending.md."""
     section = DOCS.split(heading)[1].split("\n\n### ")[0].split("\n## ")[0]
     columns = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     return re.findall(r"`(\w+)`", " ".join(columns))

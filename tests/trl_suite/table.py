@@ -1,12 +1,13 @@
-"""The table of docs/comparison.md that counts TRL's tests; `python tests/trl_suite/table.py` writes it."""
+"""The table of docs/from_trl.md that counts TRL's tests; `python tests/trl_suite/table.py` writes it."""
 
+import textwrap
 from pathlib import Path
 
 import yaml
 from outcomes import EXPECTED, expected_outcomes
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "comparison.md"
+PAGE = Path(__file__).parents[2] / "docs" / "from_trl.md"
 START, END = "<!-- written by tests/trl_suite/table.py -->\n", "<!-- end -->\n"
 
 
@@ -57,7 +58,7 @@ def build_table() -> str:
     ]
     for difference in expected["examples"]:
         lines.append(f"{', '.join(f'`{name}`' for name in difference['tests'])}: {difference['reason']}.")
-    return "\n".join(lines) + "\n"
+    return "\n".join(line if line.startswith("|") else textwrap.fill(line, 100) for line in lines) + "\n"
 
 
 def page_with_table() -> str:
