@@ -14,6 +14,7 @@ from transformers import (
     Idefics3Processor,
     PreTrainedTokenizerFast,
     Qwen2_5_VLProcessor,
+    Qwen2VLProcessor,
     Qwen3VLProcessor,
     SmolVLMProcessor,
 )
@@ -25,18 +26,18 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
+QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+
 # Tokens of the processors, and the text around an image in a prompt.
 IMAGE_TOKENS = {
-    "qwen2_5_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
-    "qwen3_vl": ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"],
+    **dict.fromkeys(QWENS, ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]),
     "gemma3": ["<start_of_image>", "<image_soft_token>", "<end_of_image>"],
     "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"],
     "smolvlm": ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
 }
 PLACEHOLDERS = {
-    "qwen2_5_vl": "<|vision_start|><|image_pad|><|vision_end|>",
-    "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
     "gemma3": "<start_of_image>",
     "idefics3": "<image>",
     "smolvlm": "<image>",
@@ -92,10 +93,18 @@ def image_config(model_type: str, tokenizer: PreTrainedTokenizerFast, **text: An
         vision |= {"out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2}
         more = {"image_token_id": ids[1], "video_token_id": ids[3], "vision_start_token_id": ids[0]}
         more |= {"vision_end_token_id": ids[2]}
-        if model_type == "qwen2_5_vl":
+        if model_type == "qwen2_vl":
+            vision = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 1, "num_heads": 2, "patch_size": 7}
+            vision |= {"spatial_merge_size": 2, "temporal_patch_size": 2}
+        elif model_type == "qwen2_5_vl":
             vision |= {"window_size": 28, "fullatt_block_indexes": [1]}
         else:
             vision |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    if model_type == "qwen3_5":
+        vision.pop("deepstack_visual_indexes")
+        sizes |= {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+        sizes |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+        rope["partial_rotary_factor"] = 1.0
     if model_type == "gemma3":
         sizes |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
         more = {"mm_tokens_per_image": 4, "boi_token_index": ids[0], "image_token_index": ids[1]}
@@ -131,7 +140,8 @@ def image_processor(model_type: str, *, only_blocks: bool = False) -> Any:
     if model_type.startswith("qwen"):
         pixels = {"size": {"shortest_edge": 14 * 14, "longest_edge": 56 * 56}}
         images = Qwen2VLImageProcessorPil(patch_size=7, merge_size=2, temporal_patch_size=2, **pixels)
-        processor = Qwen2_5_VLProcessor if model_type == "qwen2_5_vl" else Qwen3VLProcessor
+        classes = {"qwen2_vl": Qwen2VLProcessor, "qwen2_5_vl": Qwen2_5_VLProcessor}
+        processor = classes.get(model_type, Qwen3VLProcessor)
         return without_videos(processor)(images, tokenizer, None, **template)
     if model_type == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 28, "width": 28})

@@ -147,7 +147,9 @@ def images_to_save(images: PromptImages | None) -> dict[str, Any] | None:
     """Return what a checkpoint has of a prompt's images: the index of its dataset row, or all if it has none."""
     if images is None:
         return None
-    return {"row": images.row} if images.row is not None else vars(images)
+    if images.row is not None:
+        return {"row": images.row}
+    return {"inputs": images.inputs, "token_types": images.token_types}
 
 
 def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches: int) -> list[list[Rollout]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
+from PIL import Image
 from trl.data_utils import prepare_multimodal_messages
 
 from ..data.images import COLUMNS, image_blocks, prompt_with_images, share_equal_images
@@ -86,6 +87,12 @@ class ImagePrompts:
         types = {name: value[0].numpy() for name, value in tensors.items() if value.shape == ids.shape}
         inputs = {name: value for name, value in tensors.items() if name not in types}
         return ids[0].tolist(), PromptImages(inputs, types, row)
+
+    def _prompt_for_startup_check(self) -> tuple[list[int], PromptImages | None]:
+        """Return a prompt with one small image."""
+        image = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
+        content = [{"type": "image", "image": image}, {"type": "text", "text": "What does the picture show?"}]
+        return self._process([{"role": "user", "content": content}])
 
     def restore_images(self, rollouts: Sequence[Rollout]) -> None:
         """Process the images of rollouts of a checkpoint again, which has the indices of their dataset rows."""

@@ -203,9 +203,10 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             model,
             self.accelerator.device,
             pad_token_id=self._tokenizer.pad_token_id,
-            packing="never" if self._reads_images else self.args.packing,
+            packing=self.args.packing,
             temperature=temperature,
             autocast=self.accelerator.autocast,
+            reads_images=self._reads_images,
         )
         forward_pass.on_pass = self.timer.counter_of(model, self.accelerator, is_policy=model is self.model)
         return forward_pass
@@ -231,6 +232,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 self.model_wrapped,
                 training=self.args.disable_dropout,
                 longest=self._longest_sequence,
+                image_prompt=self._prompt_for_startup_check() if self._reads_images else None,
             )
             if self.ref_model is not None:
                 self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused

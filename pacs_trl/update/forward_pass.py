@@ -6,6 +6,7 @@ computes log-probs in tiles and keeps one number per token: float32 logits of 64
 vocabulary of 151,936 would take 319 GB. `startup_check.py` chooses a pass that reproduces the model's own log-probs.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
@@ -26,11 +27,12 @@ from .packing import (
     has_packed_layers,
     packed_attention,
     packing_backend,
+    packs_images,
     warn_of_padding,
     warn_of_soft_cap,
 )
 from .packing_name import renamed_packing
-from .prompt_images import PromptImages, padded_image_inputs
+from .prompt_images import PromptImages, packed_image_inputs, padded_image_inputs
 from .router_loss import RouterSums, router_sums
 
 
@@ -67,6 +69,7 @@ class ForwardPass:
             resolved backend, `None` for padding. `padding_free` is the former name, until version 0.3.
         temperature (`float`): Divisor of the model's own logits; the fused head has its own temperature.
         autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
+        reads_images (`bool`): Whether prompts may have images.
 
     Attributes:
         entropies_have_gradient (`bool`): Whether entropies are differentiable with the model's own head, too, where
@@ -88,6 +91,7 @@ class ForwardPass:
         temperature: float = 1.0,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         padding_free: str | None = None,
+        reads_images: bool = False,
     ):
         packing = packing if padding_free is None else renamed_packing(padding_free, stacklevel=3)
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
@@ -104,6 +108,9 @@ class ForwardPass:
             cause = "Prompt learning adds virtual tokens to each of them: use LoRA instead."
             other_attention = f"Set attn_implementation to sdpa, not {text_config._attn_implementation}."
             warn_of_padding(cause if prompt_learning else other_attention)
+        self.reads_images = reads_images
+        if reads_images and not packs_images(self.config):
+            self.packing = None
         softcap = getattr(text_config, "attn_logit_softcapping", None)
         if softcap is not None and text_config._attn_implementation == "sdpa":
             warn_of_soft_cap(text_config.model_type, softcap)
@@ -139,8 +146,7 @@ class ForwardPass:
             model: The model, wrapped or not.
             prompt_ids, completion_ids (sequences of `B` sequences of `int`): Token ids without padding. Prompts need
                 at least one token; completions may be empty.
-            images (sequence of `B` [`PromptImages`] or `None`, *optional*): Images of the prompts. Passes with images
-                are padded.
+            images (sequence of `B` [`PromptImages`] or `None`, *optional*): Images of the prompts.
 
         Returns:
             [`CompletionLogps`]; differentiable if gradients are enabled (entropies: see `entropies_have_gradient`).
@@ -174,16 +180,16 @@ class ForwardPass:
                 "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
+        images = images if images is not None and any(images) else None
+        read_completions = [self._without_placeholders(ids) for ids in completions] if images else completions
         lay_out = self._padded if self.packing is None else self._packed
-        laid_out, token_weights, flat_indices, texts = lay_out(prompts, completions)
-        if images is not None and any(images):
-            assert self.packing is None  # attention of a packed sequence would not know its images
-            laid_out |= padded_image_inputs(images, laid_out["input_ids"].shape[1])
+        laid_out, token_weights, flat_indices, texts = lay_out(prompts, read_completions, images)
         if self.on_pass is not None:
             self.on_pass(texts, len(flat_indices))
         uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
-        inputs = {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in laid_out.items()}
+        to_language_model = self._on_device(laid_out.pop("to_language_model", {}))
+        inputs = self._on_device(laid_out)
         if logps and self.fused:
             inputs |= {"fused_lm_head": True, "shift_labels": labels}
         else:
@@ -208,7 +214,7 @@ class ForwardPass:
             hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
         else:
             hook = self.backbone.register_forward_hook(after_backbone)
-        with self.autocast(), self.attention(), reads_routers, hook:
+        with self.autocast(), self.attention(), reads_routers, hook, self._passing(to_language_model):
             outputs = model(**inputs)
         if uses_model_head:
             logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
@@ -241,13 +247,62 @@ class ForwardPass:
         ):
             yield
 
-    def _packed(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, np.ndarray, list]:
-        packed = PackedRollouts(prompts, completions, keeps_last_tokens=self.reads_routers)
-        ids, positions = (torch.from_numpy(x)[None] for x in (packed.ids, packed.positions))
-        inputs = {"input_ids": ids, "attention_mask": None, "position_ids": positions, **packed.kernel_inputs()}
+    def _without_placeholders(self, completion: np.ndarray) -> np.ndarray:
+        """Return a completion with padding in place of placeholders of images, which it has no images for."""
+        names = (f"{kind}_token_{key}" for kind in ("image", "video", "audio") for key in ("id", "index"))
+        placeholders = [getattr(self.config, name, None) for name in names]
+        is_placeholder = np.isin(completion, [token for token in placeholders if isinstance(token, int)])
+        return np.where(is_placeholder, self.pad_token_id, completion)
+
+    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+
+    @contextmanager
+    def _passing(self, to_language_model: dict[str, Any]) -> Iterator[None]:
+        """Pass inputs to the language model inside alone: encoders of images would read those of packed attention."""
+        if not to_language_model:
+            yield
+            return
+
+        def before_language_model(language_model, arguments, keywords):
+            return arguments, keywords | to_language_model
+
+        with self.model.get_decoder().register_forward_pre_hook(before_language_model, with_kwargs=True):
+            yield
+
+    def _prompt_positions(self, prompt: np.ndarray, images: PromptImages | None) -> np.ndarray:
+        """Return the position ids of a prompt: `(P,)`, or `(3, P)` if those of images have a time and a place."""
+        if not hasattr(self.backbone, "get_rope_index"):
+            return np.arange(len(prompt))
+        if images is None:
+            return np.broadcast_to(np.arange(len(prompt)), (3, len(prompt)))
+        ids = torch.from_numpy(prompt)[None]
+        inputs = images.inputs | {name: torch.from_numpy(types)[None] for name, types in images.token_types.items()}
+        parameters = inspect.signature(self.backbone.get_rope_index).parameters
+        inputs = {name: value for name, value in inputs.items() if name in parameters}
+        positions, _ = self.backbone.get_rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
+        return positions[:, 0].numpy()
+
+    def _packed(
+        self, prompts: list, completions: list, images: Sequence[PromptImages | None] | None
+    ) -> tuple[dict, np.ndarray, np.ndarray, list]:
+        positions = images and [self._prompt_positions(*pair) for pair in zip(prompts, images, strict=True)]
+        packed = PackedRollouts(
+            prompts, completions, images=images, prompt_positions=positions, keeps_last_tokens=self.reads_routers
+        )
+        position_ids = torch.from_numpy(packed.positions).unsqueeze(-2)
+        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(packed.ids)[None], "attention_mask": None}
+        inputs |= {"position_ids": position_ids}
+        if images:
+            inputs |= packed_image_inputs(packed.images, len(packed.ids), packed.starts)
+            inputs |= {"to_language_model": packed.kernel_inputs()}
+        else:
+            inputs |= packed.kernel_inputs()
         return inputs, packed.multiplicities[None], packed.flat_indices, packed.texts
 
-    def _padded(self, prompts: list, completions: list) -> tuple[dict, np.ndarray, np.ndarray, list]:
+    def _padded(
+        self, prompts: list, completions: list, images: Sequence[PromptImages | None] | None
+    ) -> tuple[dict, np.ndarray, np.ndarray, list]:
         """Return the padded inputs, how often each token counts, the flat indices of the positions that predict
         completion tokens, and lengths."""
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
@@ -257,6 +312,8 @@ class ForwardPass:
         starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
         flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         inputs = {"input_ids": ids, "attention_mask": mask}
+        if images:
+            inputs |= padded_image_inputs(images, ids.shape[1])
         return inputs, mask.numpy(), np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
 
 

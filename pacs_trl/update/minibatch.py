@@ -178,10 +178,10 @@ def longest_rollout(rollouts: Sequence[Rollout]) -> int:
 
 
 def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutLengths:
-    """Return the lengths of prompts and completions; prompts with equal token ids share an id."""
-    prompt_numbers: dict[bytes, int] = {}
-    prompt_ids = [rollout.prompt_ids.tobytes() for rollout in rollouts]
-    numbers = [prompt_numbers.setdefault(ids, len(prompt_numbers)) for ids in prompt_ids]
+    """Return the lengths of prompts and completions; prompts with equal token ids and images share an id."""
+    prompt_numbers: dict[tuple, int] = {}
+    keys = [(rollout.prompt_ids.tobytes(), rollout.images and rollout.images.digest) for rollout in rollouts]
+    numbers = [prompt_numbers.setdefault(key, len(prompt_numbers)) for key in keys]
     prompts = [len(rollout.prompt_ids) for rollout in rollouts]
     completions = [len(rollout.completion_ids) for rollout in rollouts]
     return RolloutLengths(prompts, completions, numbers, pair_cost)

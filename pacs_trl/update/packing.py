@@ -29,6 +29,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .context_length import WINDOW_KEYS
 from .packed_attention import Bounds, Logits, attend_packed
+from .prompt_images import PromptImages
 
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ _PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # not change as long as the mask has its constant initial value.
 _MASKED_BY_THEIR_LAYERS = ("doge",)
 
+# Models that attend in both directions inside an image, or to a prefix with an image. Gemma 4 has a setting for it.
+_BIDIRECTIONAL_IN_IMAGES = ("gemma3", "git", "paligemma")
+
 
 class PackedRollouts:
     """
@@ -50,10 +54,16 @@ class PackedRollouts:
     Args:
         prompts, completions (sequences of `B` int64 `np.ndarray`): Token ids of each rollout. Prompts need at least
             one token; completions may be empty.
+        images (sequence of `B` [`PromptImages`] or `None`, *optional*): Images of the prompts. A prompt is shared by
+            rollouts with the same tokens and the same images.
+        prompt_positions (sequence of `B` int64 `np.ndarray`, *optional*): Position ids `(..., P)` of the prompts; by
+            default they count from 0. A completion continues after the largest one of its prompt, in all dimensions.
         keeps_last_tokens (`bool`): Whether to keep the last tokens of completions, which predict nothing.
 
     Attributes:
-        ids, positions (int64 `np.ndarray` of shape `(N,)`): Token ids and position ids.
+        ids, positions (int64 `np.ndarray` of shapes `(N,)` and `(..., N)`): Token ids and position ids.
+        images (list of [`PromptImages`] or `None`): Images of the distinct prompts, in the order of their tokens.
+        starts (`list[int]`): Index of the first token of each distinct prompt.
         texts (`list[list[int]]`): Segment lengths in order, one list per attention block: a shared prompt followed by
             its branches, or a single segment of one prompt and its completion.
         flat_indices (int64 `np.ndarray`): Indices of the positions that predict the completion tokens, in the order
@@ -62,21 +72,33 @@ class PackedRollouts:
     """
 
     def __init__(
-        self, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], *, keeps_last_tokens: bool = False
+        self,
+        prompts: Sequence[np.ndarray],
+        completions: Sequence[np.ndarray],
+        *,
+        images: Sequence[PromptImages | None] | None = None,
+        prompt_positions: Sequence[np.ndarray] | None = None,
+        keeps_last_tokens: bool = False,
     ):
+        images = [None] * len(prompts) if images is None else images
         self.texts: list[list[int]] = []
+        self.images: list[PromptImages | None] = []
+        self.starts: list[int] = []
         pieces: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         multiplicities: list[np.ndarray] = []
         predicting: dict[int, np.ndarray] = {}
-        same: dict[bytes, list[int]] = {}
-        for i, prompt in enumerate(prompts):
-            same.setdefault(prompt.tobytes(), []).append(i)
+        same: dict[tuple, list[int]] = {}
+        for i, (prompt, part) in enumerate(zip(prompts, images, strict=True)):
+            same.setdefault((prompt.tobytes(), part and part.digest), []).append(i)
         end = 0
         for rows in same.values():
             prompt = prompts[rows[0]]
+            self.images.append(images[rows[0]])
+            self.starts.append(end)
             pieces.append(prompt)
-            positions.append(np.arange(len(prompt)))
+            of_prompt = np.arange(len(prompt)) if prompt_positions is None else prompt_positions[rows[0]]
+            positions.append(of_prompt)
             multiplicities.append(np.full(len(prompt), len(rows)))
             end += len(prompt)
             last, lengths = end - 1, [len(prompt)]
@@ -84,12 +106,13 @@ class PackedRollouts:
                 branch = completions[i] if keeps_last_tokens else completions[i][:-1]
                 pieces.append(branch)
                 lengths += [len(branch)] if len(branch) else []
-                positions.append(np.arange(len(branch)) + len(prompt))
+                of_branch = np.arange(len(branch)) + of_prompt.max() + 1
+                positions.append(np.broadcast_to(of_branch, (*of_prompt.shape[:-1], len(branch))))
                 multiplicities.append(np.ones(len(branch), dtype=np.int64))
                 predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
                 end += len(branch)
             self.texts.append(lengths if len(rows) > 1 else [sum(lengths)])
-        self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions)
+        self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions, axis=-1)
         self.multiplicities = np.concatenate(multiplicities)
         self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
 
@@ -210,6 +233,12 @@ def has_packed_layers(model: PreTrainedModel) -> bool:
     if not model._supports_attention_backend or config.model_type in _MASKED_BY_THEIR_LAYERS:
         return False
     return _PACKED_LAYER_TYPES.issuperset(layer_types) and not _has_windows_by_layer_config(config)
+
+
+def packs_images(config: PreTrainedConfig) -> bool:
+    """Return whether a model is causal inside images, so that prompts with images can be packed where text can."""
+    in_both_directions = getattr(config.get_text_config(), "use_bidirectional_attention", None) == "vision"
+    return config.model_type not in _BIDIRECTIONAL_IN_IMAGES and not in_both_directions
 
 
 @cache

@@ -1,7 +1,9 @@
 """Images of prompts as the processor returns them, kept once for all completions of a prompt."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -25,28 +27,56 @@ class PromptImages:
     token_types: dict[str, np.ndarray]
     row: int | None = None
 
+    @cached_property
+    def digest(self) -> bytes:
+        """Hash of the inputs: equal in all processes for equal images."""
+        tensors = (value for _, value in sorted(self.inputs.items()))
+        parts = [
+            repr(tensor.shape).encode() + tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            for tensor in tensors
+        ]
+        return hashlib.sha256(b"".join(parts)).digest()
 
-def padded_image_inputs(
-    images: Sequence[PromptImages | None], num_tokens: int, starts: Sequence[int] | None = None
-) -> dict[str, torch.Tensor]:
+
+def padded_image_inputs(images: Sequence[PromptImages | None], num_tokens: int) -> dict[str, torch.Tensor]:
     """
     Return the inputs of a model for the images of some sequences, on the CPU; empty if none has an image.
 
     Args:
         images (sequence of `B` [`PromptImages`] or `None`): The images of each sequence.
         num_tokens (`int`): Width `N` of the padded sequences, to which the types of tokens are padded with 0.
-        starts (sequence of `B` `int`, *optional*): Index of the first token of each sequence; by default 0.
     """
-    present = [(i, prompt_images) for i, prompt_images in enumerate(images) if prompt_images is not None]
+    return _image_inputs(images, [(i, 0) for i in range(len(images))], (len(images), num_tokens))
+
+
+def packed_image_inputs(
+    images: Sequence[PromptImages | None], num_tokens: int, starts: Sequence[int]
+) -> dict[str, torch.Tensor]:
+    """
+    Return the inputs of a model for the images of prompts in one packed sequence, on the CPU; empty if none has an
+    image.
+
+    Args:
+        images (sequence of [`PromptImages`] or `None`): The images of each distinct prompt.
+        num_tokens (`int`): Number `N` of tokens of the sequence.
+        starts (sequence of `int`): Index of the first token of each prompt.
+    """
+    return _image_inputs(images, [(0, start) for start in starts], (1, num_tokens))
+
+
+def _image_inputs(
+    images: Sequence[PromptImages | None], places: Sequence[tuple[int, int]], shape: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Return inputs with types of tokens of some `shape`; `places` are the row and column of each first token."""
+    present = [(part, *place) for part, place in zip(images, places, strict=True) if part is not None]
     if not present:
         return {}
-    first = present[0][1]
-    inputs = {name: _concatenated([part.inputs[name] for _, part in present]) for name in first.inputs}
+    first = present[0][0]
+    inputs = {name: _concatenated([part.inputs[name] for part, *_ in present]) for name in first.inputs}
     for name in first.token_types:
-        types = torch.zeros(len(images), num_tokens, dtype=torch.long)
-        for i, part in present:
-            start = 0 if starts is None else starts[i]
-            types[i, start : start + len(part.token_types[name])] = torch.from_numpy(part.token_types[name])
+        types = torch.zeros(shape, dtype=torch.long)
+        for part, row, start in present:
+            types[row, start : start + len(part.token_types[name])] = torch.from_numpy(part.token_types[name])
         inputs[name] = types
     return inputs
 

@@ -4,7 +4,7 @@ Packing, padding, and TRL's fused head assume that a model is causal, that its l
 packed attention, and that the head directly follows the backbone. Otherwise training would silently use wrong
 log-probs, so those of three short sequences are compared with the logits of the model for each sequence alone. If the
 model has layers with an attention window, and rollouts can be longer, so are those of two completions of a prompt that
-is longer than the window."""
+is longer than the window; if prompts have images, so are those of two completions of a prompt with an image."""
 
 import inspect
 import itertools
@@ -20,6 +20,7 @@ from .compiled_layers import CompiledLayers, NotTraced, num_graphs
 from .context_length import attention_windows, context_lengths
 from .forward_pass import ForwardPass
 from .generation import undisturbed
+from .prompt_images import PromptImages, padded_image_inputs
 
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,10 @@ MOST_GRAPHS = 16  # of compiled layers in the passes of the check; more do not t
 
 _ENDING = 8  # number of compared tokens of the sequence that is longer than the window
 
-Batch = tuple[list[list[int]], list[list[int]]]  # prompts and completions
+TextBatch = tuple[list[list[int]], list[list[int]]]  # prompts and completions
+Batch = tuple[list[list[int]], list[list[int]], list[PromptImages | None]]  # prompts, completions, images of prompts
+
+ImagePrompt = tuple[list[int], PromptImages | None]  # its token ids and its images
 
 
 def choose_forward_pass(
@@ -44,18 +48,20 @@ def choose_forward_pass(
     values: bool = False,
     training: bool = True,
     longest: int | None = None,
+    image_prompt: ImagePrompt | None = None,
 ) -> None:
     """
     Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the model's own
     log-probs, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
     change weights, training modes, or the random state. `values` is whether the model has one output per token instead
     of logits, `training` whether to compare in training mode, which must be deterministic. `longest` is the largest
-    number of tokens of a prompt and its completion; by default it is the context length of the model.
+    number of tokens of a prompt and its completion; by default it is the context length of the model. Of an
+    `image_prompt` (token ids and images), two completions are compared, beside one of a text.
 
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
     """
-    batches = _batches(forward_pass.config, longest)
+    batches = _batches(forward_pass.config, longest, image_prompt)
     tolerance, model_type = tolerance_of(forward_pass, model), forward_pass.config.model_type
     differences: dict[str, str] = {}
     with undisturbed(model, forward_pass.device):
@@ -167,22 +173,27 @@ def _difference(
     """Return the mean absolute difference per token between a batch's log-probs (or values) and the `expected`
     ones."""
     if values:
-        computed = forward_pass.values(model, *batch)
+        computed = forward_pass.values(model, *batch[:2])
     else:
         computed = forward_pass.compute_logps(model, *batch).logps
     return (torch.cat(computed).float() - torch.cat(expected)).abs().mean().item()
 
 
-def _batches(config: PreTrainedConfig, longest: int | None) -> list[Batch]:
-    """Return the micro-batches to compare: three short sequences, and two that are longer than the largest attention
-    window that sequences of `longest` tokens can exceed, if there is one."""
+def _batches(config: PreTrainedConfig, longest: int | None, image_prompt: ImagePrompt | None) -> list[Batch]:
+    """Return the micro-batches to compare: three short sequences, two that are longer than the largest attention
+    window that sequences of `longest` tokens can exceed, if there is one, and two with an image and one without."""
     sample = _token_sampler(config)
-    batches = [_short_sequences(sample)]
+    batches: list = [_short_sequences(sample)]
     context = min((length for length in context_lengths(config).values() if length), default=math.inf)
     reached = [window for window in attention_windows(config) if window < min(longest or math.inf, context)]
     if reached:
         length = reached[-1] + max(reached[-1] // 8, 4 * _ENDING)
         batches.append(_sequences_that_repeat_their_start(sample, int(min(length, context))))
+    batches = [(prompts, completions, [None] * len(prompts)) for prompts, completions in batches]
+    if image_prompt is not None:
+        prompt, images = image_prompt
+        _, completions = _short_sequences(sample)
+        batches.append(([prompt, sample(3), prompt], completions, [images, None, images]))
     return batches
 
 
@@ -194,13 +205,13 @@ def _token_sampler(config: PreTrainedConfig) -> Callable[[int], list[int]]:
     return lambda n: torch.randint(vocab_size // 4, vocab_size // 2 + 1, (n,), generator=generator).tolist()
 
 
-def _batches_of_other_lengths(config: PreTrainedConfig) -> list[Batch]:
+def _batches_of_other_lengths(config: PreTrainedConfig) -> list[TextBatch]:
     """Return micro-batches with shared prompts, with none, and of one sequence, and one like the first with other
     lengths. The longest sequences have prime lengths, because dynamo makes a size constant that equals another one of
     the model."""
     sample = _token_sampler(config)
 
-    def batch(*groups: tuple[int, list[int]]) -> Batch:  # length of the prompt, and those of its completions
+    def batch(*groups: tuple[int, list[int]]) -> TextBatch:  # length of the prompt, and those of its completions
         prompts = [prompt for length, completions in groups for prompt in [sample(length)] * len(completions)]
         return prompts, [sample(length) for _, completions in groups for length in completions]
 
@@ -212,13 +223,13 @@ def _batches_of_other_lengths(config: PreTrainedConfig) -> list[Batch]:
     ]
 
 
-def _short_sequences(sample: Callable[[int], list[int]]) -> Batch:
+def _short_sequences(sample: Callable[[int], list[int]]) -> TextBatch:
     """Return two completions of one prompt with the same first tokens, and a shorter one of another prompt."""
     shared, other, first, second, third = [sample(length) for length in (5, 2, 6, 6, 4)]
     return [shared, shared, other], [first, first[:SAME] + second[SAME:], third]
 
 
-def _sequences_that_repeat_their_start(sample: Callable[[int], list[int]], length: int) -> Batch:
+def _sequences_that_repeat_their_start(sample: Callable[[int], list[int]], length: int) -> TextBatch:
     """Return two sequences with one prompt whose last tokens are its first ones, so that models that attend to its
     start predict them."""
     start = sample(2 * _ENDING)
@@ -228,10 +239,18 @@ def _sequences_that_repeat_their_start(sample: Callable[[int], list[int]], lengt
 
 
 def model_head_outputs(
-    forward_pass: ForwardPass, model, prompt: Sequence[int], completion: Sequence[int], *, values: bool
+    forward_pass: ForwardPass,
+    model,
+    prompt: Sequence[int],
+    completion: Sequence[int],
+    images: PromptImages | None = None,
+    *,
+    values: bool,
 ) -> torch.Tensor:
     """Compute log-probs (or values) `(C,)` of a completion with the model's own head, in float32."""
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([[*prompt, *completion]], device=forward_pass.device)}
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([[*prompt, *completion]])}
+    inputs |= padded_image_inputs([images], len(prompt) + len(completion))
+    inputs = {name: value.to(forward_pass.device) for name, value in inputs.items()}
     if "logits_to_keep" in inspect.signature(type(forward_pass.model).forward).parameters:
         inputs["logits_to_keep"] = len(completion) + 1
     with forward_pass.autocast():

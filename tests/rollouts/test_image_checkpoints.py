@@ -22,6 +22,7 @@ from pacs_trl.rollouts.image_checkpoints import (
     has_language_model_inside,
     names_outside_language_model,
 )
+from pacs_trl.update.packing import packing_backend
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TOKENS if name not in ("qwen2_5_vl", "gemma3")]
@@ -49,7 +50,7 @@ def test_language_model_is_trained_and_the_rest_saved_unchanged(tmp_path, model_
     trainer = train(tmp_path / "run", checkpoint)
     for name, is_changed in changed(tmp_path / "model", tmp_path / "run").items():
         assert is_changed != any(part in name for part in OUTSIDE), name
-    assert trainer.forward_pass.fused and trainer.forward_pass.packing == "sdpa"
+    assert trainer.forward_pass.fused and trainer.forward_pass.packing == packing_backend(trainer.model)
     assert (tmp_path / "run" / "preprocessor_config.json").read_text() == (
         tmp_path / "model" / "preprocessor_config.json"
     ).read_text()

@@ -16,6 +16,7 @@ from peft import LoraConfig
 from PIL import Image as Picture
 from replay import digit_reward
 from scripted import run_recipe
+from seeds import shifted
 from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
 from trls_update import difference
 
@@ -26,9 +27,12 @@ from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.plan.check import measure
 from pacs_trl.recipe import Recipe
 from pacs_trl.rollouts.image_checkpoints import check_settings_for_images
+from pacs_trl.rollouts.image_prompts import ImagePrompts
+from pacs_trl.update import forward_pass as forward_pass_module
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.generation import faster_generation
 from pacs_trl.update.prompt_images import padded_image_inputs
+from pacs_trl.update.startup_check import choose_forward_pass
 
 
 def slow(*values: str) -> list:
@@ -47,7 +51,7 @@ def test_weights_are_those_of_trl(model_type):
     assert difference(ours, trls, before) < 3e-5
     changed = {name for name in before if not torch.equal(before[name], ours[name])}
     assert any("vis" in name for name in changed)  # the tower
-    assert trainer.forward_pass.packing is None
+    assert trainer.forward_pass.packing == (None if model_type == "gemma3" else "sdpa")
 
 
 @pytest.mark.slow
@@ -85,24 +89,111 @@ def test_gradients_do_not_depend_on_micro_batches(method, model_type):
     assert difference(split, whole, before) < 3e-5
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "gemma3", "idefics3"])
-def test_logps_are_those_of_the_model_for_one_sequence_at_a_time(model_type):
-    trainer = build(OURS["GRPO"], model_type, dataset=rows((2, 0, 1)), generation_batch_size=8)
-    processed = [trainer._process(prompt_with_images(row)) for row in trainer.train_dataset]
-    prompts, images = map(list, zip(*(pair for pair in processed for _ in range(2)), strict=True))
-    completions = [np.random.default_rng(i).integers(0, 255, 3 + i).tolist() for i in range(6)]
-    model = image_model(model_type, trainer._tokenizer).eval()
-    with torch.no_grad(), fused_head(model):
-        logps = ForwardPass(model, torch.device("cpu"), packing="never").compute_logps(
-            model, prompts, completions, images
-        )
-        for prompt, completion, part, computed in zip(prompts, completions, images, logps.logps, strict=True):
+class Micro:
+    """Completions of prompts with two images, one, and none, three of each; two prompts differ in their image alone.
+    The sum of their log-probs has random weights."""
+
+    def __init__(self, model_type: str):
+        processor = image_processor(model_type)
+        prompts_of = ImagePrompts()
+        prompts_of.processing_class, prompts_of.chat_template, prompts_of.chat_template_kwargs = processor, None, {}
+        examples = list(rows((2, 0, 1, 1)))
+        examples[3]["prompt"] = examples[2]["prompt"]
+        examples[3]["images"] = [picture(40).resize(examples[2]["images"][0].size)]
+        processed = [prompts_of._process(prompt_with_images(example)) for example in examples]
+        assert processed[2][0] == processed[3][0]  # the same tokens
+        self.prompts, self.images = map(list, zip(*(pair for pair in processed for _ in range(3)), strict=True))
+        generator = torch.Generator().manual_seed(shifted(1))
+        draw = lambda n: torch.randint(0, 255, (n,), generator=generator).tolist()  # noqa: E731
+        self.completions = [draw(2 + i) for i in range(len(self.prompts))]
+        self.weights = [torch.randn(2 + i, generator=generator) for i in range(len(self.prompts))]
+        self.model = image_model(model_type, processor.tokenizer).eval()
+        self.image_prompt = prompts_of._prompt_for_startup_check()
+
+    def together(self, **how):
+        """Log-probs and gradient of one micro-batch, and its forward pass."""
+        self.model.zero_grad()
+        forward_pass = ForwardPass(self.model, torch.device("cpu"), reads_images=True, **how)
+        with fused_head(self.model), forward_pass.attention():
+            logps = forward_pass.compute_logps(self.model, self.prompts, self.completions, self.images).logps
+            torch.dot(torch.cat(logps), torch.cat(self.weights)).backward()
+        return torch.cat(logps).detach(), gradient(self.model), forward_pass
+
+    def alone(self):
+        """The same from the model's logits for one sequence at a time."""
+        self.model.zero_grad()
+        logps = []
+        for prompt, completion, part in zip(self.prompts, self.completions, self.images, strict=True):
             inputs = {} if part is None else dict(part.inputs)
             for name, types in {} if part is None else part.token_types.items():
                 inputs[name] = torch.tensor([[*types, *[0] * len(completion)]])
-            logits = model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False, **inputs).logits[0]
-            expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
-            assert (computed - expected).abs().max() < 1e-4
+            logits = self.model(input_ids=torch.tensor([[*prompt, *completion]]), use_cache=False, **inputs).logits[0]
+            values = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, torch.tensor(completion)[:, None])[:, 0]
+            torch.dot(values, self.weights[len(logps)]).backward()
+            logps.append(values.detach())
+        return torch.cat(logps), gradient(self.model)
+
+
+def gradient(model) -> torch.Tensor:
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
+
+
+PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "packing"),
+    [*((name, "auto") for name in PACKED), ("qwen2_5_vl", "never"), ("idefics3", "never"), ("gemma3", "auto")],
+)
+def test_a_micro_batch_has_the_logps_and_gradients_of_single_sequences(model_type, packing):
+    micro = Micro(model_type)
+    logps, gradients, forward_pass = micro.together(packing=packing)
+    expected_logps, expected_gradients = micro.alone()
+    assert forward_pass.packing == ("sdpa" if packing == "auto" and model_type in PACKED else None)
+    assert (logps - expected_logps).abs().max() < 1e-4
+    assert (gradients - expected_gradients).norm() < 1e-4 * expected_gradients.norm()
+
+
+def test_images_of_a_group_are_encoded_once_where_completions_are_packed():
+    micro, seen = Micro("qwen2_5_vl"), []
+    hook = micro.model.model.visual.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["grid_thw"]), with_kwargs=True
+    )
+    with hook:
+        micro.together()
+    (grid,) = seen
+    assert len(grid) == 4  # images of four prompts, with three completions each
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_vl", "gemma3"])
+def test_startup_check_notices_wrong_packed_passes_with_images(monkeypatch, caplog, model_type):
+    """Of positions that count on after an image, and of a model that attends in both directions inside images."""
+    micro = Micro(model_type)
+    monkeypatch.setattr(forward_pass_module, "packs_images", lambda config: True)
+    if model_type == "qwen3_vl":
+        plain = lambda self, prompt, images: np.arange(len(prompt))  # noqa: E731
+        monkeypatch.setattr(ForwardPass, "_prompt_positions", plain)
+    with fused_head(micro.model):
+        forward_pass = ForwardPass(micro.model, torch.device("cpu"), reads_images=True)
+        assert forward_pass.packing == "sdpa"
+        choose_forward_pass(forward_pass, micro.model)
+        assert forward_pass.packing == "sdpa"  # text alone does not tell
+        choose_forward_pass(forward_pass, micro.model, image_prompt=micro.image_prompt)
+        assert forward_pass.packing is None and "packed with fused head" in caplog.text
+
+
+@pytest.mark.parametrize("packing", ["auto", "never"])
+def test_placeholders_in_completions_are_read_as_padding(packing):
+    """A model may generate one; it stands for no image."""
+    micro = Micro("qwen2_5_vl")
+    micro.completions = [[7, micro.model.config.image_token_id, 8, 9][: len(ids)] for ids in micro.completions]
+    micro.weights = [torch.ones(len(ids)) for ids in micro.completions]
+    with_placeholder, *_ = micro.together(packing=packing)
+    micro.completions = [[7, 0, 8, 9][: len(ids)] for ids in micro.completions]
+    with_padding, *_ = micro.together(packing=packing)
+    is_second = torch.cat([torch.arange(len(ids)) == 1 for ids in micro.completions])
+    torch.testing.assert_close(with_placeholder[~is_second], with_padding[~is_second])
+    assert (with_placeholder - with_padding)[is_second].abs().min() > 0
 
 
 def test_images_matter_and_are_kept_once_per_group():
