@@ -82,11 +82,7 @@ def recorded_rollouts(
 ) -> list[dict]:
     """Create completions of random tokens with log-normal lengths, scaled so that mean / max is 0.35."""
     generator = random.Random(seed)
-    raw = [generator.lognormvariate(0.0, 0.55) for _ in range(num_groups * num_generations)]
-    target = 0.35 * size.completion_max
-    scale = target / statistics.mean(raw)
-    lengths = [min(size.completion_max, max(8, round(scale * x))) for x in raw]
-    lengths[lengths.index(max(lengths))] = size.completion_max
+    lengths = completion_lengths(generator, num_groups * num_generations, size.completion_max)
     vocabulary = range(3, min(size.shape.vocabulary, 255))
     rows = []
     for i, length in enumerate(lengths):
@@ -94,6 +90,15 @@ def recorded_rollouts(
             prompt = generator.choices(vocabulary, k=generator.randint(*prompt_tokens))
         rows.append({"prompt_ids": prompt, "completion_ids": generator.choices(vocabulary, k=length)})
     return rows
+
+
+def completion_lengths(generator: random.Random, number: int, longest: int, *, mean_share: float = 0.35) -> list[int]:
+    """Return log-normal lengths, scaled so that mean / longest is `mean_share`."""
+    raw = [generator.lognormvariate(0.0, 0.55) for _ in range(number)]
+    scale = mean_share * longest / statistics.mean(raw)
+    lengths = [min(longest, max(8, round(scale * x))) for x in raw]
+    lengths[lengths.index(max(lengths))] = longest
+    return lengths
 
 
 def labels_of(num_groups: int, uniform_fraction: float, num_generations: int = NUM_GENERATIONS) -> list[float]:

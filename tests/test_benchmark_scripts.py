@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 from replay import TOKENIZER, tiny_model
 
-from benchmarks import end_to_end, gpu, optimizer_step
-from benchmarks.recorded import Size, config_of, shape_of
+from benchmarks import end_to_end, gpu, optimizer_step, whole_step
+from benchmarks.recorded import Size, config_of, recorded_rollouts, shape_of
+from pacs_trl.plan.cost import H200
 
 
 @pytest.mark.slow
@@ -84,3 +85,17 @@ def test_rows_are_as_many_as_plan_says_fit(tmp_path, monkeypatch):
     settings = {"methods": ("grpo",), "completion_max": 48, "repeats": 1, "matmul": 64}
     (row,) = gpu.measure_steps("cpu", tmp_path, "tiny", False, **settings)
     assert row["rows per forward"] == 2
+
+
+def test_simulated_groups_have_the_recorded_lengths():
+    size = Size(shape_of("tiny"), 512, 8, 4, bf16=False)
+    lengths = [len(rollout["completion_ids"]) for rollout in recorded_rollouts(size, 4)]
+    groups = whole_step.recorded_groups(512, 0.35, 32)
+    assert [length for _ in range(4) for length in next(groups).completions] == lengths
+    assert [length for _ in range(4) for length in next(groups).completions] != lengths
+
+
+def test_a_simulated_step_of_each_schedule():
+    row = whole_step.simulate(("Qwen3-0.6B", 512, 0.1, 16), H200, num_gpus=2, staleness=[4], steps=8)
+    assert row["completions"] == 32 and "1 generate" in row["one late, s"]
+    assert float(row["continuous, staleness 4, s"].split()[0]) < row["in turn, s"]
