@@ -25,8 +25,9 @@ def default_of(config, key: str):
         return NOT_A_KEY
 
 
-def build(model_type: str) -> torch.nn.Module:
-    """A model of a type with weights that matter, in training mode without dropout."""
+def build(model_type: str, **settings) -> torch.nn.Module:
+    """A model of a type with weights that matter, in training mode without dropout; `settings` are of its
+    configuration."""
     default = CONFIG_MAPPING[model_type]()
     sizes = {key: size for key, size in SIZES.items() if default_of(default, key) is not NOT_A_KEY}
     sizes |= {key: size for key, size in WINDOWS.items() if default_of(default, key) not in (NOT_A_KEY, None, 0)}
@@ -36,6 +37,7 @@ def build(model_type: str) -> torch.nn.Module:
             sizes
             | {"is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
             | SPECIAL.get(model_type, {})
+            | settings
         )
     )
     with torch.device("meta"):

@@ -35,6 +35,8 @@ IMAGE_TOKENS = {
     "idefics3": ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"],
     "smolvlm": ["<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"],
     "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "gemma4": ["<|image>", "<|image_soft|>", "<image|>"],
+    "llama4": ["<|image_start|>", "<|patch|>", "<|image_end|>"],
 }
 PLACEHOLDERS = {
     **dict.fromkeys(QWENS, "<|vision_start|><|image_pad|><|vision_end|>"),
@@ -42,6 +44,8 @@ PLACEHOLDERS = {
     "idefics3": "<image>",
     "smolvlm": "<image>",
     "mistral3": "[IMG]",
+    "gemma4": "<|image_soft|>",
+    "llama4": "<|patch|>",
 }
 
 # Templates of which some know only lists of blocks.
@@ -116,6 +120,17 @@ def image_config(model_type: str, tokenizer: PreTrainedTokenizerFast, **text: An
         sizes |= {"model_type": "mistral", "sliding_window": None}
         vision |= {"model_type": "pixtral", "head_dim": 16}
         more = {"image_token_index": ids[0], "spatial_merge_size": 2}
+    if model_type == "gemma4":
+        sizes |= {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}
+        sizes |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": len(tokenizer)}
+        sizes |= {"use_bidirectional_attention": "vision"}
+        vision |= {"head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 16}
+        more = {"image_token_id": ids[1], "boi_token_id": ids[0], "eoi_token_id": ids[2], "audio_config": None}
+    if model_type == "llama4":
+        sizes |= {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16}
+        sizes |= {"num_local_experts": 2, "intermediate_size_mlp": 64}
+        vision |= {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+        more = {"image_token_index": ids[1]}
     return AutoConfig.for_model(model_type, text_config=sizes | text, vision_config=vision, **more)
 
 
