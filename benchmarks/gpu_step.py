@@ -34,8 +34,8 @@ from benchmarks import record_row, table_of
 from benchmarks.end_to_end import TRLTrainer
 from benchmarks.recorded import NUM_GENERATIONS, Size, build_model, config_of, recorded_rollouts, shape_of
 from benchmarks.shared_engine import share_engine
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSTrainer
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.train import main as train
 
 

@@ -35,7 +35,7 @@ from benchmarks.recorded import (
     recorded_rollouts,
     shape_of,
 )
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import ModelShape
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import read_launch
@@ -96,7 +96,7 @@ def measure(
     settings = {key: value for key, value in settings.items() if not key.startswith(WITHOUT)} | overrides
     shape = shape_of(settings["model_name_or_path"].rpartition("/")[2])
     join_fake_group(launch["num_processes"], device)
-    settings |= {"dataset_name": "miniature/addition", "output_dir": str(directory), "report_to": "none"}
+    settings |= {"dataset_name": "addition.jsonl", "output_dir": str(directory), "report_to": "none"}
     settings |= {"use_cpu": device == "cpu", "disable_tqdm": True, "save_strategy": "no"}
     planned = planned_peak(settings, accelerate_config, shape, directory, device)
     settings |= fsdp_settings(launch, "Qwen3DecoderLayer")

@@ -19,7 +19,7 @@ from datasets import Dataset
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from trl import GRPOConfig
 
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 from pacs_trl.update import packed_attention
 

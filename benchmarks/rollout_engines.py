@@ -21,9 +21,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from benchmarks.shared_engine import share_engine
+from experiments.miniature.model import build_model
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 QUESTION = "What is {} + {}? Reply with the number only."

@@ -313,7 +313,7 @@ GENAC = {
     "method": "genac",
     "reward_funcs": ["label_or_none"],
     "critic_model_name_or_path": "critic",
-    "critic_prompt": "miniature",
+    "critic_prompt": str(Path(__file__).parent / "miniature/critic_prompt.txt"),
     "critic_max_new_tokens": 8,
     "critic_pretraining_steps": 0,
     "critic_learning_rate": 0.01,

@@ -17,16 +17,16 @@ from statistics import mean
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
+from experiments.miniature.model import build_model
+from experiments.miniature.tasks import demonstrations, problems
+from experiments.miniature.tokenizer import build_tokenizer
 from experiments.paper.runs import train_once
 from experiments.studies import markdown, mean_difference, run_name
 from pacs_trl.data.prompts import build_prompt
-from pacs_trl.data.tasks import demonstrations, problems
 from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.run import evaluate
 from pacs_trl.experimental.guidance import HINT, GuidanceTrainer
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import VerificationArguments
 
 

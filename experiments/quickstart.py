@@ -33,6 +33,7 @@ import matplotlib
 from matplotlib.figure import Figure
 
 from experiments.figures import save
+from experiments.miniature.files import benchmark, write_data
 from experiments.paper.runs import start_of, train_once
 from experiments.smollm2 import prepare_model
 from pacs_trl.evaluation.arguments import EvaluationArguments
@@ -45,16 +46,20 @@ from pacs_trl.report.tables import methods as methods_of
 
 
 class Setting(NamedTuple):
-    """A quickstart: its recipes by method, the name of the model before training, held-out problems and samples of
-    each, and the third panel of the figure (key of the log, title)."""
+    """A quickstart: its recipes by method, the name of the model before training, problems held out of a task of
+    the miniature and samples of each, and the third panel of the figure (key of the log, title)."""
 
     recipes: dict[str, Path]
     start: str
-    benchmark: str
+    task: str
     num_problems: int
     num_samples: int
     batch_size: int
     panel: tuple[str, str]
+
+    @property
+    def benchmark(self) -> str:
+        return f"miniature/{self.task}"
 
 
 RECIPES = Path(__file__).parents[1] / "recipes"
@@ -63,7 +68,7 @@ METHODS = ("PACS", "GRPO")
 SMOLLM2 = Setting(
     {"PACS": RECIPES / "smollm2-135m" / "sums.yaml", "GRPO": RECIPES / "smollm2-135m" / "sums_grpo.yaml"},
     start="before",
-    benchmark="miniature/questions",
+    task="questions",
     num_problems=100,
     num_samples=8,
     batch_size=128,
@@ -72,7 +77,7 @@ SMOLLM2 = Setting(
 MINIATURE = Setting(
     {method: RECIPES / "miniature" / f"quickstart_{method.lower()}.yaml" for method in METHODS},
     start="warm start",
-    benchmark="miniature/addition",
+    task="addition",
     num_problems=250,
     num_samples=16,
     batch_size=256,
@@ -114,6 +119,7 @@ def run_seed(
     shutil.rmtree(output_dir, ignore_errors=True)
     output_dir.mkdir(parents=True)
     logs: dict[str, list[dict[str, Any]]] = {}
+    write_data()
     recipe = read_recipe(["--config", str(setting.recipes["PACS"]), *train_arguments, "--seed", str(seed)])
     start = start_of(recipe) if setting.start == MINIATURE.start else prepare_model()
     print(f"Seed {seed}: held-out problems before, with {start}", flush=True)
@@ -144,7 +150,7 @@ def _evaluate(setting: Setting, recipe: Recipe, model: Path, output_dir: Path, m
     """Sample from the policy at temperature 1, without truncating its distribution, on held-out problems."""
     arguments = EvaluationArguments(
         model=str(model),
-        benchmarks=setting.benchmark,
+        benchmarks=benchmark(setting.task),
         output_dir=str(output_dir),
         method=method,
         n=setting.num_samples,
@@ -169,7 +175,7 @@ def _examples(setting: Setting, output_dir: Path, methods: Sequence[str]) -> dic
     for directory in ("before", *(f"after-{method.lower()}" for method in methods)):
         grades, records = read_graded(output_dir / directory, setting.benchmark)
         shown_problems = min(NUM_SHOWN, setting.num_problems)
-        for problem in load_benchmark(setting.benchmark, max_problems=shown_problems).problems:
+        for problem in load_benchmark(benchmark(setting.task), max_problems=shown_problems).problems:
             grade = "correct" if grades[problem.id][0] == "1" else "incorrect"
             shown = f"`{one_line(records[problem.id, 0]['completion'])}` {grade}"
             examples.setdefault(problem.problem, []).append(shown)

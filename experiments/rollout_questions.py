@@ -9,6 +9,7 @@ The arms of a seed share their warm start. PACS and DARS generate about 15,360 c
 import math
 from statistics import mean
 
+from experiments.miniature.files import benchmark
 from experiments.paper.cells import Options, run_cell
 from experiments.paper.records import Cell, Records, Run
 from experiments.studies import arms_parser, markdown, mean_difference, options_of, publish, run_name
@@ -28,7 +29,7 @@ ARMS = {
 }
 BASES = {DEPTH: PLAIN, "DARS-B, no class weights": DEPTH, "VERL, bonus on the last token": ALL}
 KS = (1, 8, 64)
-BENCHMARKS = {"benchmarks": ",".join(f"miniature/terms_{n}" for n in range(3, 8))}
+BENCHMARKS = {"benchmarks": [benchmark(f"terms_{n}") for n in range(3, 8)]}
 
 
 def cell_of(arm: str) -> Cell:

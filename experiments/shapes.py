@@ -19,7 +19,7 @@ from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, Gemma3Processor
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-from pacs_trl.miniature.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from experiments.miniature.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 
 QUESTION = "How many squares?"

@@ -13,6 +13,7 @@ from importlib import invalidate_caches
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+from experiments.miniature.files import write_data
 from pacs_trl.errors import exit_code
 
 
@@ -117,7 +118,9 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def main(argv: Sequence[str] = ()) -> None:
-    """Command line: prepares the model and prints its origin; the only argument is another folder."""
+    """Command line: prepares the model and the sums of its recipes, and prints its origin. The only argument is
+    another folder."""
+    write_data()
     print(f"{prepare_model(Path(argv[0]) if argv else FOLDER)}: {ORIGIN}.")
 
 

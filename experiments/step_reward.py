@@ -8,7 +8,7 @@ import re
 from functools import cache
 from typing import Any
 
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import math_reward
 from pacs_trl.verification import completion_text
 

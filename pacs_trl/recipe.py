@@ -16,8 +16,6 @@ from trl import ModelConfig
 
 from . import rewards
 from .data import DataArguments
-from .data.sets import MINIATURE
-from .data.tasks import TOOL_TASKS, check_task
 from .data.text_tokenizer import load_text_tokenizer
 from .methods import DEFAULT_METHOD, METHODS, check_method, keys_of_other_methods
 from .rewards import VerificationArguments
@@ -376,13 +374,7 @@ def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_lab
 def load_tokenizer(recipe: Recipe, **kwargs: Any):
     """Load the tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if
     there is none."""
-    from .miniature.tokenizer import build_tokenizer
-
     name = recipe.model.model_name_or_path
-    if name.startswith(MINIATURE):
-        task = name.removeprefix(MINIATURE).partition("/")[0]
-        check_task(task)
-        return build_tokenizer(task in TOOL_TASKS)
     where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
     return load_text_tokenizer(name, padding_side="left", **where, **kwargs)
 

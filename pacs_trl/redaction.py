@@ -53,7 +53,6 @@ _IN_HOME = re.compile(
 _NAME_OF_A_PATH = re.compile(
     r"(^|_)(path|dir|folder|file|files|checkpoint|deepspeed|fsdp_config|dataset_name|critic_prompt)$"
 )
-_GENERATED = "miniature/"  # names of models and tasks, not files
 
 
 def published(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,9 +140,9 @@ def _without_paths(name: str, text: str) -> str:
 
 
 def _is_path(name: str, text: str) -> bool:
-    """Return whether a setting is a path, not a Hub id, a URL, or a generated name."""
+    """Return whether a setting is a path, not a Hub id or a URL."""
     looks = looks_like_path(text) or "\\" in text or name.endswith("dir") or os.path.exists(text)
-    return looks and not text.startswith(_GENERATED) and "://" not in text
+    return looks and "://" not in text
 
 
 def _last_part(path: str) -> str:

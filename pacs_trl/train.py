@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate import PartialState
-from transformers import AutoTokenizer, TrainerState
+from transformers import TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import get_last_checkpoint
 from trl import GRPOConfig, get_peft_config, get_quantization_config
@@ -26,7 +26,6 @@ from . import rewards
 from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.images import has_images
-from .data.sets import MINIATURE
 from .errors import during_run, without_exit
 from .recipe import LAST, NONE, Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
@@ -36,7 +35,7 @@ from .rollouts.checkpoint_files import check_complete, last_resumable_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
 from .rollouts.process_count import check_batch, check_processes, read_saved_run
-from .settings.names import check_model_path, function_of_user, require_vllm
+from .settings.names import check_model_path, function_of_user
 from .update.step_sizes import Step
 
 
@@ -81,8 +80,6 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     processing_class = tokenizer
     if has_images(train_dataset):
         processing_class = processor_of(recipe.model.model_name_or_path, training)
-    if recipe.model.model_name_or_path.startswith(MINIATURE):
-        processing_class = _make_warm_start(recipe)
 
     with (
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
@@ -145,11 +142,7 @@ def _from_any_folder(settings: dict) -> dict:
     names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
     if settings.get("dataset_name") not in TRAINING_SETS:
         names["dataset_name"] = settings.get("dataset_name")
-    local = {
-        key: str(Path(name).resolve())
-        for key, name in names.items()
-        if name and not name.startswith(MINIATURE) and Path(name).exists()
-    }
+    local = {key: str(Path(name).resolve()) for key, name in names.items() if name and Path(name).exists()}
     return {key: value for key, value in settings.items() if key != "resume_from_checkpoint"} | local
 
 
@@ -169,8 +162,6 @@ def _checked_model(recipe: Recipe):
     if training.has_critic and training.critic_model_name_or_path:
         check_model_path(training.critic_model_name_or_path)
     peft_config = get_peft_config(model)
-    if training.use_vllm and name.startswith(MINIATURE):
-        require_vllm("set use_vllm=False")  # before the warm start; the trainer checks the rest
     targets = peft_config.target_modules if peft_config is not None else None
     if isinstance(targets, str) and targets.isidentifier():
         # TRL turns a list of one name into a string, which peft reads as a regular expression
@@ -191,16 +182,6 @@ def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], envi
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
         check_dataset("the training set", datasets[0], reward_funcs, OWN_PARAMETERS)
     return datasets
-
-
-def _make_warm_start(recipe: Recipe):
-    """Replace the name of a miniature model by its checkpoint, and return the tokenizer."""
-    from .miniature.warm_start import warm_start
-
-    with PartialState().main_process_first():
-        path = str(warm_start(recipe.model.model_name_or_path.removeprefix(MINIATURE)))
-    recipe.model.model_name_or_path = path
-    return AutoTokenizer.from_pretrained(path, padding_side="left")
 
 
 def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], list[Callable] | None, Callable | None]:

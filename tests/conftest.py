@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from experiments.miniature.files import DATA_DIR, write_data
+
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
@@ -39,6 +41,7 @@ def pytest_configure(config):
     directory.mkdir()
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
     os.environ["TRACKIO_DIR"] = str(directory.with_name("trackio"))
+    write_data(HERE.parent / DATA_DIR)  # where recipes look for it
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -23,7 +23,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from experiments.miniature.tokenizer import build_tokenizer
 
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")

@@ -25,7 +25,7 @@ CONTEXT.set_forkserver_preload(
         "replay",
         "pacs_trl.train",
         "pacs_trl.baselines.ppo_trainer",
-        "pacs_trl.miniature.warm_start",
+        "experiments.miniature.warm_start",
     ]
 )
 

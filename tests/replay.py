@@ -19,14 +19,14 @@ from sharding import full
 from tolerances import rounding_atol
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
+from experiments.miniature.tasks import problems
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import PACSConfig, PACSTrainer
-from pacs_trl.data.tasks import problems
 from pacs_trl.experimental.dars import DARSConfig, DARSTrainer
 from pacs_trl.experimental.guidance import GuidanceConfig, GuidanceTrainer
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.experimental.steer import STEERConfig, STEERTrainer
 from pacs_trl.experimental.verl import VERLConfig, VERLTrainer
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification import Grade, Outcome
 
 

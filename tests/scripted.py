@@ -3,12 +3,13 @@
 from pathlib import Path
 
 import torch
+import yaml
 from seeds import shifted
 from trl import GRPOTrainer
 
+from experiments.miniature.tasks import CALL
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import train
-from pacs_trl.data.tasks import CALL
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
@@ -16,7 +17,11 @@ TOKENIZER = build_tokenizer(tools=True)
 
 
 def run_recipe(output_dir, model_path, *words: str, recipe="pacs.yaml", **settings):
-    """Two steps of a miniature recipe at a small size."""
+    """Two steps of a miniature recipe at a small size; problems are found from any working directory."""
+    files = yaml.safe_load((RECIPES / recipe).read_text())
+    for key in ("dataset_name", "critic_prompt"):
+        if key in files and f"--{key}" not in words:
+            settings = {key: RECIPES.parents[1] / files[key]} | settings
     given = {"config": RECIPES / recipe, "model_name_or_path": model_path, "output_dir": output_dir, "max_steps": 2}
     given |= {"per_device_train_batch_size": 8, "num_generations": 4, "seed": shifted(42)} | settings
     return train.main([part for key, value in given.items() for part in (f"--{key}", str(value))] + list(words))

@@ -35,7 +35,7 @@ def test_training_of_each_trainer_end_to_end(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     for each in (tiny_model(), TOKENIZER):
         each.save_pretrained("model")
-    recipe = {"model_name_or_path": "model", "dataset_name": "miniature/addition", "reward_funcs": ["math_reward"]}
+    recipe = {"model_name_or_path": "model", "dataset_name": "addition.jsonl", "reward_funcs": ["math_reward"]}
     recipe |= {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "logging_steps": 1}
     recipe |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
     Path("recipe.json").write_text(json.dumps(recipe))

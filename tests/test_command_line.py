@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.problems import held_out
 
 from pacs_trl import cli
 from pacs_trl.errors import FailedRun, during_run, exit_code
@@ -130,17 +131,19 @@ GOLDEN = yaml.safe_load((Path(__file__).parent / "golden_messages.yaml").read_te
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["command"])
-def test_golden_messages(monkeypatch, capsys, tmp_path, case):
+def test_golden_messages(monkeypatch, capsys, tmp_path, model_path, case):
     """The complete message of a mistake, in one line, and exit code 2."""
     words = case["command"].replace("OUTPUT", str(tmp_path / "out")).split()
     if words[:2] == ["train", "--recipe"]:
         words[1:2] = ["--config", RECIPE, "--output_dir", str(tmp_path / "out")]
+        if "--model_name_or_path" not in words:
+            words += ["--model_name_or_path", model_path]
     status, _, errors = called(monkeypatch, capsys, *words)
     message = errors.splitlines()[-1].replace(str(tmp_path / "out"), "OUTPUT").replace(os.getcwd(), "DIRECTORY")
     assert (status, message) == (2, case["message"])
 
 
-EVALUATE = ["evaluate", "--model", "m", "--benchmarks", "miniature/addition", "--n=64"]
+EVALUATE = ["evaluate", "--model", "m", "--benchmarks", held_out(), "--n=64"]
 
 
 @pytest.mark.parametrize(
@@ -169,19 +172,6 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path, program):
             env=environment | {"RANK": rank},
         )
         assert done.returncode == 130 and done.stderr.count("\n") == lines, done.stderr
-
-
-def test_ctrl_c_reaches_no_process_of_ours_that_would_print_a_traceback(monkeypatch, capsys, tmp_path):
-    def interrupted(command, process_group=None, **options):
-        assert process_group == 0  # not that of the terminal
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("pacs_trl.errors.signal.signal", lambda number, handler: None)
-    monkeypatch.setattr("pacs_trl.miniature.warm_start.subprocess.run", interrupted)
-    recipe = str(Path(RECIPE).resolve())
-    monkeypatch.chdir(tmp_path)  # warm starts are kept in the working directory
-    status, _, errors = called(monkeypatch, capsys, "train", "--config", recipe, "--output_dir", "run")
-    assert (status, errors.splitlines()[1:]) == (130, ["pacs-trl train: stopped by Ctrl-C."])
 
 
 def test_hyphens_and_underscores_are_the_same():

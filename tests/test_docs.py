@@ -103,8 +103,9 @@ def check_module(monkeypatch, name: str, arguments: list[str], num_processes: in
             launch, errors = read_launch(own.accelerate_config, own.num_processes)
             assert not errors, errors
             num_processes = launch.num_processes
-        is_prepared = any(folder in own.config for folder in ("smollm2-135m/", "images/"))  # by another command
-        without_model = ["--model_name_or_path", "miniature/addition"] if is_prepared else []
+        folders = ("smollm2-135m/", "images/", "miniature/")  # with models that another command prepares
+        is_prepared = any(folder in own.config for folder in folders)
+        without_model = ["--model_name_or_path", "org/model"] if is_prepared else []
         recipe, conflicts = check_recipe(own.config, [*own.overrides, *without_model], num_processes)
         assert recipe is not None and not conflicts, conflicts
     elif name == "pacs_trl.evaluation.run":
@@ -366,10 +367,12 @@ def test_ones_own_problems(tmp_path, monkeypatch, capsys, model_path):
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
     monkeypatch.chdir(tmp_path)
     names = []
-    for program, name, *arguments in map(shlex.split, block.splitlines()):
+    start, *commands = block.splitlines()
+    assert start.startswith("python -m experiments.miniature.files addition")
+    for program, name, *arguments in map(shlex.split, commands):
         assert program == "pacs-trl"
         named = ["--model_name_or_path", model_path] if name == "train" else []
-        arguments = [model_path if word == "miniature/addition" else word for word in arguments]
+        arguments = [model_path if word == "outputs/miniature/models/addition-small" else word for word in arguments]
         monkeypatch.setattr("sys.argv", [program, name, *arguments, *named, *SHORTER[name]])
         assert cli.main() == 0, capsys.readouterr().err
         names.append(name)

@@ -12,7 +12,7 @@ from pacs_trl.rollouts.process_count import SavedRun
 from pacs_trl.update.step_sizes import Step
 
 
-RECIPE = {"model_name_or_path": "miniature/addition", "dataset_name": "miniature/addition", "output_dir": "unused"}
+RECIPE = {"model_name_or_path": "org/model", "dataset_name": "addition.jsonl", "output_dir": "unused"}
 RECIPE |= {"use_cpu": True, "bf16": False, "num_generations": 4, "per_device_train_batch_size": 4}
 RECIPE |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 8}
 WRITTEN = Step(4, 8, 2, 4, 4)

@@ -15,6 +15,7 @@ import pytest
 from optional_packages import needs
 
 import pacs_trl
+from experiments.miniature.files import data_file
 
 
 ROOT = Path(__file__).parents[1]
@@ -147,8 +148,9 @@ def test_the_names_are_those_that_are_loaded():
 
 
 RECIPE = ROOT / "recipes/miniature/pacs.yaml"
-SMALL = "--model_name_or_path model --num_generations 4 --per_device_train_batch_size 8 --max_completion_length 8"
-EVALUATION = "--benchmarks miniature/addition --max_problems 2 --n 2 --k 1 --max_new_tokens 8 --engine transformers"
+SMALL = "--model_name_or_path model --dataset_name sums.jsonl "
+SMALL += "--num_generations 4 --per_device_train_batch_size 8 --max_completion_length 8"
+EVALUATION = "--benchmarks sums.jsonl --max_problems 2 --n 2 --k 1 --max_new_tokens 8 --engine transformers"
 COMMANDS = [
     f"plan --config recipe.yaml {SMALL}",
     f"train --config recipe.yaml {SMALL} --max_steps 1 --output_dir outputs/run --disable_tqdm true",
@@ -161,12 +163,6 @@ COMMANDS = [
 SCRIPT = f"""\
 import sys
 from pacs_trl import cli
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
-
-tokenizer = build_tokenizer()
-tokenizer.save_pretrained("model")
-build_model(tokenizer, "tiny").save_pretrained("model")
 print("from", cli.__file__)
 for command in {COMMANDS!r}:
     sys.argv = ["pacs-trl", *command.split()]
@@ -194,8 +190,10 @@ def installed(tmp_path_factory):
 
 @pytest.mark.slow
 @needs("matplotlib")
-def test_every_command_works_elsewhere(installed, tmp_path):
+def test_every_command_works_elsewhere(installed, model_path, tmp_path):
     shutil.copy(RECIPE, tmp_path / "recipe.yaml")
+    shutil.copy(ROOT / data_file("addition", "train"), tmp_path / "sums.jsonl")
+    (tmp_path / "model").symlink_to(model_path)
     (tmp_path / "saved.json").write_text('[{"completion": "1", "solution": "2"}]')
     environment = os.environ | {"PYTHONPATH": str(installed)}
     result = subprocess.run(

@@ -14,7 +14,7 @@ from pacs_trl.settings import parse_mapping
 
 LORA = {"use_peft": True, "lora_target_modules": ["q_proj"]}
 EVALUATES = {"eval_strategy": "steps", "eval_split_size": 8}
-MEASURES = {"eval_strategy": "steps", "eval_benchmarks": ["math_500", "miniature/addition"]}
+MEASURES = {"eval_strategy": "steps", "eval_benchmarks": ["math_500", "aime_2024"]}
 RECIPE = {
     "model_name_or_path": "Qwen/Qwen3-4B",
     "dataset_name": "deepscaler",

@@ -165,13 +165,12 @@ def test_recipe_is_read_and_free_of_conflicts(name):
 
 @pytest.mark.parametrize("name", MINIATURE)
 def test_miniature_recipe_is_read_and_free_of_conflicts(name):
-    is_prepared = name.startswith(("images/", "smollm2-135m/"))  # by a command that may not have been run
-    other_model = ["--model_name_or_path", "miniature/addition"] if is_prepared else []
+    other_model = ["--model_name_or_path", "org/model"]  # by a command that may not have been run
     recipe, _, text = read_without_conflicts(name, other_model, read_launch(None, 1)[0])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
         f"miniature/{method}": 1 for method in ("agent", "environment", "code", "pacs", "grpo", *OBJECTIVES)
     }
-    others |= {name: 1} if is_prepared else {}
+    others |= {} if name.startswith("miniature/") else {name: 1}
     assert recipe.step.updates_per_generation == others.get(name, 4)
     assert recipe.training.output_dir == f"outputs/{name}"
     assert f"--config recipes/{name}.yaml" in text

@@ -108,7 +108,7 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("method", method_names())
 def test_trackers_get_what_others_may_see(method, tmp_path):
-    argv = f"--method {method} --model_name_or_path m --dataset_name miniature/addition --use_cpu true".split()
+    argv = f"--method {method} --model_name_or_path m --dataset_name org/addition --use_cpu true".split()
     argv += ["--output_dir", f"/home/{SECRET}/run", "--hub_token", SECRET, "--bf16", "false", "--num_generations", "4"]
     argv += ["--model_init_kwargs", json.dumps({"token": SECRET, "attn_implementation": "sdpa"})]
     argv += ["--vllm_server_base_url", f"http://user:{SECRET}@host:8000", "--per_device_train_batch_size", "4"]

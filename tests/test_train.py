@@ -140,13 +140,13 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--max_prompt_length", "1"], "max_prompt_length"),
         (["--dataset_name", "FOLDER"], "FOLDER"),
         (["--dataset_name", "data.csv"], "data.csv"),
-        (["--dataset_name", "miniature/nothing"], "nothing"),
+        (["--dataset_name", "nowhere/addition_train.jsonl"], "nowhere"),
         (["--dataset_name", str(DATA / "math_500.jsonl"), "--problem_column", "question"], "problem_column"),
         (["--dataset_name", "./rows"], "./rows"),
         (["--max_train_samples", "1"], "1 prompts"),
         (["--use_vllm", "true"], "vLLM"),
         (["--report_to", "wandbb"], "wandbb"),
-        (["--model_name_or_path", "miniature/additoin"], "additoin"),
+        (["--model_name_or_path", "outputs/models/additoin"], "additoin"),
         (["--model_name_or_path", "ADAPTER"], "./no/base"),
         (["--model_name_or_path", "LORA"], "LORA"),
         (["--model_name_or_path", "BASELESS"], "base_model_name_or_path"),
@@ -154,7 +154,6 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
     ],
 )
 def test_errors_before_training(tmp_path, model_path, arguments, message, monkeypatch):
-    """And before a warm start is trained."""
     (tmp_path / "data.csv").write_text("problem,answer\n1+1,2\n")
     (tmp_path / "broken.py").write_text("import nowhere")
     (tmp_path / "bare.py").write_text(
@@ -168,8 +167,6 @@ def test_errors_before_training(tmp_path, model_path, arguments, message, monkey
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("pacs_trl.settings.names.installed_vllm", lambda: None)
-    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: pytest.fail("a warm start was made"))
-    for model in [model_path] if "--model_name_or_path" in arguments else [model_path, "miniature/addition"]:
-        with pytest.raises(ValueError, match=message):
-            run(tmp_path, model, *arguments)
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path, model_path, *arguments)
     shared_code_verifier().close()

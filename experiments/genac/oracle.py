@@ -16,13 +16,14 @@ from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from experiments.genac.supervised_start import Trace, model_path, write_traces
-from pacs_trl.data.tasks import looks_right, problems
+from experiments.genac.supervised_start import Trace, write_traces
+from experiments.miniature.files import CRITIC_PROMPT, warm_start_of
+from experiments.miniature.tasks import looks_right, problems
+from experiments.miniature.warm_start import MAX_COMPLETION_LENGTH
 from pacs_trl.errors import exit_code
 from pacs_trl.evaluation.requests import SamplingSettings, sample_seed
 from pacs_trl.evaluation.sampling import stop_token_ids
 from pacs_trl.experimental._critic import CriticPrompt, State, generate_answers, question_ids
-from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
 from pacs_trl.settings import Parser
 
 
@@ -58,7 +59,7 @@ def oracle_traces(
 
     Args:
         model, tokenizer: Of the policy.
-        rows (sequence of `dict`): Problems, see [`~data.tasks.problems`].
+        rows (sequence of `dict`): Problems, see [`~experiments.miniature.tasks.problems`].
         prompt ([`CriticPrompt`]): Whose tags the answers have.
         completions (`int`): Of each problem.
         samples (`int`): Continuations of each state.
@@ -100,10 +101,12 @@ def oracle_traces(
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the traces of a policy and a task to a file."""
     parser = Parser("oracle", __doc__.split("\n")[0], prog="python -m experiments.genac.oracle")
-    parser.add_argument("--model", required=True, help="policy: checkpoint, or miniature/TASK[/SIZE] for a warm start")
+    parser.add_argument("--model", required=True, help="policy: a checkpoint, or the path of a warm start in recipes")
     parser.add_argument("--task", required=True, help="miniature task with the training problems, such as terms")
     parser.add_argument("--output", type=Path, required=True, help="file of traces")
-    parser.add_argument("--critic_prompt", default="miniature", help="template of the answers (default: miniature)")
+    parser.add_argument(
+        "--critic_prompt", default=CRITIC_PROMPT, help=f"template of the answers (default: {CRITIC_PROMPT})"
+    )
     parser.add_argument("--problems", type=int, default=300, help="problems (default: 300)")
     parser.add_argument("--completions", type=int, default=2, help="completions of each (default: 2)")
     parser.add_argument("--states", type=int, default=3, help="states of each completion besides the beginning")
@@ -112,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     prompt = CriticPrompt(args.critic_prompt)
     rows = problems(args.task, "train", args.problems, seed=args.seed)
-    path = model_path(args.model)
+    path = warm_start_of(args.model)
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(path)
     how = {name: getattr(args, name) for name in ("completions", "states", "samples", "seed")}

@@ -18,9 +18,9 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
+from experiments.miniature.files import warm_start_of
 from pacs_trl.errors import exit_code
 from pacs_trl.experimental._critic import Actor, CriticPrompt, State, question_ids
-from pacs_trl.miniature.warm_start import warm_start
 from pacs_trl.settings import Parser
 
 
@@ -45,11 +45,6 @@ def write_traces(file: str | Path, traces: Sequence[Trace]) -> None:
     rows = [s | {"success_rate": t.success_rate, "answer": t.answer} for s, t in zip(states, traces, strict=True)]
     Path(file).parent.mkdir(parents=True, exist_ok=True)
     Path(file).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-
-
-def model_path(name: str, seed: int = 0) -> Path:
-    """Return a path, where `miniature/TASK/SIZE` is a warm start."""
-    return warm_start(name.removeprefix("miniature/"), seed=seed) if name.startswith("miniature/") else Path(name)
 
 
 def teach(
@@ -88,7 +83,7 @@ def teach(
 def main(argv: Sequence[str] | None = None) -> int:
     """Train a critic on a file of traces."""
     parser = Parser("supervised_start", __doc__.split("\n")[0], prog="python -m experiments.genac.supervised_start")
-    parser.add_argument("--model", required=True, help="checkpoint, or miniature/TASK[/SIZE] for a warm start")
+    parser.add_argument("--model", required=True, help="a checkpoint, or the path of a warm start in recipes")
     parser.add_argument("--traces", type=Path, required=True, help="see experiments.genac.oracle")
     parser.add_argument("--output", type=Path, required=True, help="directory of the critic")
     parser.add_argument("--critic_prompt", default="genac", help="as in the recipe (default: genac)")
@@ -100,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the order of the traces (default: 0)")
     args = parser.parse_args(argv)
     losses = teach(
-        model_path(args.model, args.seed),
+        warm_start_of(args.model, seed=args.seed),
         read_traces(args.traces),
         args.output,
         template=args.critic_prompt,

@@ -11,6 +11,7 @@ logs stay in the work directory. There are three kinds of lines, and lines may b
 six decimals, and curves by step.
 """
 
+import copy
 import fcntl
 import gzip
 import json
@@ -21,11 +22,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from experiments.miniature.files import CRITIC_PROMPT, benchmark, data_file, model_directory
 from pacs_trl.evaluation.results import parse_json, pass_at_k_table
 from pacs_trl.evaluation.store import differences, digest
 
 
 FILE_NAME = "records.jsonl.gz"
+_NAME = "miniature/"
 
 # Of a training log, what the figures draw.
 CURVES = ("reward", "entropy", "completions/mean_length")
@@ -96,7 +99,7 @@ class Records:
             if "seed" in line:
                 self._runs[line["cell"], line["seed"]] = line
             elif "settings" in line:
-                self._settings[line["cell"]] = line["settings"]
+                self._settings[line["cell"]] = _with_files(line["settings"])
             else:
                 self._measured[line["measured"]] = line
 
@@ -205,6 +208,24 @@ def require_same_settings(found: dict[str, Any] | None, wanted: dict[str, Any], 
         raise ValueError(
             f"{where} was made with other settings than those of its recipe: {'; '.join(lines)}. {remedy}"
         )
+
+
+def _with_files(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings recorded when `miniature/TASK` was the name of a model, a dataset, and a benchmark with the
+    files that have replaced these names."""
+    settings = copy.deepcopy(settings)
+    training = settings.get("training") or {}
+    if (model := training.get("model_name_or_path", "")).startswith(_NAME):
+        training["model_name_or_path"] = str(model_directory(model.removeprefix(_NAME)))
+    if (dataset := training.get("dataset_name", "")).startswith(_NAME):
+        training["dataset_name"] = str(data_file(dataset.removeprefix(_NAME), "train"))
+    if training.get("critic_prompt") == "miniature":
+        training["critic_prompt"] = CRITIC_PROMPT
+    benchmarks = settings.get("evaluation", {}).get("benchmarks", "")
+    if isinstance(benchmarks, str) and benchmarks.startswith(_NAME):
+        names = benchmarks.split(",")
+        settings["evaluation"]["benchmarks"] = [benchmark(name.removeprefix(_NAME)) for name in names]
+    return settings
 
 
 def _facts(results: dict[str, Any]) -> dict[str, Any]:

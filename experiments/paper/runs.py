@@ -6,16 +6,15 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from experiments.miniature.files import warm_start_of, write_data
+
 
 def start_of(recipe, seed: int | None = None, **settings) -> Path:
-    """Return the warm start of a [`~recipe.Recipe`], of the run's own seed or another; `settings` as in
-    [`warm_start`]."""
-    from pacs_trl.miniature.warm_start import warm_start
-
-    if not recipe.model.model_name_or_path.startswith("miniature/"):
-        return Path(recipe.model.model_name_or_path)  # a pretrained model
-    name = recipe.model.model_name_or_path.removeprefix("miniature/")
-    return warm_start(name, seed=recipe.training.seed if seed is None else seed, **settings)
+    """Return the warm start of a [`~recipe.Recipe`] with the seed of the run or another, or its pretrained model, and
+    write the problems of the miniature; `settings` as in [`warm_start`]."""
+    write_data()
+    seed = recipe.training.seed if seed is None else seed
+    return warm_start_of(recipe.model.model_name_or_path, seed=seed, **settings)
 
 
 def train_once(

@@ -20,13 +20,11 @@ from ..verification import gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .messages import content_as_text
 from .prompts import is_conversation
-from .tasks import problems
 
 
 logger = logging.getLogger(__name__)
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet")
-MINIATURE = "miniature/"
 
 _ASSERTS = re.compile(r"\s*{.*\"type\"\s*:\s*\"asserts\"", re.DOTALL)
 
@@ -103,13 +101,11 @@ def own_columns(
 
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Load the rows of a set from the file `path`, of a task `miniature/<task>`, or from the Hub or a folder."""
+    """Load the rows of a set from the file `path`, or from the Hub or a folder."""
     package, _, file = (entry.package_file or "").partition("/")
     found = find_spec(package) if package else None
     if path is not None or Path(name).is_file():
         rows = read_rows(Path(path or name))
-    elif name.startswith(MINIATURE):
-        rows = problems(name.removeprefix(MINIATURE), entry.split)
     elif found is not None and found.origin:
         lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]

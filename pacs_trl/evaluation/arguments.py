@@ -20,17 +20,11 @@ class EvaluationArguments:
     """Arguments of `pacs-trl evaluate`; a recipe (`--config`) has the same keys."""
 
     # Parameters that select model, benchmarks, and output
-    model: str = field(
-        metadata={
-            "help": "Checkpoint directory, Hub id, `miniature/<task>` for its warm start, or the name of the model on "
-            "a server."
-        }
-    )
+    model: str = field(metadata={"help": "Checkpoint directory, Hub id, or the name of the model on a server."})
     benchmarks: str | list[str] = field(
         metadata={
-            "help": "Comma-separated names; `name=PATH` reads a local file, `miniature/<task>` a generated set, "
-            "`module:attribute` is an environment, and the path of a `.jsonl`, `.json`, or `.parquet` file is "
-            "a set of your own."
+            "help": "Comma-separated names; `name=PATH` reads a local file, `module:attribute` is an environment, and "
+            "the path of a `.jsonl`, `.json`, or `.parquet` file is a set of your own."
         }
     )
     output_dir: str = field(metadata={"help": "Directory of samples, grades, and results."})
@@ -51,8 +45,7 @@ class EvaluationArguments:
     # Parameters that control prompts and tools
     prompt_instruction: str = setting(
         PROMPT_INSTRUCTION,
-        "Sentence appended to the problem; empty for none. LiveCodeBench, GPQA, and `miniature/<task>` "
-        "have their own default.",
+        "Sentence appended to the problem; empty for none. LiveCodeBench and GPQA have their own default.",
     )
     system_prompt: str | None = setting(None, "Content of a system turn.")
     chat_template_kwargs: dict | None = setting(None, "Mapping passed to the chat template.")

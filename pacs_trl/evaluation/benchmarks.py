@@ -26,7 +26,7 @@ from ..data.environments import (
 )
 from ..data.images import image_blocks, images_of_columns
 from ..data.prompts import read_problem
-from ..data.sets import FILE_FORMATS, MINIATURE, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
+from ..data.sets import FILE_FORMATS, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
 from ..verification.code import CodeVerifier
@@ -202,7 +202,7 @@ def load_benchmark(
 
     `spec` is a name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or `.parquet`
     file; a PATH alone (or with another name) for a file of your own, with `problem_column` and `solution_column` in
-    `columns`; `miniature/<task>` for the test split of a miniature task; `reasoning_gym/<task>` for 100 problems of
+    `columns`; `reasoning_gym/<task>` for 100 problems of
     it, with its `config` and `answer` in `gym_tasks`; or `module:attribute` for an environment. Raises a `ValueError`
     for an unknown name, a missing file or column, an empty benchmark, problem, or answer, or two rows with one id.
     """
@@ -224,10 +224,6 @@ def load_benchmark(
             names = list(dict.fromkeys(column for row in rows for column in row))
             chosen = given.get("problem_column"), given.get("solution_column")
             entry = own_columns(ProblemSet("", title=name), names, *chosen)
-        elif entry is None:
-            title = name.removeprefix(MINIATURE).replace("_", " ")
-            entry = ProblemSet("", split="test", title=title, instruction="")  # as its models are trained
-            rows, source = load_rows(name, entry), {"generator": "pacs_trl.miniature", "split": "test"}
         else:
             source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
             rows, source = load_rows(name, entry, path or None), {"file": Path(path).name} if path else source
@@ -251,10 +247,10 @@ def load_benchmark(
 def checked_name(spec: str) -> tuple[str, str]:
     """Return [`name_and_path`]. Raises a `ValueError` if there is no such benchmark."""
     name, path = name_and_path(spec)
-    if not (path or name in BENCHMARKS or name.startswith((MINIATURE, f"{gym.NAME}/"))):
+    if not (path or name in BENCHMARKS or name.startswith(f"{gym.NAME}/")):
         raise ValueError(
             f"There is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Choose from {', '.join(BENCHMARKS)}, "
-            "miniature/<task>, reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
+            "reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
         )
     return name, path
 

@@ -12,7 +12,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,6 @@ from ..data import gym, instruction_for
 from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
-from ..data.sets import MINIATURE
-from ..data.tasks import check_task
 from ..errors import without_exit
 from ..rewards import configure_verification
 from ..settings.names import check_model_path, require_vllm
@@ -46,7 +43,6 @@ MAX_WAITING = 32  # chunks in the queue: bounds memory when stored completions a
 def main(argv: Sequence[str]) -> int:
     """Run `pacs-trl evaluate`: print the share of truncated completions, pass@k, and the path of the results."""
     args, verification = read_evaluation(argv)
-    args = _with_warm_start(args)
     if args.calls_tools:
         configure_verification(verification)  # of tools and rewards
     # they start their processes when they are first used, which is after all checks
@@ -64,19 +60,6 @@ def main(argv: Sequence[str]) -> int:
             print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")
     return 0
-
-
-def _with_warm_start(args: EvaluationArguments) -> EvaluationArguments:
-    """Replace `miniature/<task>` by the checkpoint that training starts from under this name."""
-    if not args.model.startswith(MINIATURE) or args.engine == "server":
-        return args
-    check_task(args.model.removeprefix(MINIATURE).partition("/")[0])
-    if args.engine == "vllm":
-        require_vllm("sample with `--engine transformers`")
-    load_benchmarks(args)  # rejects wrong names before the warm start is trained
-    # imported by name, because `miniature` is the layer above this one
-    warm_start = import_module("pacs_trl.miniature.warm_start").warm_start
-    return replace(args, model=str(warm_start(args.model.removeprefix(MINIATURE))), method=args.method or "warm start")
 
 
 def evaluate(

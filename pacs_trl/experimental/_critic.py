@@ -47,11 +47,16 @@ class Actor(NamedTuple):
     success_rate: float | None
 
 
+def template_path(name: str) -> Path:
+    """Return the file of a template: one of `critic_prompts` by name, or a `.txt` file by path."""
+    return Path(name) if name.endswith(".txt") else TEMPLATES / f"{name}.txt"
+
+
 class CriticPrompt:
-    """Template of a critic prompt by name; `tags` is the text around the integer of an answer."""
+    """Template of a critic prompt by name or path; `tags` is the text around the integer of an answer."""
 
     def __init__(self, name: str):
-        self.template = (TEMPLATES / f"{name}.txt").read_text(encoding="utf-8").strip()
+        self.template = template_path(name).read_text(encoding="utf-8").strip()
         before, after = re.findall(r"(\S+)\{score\}(\S*[^\s.,;:])", self.template)[0]  # a sentence may end after them
         self.tags = (before, after)
         self._answer = re.compile(rf"{re.escape(before)}\s*([0-9]{{1,2}})\s*{re.escape(after)}")

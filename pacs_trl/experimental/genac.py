@@ -10,7 +10,7 @@ both models in turn. See docs/related_methods.md.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -48,10 +48,10 @@ class GenACConfig(ActorCriticConfig):
 
     # Parameters that control the critic
     critic_learning_rate: float = setting(1e-6, "Learning rate of the critic.", above=0)
-    critic_prompt: Literal["genac", "genac_unconditioned", "miniature", "miniature_unconditioned"] = setting(
+    critic_prompt: str = setting(
         "genac",
-        "Prompt of the critic: `genac`, `genac_unconditioned`, `miniature`, or `miniature_unconditioned`. "
-        "The unconditioned ones omit the policy's name, success rate, and progress.",
+        "Prompt of the critic: `genac`, `genac_unconditioned` (without the policy's name, success rate, and "
+        "progress), or the path of a `.txt` file with the same placeholders.",
     )
     critic_max_new_tokens: int = setting(1024, "Maximum number of tokens of an answer.", least=1)
     critic_batch_size: int | None = setting(
@@ -88,6 +88,12 @@ class GenACConfig(ActorCriticConfig):
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)
         errors += ignored_settings(self, ["vllm_sync_adapter"], "the critic's weights are sent to vLLM, too")
+        if not _critic.template_path(self.critic_prompt).is_file():
+            names = ", ".join(sorted(path.stem for path in _critic.TEMPLATES.iterdir()))
+            errors.append(
+                f"critic_prompt={self.critic_prompt!r} is no template and no file in the working directory. Set it to "
+                f"one of {names}, or to the path of a .txt file."
+            )
         if self.max_completion_length is None:
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "

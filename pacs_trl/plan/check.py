@@ -18,8 +18,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from ..data import TRAINING_SETS, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
-from ..data.sets import FILE_FORMATS, MINIATURE
-from ..data.tasks import check_task
+from ..data.sets import FILE_FORMATS
 from ..recipe import LAST, Recipe, load_tokenizer, reward_function, settings_without_effect
 from ..rewards import tool_function
 from ..rollouts.checkpoint_files import last_resumable_checkpoint
@@ -142,7 +141,6 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
         (partial(function_of_user, key="rollout_func"), run.rollout_func),
         (partial(check_model_path, whole_for="training"), name),
         (check_model_path, vars(recipe.training).get("critic_model_name_or_path")),
-        (check_task, name.startswith(MINIATURE) and name.removeprefix(MINIATURE).partition("/")[0]),
         (re.compile, isinstance(targets, str) and targets),
     ]
     errors = []
@@ -227,7 +225,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     a run would raise for model or data."""
     data, training, prompts = recipe.data, recipe.training, UNKNOWN
     path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
-    is_local = data.dataset_name.startswith(MINIATURE) or path is not None and Path(path).exists()
+    is_local = path is not None and Path(path).exists()
     try:
         tokenizer, contexts = _local_model(recipe)
         if tokenizer is None or not is_local:

@@ -47,9 +47,9 @@ def looks_like_path(name: str) -> bool:
 
 def check_model_path(name: str, whole_for: str | None = None) -> None:
     """Raise a `ValueError` if a directory does not exist, contains no model, an adapter without its base model, or,
-    if `whole_for` names what cannot load it, an adapter. Hub ids and `miniature/TASK` are not checked."""
+    if `whole_for` names what cannot load it, an adapter. Hub ids are not checked."""
     directory, adapter = Path(name), Path(name) / "adapter_config.json"
-    if not directory.exists() and (not looks_like_path(name) or name.startswith("miniature/")):
+    if not directory.exists() and not looks_like_path(name):
         return
     problem = None
     if not directory.is_dir():

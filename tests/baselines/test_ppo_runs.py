@@ -12,6 +12,7 @@ from peft import LoraConfig, get_peft_model
 from replay import assert_same_models, digit_reward, tiny_model, trainable_weights
 from scripted import run_recipe
 from seeds import shifted
+from support.problems import CRITIC_PROMPT
 from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
@@ -146,7 +147,6 @@ METHODS = {  # recipe, settings, metrics of one method only
 def test_a_recipe_trains_both_models_on_the_miniature_world(tmp_path, model_path, monkeypatch, method):
     """Through the same entry point as the large runs: data, verifier, checkpoints, card."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "miniature").mkdir()  # of the same name as a template of GenAC
     recipe, settings, metrics = METHODS[method]
     settings |= {"steps_per_generation": 2, "max_completion_length": 16, "warmup_steps": 0, "learning_rate": 1e-3}
     rewards = "--reward_funcs math_reward replay.digit_reward --reward_weights 0.5 0.5".split()
@@ -154,7 +154,7 @@ def test_a_recipe_trains_both_models_on_the_miniature_world(tmp_path, model_path
     for name, weight in tiny_model().named_parameters():
         assert not torch.equal(weight, trainer.model.get_parameter(name)), name
     kept = yaml.safe_load((tmp_path / "run" / "recipe.yaml").read_text())
-    assert kept.get("critic_prompt") == ("miniature" if method == "genac" else None)
+    assert kept.get("critic_prompt") == (CRITIC_PROMPT if method == "genac" else None)
     assert f"fine-tuned with {trainer._name}" in (tmp_path / "run" / "README.md").read_text()
     logged = {name for entry in trainer.state.log_history for name in entry}
     shared = {"critic_grad_norm", "approx_kl", "explained_variance"}

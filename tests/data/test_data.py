@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 from datasets import Dataset
+from support.problems import training_data
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.data import (
     PROMPT_INSTRUCTION,
     TRAINING_SETS,
@@ -17,7 +19,6 @@ from pacs_trl.data import (
 from pacs_trl.data.sets import ProblemSet, load_rows
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification.cases import read_tests
 
 
@@ -119,18 +120,12 @@ class TestNamedSets:
                 load_tests(cell)
 
 
-def test_miniature_tasks_are_training_sets():
-    train, evaluation = load("miniature/addition", max_train_samples=30, eval_split_size=10)
+def test_a_file_is_split_into_training_and_evaluation():
+    problems = training_data()
+    train, evaluation = load(problems.pop("dataset_name"), max_train_samples=30, eval_split_size=10, **problems)
     assert (len(train), len(evaluation)) == (30, 10)
     assert train[0]["prompt"] == [{"role": "user", "content": train[0]["problem"]}]
     assert train[0]["solution"] == train[0]["answer"]
-    assert len(load("miniature/addition", dataset_split="test", max_train_samples=3)[0]) == 3
-    for name, split, named in (
-        ("miniature/division", None, "division"),
-        ("miniature/addition", "dev", "dataset_split"),
-    ):
-        with pytest.raises(ValueError, match=named):
-            load(name, dataset_split=split)
 
 
 def test_named_columns_extra_columns_and_alternatives(tmp_path):
@@ -318,6 +313,6 @@ def test_empty_image_columns_are_left_out(tmp_path):
     assert train.column_names == ["problem", "answer", "prompt", "solution"]
 
 
-def test_a_file_may_bear_the_name_of_a_task(tmp_path):
+def test_the_name_of_a_file_may_have_a_slash(tmp_path):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"problem": "1+1", "answer": "2"}])
-    assert load_benchmark(f"miniature/addition={path}").problems == load_benchmark(path).problems
+    assert load_benchmark(f"sums/addition={path}").problems == load_benchmark(path).problems

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import trl
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.data.messages import MessageCheck, content_as_text
 from pacs_trl.data.prompts import read_problem
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 USER = {"role": "user", "content": "What is 2+3?"}

@@ -38,6 +38,7 @@ from sharding import (
     let_accelerate_shard_on_cpu,
     zero3_settings,
 )
+from support.problems import held_out as held_out_problems
 from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation
 
@@ -220,7 +221,7 @@ def drawn_where_needed(rank, directory, **how):
 
 def benchmarks(rank, directory, **how):
     """Greedy completions of five problems, which two processes share, and the weights after two steps."""
-    settings = {"eval_benchmarks": ["miniature/addition"], "eval_max_problems": 5, "eval_num_samples": 1}
+    settings = {"eval_benchmarks": [held_out_problems()], "eval_max_problems": 5, "eval_num_samples": 1}
     settings |= {"eval_temperature": 0.0, "eval_strategy": "steps", "eval_steps": 1, "learning_rate": 0.0}
     with patch.object(evaluation, "shared_verifier", Parity):
         trainer = build_trainer(directory, **HALF | settings | how)

@@ -14,6 +14,7 @@ import torch
 from processes import on_two, run_and_save
 from replay import Replay, assert_resumes, trainable_weights
 from sharding import let_accelerate_shard_on_cpu
+from support.problems import CRITIC_PROMPT
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PPOTrainer
@@ -33,7 +34,7 @@ SETTINGS = {
     "save_strategy": "steps",
     "save_steps": 3,  # in the middle of the second generation
 }
-CRITIC = {"critic_prompt": "miniature", "critic_max_new_tokens": 5, "critic_pretraining_steps": 1, "max_segments": 3}
+CRITIC = {"critic_prompt": CRITIC_PROMPT, "critic_max_new_tokens": 5, "critic_pretraining_steps": 1, "max_segments": 3}
 METHODS = {"ppo": (PPOTrainer, {}), "genac": (GenACTrainer, CRITIC)}
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from seeds import shifted
 
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
+from experiments.miniature.model import build_model
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.verification import Verifier
 
 

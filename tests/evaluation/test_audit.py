@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.problems import held_out
 
 from pacs_trl.evaluation.audit import main
 
@@ -155,7 +156,7 @@ class TestGolds:
         assert "  row 1 (e-notation): '1e3'\n" in output and "row 2 (no protocol reads it): '$$'" in output
         assert output.endswith("4 of 7 are listed: 0.5714 is above --max_share 0.4.\n")
 
-    @pytest.mark.parametrize("name", ["miniature/addition", f"math_500={DATA / 'math_500.jsonl'}"])
+    @pytest.mark.parametrize("name", [held_out(), f"math_500={DATA / 'math_500.jsonl'}"])
     def test_a_data_set_of_training_and_of_evaluation(self, capsys, name):
         assert main(["--golds", name, "--max_problems", "50", "--protocols", "robust", "--max_share", "0"]) == 0
         assert "0 of 50 gold answers are listed" in capsys.readouterr().out
@@ -164,7 +165,7 @@ class TestGolds:
         with pytest.raises(ValueError, match="Use `--programs`"):
             main(["--golds", f"verifiable_coding={DATA / 'verifiable_coding.jsonl'}"])
         with pytest.raises(ValueError, match="Use `--programs`"):
-            main(["--golds", "miniature/programs"])
+            main(["--golds", held_out("programs")])
         with pytest.raises(ValueError, match="solution_column"):
             main(["--golds", golds, "--solution_column", "gold"])
 

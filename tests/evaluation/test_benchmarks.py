@@ -138,7 +138,11 @@ def test_a_file_of_ones_own(tmp_path):
     other = load_benchmark(str(path), columns=columns)
     assert [(p.problem, p.solution) for p in other.problems] == [("1+1", "2")]
     assert columns.items() <= other.source.items()
-    assert load_benchmark("miniature/addition", max_problems=1, columns=columns).source.keys().isdisjoint(columns)
+    assert (
+        load_benchmark(f"math_500={DATA / 'math_500.jsonl'}", max_problems=1, columns=columns)
+        .source.keys()
+        .isdisjoint(columns)
+    )
     with pytest.raises(ValueError, match="problem_column"):
         load_benchmark(str(path))
 

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from seeds import shifted
+from support.problems import held_out
 
+from experiments.miniature.model import build_model
+from experiments.miniature.tasks import CALL
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.data import gym
-from pacs_trl.data.tasks import CALL
 from pacs_trl.evaluation.requests import Completion
 from pacs_trl.evaluation.run import main
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import shared_code_verifier
 
 
@@ -38,7 +39,7 @@ def records(directory):
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
-@pytest.mark.parametrize("benchmark", [PRODUCTS, "miniature/products"])
+@pytest.mark.parametrize("benchmark", [PRODUCTS, held_out("products")])
 def test_calls_of_a_scripted_model(run, settings, benchmark, play, confined):
     """Every second sample calls the tool and repeats its result, the others guess."""
 
@@ -53,7 +54,7 @@ def test_calls_of_a_scripted_model(run, settings, benchmark, play, confined):
     tools = {"tools": ["run_python"]} if benchmark != PRODUCTS else {}
     results = run(settings, benchmarks=benchmark, **tools)
     shared_code_verifier().close()
-    entry, found = results["benchmarks"][benchmark], records(settings["output_dir"])
+    entry, found = results["benchmarks"][benchmark.partition("=")[0]], records(settings["output_dir"])
     for record in found:
         user, first, *rest = record["conversation"]
         calls = [call["function"] for call in first.get("tool_calls", [])]
@@ -95,8 +96,8 @@ def test_a_model_in_an_environment(run, settings):
         ({"benchmarks": "experiments.products:nothing"}, "benchmarks: .*nothing"),
         ({"benchmarks": "experiments.products:Products"}, "is no environment"),
         ({"benchmarks": PRODUCTS, "engine": "server"}, "need engine transformers or vllm"),
-        ({"benchmarks": "miniature/products", "tools": ["run_pyton"]}, "run_pyton"),
-        ({"benchmarks": "miniature/products", "max_tool_calling_iterations": 2}, "would be ignored"),
+        ({"benchmarks": held_out("products"), "tools": ["run_pyton"]}, "run_pyton"),
+        ({"benchmarks": held_out("products"), "max_tool_calling_iterations": 2}, "would be ignored"),
         ({"benchmarks": PRODUCTS, "model": "PLAIN"}, "renders no calls"),
     ],
 )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import trl
+from support.problems import held_out
 
 from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -95,7 +96,7 @@ def test_truncated_samples_are_graded_as_in_training(run, arguments, play):
         return Completion(form.format(first + second), 3, reason)
 
     play(complete)
-    results = run(arguments, benchmarks="miniature/addition", max_problems=2, n=3, k="1")
+    results = run(arguments, benchmarks=held_out(), max_problems=2, n=3, k="1")
     assert [problem["c"] for problem in results["benchmarks"]["miniature/addition"]["problems"]] == [2, 2]
     assert results["protocol"]["verifier"]["grade_truncated"] is False
 
@@ -109,7 +110,7 @@ def test_programs_run_in_the_sandbox(arguments, verifier, play):
         return Completion(f"```python\n{source}\n```", 9, "stop")
 
     play(complete)
-    changes = {"benchmarks": "miniature/programs", "max_problems": 3, "n": 4, "k": "1,2"}
+    changes = {"benchmarks": held_out("programs"), "max_problems": 3, "n": 4, "k": "1,2"}
     args = EvaluationArguments(**{**arguments, **changes})
     with CodeVerifier(num_workers=1, isolation="rlimits") as programs:
         results = evaluate(args, verifier, programs, progress=False)
@@ -164,11 +165,11 @@ def command_line(arguments, **changes):
 
 def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
     """No bar goes into a pipe, and the share of truncated completions is printed before pass@1."""
-    benchmarks = f"math_500={sums},miniature/addition"
+    benchmarks = f"math_500={sums},{held_out()}"
     changes = {"max_problems": 3, "n": 4, "k": 1, "max_new_tokens": 2}
     assert main(command_line(arguments, benchmarks=benchmarks, **changes)) == 0
     first, second, last = capsys.readouterr().out.splitlines()
-    assert second.startswith("addition: truncated ") and last.startswith("results: ")
+    assert second.startswith("miniature/addition: truncated ") and last.startswith("results: ")
     results = read_results(arguments["output_dir"])["benchmarks"]
     assert list(results) == ["math_500", "miniature/addition"]
     records = [json.loads(line) for line in store_path(arguments).read_text().splitlines()[1:]]
@@ -188,10 +189,9 @@ def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
         ({"model": "ADAPTER"}, "'/no/base'"),
         ({"model": "SHARDS"}, "accelerate merge-weights"),
         ({"model": "ADAPTER", "engine": "vllm"}, "ADAPTER"),
-        ({"model": "miniature/adition"}, "adition"),
-        ({"benchmarks": "miniature/chess"}, "chess"),
+        ({"benchmarks": "chess"}, "chess"),
         ({"benchmarks": "math_500=/nowhere/rows.jsonl"}, "/nowhere/rows.jsonl"),
-        ({"benchmarks": "miniature/addition,miniature/addition"}, "benchmarks"),
+        ({"benchmarks": f"{held_out()},{held_out()}"}, "benchmarks"),
         ({"problem_column": "question"}, "problem_column"),
         ({"top_p": 0}, "top_p"),
         ({"gpu_memory_utilization": "nan"}, "gpu_memory_utilization"),
@@ -206,15 +206,6 @@ def test_refused_before_any_work(arguments, tmp_path, monkeypatch, changes, key,
     (tmp_path / "ADAPTER" / "adapter_config.json").write_text('{"base_model_name_or_path": "/no/base"}')
     assert main(command_line(arguments, **changes)) == 2
     assert key in capsys.readouterr().err
-
-
-def test_a_miniature_model_is_its_warm_start(arguments, checkpoint, monkeypatch):
-    made = []
-    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda task: made.append(task) or checkpoint)
-    assert main(command_line(arguments, model="miniature/addition/tiny", max_problems=2)) == 0
-    results = read_results(arguments["output_dir"])
-    assert made == ["addition/tiny"] and results["method"] == "warm start"
-    assert results["model"]["name"] == checkpoint.name
 
 
 def test_the_default_k_go_as_far_as_n():

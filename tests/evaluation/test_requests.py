@@ -7,9 +7,9 @@ from replay import TOKENIZER, addition_dataset, build_trainer, tiny_model
 from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.evaluation.engines import TransformersEngine
 from pacs_trl.evaluation.requests import Request, SamplingSettings, tokenize_prompt
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 @pytest.mark.parametrize("prompt", ["1+1=", [{"role": "user", "content": "1+1="}]], ids=["text", "messages"])

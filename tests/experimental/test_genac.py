@@ -10,13 +10,14 @@ from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_s
 from fake_llm import play_colocated
 from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from replay import TOKENIZER, Replay, addition_dataset, assert_same_models, load_weights, tiny_model, trainable_weights
+from support.problems import CRITIC_PROMPT
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental._critic import CriticPrompt, check_critic, reinforce_weights
 from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
 
 
-SETTINGS = actor_critics.SETTINGS | {"critic_prompt": "miniature", "critic_max_new_tokens": 6, "max_segments": 3}
+SETTINGS = actor_critics.SETTINGS | {"critic_prompt": CRITIC_PROMPT, "critic_max_new_tokens": 6, "max_segments": 3}
 SETTINGS |= {"critic_pretraining_steps": 0}
 
 
@@ -231,4 +232,4 @@ class TestBadInput:
         other = tiny_model(hidden_size=64).config
         monkeypatch.setattr("transformers.AutoConfig.from_pretrained", lambda *a, **k: other)
         with pytest.raises(ValueError, match="another architecture"):
-            check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt("miniature"), ["1+1"])
+            check_critic(tiny_model(), "critic", args, TOKENIZER, CriticPrompt(CRITIC_PROMPT), ["1+1"])

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 from seeds import shifted
+from support.problems import CRITIC_PROMPT
 from tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
@@ -175,6 +176,6 @@ def test_answers(answer, value):
 
 
 def test_what_is_written_is_read():
-    prompt = CriticPrompt("miniature")
+    prompt = CriticPrompt(CRITIC_PROMPT)
     assert prompt.tags == ("<", ">")
     assert all(prompt.parse(f"30+8=38 <{i}>") == i / 10 for i in range(11))

@@ -24,7 +24,7 @@ def toy(tmp_path, monkeypatch):
 
 
 def test_a_recipe_finds_it(toy, tmp_path):
-    argv = ["--num_tokens", "3", "--model_name_or_path", "m", "--dataset_name", "miniature/addition", "--use_cpu"]
+    argv = ["--num_tokens", "3", "--model_name_or_path", "m", "--dataset_name", "addition.jsonl", "--use_cpu"]
     argv += ["--output_dir", str(tmp_path)]
     recipe = read_recipe(["--method", "prefix", *argv])
     assert isinstance(recipe.training, toy[0]) and recipe.training.num_tokens == 3

@@ -177,9 +177,8 @@ def test_scenarios_cover_every_choice():
         for choice in choices_of(part, each)
         if choice != each.default
     }
-    prompts = {("critic_prompt", choice) for choice in ("genac_unconditioned", "miniature_unconditioned")}
     # The commit before does not have these settings, or has them under a former name.
     added = {
         (name, value) for name, value in choices if name in ("compile_layers", "gradient_checkpointing", "packing")
     }
-    assert choices - covered - added == {("rollout_engine", "vllm"), ("padding_free", "auto")} | prompts
+    assert choices - covered - added == {("rollout_engine", "vllm"), ("padding_free", "auto")}

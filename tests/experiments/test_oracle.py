@@ -5,11 +5,12 @@ import re
 import pytest
 import torch
 from replay import TOKENIZER, tiny_model
+from support.problems import CRITIC_PROMPT
 from transformers import AutoModelForCausalLM
 
 from experiments.genac.oracle import oracle_traces, worked_reason
 from experiments.genac.supervised_start import Trace, main, read_traces, write_traces
-from pacs_trl.data.tasks import problems
+from experiments.miniature.tasks import problems
 from pacs_trl.experimental._critic import CriticPrompt, State
 
 
@@ -30,7 +31,7 @@ def test_reasons_by_hand(problem, response, reason):
 
 
 def test_traces_are_repeated_written_and_read(tmp_path):
-    model, prompt = tiny_model(), CriticPrompt("miniature")
+    model, prompt = tiny_model(), CriticPrompt(CRITIC_PROMPT)
     rows = problems("terms", "train", 3)
     how = {"completions": 2, "samples": 2, "states": 2, "batch_size": 7}
     traces = oracle_traces(model, TOKENIZER, rows, prompt, **how)
@@ -47,7 +48,7 @@ def test_a_critic_is_fine_tuned_on_traces(tmp_path, model_path, capsys):
     write_traces(tmp_path / "traces.jsonl", traces)
     words = ["--model", model_path, "--traces", str(tmp_path / "traces.jsonl"), "--output", str(tmp_path / "critic")]
     words += ["--epochs", "10", "--learning_rate", "1e-2", "--token_limit", "16"]
-    main([*words, "--critic_prompt", "miniature"])
+    main(words)
     first, last = map(float, re.search(r"from ([\d.]+) to ([\d.]+);", capsys.readouterr().out).groups())
     assert last < first / 2
     start, critic = (AutoModelForCausalLM.from_pretrained(path) for path in (model_path, tmp_path / "critic"))

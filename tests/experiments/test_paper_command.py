@@ -66,7 +66,7 @@ class TestRecipes:
         "run", sorted({c.run for name in table_names("miniature") for c in read_table(name, "miniature").cells})
     )
     def test_the_committed_records_were_made_with_the_present_recipes(self, run, tmp_path, monkeypatch):
-        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: pytest.fail("no record"))
+        monkeypatch.setattr("experiments.miniature.warm_start.warm_start", lambda *_, **__: pytest.fail("no record"))
         monkeypatch.chdir(tmp_path)  # a missing record would begin a work directory here
         (cell, *_) = (c for n in table_names("miniature") for c in read_table(n, "miniature").cells if c.run == run)
         assert set(RECORDED_SEEDS) <= set(Records(RESULTS).seeds(run))
@@ -203,7 +203,7 @@ class TestMiniatureRuns:
 
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr("pacs_trl.train.main", interrupted)
-        monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: Path("start"))
+        monkeypatch.setattr("experiments.miniature.warm_start.warm_start", lambda *_, **__: Path("start"))
         cell = Cell("PACS", "miniature/sums-0.1m/pacs")
         options = Options((0,), 2, 2, 2, 2, Path("results"), Path("work"))
         for _ in range(2):  # the second finds what the first has begun

@@ -11,8 +11,8 @@ def test_real_model_without_grpo(model_path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(quickstart, "prepare_model", lambda: Path(model_path))
     recipe = tmp_path / "sums.yaml"
     text = quickstart.SMOLLM2.recipes["PACS"].read_text()
-    recipe.write_text(text.replace("miniature/questions", "miniature/addition"))
-    changed = quickstart.SMOLLM2._replace(benchmark="miniature/addition", recipes={"PACS": recipe})
+    recipe.write_text(text.replace("questions_train", "addition_train"))
+    changed = quickstart.SMOLLM2._replace(task="addition", recipes={"PACS": recipe})
     monkeypatch.setattr(quickstart, "SMOLLM2", changed)
     monkeypatch.setattr(quickstart, "RECIPES", tmp_path / "recipes")
 

@@ -12,7 +12,7 @@ PAGE = Path(__file__).parents[2] / "docs/results/open_questions/README.md"
 
 
 def test_the_committed_records_make_the_table_of_the_page(tmp_path, monkeypatch):
-    monkeypatch.setattr("pacs_trl.miniature.warm_start.warm_start", lambda *_, **__: pytest.fail("no record"))
+    monkeypatch.setattr("experiments.miniature.warm_start.warm_start", lambda *_, **__: pytest.fail("no record"))
     monkeypatch.chdir(tmp_path)
     shutil.copy(PAGE.with_name("records.jsonl.gz"), tmp_path)
     monkeypatch.setattr("sys.argv", ["rollout_questions", "--results_dir", str(tmp_path)])

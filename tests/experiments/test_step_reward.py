@@ -2,9 +2,9 @@ r"""Labels of the steps of sums: a case on paper, and every worked solution."""
 
 import pytest
 
+from experiments.miniature.tasks import demonstrations
+from experiments.miniature.tokenizer import build_tokenizer
 from experiments.step_reward import step_reward, steps_hold
-from pacs_trl.data.tasks import demonstrations
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 TOKENIZER = build_tokenizer()

@@ -14,10 +14,11 @@ from peft import LoraConfig
 from replay import build_trainer
 from results_world import make_results
 
+from experiments.miniature.files import data_file, write_data
+from experiments.miniature.warm_start import CARD
 from pacs_trl import train
 from pacs_trl.evaluation.provenance import training_facts
 from pacs_trl.hub import build_card, kept_readme, license_of, push
-from pacs_trl.miniature import warm_start
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "miniature" / "pacs.yaml"
@@ -59,8 +60,12 @@ def trained(model_path, tmp_path_factory):
     directory = tmp_path_factory.mktemp("runs") / "pacs"
     sizes = "--per_device_train_batch_size 8 --num_generations 4 --max_completion_length 8 --max_steps 5 --disable_tqdm true"  # noqa: E501
     saves = "--save_strategy steps --save_steps 5 --save_total_limit 1"
+    start = directory.parent / "outputs/miniature/models/addition-small"
+    shutil.copytree(model_path, start)
+    (start / "README.md").write_text(CARD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(warm_start, "warm_start", lambda task: Path(model_path))
+        patch.chdir(directory.parent)  # the recipe names files relative to the working directory
+        write_data()
         train.main(["--config", str(RECIPE), "--output_dir", str(directory), *sizes.split(), *saves.split()])
     return directory
 
@@ -68,7 +73,7 @@ def trained(model_path, tmp_path_factory):
 def test_the_card_of_a_trained_model(trained):
     card = valid_metadata((trained / "README.md").read_text())
     assert card.data.base_model is None and card.data.datasets is None and card.data.license == "apache-2.0"
-    for words in ("`miniature/addition`", "pacs-trl train --config recipe.yaml\n", "@article{li2025"):
+    for words in ("`addition_train.jsonl`", "pacs-trl train --config recipe.yaml\n", "@article{li2025"):
         assert words in card.text
     assert str(trained.parent) not in card.content and kept_readme(trained) is None
     of_checkpoint = (trained / "checkpoint-5" / "README.md").read_text()
@@ -92,7 +97,8 @@ def test_it_is_the_same_after_pushing_and_its_snippet_and_command_run(
     program, command, *argv = shlex.split(block(pushed, "bash"))
     assert (program, command) == ("pacs-trl", "train")
     monkeypatch.chdir(repository)
-    monkeypatch.setattr(warm_start, "warm_start", lambda task: Path(model_path))
+    (repository / "addition-small").symlink_to(model_path)
+    (repository / "addition_train.jsonl").symlink_to(trained.parent / data_file("addition", "train"))
     pushing = "--push_to_hub true --hub_model_id user/again --hub_token hf_x".split()
     again = train.main([*argv, *pushing])
     weights = Path(again.args.output_dir) / "model.safetensors"

@@ -163,7 +163,7 @@ def test_a_resumed_run_has_the_same_id_and_the_resolved_recipe(runs):
     resumed = published(recipe) | {"resume_from_checkpoint": "last"}  # not in the recipe beside the model
     assert wandb_config(parts[1])["recipe"] == resumed and recipe["model_name_or_path"].endswith("/model")
     first = wandb_config(parts[0])
-    assert first["recipe"]["max_steps"] == 2 and first["recipe"]["dataset_name"] == "miniature/addition"
+    assert first["recipe"]["max_steps"] == 2 and first["recipe"]["dataset_name"] == "addition_train.jsonl"
     assert first["learning_rate"] == recipe["learning_rate"]  # and every argument of the trainer beside it
 
 

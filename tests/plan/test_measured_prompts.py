@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, MambaConfig
 
+from experiments.miniature.model import build_model
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import read_recipe
 from pacs_trl.update.context_length import context_lengths
 

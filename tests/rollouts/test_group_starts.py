@@ -15,8 +15,8 @@ import torch
 from datasets import Dataset
 from replay import assert_same_models, build_trainer
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSTrainer, RLOOTrainer
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.rollouts.group_starts import GroupStarts, keeps_state_in_memory
 
 

@@ -12,6 +12,7 @@ import torch
 from replay import digit_reward
 from safetensors.torch import load_file
 from scripted import run_recipe
+from support.problems import CRITIC_PROMPT
 
 from pacs_trl.errors import exit_code
 from pacs_trl.rollouts.callbacks import StopOnSignal
@@ -53,7 +54,7 @@ def weights(directory):
 
 GRPO_TOO = pytest.param("grpo", marks=pytest.mark.slow)
 # of both models something is learnt before the signal, and after it
-CRITIC = ["--critic_prompt", "miniature", "--critic_max_new_tokens", "4", "--critic_pretraining_steps", "1"]
+CRITIC = ["--critic_prompt", CRITIC_PROMPT, "--critic_max_new_tokens", "4", "--critic_pretraining_steps", "1"]
 
 
 @pytest.mark.parametrize("method", ["pacs", "ppo", GRPO_TOO, "genac"])

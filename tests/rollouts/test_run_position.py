@@ -10,8 +10,8 @@ import transformers.utils.chat_template_utils
 import trl
 from replay import addition_dataset, assert_same_models, build_trainer, digit_reward
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 SAVING = {"save_strategy": "steps", "save_steps": 1, "learning_rate": 1e-2, "optim": "adamw_torch"}

@@ -10,11 +10,11 @@ from replay import build_trainer, tiny_model
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import LoadedBenchmark, Problem
 from pacs_trl.evaluation.conversations import ConversationEngine
 from pacs_trl.evaluation.requests import Completion, Request
-from pacs_trl.miniature.tokenizer import build_tokenizer
 
 
 END = "<|im_end|>"

@@ -6,15 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 from replay import build_trainer, spy_on
+from support.problems import held_out
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 
-from pacs_trl.data.tasks import CALL, demonstrations
+from experiments.miniature.tasks import CALL, demonstrations
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import LoadedBenchmark, Problem
 from pacs_trl.evaluation.conversations import ConversationEngine
 from pacs_trl.evaluation.requests import Completion, Request
-from pacs_trl.miniature.tokenizer import build_tokenizer
 from pacs_trl.recipe import Recipe
 from pacs_trl.rewards import math_reward, run_python, tool_function
 from pacs_trl.verification import completion_text
@@ -70,7 +71,7 @@ def test_benchmarks_use_the_tools_of_training(tmp_path, monkeypatch):
 
     monkeypatch.setattr(GRPOTrainer, "_generate_single_turn", generate)
     more = {"tools": [say], "processing_class": copy.deepcopy(TOKENIZER)}
-    settings = {"eval_benchmarks": ["miniature/addition"], "eval_max_problems": 3, "eval_num_samples": 4}
+    settings = {"eval_benchmarks": [held_out()], "eval_max_problems": 3, "eval_num_samples": 4}
     settings |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "per_device_eval_batch_size": 12}
     trainer = build_trainer(
         tmp_path, reward=math_reward, more=more, max_steps=1, max_completion_length=64, num_generations=4, **settings

@@ -40,8 +40,8 @@ def no_process_group_stays():
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
     """Directory with the smallest miniature model and its tokenizer; vLLM loads by path."""
-    from pacs_trl.miniature.model import build_model
-    from pacs_trl.miniature.tokenizer import build_tokenizer
+    from experiments.miniature.model import build_model
+    from experiments.miniature.tokenizer import build_tokenizer
 
     directory = tmp_path_factory.mktemp("tiny")
     tokenizer = build_tokenizer()

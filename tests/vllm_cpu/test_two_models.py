@@ -3,11 +3,12 @@
 import pytest
 import torch
 from replay import addition_dataset, build_trainer
+from support.problems import CRITIC_PROMPT
 from test_colocate import LEARNING, even_start, greedy_by_engine, greedy_by_model
 from transformers import AutoTokenizer
 
+from experiments.miniature.model import build_model
 from pacs_trl.experimental.genac import GenACTrainer
-from pacs_trl.miniature.model import build_model
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def trainer(tmp_path, checkpoint, colocated):
         trainer_class=GenACTrainer,
         more={"train_dataset": addition_dataset(64), "processing_class": tokenizer},
         critic_model_name_or_path=str(tmp_path / "critic"),
-        critic_prompt="miniature",
+        critic_prompt=CRITIC_PROMPT,
         critic_max_new_tokens=8,
         critic_pretraining_steps=0,
         max_segments=2,

@@ -3,8 +3,8 @@ import torch
 from seeds import shifted
 from transformers import AutoTokenizer
 
-from pacs_trl.miniature.model import MODEL_SIZES, build_model
-from pacs_trl.miniature.tokenizer import BOX_TOKEN, END_TOKEN, build_tokenizer
+from experiments.miniature.model import MODEL_SIZES, build_model
+from experiments.miniature.tokenizer import BOX_TOKEN, END_TOKEN, build_tokenizer
 
 
 CONVERSATION = [

@@ -4,9 +4,9 @@ from collections import Counter
 import pytest
 from math_verify import parse, verify
 
-from pacs_trl.data.tasks import CALL, NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, looks_right, problems
-from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.miniature.warm_start import MAX_COMPLETION_LENGTH
+from experiments.miniature.tasks import CALL, NUM_ADDITIONS, SUM_SIZES, TASKS, demonstrations, looks_right, problems
+from experiments.miniature.tokenizer import build_tokenizer
+from experiments.miniature.warm_start import MAX_COMPLETION_LENGTH
 from pacs_trl.verification.code import CodeVerifier
 
 

@@ -24,17 +24,24 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import PreTrainedModel, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from ..data import tasks
-from ..data.tasks import demonstrations, looks_right, problems
-from ..evaluation.engines import TransformersEngine
-from ..evaluation.requests import Request, SamplingSettings, sample_seed
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.requests import Request, SamplingSettings, sample_seed
+
 from . import model as models
-from . import tokenizer
+from . import tasks, tokenizer
 from .model import build_model
+from .tasks import demonstrations, looks_right, problems
 from .tokenizer import build_tokenizer
 
 
 CACHE_DIR = Path("outputs/miniature/warm_start")
+
+CARD = """---
+license: apache-2.0
+---
+
+A model of the miniature, made from scratch by `experiments.miniature.warm_start`.
+"""
 
 Weights = dict[str, torch.Tensor]
 
@@ -98,11 +105,13 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     Path(cache_dir).mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if not _DISTRIBUTED.match(name)}
     environment |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    places = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]  # the working directory may be another
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     if not sys.stderr.isatty():  # no progress bars in a pipe or a file
         environment |= {"TQDM_DISABLE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".partial-") as partial:
         arguments = [json.dumps(asdict(wanted)), f"{partial}/model"]
-        command = [sys.executable, "-m", "pacs_trl.miniature.warm_start", *arguments]
+        command = [sys.executable, "-m", "experiments.miniature.warm_start", *arguments]
         # The trainer prints metrics to stdout, progress and warnings to stderr. The process has its own group, so that
         # Ctrl-C reaches only this process, which then ends it without a traceback.
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
@@ -168,6 +177,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
     trainer.save_model()
     content = json.dumps({"settings": asdict(settings), **report}, indent=1)
     (Path(output_dir) / "warm_start.json").write_text(content + "\n")
+    (Path(output_dir) / "README.md").write_text(CARD)
     return report
 
 

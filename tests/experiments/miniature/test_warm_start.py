@@ -8,12 +8,11 @@ import torch
 from seeds import shifted
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 
-from pacs_trl.data.tasks import problems
-from pacs_trl.evaluation.requests import Completion
-from pacs_trl.miniature import warm_start as module
-from pacs_trl.miniature.model import build_model
-from pacs_trl.miniature.tokenizer import build_tokenizer
-from pacs_trl.miniature.warm_start import (
+from experiments.miniature import warm_start as module
+from experiments.miniature.model import build_model
+from experiments.miniature.tasks import problems
+from experiments.miniature.tokenizer import build_tokenizer
+from experiments.miniature.warm_start import (
     AVERAGE_DECAY,
     CALIBRATION_SEED,
     Calibration,
@@ -22,6 +21,7 @@ from pacs_trl.miniature.warm_start import (
     train_warm_start,
     warm_start,
 )
+from pacs_trl.evaluation.requests import Completion
 
 
 TINY = {"size": "tiny", "target_accuracy": None, "max_steps": 5, "probe_steps": 2, "num_probes": 4, "batch_size": 4}

@@ -1,0 +1,1 @@
+"""Models, runs, servers, and other things that tests share, one module per subject."""
