@@ -27,12 +27,20 @@ from pacs_trl.plan.cost import (
     optimizer_seconds,
     update_seconds,
 )
-from pacs_trl.plan.schedules import Group, Schedule, Trainer, continuous, engine_on, in_turn, one_late
+from pacs_trl.plan.schedules import (
+    Group,
+    Schedule,
+    Trainer,
+    continuous,
+    engine_on,
+    in_turn,
+    one_late,
+    transfer_seconds,
+)
 
 
 PROMPT_TOKENS = 256
 MICRO_BATCH_TOKENS = 16384
-TRANSFER_BANDWIDTH = 50e9  # bytes per second
 
 # Model, longest completion, mean as a share of it, and completions of an optimizer step on each GPU.
 WORKLOADS = (
@@ -89,7 +97,7 @@ def simulate(workload: tuple[str, int, float, int], gpu: Gpu, num_gpus: int, sta
 
     num_groups = number // NUM_GENERATIONS
     batch = [group for group, _ in zip(groups(), range(num_groups), strict=False)]
-    transfer = 2 * shape.parameters / TRANSFER_BANDWIDTH
+    transfer = transfer_seconds(shape)
 
     def trainer(gpus: int) -> Trainer:
         return Trainer(num_groups, seconds_of_update(shape, gpu, batch, gpus), transfer)

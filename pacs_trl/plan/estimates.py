@@ -1,6 +1,8 @@
 """Estimate of a recipe on a launch: batches, run, GPU memory, and hours. Formulas are in `cost.py`."""
 
 import math
+from collections.abc import Iterator
+from itertools import islice
 from typing import NamedTuple
 
 from ..recipe import Recipe
@@ -10,11 +12,15 @@ from . import cost
 from .cost import GIB, H200, Execution, Gpu, Passes, Recomputation
 from .launch import Launch
 from .packing import packing_of
+from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
 from .workload import MEAN_SHARE, MemoryChoice, Workload, choice_on_cpu, choose, chooses, occupied_bytes
 
 
 # Number of problems in the named training sets, for counting epochs.
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
+
+
+_SIMULATED_STEPS = 20  # optimizer steps of continuous generation
 
 
 class Prompts(NamedTuple):
@@ -55,6 +61,8 @@ class Estimate:
         self.prompts, self.num_gpus = prompts, launch.num_processes
         self.has_server = training.use_vllm and training.vllm_mode == "server"
         self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
+        self.schedule = "one batch late" if training.rollout_lag else "in turn"
+        self.max_staleness = 4
         self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
@@ -225,24 +233,56 @@ class Estimate:
 
     def generating(self, mean_length: int, num_gpus: int | None = None) -> float:
         """Return the seconds of a generation, on `num_gpus` of a server."""
-        training, gpu, rows, share = self.training, self.gpu, self.step.completions_per_generation, 0.5
-        if self.has_server:  # one engine on all of its GPUs, with the default share of `vllm serve`
-            number, share = num_gpus or self.server_gpus, 0.9
-            gpu = gpu._replace(memory_bytes=gpu.memory_bytes * number, bandwidth=gpu.bandwidth * number)
-        else:
-            rows /= self.num_gpus
-            share = training.vllm_gpu_memory_utilization if training.use_vllm else share
+        training, gpu = self.training, self.gpu
+        if self.has_server:
+            batch = islice(self._groups(mean_length), int(self.step.prompts_per_generation))
+            return generate(batch, self._server(num_gpus or self.server_gpus))[0]
+        share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
         cache = max(share * gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * gpu.memory_bytes)
+        rows = self.step.completions_per_generation / self.num_gpus
         lengths = self.mean_prompt, mean_length, training.max_completion_length
         return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=gpu)
 
-    def seconds(self, mean_length: int, server_gpus: int | None = None) -> float:
-        """Return the seconds from one generation to the next, with `server_gpus` of all GPUs for the server: of both
-        sides with `rollout_lag`, else their sum."""
+    def _server(self, num_gpus: int) -> Engine:
+        """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""
+        return engine_on(self.shape, self.gpu, num_gpus=num_gpus)
+
+    def _groups(self, mean_length: int) -> Iterator[Group]:
+        longest = self.training.max_completion_length
+        return typical_groups(self.mean_prompt, mean_length, longest, self.step.num_generations)
+
+    def seconds(self, mean_length: int, server_gpus: int | None = None, schedule: str | None = None) -> float:
+        """Return the seconds from one generation to the next, with `server_gpus` of all GPUs for a server. With it
+        generation and training follow a schedule: `"in turn"`, `"one batch late"`, or `"continuous"`."""
+        learning = self.learning(mean_length)[1]
+        if not self.has_server:
+            generating = self.generating(mean_length)
+            return max(learning, generating) if self.training.rollout_lag else learning + generating
         serving = server_gpus or self.server_gpus
-        learning, others = self.learning(mean_length)[1], self.num_gpus + self.server_gpus - serving
-        sides = learning * self.num_gpus / others, self.generating(mean_length, serving)
-        return max(sides) if self.training.rollout_lag else sum(sides)
+        learning *= self.num_gpus / (self.num_gpus + self.server_gpus - serving)
+        schedule = schedule or self.schedule
+        if schedule != "continuous":
+            generating = self.generating(mean_length, serving)
+            return max(learning, generating) if schedule == "one batch late" else learning + generating
+        updates = self.step.updates_per_generation
+        groups = max(1, int(self.step.prompts_per_update))
+        trainer = Trainer(groups, learning / updates, transfer_seconds(self.shape))
+        staleness = self.max_staleness
+        steps = max(_SIMULATED_STEPS, 2 * (staleness + 1))
+        engine = self._server(serving)
+        return updates * continuous(self._groups(mean_length), engine, trainer, steps, staleness).seconds
+
+    def splits(self, mean_length: int) -> dict[str, tuple[int, float]]:
+        """Return for each schedule how many of the GPUs train when it is fastest, and the seconds from one generation
+        to the next. Tensor parallelism of a server divides the heads of attention, on one node."""
+        total = self.num_gpus + self.server_gpus
+        sizes = [size for size in (1, 2, 4, 8) if size < total and self.shape.num_heads % size == 0]
+        fastest = {}
+        for schedule in ("in turn", "one batch late", "continuous"):
+            options = [(self.seconds(mean_length, size, schedule), total - size) for size in sizes]
+            seconds, training = min(options)
+            fastest[schedule] = (training, seconds)
+        return fastest
 
     def gpu_hours(self, mean_length: int) -> float | None:
         """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` if unknown."""
@@ -254,13 +294,10 @@ class Estimate:
 
     def text(self, mean_length: int) -> str:
         """Return the text that `plan` prints, for completions of `mean_length` tokens on average."""
-        gpus = range(1, self.num_gpus + self.server_gpus)
         hours = self.gpu_hours(mean_length)
-        fastest = None
-        if self.server_gpus and hours is not None:
-            fastest = gpus.stop - min(gpus, key=lambda number: self.seconds(mean_length, number))
-        shown = {"mean_length": mean_length, "hours": hours, "fastest": fastest, "duration": _duration}
-        return render("plan.txt", plan=self, step=self.step, **shown)
+        splits = self.splits(mean_length) if self.server_gpus and hours is not None else {}
+        shown = {"mean_length": mean_length, "hours": hours, "splits": splits}
+        return render("plan.txt", plan=self, step=self.step, duration=_duration, rounded=_rounded, **shown)
 
 
 def _compiles_layers(recipe: Recipe, launch: Launch) -> bool:
@@ -271,6 +308,10 @@ def _compiles_layers(recipe: Recipe, launch: Launch) -> bool:
     is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
     quantization = "bitsandbytes" if model.load_in_4bit or model.load_in_8bit else None
     return obstacle_to_compilation(training, is_zero3=is_zero3, quantization=quantization) is None
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.3g}"
 
 
 def _duration(hours: float, unit: str = "", digits: int = 1) -> str:

@@ -23,6 +23,7 @@ from .cost import GIB, Gpu, ModelShape
 _LAUNCH_SECONDS = 3e-3
 _BANDWIDTH_SHARE = 0.83
 _FLOPS_SHARE = 0.5
+_TRANSFER_BANDWIDTH = 50e9  # bytes per second
 
 
 class Engine(NamedTuple):
@@ -203,6 +204,11 @@ def engine_on(
         cache_seconds=shape.kv_bytes_per_token / (engines * bandwidth),
         cache_tokens=engines * cache / shape.kv_bytes_per_token,
     )
+
+
+def transfer_seconds(shape: ModelShape) -> float:
+    """Return the seconds in which bfloat16 weights are sent from the GPUs that train to those that generate."""
+    return 2 * shape.parameters / _TRANSFER_BANDWIDTH
 
 
 def default_slots(gpu: Gpu) -> int:

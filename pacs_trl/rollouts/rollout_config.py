@@ -153,7 +153,8 @@ class RolloutConfig(GRPOConfig):
         try:
             super().__post_init__()
         except ValueError as error:
-            if messages := self._batch_size_errors():
+            knows_processes = "distributed_state" in vars(self)  # which transformers looks at after other settings
+            if knows_processes and (messages := self._batch_size_errors()):
                 raise ValueError(" ".join(messages)) from error
             raise
         if schedule_follows_metric:

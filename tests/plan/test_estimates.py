@@ -44,16 +44,28 @@ def test_an_update_over_two_generations_takes_as_long_as_two(estimate_of):
 
 
 def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
-    """64 GPUs train and another node of 8 generates; one more GPU of 72 for the other side changes both."""
+    """64 GPUs train and another node of 8 generates; four of these for training change both."""
     for settings, total in ((LATE, max), (LATE | {"rollout_lag": 0}, sum)):
         estimate = estimate_of(**settings)
         sides = estimate.learning(350)[1], estimate.generating(350)
         assert estimate.seconds(350) == pytest.approx(total(sides)) and min(sides) > 0
-        other = sides[0] * 64 / 63, estimate.generating(350, 9)
-        assert estimate.seconds(350, 9) == pytest.approx(total(other)) and other[1] < sides[1]
+        other = sides[0] * 64 / 68, estimate.generating(350, 4)
+        assert estimate.seconds(350, 4) == pytest.approx(total(other)) and other[1] > sides[1]
         assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.seconds(350) * 72 / 3600)
     printed = estimate_of(**LATE).text(350)
-    assert "on the server's 8 GPUs, beside the updates" in printed and "on 72 GPUs, 64 for training" in printed
+    assert "on the server's 8 GPUs (simulated), beside the updates" in printed
+    assert "on 72 GPUs, 64 for training" in printed and "not tested on a GPU" in printed
+
+
+def test_the_split_of_a_server_is_the_fastest_that_can_share_the_heads(estimate_of):
+    """Of 72 GPUs 1, 2, 4, or 8 can serve: tensor parallelism divides 32 heads, on one node."""
+    estimate = estimate_of(**LATE, per_device_train_batch_size=1)
+    splits = estimate.splits(350)
+    assert list(splits) == ["in turn", "one batch late", "continuous"]
+    for schedule, (training, seconds) in splits.items():
+        possible = {72 - size: estimate.seconds(350, size, schedule) for size in (1, 2, 4, 8)}
+        assert seconds == possible[training] == min(possible.values())
+    assert splits["one batch late"][1] < splits["in turn"][1]
 
 
 def test_a_copy_of_the_weights_of_a_server(estimate_of):
