@@ -65,7 +65,7 @@ class ExactUpdateConfig(RolloutConfig):
 
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)
-        if self.scores_groups or self.rollout_lag or self.completions_per_step is not None:
+        if self.scores_groups or self.is_asynchronous or self.completions_per_step is not None:
             errors += step.errors()
         if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
             errors.append(
@@ -213,9 +213,10 @@ class PACSConfig(ExactUpdateConfig):
 def _first_update_errors(config: Any, step: Step) -> list[str]:
     undefined = config.score_estimator == "grpo" and config.reference == "rollout" and config.proxy != "mean_logp"
     first = config.first_update_score
-    if undefined and config.rollout_lag:
+    if undefined and config.is_asynchronous:
+        setting_name = f"rollout_lag={config.rollout_lag}" if config.rollout_lag else "rollout_schedule: continuous"
         return [
-            f"rollout_lag={config.rollout_lag} cannot be used with score_estimator='grpo' and reference='rollout': "
+            f"{setting_name} cannot be used with score_estimator='grpo' and reference='rollout': "
             "its implicit rewards are nearly 0 at first. Set score_estimator='rloo' or 'dr_grpo', or "
             "reference='snapshot'."
         ]

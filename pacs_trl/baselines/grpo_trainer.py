@@ -135,7 +135,7 @@ class GRPOTrainer(ExactUpdateTrainer):
         mismatch = self._mismatch if self.corrects_mismatch and args.loss_type == "vespo" else None
         has_later_updates = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
         has_later_updates = has_later_updates or self.is_sliced
-        ratios_differ_from_1 = has_later_updates or args.rollout_lag > 0 or mismatch is not None
+        ratios_differ_from_1 = has_later_updates or args.is_asynchronous or mismatch is not None
         return SurrogateObjective(
             surrogate.RatioLoss(
                 args.loss_type,

@@ -114,10 +114,10 @@ class Workload:
         """Return the passes of the policy over the generation batch."""
         training, step = self.training, self.step
         reference = training.proxy_reference
-        if training.rollout_lag and reference == "rollout":  # its log-probs come from the engine
+        if training.is_asynchronous and reference == "rollout":  # its log-probs come from the engine
             reference = None
         corrects = training.use_vllm and training.vllm_importance_sampling_correction
-        if training.rollout_lag and not training.scores_groups:  # the denominators of ratios come from the engine
+        if training.is_asynchronous and not training.scores_groups:  # the denominators of ratios come from the engine
             corrects = False
         updates, iterations, kl = step.updates_per_generation, training.num_iterations, training.beta != 0
         if training.is_exact:

@@ -264,11 +264,14 @@ def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | N
     )
 
 
-def check_loaded(model: Any, dataset: Any, args: RolloutConfig, has_tools: bool, is_sharded: bool) -> None:
+def check_loaded(
+    model: Any, dataset: Any, args: RolloutConfig, has_tools: bool, is_sharded: bool, has_evaluation: bool = True
+) -> None:
     """Raise a `ValueError` if a LoRA target matches no module (peft only raises if none matches at all), if faster
     generation cannot have whole weights, if processes that generate together have tools, or if the training set
     differs between processes or is too small."""
-    if has_tools and (error := shared_turns_error(args, is_sharded)):
+    generates_elsewhere = args.rollout_schedule == "continuous" and not has_evaluation
+    if has_tools and not generates_elsewhere and (error := shared_turns_error(args, is_sharded)):
         raise ValueError(error)
     for config in getattr(model, "peft_config", {}).values():
         targets = vars(config).get("target_modules")  # prompt tuning has none
@@ -357,6 +360,8 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
     """Raise a `ValueError` if a trainer with these arguments cannot generate ahead of training (`rollout_lag`)."""
     function = arguments["rollout_func"]
     is_async = function is not None and is_async_callable(function)
+    if args.rollout_schedule == "continuous":
+        return  # `server_checks.check_user_code`
     if not args.rollout_lag:
         if is_async:
             raise ValueError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")
@@ -395,8 +400,24 @@ def server_url(args: RolloutConfig) -> str:
     return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
 
 
-def serve_command(model: str, lora_rank: int | None = None) -> str:
-    """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters."""
+EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"  # of the workers of a server that generates continuously
+
+
+def serve_command(
+    model: str, lora_rank: int | None = None, args: RolloutConfig | None = None, dtype: str = "auto"
+) -> str:
+    """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters; with `args`
+    of a run with `rollout_schedule: continuous` one that shares memory with the trainer, and computes in `dtype`."""
+    if args is not None and args.rollout_schedule == "continuous":
+        server = f"vllm serve {model}"
+        if args.use_cpu:
+            slots = (args.max_staleness + 1) * args.generation_batch_size
+            server = f"python -m vllm.entrypoints.openai.api_server --model {model} --max-num-seqs {slots}"
+            if args.vllm_max_model_length is not None:
+                tokens = slots * args.vllm_max_model_length
+                server += f" --max-model-len {args.vllm_max_model_length} --max-num-batched-tokens {tokens}"
+        sharing = f"--dtype {dtype} --worker-extension-cls {EXTENSION}"
+        return f"VLLM_SERVER_DEV_MODE=1 {server} {sharing} --logprobs-mode processed_logprobs --max-logprobs -1"
     loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
     if lora_rank is not None:
         loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"
@@ -435,7 +456,7 @@ def check_port(port: int, setting: str, remedy: str) -> None:
 def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) -> None:
     """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, where TRL may
     wait forever, or if it serves another model."""
-    url, command = server_url(args), serve_command(model, lora_rank)
+    url, command = server_url(args), serve_command(model, lora_rank, args)
     deadline = time.monotonic() + args.vllm_server_timeout
     with httpx.Client(base_url=url, timeout=10.0) as client:
         served: dict = {}

@@ -204,6 +204,9 @@ class Engine(VLLMGeneration):
     def sync_weights(self) -> None:
         """Send the weights to vLLM. Raises a [`ServerFailure`] if a server does not answer. If a server dies during
         the transfer, NCCL may still hang waiting for its peer."""
+        if self._trainer.args.rollout_schedule == "continuous":
+            self._trainer._source.send_weights()
+            return
         with self._timer.part("weight_sync"):
             if self.mode == "server":
                 health = self._ask_health()
@@ -289,8 +292,9 @@ class Engine(VLLMGeneration):
 @contextmanager
 def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
     """With `vllm_sync_adapter`, enable LoRA in the engine that TRL constructs inside, or do without the NCCL group of
-    its client, which sends all weights. TRL has no settings for either."""
-    if (rank := max_lora_rank(args, model, peft_config)) is None:
+    its client, which sends all weights; also with `rollout_schedule: continuous`. TRL has no settings for either."""
+    rank = max_lora_rank(args, model, peft_config)
+    if rank is None and args.rollout_schedule == "batch":
         yield
         return
     owner, name, value = vllm_generation.VLLMClient, "init_communicator", lambda client, device: None
@@ -357,7 +361,8 @@ def stop_without_engine(trainer: Any, failure: ServerFailure) -> NoReturn:
     step, engine, remedy = trainer.state.global_step, "engine process", " (an error above, or memory)"
     saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
     if trainer.use_vllm:
-        command = serve_command(trainer.model.name_or_path, max_lora_rank(trainer.args, trainer.model, None))
+        rank = max_lora_rank(trainer.args, trainer.model, None)
+        command = serve_command(trainer.model.name_or_path, rank, trainer.args)
         engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
     raise FailedRun(
         f"The {engine} {state} after optimizer step {step} ({cause}). "

@@ -5,7 +5,8 @@ The parent class provides generation, tools, vLLM, rewards, collation, and loggi
 - [`ExactUpdateTrainer.training_step`] follows the parent's schedule of accumulation slots, but generates whole groups
   without padding in the first slot of a generation batch, and runs the whole optimizer step in the last slot of the
   step (`update/`).
-- With `rollout_lag` it takes generation batches of `late_batches.py` instead of generating.
+- With `rollout_lag` it takes generation batches of `late_batches.py` instead of generating, with
+  `rollout_schedule: continuous` the groups of `continuous.py`.
 - Checkpoints also contain the completions of later optimizer steps.
 """
 
@@ -15,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
+from .engine import ServerFailure, stop_without_engine
 from .late_batches import LateBatches
 from .memory import (
     StartOfUpdate,
@@ -53,10 +56,11 @@ from .memory import (
     with_choice,
 )
 from .model_checks import compiles_layers, warn_of_eager_layers
-from .overrides import check_batch, check_overrides
+from .overrides import check_batch, check_overrides, replaced
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
+from .server_checks import check_server_of_continuous, check_user_code, training_dtype
 from .sources import RolloutSource
 from .uneven_shares import UnevenSampler, UnevenShares
 
@@ -125,7 +129,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             self._mismatch,
             token_weights=self.token_weights(),
             # A temperature other than 1 is allowed, because the loss divides the logits by it too.
-            samples_policy=samples_policy and not args.rollout_lag,
+            samples_policy=samples_policy and not args.is_asynchronous,
             compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
             has_entropy_bonus=self._entropy_bonus_enabled,
             has_router_loss=self.aux_loss_enabled,
@@ -165,6 +169,8 @@ class ExactUpdateTrainer(RolloutTrainer):
     # Construction ---------------------------------------------------------------------------------------------------
 
     def _prepare_loading(self, model, args, arguments) -> None:
+        if args.rollout_schedule == "continuous":
+            self.user_code = check_user_code(args, model, arguments)
         super()._prepare_loading(model, args, arguments)
         if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
             raise ValueError(
@@ -173,7 +179,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             )
         check_overrides(self, ExactUpdateTrainer)
         corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
-        if corrects and not (args.use_vllm or args.rollout_lag or arguments["rollout_func"]):
+        if corrects and not (args.use_vllm or args.is_asynchronous or arguments["rollout_func"]):
             raise ValueError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
@@ -181,6 +187,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
 
     def _choose_settings(self, model, args, arguments):
+        if args.rollout_schedule == "continuous" and args.process_index == 0:
+            check_server_of_continuous(args, model, training_dtype(args, model), self._longest_sequence)
         self._memory_is_chosen = chooses(args)
         self._memory_settings = [args.gradient_checkpointing, args.max_tokens_per_micro_batch]
         self._memory_plan = plan_memory(
@@ -196,6 +204,10 @@ class ExactUpdateTrainer(RolloutTrainer):
         super()._prepare_generation()
 
     def _create_source(self) -> RolloutSource:
+        if self.args.rollout_schedule == "continuous":
+            from .continuous import ContinuousRollouts  # imports TRL's asynchronous trainer
+
+            return ContinuousRollouts(self)
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
     def _prepare_learning(self) -> None:
@@ -504,6 +516,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Generate and grade the completions of this process, and return them without padding."""
         if self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
+        if self.args.rollout_schedule == "continuous":
+            return self._take_continuous_rollouts(len(inputs))
         self._shares = self._uneven_shares()
         if self._shares is not None:
             inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
@@ -515,11 +529,26 @@ class ExactUpdateTrainer(RolloutTrainer):
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
 
+    def _take_continuous_rollouts(self, num_completions: int) -> list[Rollout]:
+        """Return the next completions of the source for this process, without padding. TRL's methods log them as if
+        they had generated and graded them."""
+        source: Any = self._source
+        try:
+            inputs = source.take_rows(num_completions)
+        except ServerFailure as failure:
+            stop_without_engine(self, failure)
+        self._last_loaded_step = self.state.global_step
+        no_environments: dict[str, Any] = {"environment_factories": None, "environments": None}
+        with replaced(self, rollout_func=source.take, _tool_call_loop=source.tool_calls, **no_environments):
+            rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
+        use_engine_logps(rollouts, self.update.logps_of_generating_policy)
+        return rollouts
+
     def _store_logps_for_later_updates(self) -> None:
         """Store the log-probs at rollout time that later updates read, before the policy changes."""
         if self._keeps_generating_policy:
             self._recompute_generating_logps()
-        names = self.update.logps_for_later_updates(rollout_lag=self.args.rollout_lag > 0)
+        names = self.update.logps_for_later_updates(rollout_lag=self.args.is_asynchronous)
         if not names:
             return
         is_reused = self.num_iterations > 1
@@ -555,7 +584,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return minibatches[number % len(minibatches)], is_first_update
 
     def _update_timing(self, is_first_update: bool) -> UpdateTiming:
-        is_late = self.args.rollout_lag > 0
+        is_late = self.args.is_asynchronous
         return UpdateTiming(
             is_first_update,
             old_logps_are_stored=is_late and "old_logps" in self.update.logps_of_generating_policy,
@@ -700,7 +729,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         else:
             self._waiting = WaitingRollouts(minibatches=[self.update.schedule(rollouts) for rollouts in waiting])
         late_batches = state["late_batches"]
-        if len(parts) != self.accelerator.num_processes:
+        if len(parts) != self.accelerator.num_processes and self.args.rollout_lag:
             saved = [part["late_batches"] for part in parts]
             late_batches = divide_batches(saved, self.accelerator.process_index, self.accelerator.num_processes)
         self._source.load(late_batches)

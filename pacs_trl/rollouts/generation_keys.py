@@ -63,7 +63,7 @@ def generation_errors(args: Any) -> list[str]:
             "(vllm_importance_sampling_correction, off_policy_mask_threshold, stale_logps: engine): they are those of "
             "the distribution that the engine samples from, and the trained ones are those of the whole policy. "
             "Remove the former, or set vllm_importance_sampling_correction: false, remove off_policy_mask_threshold, "
-            "and with rollout_lag set stale_logps: recompute."
+            "with rollout_lag set stale_logps: recompute, and remove rollout_schedule."
         )
     if args.fast_generation:
         errors += _shared_cache_errors(args)
@@ -141,7 +141,7 @@ def _key_errors(args: Any, engine: str) -> list[str]:
 def engine_logps_enter_loss(args: Any) -> bool:
     """Return whether log-probs that an engine reports for the distribution that it samples from enter the loss."""
     if args.use_vllm:
-        takes_them_with_lag = args.rollout_lag > 0 and args.stale_logps != "recompute"
+        takes_them_with_lag = args.is_asynchronous and args.stale_logps != "recompute"
         masks_by_them = args.off_policy_mask_threshold is not None
         return args.vllm_importance_sampling_correction or masks_by_them or takes_them_with_lag
     return args.rollout_engine == "vllm" and args.stale_logps == "engine"

@@ -102,6 +102,7 @@ def prepare_for_images(
 def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) -> None:
     """Raise a `ValueError` for settings that are not supported with images."""
     unsupported = [name for name in ("tools", "environment_factory", "rollout_func") if arguments[name]]
+    unsupported += ["rollout_schedule: continuous"] * (args.rollout_schedule == "continuous")
     unsupported += [name for name in ("rollout_lag", "use_transformers_continuous_batching") if getattr(args, name)]
     if not args.supports_images:
         unsupported.append(type(args).__name__)

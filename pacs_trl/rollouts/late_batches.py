@@ -182,7 +182,7 @@ class LateBatches:
         trainer, early = self.trainer, self.taken["rewards"]
         functions = trainer.reward_funcs
         trainer.reward_funcs = [
-            partial(_replay, early[i]) if i in early else function for i, function in enumerate(functions)
+            partial(replay, early[i]) if i in early else function for i, function in enumerate(functions)
         ]
         try:
             yield
@@ -330,7 +330,7 @@ class LateBatches:
         return [independent_copy(row_of[i]) for i in indices]  # completions of a group share nothing
 
 
-def _replay(result: Any, **arguments: Any) -> list[float | None]:
+def replay(result: Any, **arguments: Any) -> list[float | None]:
     """Return the rewards of a function that was called early, and log what it logged; or raise what it raised."""
     if isinstance(result, Exception):
         raise result

@@ -64,6 +64,19 @@ class RolloutConfig(GRPOConfig):
         '`"engine"`, the trainer keeps a copy of these weights.',
     )
 
+    rollout_schedule: Literal["batch", "continuous"] = setting(
+        "batch",
+        'When a vLLM server (`vllm_mode="server"`) generates: `"batch"` generates a batch of prompts as a whole; '
+        '`"continuous"` keeps all slots of the server busy while training goes on, and replaces its weights after '
+        "each optimizer step, also those of completions in progress. Then results depend on timing.",
+    )
+    max_staleness: int = setting(
+        4,
+        "With `rollout_schedule: continuous`, the largest number of optimizer steps since the weights of the oldest "
+        "token of a group. Older groups are dropped, and generation runs at most this number of steps ahead.",
+        least=1,
+    )
+
     # Parameters that control memory
     gradient_checkpointing: Literal[True, False, "auto"] = setting(
         True,
@@ -210,6 +223,13 @@ class RolloutConfig(GRPOConfig):
             )
         if self.stale_logps and not self.rollout_lag:
             errors.append("stale_logps is for rollout_lag, without which it would be ignored. Set both, or neither.")
+        if self.rollout_schedule == "continuous":
+            errors += self._continuous_errors()
+        elif self.max_staleness != type(self).max_staleness:
+            errors.append(
+                f"max_staleness={self.max_staleness} would be ignored without rollout_schedule: continuous. Set "
+                "both, or neither."
+            )
         return errors
 
     @property
@@ -249,6 +269,11 @@ class RolloutConfig(GRPOConfig):
     def proxy_reference(self) -> str | None:
         """The policy that the proxies compare with, `"rollout"` or `"snapshot"`; `None` without one."""
         return self.reference
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether completions are generated beside training, with the weights of earlier optimizer steps."""
+        return self.rollout_lag > 0 or self.rollout_schedule == "continuous"
 
     @property
     def keeps_generating_policy(self) -> bool:
@@ -326,3 +351,33 @@ class RolloutConfig(GRPOConfig):
             reason = "counts generation batches, and an optimizer step learns from several"
             return f"{reason}. Set steps_per_generation={self.gradient_accumulation_steps} or a multiple"
         return None
+
+    def _continuous_errors(self) -> list[str]:
+        """Return one message per setting that contradicts `rollout_schedule: continuous`."""
+        name, errors = "rollout_schedule: continuous", []
+        if not self.supports_rollout_lag:
+            errors.append(
+                f"{name} is not supported by {type(self).__name__}: the method generates again, or reads the current "
+                "policy. Use pacs, grpo, rloo, maxrl, or real, or remove the key."
+            )
+        if not self.use_vllm or self.vllm_mode != "server":
+            errors.append(
+                f"{name} needs a vLLM server beside training, and use_vllm: {str(self.use_vllm).lower()} with "
+                f"vllm_mode: {self.vllm_mode} has none. Set use_vllm: true and vllm_mode: server, and start a server."
+            )
+        if self.rollout_lag or self.stale_logps:
+            errors.append(
+                f"{name} replaces rollout_lag and stale_logps: log-probs are those of the engine. Remove both keys."
+            )
+        if self.vllm_sync_adapter:
+            errors.append(
+                f"{name} sends LoRA merged into all weights, so vllm_sync_adapter would be ignored. Remove the key."
+            )
+        one_step = self.steps_per_generation == self.gradient_accumulation_steps and self.num_iterations == 1
+        if not one_step or self.completions_per_step is not None:
+            errors.append(
+                f"{name} takes new groups for each optimizer step, and each once. Set steps_per_generation to "
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps} and num_iterations: 1, and remove "
+                "completions_per_step."
+            )
+        return errors

@@ -154,7 +154,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
                 config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-        checks.check_loaded(self.model, self.train_dataset, self.args, bool(self.tools), is_sharded)
+        has_evaluation = self.eval_dataset is not None
+        checks.check_loaded(self.model, self.train_dataset, self.args, bool(self.tools), is_sharded, has_evaluation)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
@@ -371,7 +372,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             num_generations (`int`): Number of completions per dataset row.
             groups (sequence of `int`, *optional*): [`Rollout.group`] of each row, by default a new group.
         """
-        assert not self.args.rollout_lag  # the source would return the completions of the next batch
+        assert not self.args.is_asynchronous  # the source would return the completions of the next batch
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
         if groups is not None:

@@ -1,0 +1,509 @@
+"""Continuous rollouts: a vLLM server that generates without a pause between batches, while the trainer learns.
+
+A worker process (`rollout_worker.py`) keeps the slots of the server filled while fewer groups are decoded or wait than
+`max_staleness + 1` optimizer steps need. An optimizer step takes the groups that were finished and graded first. After
+each step the server gets the new weights: it is paused, completions in flight go on with the new weights, and their
+cache is computed again with them. The version of weights is the number of optimizer steps before them.
+
+The log-probs of the engine are the reference `rollout` and the denominator of probability ratios, as with
+`rollout_lag`: each is that of the version that sampled the token, given the whole prefix.
+
+Only the first process has a worker, groups that wait, and positions; it sends the groups of a step to the others.
+Checkpoints hold the groups that wait, and the positions of prompts that were not delivered, which a run that resumes
+generates again.
+"""
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import requests
+from accelerate.utils import broadcast_object_list
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+from ..errors import FailedRun
+from ..rewards import shared_arguments
+from .callbacks import StopOnSignal
+from .checks import EXTENSION, server_url
+from .engine import ServerFailure
+from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
+from .interruption import PATIENCE, Stopped
+from .late_batches import replay
+from .reward_functions import independent_copy
+from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
+from .weight_transfer import SharedMemoryTransfer
+
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_CHECKS = 2.0
+_SECONDS_OF_A_CHECK = 7.0
+_SECONDS_TO_DRAIN = 10.0
+
+
+class WorkerFailure(ServerFailure):
+    """Failure of the rollout worker that is not one of the server: a reward function or a tool, for example."""
+
+
+class ServerWatch:
+    """
+    Checks every few seconds that the server answers and has the weights that this run has sent.
+
+    Attributes:
+        version (`str`): Name of the weights that the server has, unique to this run.
+        checked_at (`float`): Time of the last check that succeeded, in seconds since the epoch.
+        failure (`tuple[str, str]`, *optional*): State of the server and cause, of the first check that failed.
+    """
+
+    def __init__(self, url: str):
+        self.url, self.version, self.checked_at = url, "", 0.0
+        self.failure: tuple[str, str] | None = None
+        self._run = secrets.token_hex(4)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._check_often, daemon=True).start()
+
+    @contextmanager
+    def replacing(self, version: int) -> Iterator[str]:
+        """Check nothing inside the context, in which the server gets the weights with this version."""
+        with self._lock:
+            self.version = f"{self._run}/{version}"
+            yield self.version
+
+    def check(self) -> tuple[str, str] | None:
+        """Check now, and return the first failure."""
+        with self._lock:
+            if self.failure is None and self.version:
+                started = time.time()
+                self.failure = self._ask()
+                if self.failure is not None and time.time() - started < 1:  # not after a long wait
+                    self.failure = self._ask()
+                if self.failure is None:
+                    self.checked_at = started
+                else:
+                    logger.error("The vLLM server at %s %s (%s).", self.url, *self.failure)
+        return self.failure
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _check_often(self) -> None:
+        while not self._closed.wait(_SECONDS_BETWEEN_CHECKS):
+            self.check()
+
+    def _ask(self) -> tuple[str, str] | None:
+        try:
+            response = requests.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
+            response.raise_for_status()
+            version = response.json()["weight_version"]
+        except (OSError, ValueError, KeyError) as error:  # OSError: base class of the exceptions of requests
+            return "stopped answering", f"{type(error).__name__}: {error}"
+        if version != self.version:
+            cause = f"its weights are {version!r} instead of {self.version!r}"
+            return "was restarted or got weights of another run", cause
+        return None
+
+
+class ContinuousRollouts:
+    """
+    Source of rollouts of a run with `rollout_schedule: continuous`.
+
+    Attributes:
+        waiting (`list[GradedGroup]`): Groups that were delivered and not taken, in the order of delivery.
+        missing (`list[int]`), next_position (`int`): Positions below `next_position` that were not delivered, and the
+            first one from which none was.
+    """
+
+    def __init__(self, trainer: Any):
+        self.trainer, args = trainer, trainer.args
+        self.is_main = trainer.accelerator.is_main_process
+        self.groups_per_step = args.generation_batch_size // args.num_generations
+        self.waiting: list[GradedGroup] = []
+        self.missing: list[int] = []
+        self.next_position = 0
+        self._taken: list[GradedGroup] = []  # of the optimizer step `_taken_at`
+        self._taken_at = -1
+        self._completions: list[tuple[GradedGroup, int]] = []  # those of this process in the current step
+        self._num_delivered = 0  # by the current worker
+        self._sent_step = -1  # optimizer steps before the weights of the server
+        self._worker: RolloutWorker | None = None
+        self._watch: ServerWatch | None = None
+        self._transfer: Any = None
+        self._comparison: LogpComparison | None = None
+        self._order: PromptOrder | None = None
+
+    # Rollouts of a step ---------------------------------------------------------------------------------------------
+
+    def take_rows(self, num_rows: int) -> list[dict[str, Any]]:
+        """Return the dataset rows, with their prompts, of the `num_rows` completions of this process in the next
+        optimizer step, and wait for their groups. Raises a [`ServerFailure`] on all processes if server or worker has
+        failed, and [`Stopped`] if a signal stops the run first."""
+        trainer = self.trainer
+        self.send_weights()
+        if self.is_main and self._worker is None:
+            self._start_worker()
+        started, message = time.perf_counter(), [None, None]
+        if self.is_main:
+            failure = self._collect(self.groups_per_step)
+            message = [failure, [] if failure else self._take()]
+        broadcast_object_list(message, from_process=0)
+        failure, groups = message
+        if failure == ("", ""):
+            raise Stopped
+        if failure is not None:
+            raise WorkerFailure(*failure) if failure[0] == "failed" else ServerFailure(*failure)
+        trainer.record_metrics({"async/learner_wait": time.perf_counter() - started})
+        completions = [(group, i) for group in groups for i in range(len(group.completions))]
+        first = trainer.accelerator.process_index * num_rows
+        self._completions = completions[first : first + num_rows]
+        order, dataset = self._prompt_order(), trainer.train_dataset
+        rows = {group.position: dataset[order[group.position]] for group, _ in self._completions}
+        return [
+            independent_copy(rows[group.position]) | {"prompt": group.prompts[i]} for group, i in self._completions
+        ]
+
+    def take(self, prompts: list, trainer: Any = None) -> dict[str, list]:
+        """Return the completions of the rows of [`take_rows`], as a `rollout_func` does."""
+        names = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "logprobs": "logps"}
+        if not self.trainer.tools:
+            names["env_mask"] = "mask"
+        output = {
+            key: [list(getattr(group, name)[i]) for group, i in self._completions] for key, name in names.items()
+        }
+        for i, (group, k) in enumerate(self._completions):
+            output["logprobs"][i] = [
+                logp if sampled else None for logp, sampled in zip(output["logprobs"][i], group.mask[k], strict=True)
+            ]
+        return output
+
+    def tool_calls(self, prompts, prompt_ids, completion_ids, completions, logprobs, *images: Any) -> tuple:
+        """Return what TRL's `_tool_call_loop` returns: the worker has called the tools."""
+        masks = [list(group.mask[i]) or [1] for group, i in self._completions]  # an end token for empty completions
+        messages = [group.completions[i] for group, i in self._completions]
+        calls = [sum(group.tool_calls[i] for group, i in self._completions)]
+        failures = [sum(group.tool_failures[i] for group, i in self._completions)]
+        return masks, messages, completion_ids, logprobs, calls[0], failures[0], [[] for _ in masks]
+
+    @contextmanager
+    def early_rewards(self) -> Iterator[None]:
+        trainer = self.trainer
+        functions = trainer.reward_funcs
+        trainer.reward_funcs = [partial(replay, self._graded(i)) for i in range(len(functions))]
+        try:
+            yield
+        finally:
+            trainer.reward_funcs = functions
+
+    def _graded(self, function: int) -> dict[str, list]:
+        """Return the rewards of a reward function, and what it logged, for the completions of this process."""
+        rewards: list[float | None] = []
+        columns: dict[str, list] = {}
+        logged: list[tuple[str, str, Any]] = []
+        for number, (group, i) in enumerate(self._completions):
+            rewards.append(group.rewards[function][i])
+            for kind, name, value in group.logged[function]:
+                if kind == "log_extra":
+                    columns.setdefault(name, [None] * len(self._completions))[number] = value[i]
+                elif i == 0:
+                    logged.append((kind, name, value))
+        return {"rewards": rewards, "logged": [*logged, *(("log_extra", *column) for column in columns.items())]}
+
+    # Groups, on the first process -----------------------------------------------------------------------------------
+
+    def _collect(self, number: int) -> tuple[str, str] | None:
+        """Wait until `number` groups may be trained. Returns the state and the cause of a failure otherwise; both are
+        empty after a signal or another reason to stop."""
+        assert self._watch is not None
+        signals = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
+        self._num_dropped, deadline = 0, None
+        while True:
+            self._drop_stale()
+            self._admit(number)
+            if len(self.waiting) >= number and self._watch.check() is None:
+                return None
+            if failure := self._failure():
+                return failure
+            if self.trainer.control.should_training_stop or any(callback.received for callback in signals):
+                deadline = deadline or time.monotonic() + PATIENCE
+                if time.monotonic() >= deadline:
+                    return "", ""
+            self._receive(timeout=0.2)
+
+    def _failure(self) -> tuple[str, str] | None:
+        """Return the state and the cause of a failure of server or worker. Groups that were delivered after the last
+        successful check of the server are discarded."""
+        assert self._worker is not None and self._watch is not None
+        if (problem := self._worker.problem()) is not None:
+            name, message = problem
+            if name != "ServerError":
+                return "failed", f"{name}: {message}"
+            failure = self._watch.check() or ("failed to generate", message)
+        elif (failure := self._watch.failure) is None:
+            return None
+        self._receive(timeout=0)
+        self._discard_unchecked()
+        return failure
+
+    def _discard_unchecked(self) -> None:
+        assert self._watch is not None
+        discarded = [group for group in self.waiting if group.enqueued_at > self._watch.checked_at]
+        self.waiting = [group for group in self.waiting if group.enqueued_at <= self._watch.checked_at]
+        self.missing = sorted([*self.missing, *(group.position for group in discarded)])
+
+    def _receive(self, timeout: float) -> None:
+        assert self._worker is not None
+        for group in self._worker.receive(timeout):
+            self._num_delivered += 1
+            if group.position in self.missing:
+                self.missing.remove(group.position)
+            else:
+                self.missing += range(self.next_position, group.position)
+                self.next_position = group.position + 1
+            self.waiting.append(group)
+
+    def _drop_stale(self) -> None:
+        step, most = self.trainer.state.global_step, self.trainer.args.max_staleness
+        fresh = [group for group in self.waiting if _staleness(group, step) <= most]
+        self._num_dropped += len(self.waiting) - len(fresh)
+        self.waiting = fresh
+
+    def _admit(self, number_taken_next: int) -> None:
+        """Let the worker start groups while fewer are decoded or wait than `max_staleness + 1` steps need, or the
+        remaining steps."""
+        assert self._worker is not None
+        args, state = self.trainer.args, self.trainer.state
+        remaining = (state.max_steps - state.global_step) * self.groups_per_step
+        if number_taken_next == 0:  # the groups of the current step are taken
+            remaining -= self.groups_per_step
+        bound = min((args.max_staleness + 1) * self.groups_per_step, remaining)
+        self._worker.shared.admitted = self._num_delivered + max(0, bound - len(self.waiting))
+
+    def _take(self) -> list[GradedGroup]:
+        assert self._worker is not None
+        trainer, step = self.trainer, self.trainer.state.global_step
+        groups, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
+        self._taken, self._taken_at = groups, step
+        self._admit(0)
+        ages = [_staleness(group, step) for group in groups]
+        num_completions = sum(len(group.completions) for group in groups)
+        metrics = {
+            "lag_updates": sum(ages) / len(ages),
+            "largest_lag": float(max(ages)),
+            "dropped_groups": float(self._num_dropped),
+            "waiting_groups": float(len(self.waiting)),
+            "changed_weights_fraction": sum(group.num_mixed for group in groups) / num_completions,
+            "forked_fraction": sum(group.num_forks > 0 for group in groups) / len(groups),
+        }
+        measured = self._worker.measured()
+        if inflight := measured.get("rollout/inflight"):
+            metrics["busy_slots"] = sum(inflight) / len(inflight)
+        if rates := measured.get("rollout/generated_tok_s"):
+            metrics["generated_tokens_per_second"] = sum(n for n, _ in rates) / max(sum(s for _, s in rates), 1e-9)
+        trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
+        return groups
+
+    # Weights --------------------------------------------------------------------------------------------------------
+
+    def send_weights(self) -> None:
+        """Send the current weights to the server, unless it has them, and compare log-probs of a fixed text. All
+        processes must call this. Raises a [`ServerFailure`] if the server does not answer, and a [`FailedRun`] if it
+        computes with other weights."""
+        trainer, step = self.trainer, self.trainer.state.global_step
+        if self._sent_step == step:
+            return
+        if self.is_main and self._watch is None:
+            self._connect()
+        failure: list[Any] = [None]
+        with trainer.timer.part("weight_sync"):
+            weights = trainer.vllm_generation._iter_named_params()
+            if self.is_main:
+                failure = [self._send(weights, step)]
+            for _ in weights:  # take part in the gathering of sharded weights
+                pass
+            broadcast_object_list(failure, from_process=0)
+            if failure[0] is not None:
+                raise ServerFailure(*failure[0])
+            self._sent_step = step
+            if trainer.args.startup_check:
+                self._compare_logps()
+
+    def _send(self, weights: Iterator, step: int) -> tuple[str, str] | None:
+        assert self._watch is not None
+        transfer = self._transfer
+        is_staged = isinstance(transfer, SharedMemoryTransfer)
+        if is_staged:
+            transfer.stage(weights)
+        try:
+            with self._watch.replacing(step) as version:
+                started = time.perf_counter()
+                transfer.pause()
+                if is_staged:
+                    transfer.load()
+                else:
+                    transfer.send_weights(weights)
+                if self._worker is not None:
+                    self._drain(self._worker)
+                    self._worker.shared.value = step
+                body = {"new_version": version}
+                requests.post(f"{self._watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
+                transfer.resume()
+                self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
+        except Exception as error:  # TRL's client raises bare exceptions
+            logger.exception("The vLLM server did not take the weights.")
+            return "did not take the weights", f"{type(error).__name__}: {error}"
+        return self._watch.check()
+
+    def _drain(self, worker: RolloutWorker) -> None:
+        """Wait until the worker has read what the server had sent before its pause."""
+        shared = worker.shared
+        shared.asked += 1
+        deadline = time.monotonic() + _SECONDS_TO_DRAIN
+        while shared.drained != shared.asked and not worker.has_failed:
+            if time.monotonic() > deadline:
+                raise TimeoutError("the rollout worker is busy")
+            time.sleep(0.002)
+
+    def _compare_logps(self) -> None:
+        trainer = self.trainer
+        if self._comparison is None:
+            ids = trainer._tokenizer(FIXED_TEXT)["input_ids"][:MAX_FIXED_TOKENS]
+            self._comparison = LogpComparison(trainer.create_forward_pass(trainer.model, 1.0), ids)
+        comparison, model = self._comparison, trainer.vllm_generation.model
+        trainer_logps = comparison.trainer_logps(model)
+        result: list[Any] = [None, None]  # failure, difference
+        if self.is_main:
+            try:
+                engine_logps = trainer.vllm_generation.vllm_client.prompt_logps(comparison.prompt_ids)
+                comparison.seen = comparison.seen or [(engine_logps, trainer_logps)] * 2
+                result[1] = comparison.difference(model, engine_logps, trainer_logps)
+            except Exception as error:  # TRL's client raises bare exceptions
+                result[0] = "failed to compute log-probs", f"{type(error).__name__}: {error}"
+        broadcast_object_list(result, from_process=0)
+        failure, difference = result
+        if failure is not None:
+            raise ServerFailure(*failure)
+        if difference is not None:
+            off, mismatch = difference
+            raise FailedRun(
+                "The vLLM server does not generate with the trained weights: its log-probs of a fixed text differ "
+                f"from the trainer's by {off:.2g} nats per token, and after the first transfer by {mismatch:.2g}. "
+                "Start the server with the precision and quantization of training (dtype), and continue with "
+                "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
+            )
+
+    # State ----------------------------------------------------------------------------------------------------------
+
+    def finish(self) -> dict[str, Any]:
+        """Return the groups that wait and the positions to generate again, for a checkpoint. Nothing is waited for."""
+        if not self.is_main:
+            return {}
+        if self._worker is not None and self._watch is not None:
+            self._receive(timeout=0)
+            if self._watch.check() is not None:
+                self._discard_unchecked()
+        groups = [dict(vars(group)) for group in self.waiting]
+        return {"groups": groups, "missing": list(self.missing), "next_position": self.next_position}
+
+    def load(self, batches: dict[str, Any]) -> None:
+        if self.is_main:
+            self.waiting = [GradedGroup(**group) for group in batches["groups"]]
+            self.missing, self.next_position = batches["missing"], batches["next_position"]
+            for group in self.waiting:
+                group.enqueued_at = 0.0  # checked by the run that has saved it
+
+    def put_back(self) -> None:
+        if self._taken_at == self.trainer.state.global_step:
+            self.waiting = [*self._taken, *self.waiting]
+            self._taken_at = -1
+
+    def close(self) -> None:
+        """End the worker, whose requests the server then aborts; leave the server running."""
+        if self._worker is not None:
+            self._worker.stop()
+        if self._watch is not None:
+            self._watch.close()
+        if self._transfer is not None:
+            with contextlib.suppress(Exception):
+                self._transfer.destroy()
+        self._worker = self._watch = self._transfer = self._comparison = None
+        self._sent_step, self._num_delivered = -1, 0
+
+    # Start ----------------------------------------------------------------------------------------------------------
+
+    def _prompt_order(self) -> PromptOrder:
+        if self._order is None:
+            sampler = self.trainer._get_train_sampler().sampler
+            self._order = PromptOrder(sampler.num_samples, sampler.batch_size, sampler.shuffle, sampler.seed)
+        return self._order
+
+    def _connect(self) -> None:
+        """Start the watch of the server, and the transfer of weights to it."""
+        trainer = self.trainer
+        client = VLLMClient(server_url(trainer.args))
+        config = client.get_server_info()
+        self._num_slots = config["scheduler_config"]["max_num_seqs"]
+        if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
+            self._transfer = SharedMemoryTransfer(client)
+        else:
+            weights = list(trainer.vllm_generation._iter_named_params())
+            info = {
+                "names": [name for name, _ in weights],
+                "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
+                "shapes": [list(weight.shape) for _, weight in weights],
+            }
+            self._transfer = WeightTransferClient(client, info)
+        self._transfer.init_weight_transfer()
+        self._watch = ServerWatch(client.server_url)
+
+    def _start_worker(self) -> None:
+        self._num_delivered = 0
+        self._worker = RolloutWorker(**worker_arguments(self.trainer, self, self._num_slots))
+        self._worker.shared.value = self._sent_step
+        self._worker.start()
+
+
+def worker_arguments(trainer: Any, source: ContinuousRollouts, num_slots: int) -> dict[str, Any]:
+    """Return the arguments of the [`RolloutLoop`] of a run, for a server that decodes `num_slots` completions."""
+    args = trainer.args
+    generation_kwargs = dict(args.generation_kwargs or {})
+    if args.vllm_structured_outputs_regex is not None:
+        generation_kwargs["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
+    return {
+        "model_name": trainer.vllm_generation.vllm_client.model,
+        "dataset": trainer.train_dataset,
+        "processing_class": trainer._tokenizer,
+        "eos_token_ids": list(trainer.eos_token_ids),
+        **trainer.user_code,
+        "num_generations": args.num_generations,
+        "max_inflight_tasks": min(num_slots, (args.max_staleness + 1) * args.generation_batch_size),
+        "vllm_server_url": server_url(args),
+        "max_tokens": args.max_completion_length,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "chat_template_kwargs": dict(args.chat_template_kwargs or {}),
+        "max_tool_calling_iterations": args.max_tool_calling_iterations,
+        "order": source._prompt_order(),
+        "missing": list(source.missing),
+        "next_position": source.next_position,
+        "seed": args.seed,
+        "generation_kwargs": generation_kwargs,
+        "verification": shared_arguments(),
+        "max_steps": trainer.state.max_steps,
+        "prompt_date": trainer._prompt_date,
+    }
+
+
+def _staleness(group: GradedGroup, step: int) -> int:
+    """Return the optimizer steps since the weights of the oldest sampled token of a group."""
+    oldest = group.oldest_version
+    return 0 if oldest is None else step - oldest

@@ -1,0 +1,462 @@
+"""Continuous rollouts in a process of their own: TRL's asynchronous worker, which delivers whole graded groups.
+
+[`RolloutLoop`] overrides these parts of TRL's loop:
+
+- Prompts come in the order of the trainer, with their positions, and a group starts when the trainer admits it.
+- Requests are streamed, and each token is noted with the version of the weights that sampled it.
+- The seed of a request follows from position, completion, and turn; a conversation has `max_completion_length` tokens
+  over all its turns.
+- A group is delivered as one [`GradedGroup`], and groups are graded concurrently.
+- The process ends with the trainer, and a server that does not answer ends it within seconds.
+"""
+
+import asyncio
+import ctypes
+import inspect
+import itertools
+import json
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+from transformers import TrainerState
+from trl.experimental.async_grpo import async_rollout_worker
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+from trl.trainer.utils import is_async_callable
+
+from ..data.prompt_date import prints_date, with_date
+from ..data.tool_calls import readable_calls, safe_tools
+from ..rewards import FUNCTIONS, VerificationArguments, configure_verification
+from ..update.rollout import as_numbers
+from .group_starts import takes_seed
+from .request_seeds import request_seed
+from .reward_functions import never_exiting, with_result, with_truncated
+
+
+_ATTEMPTS = 3  # of a request, within about three seconds
+_SECONDS_TO_STOP = 3.0
+
+
+class ServerError(RuntimeError):
+    """The vLLM server does not answer, or has ended a request."""
+
+
+class VersionedLogp(float):
+    """Log-prob of a sampled token in nats, with the `version` of the weights that sampled it. TRL's loop hands it
+    through to the training sequence of a conversation as any number."""
+
+    version: int
+
+    def __new__(cls, value: float, version: int):
+        logp = super().__new__(cls, value)
+        logp.version = version
+        return logp
+
+
+class PromptOrder:
+    """
+    Dataset index of each prompt of a run, by its position: the order of TRL's sampler, epoch after epoch, without the
+    prompts at the end of an epoch that fill no generation batch.
+
+    Args:
+        num_rows (`int`): Number of dataset rows.
+        batch_size (`int`): Prompts per generation batch.
+        shuffle (`bool`), seed (`int`): Whether an epoch is shuffled, with the seed `seed + epoch`.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int):
+        self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
+        self.prompts_per_epoch = num_rows // batch_size * batch_size
+        self._epoch, self._indices = -1, list(range(num_rows))  # the epoch that was read last
+
+    def __getitem__(self, position: int) -> int:
+        epoch, index = divmod(position, self.prompts_per_epoch)
+        if self.shuffle and epoch != self._epoch:
+            generator = torch.Generator().manual_seed(self.seed + epoch)
+            self._epoch, self._indices = epoch, torch.randperm(self.num_rows, generator=generator).tolist()
+        return self._indices[index]
+
+
+@dataclass
+class GradedGroup:
+    """
+    All completions of a prompt, finished and graded. Values are plain, so that checkpoints can hold them.
+
+    Attributes:
+        position (`int`): Position of the prompt in the order of the run.
+        prompts, completions (`list`): Messages of each completion; prompts of environments may differ.
+        prompt_ids, completion_ids (`list[list[int]]`): Token ids of each completion.
+        mask (`list[list[int]]`): 1 for the tokens of a completion that the policy sampled, 0 for others.
+        logps (`list[list[float]]`): Log-probs in nats of the tokens of a completion; 0 where the mask is.
+        versions (`list[list[int]]`): Version of the weights of each token of a completion; -1 where the mask is 0.
+        rewards (`list[list[float | None]]`): Rewards of the completions by reward function.
+        logged (`list[list[list]]`): What each reward function has logged: `log_metric` or `log_extra`, name, value.
+        tool_calls, tool_failures (`list[int]`): Number of calls of each completion, and of those that failed.
+        num_forks (`int`): Parts of conversations that are not trained, because a chat template changed earlier tokens.
+        enqueued_at (`float`): Time of delivery, in seconds since the epoch.
+    """
+
+    position: int
+    prompts: list
+    completions: list
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    mask: list[list[int]]
+    logps: list[list[float]]
+    versions: list[list[int]]
+    rewards: list[list[float | None]]
+    logged: list[list[list]]
+    tool_calls: list[int]
+    tool_failures: list[int]
+    num_forks: int = 0
+    enqueued_at: float = 0.0
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Version of the oldest weights that sampled a token of the group; `None` if none was sampled."""
+        return min((v for versions in self.versions for v in versions if v >= 0), default=None)
+
+    @property
+    def num_mixed(self) -> int:
+        """Number of completions with tokens of several versions."""
+        return sum(len({v for v in versions if v >= 0}) > 1 for versions in self.versions)
+
+
+class SharedState(ctypes.Structure):
+    """
+    Numbers that trainer and worker share.
+
+    Attributes:
+        value (`int`): Version of the weights of the server; TRL's name.
+        admitted (`int`): Number of groups that the worker may have started.
+        asked, drained (`int`): The trainer raises `asked` while the server is paused, and the worker sets `drained` to
+            it when it has read all tokens that the server had sent.
+    """
+
+    _fields_ = [(name, ctypes.c_int) for name in ("value", "admitted", "asked", "drained")]
+
+
+@dataclass
+class _Conversation:
+    """What requests of a conversation need: the name of its stream of seeds, and its first prompt."""
+
+    stream: str
+    prompt_ids: list[int] = field(default_factory=list)
+    num_requests: int = 0
+
+
+_conversation: ContextVar[_Conversation] = ContextVar("conversation")
+
+
+class RolloutLoop(_AsyncRolloutLoop):
+    """
+    TRL's loop with the changes that the module docstring names.
+
+    Args:
+        order ([`PromptOrder`]): Order of prompts.
+        missing (`list[int]`), next_position (`int`): Positions to generate first, and the one to continue with.
+        seed (`int`): Seed of requests.
+        generation_kwargs (`dict`): Further keys of requests.
+        verification ([`VerificationArguments`]): Settings of the shared verifiers.
+        max_steps (`int`): Optimizer steps of the run, for the `trainer_state` of reward functions.
+        prompt_date (`str`): ISO date for chat templates that print one.
+        **loop_kwargs: Arguments of TRL's loop.
+    """
+
+    def __init__(
+        self,
+        *,
+        order: PromptOrder,
+        missing: list[int],
+        next_position: int,
+        seed: int,
+        generation_kwargs: dict[str, Any],
+        verification: VerificationArguments,
+        max_steps: int,
+        prompt_date: str,
+        **loop_kwargs: Any,
+    ):
+        tokenizer = loop_kwargs["processing_class"]
+        has_tools = bool(loop_kwargs.get("tools") or loop_kwargs.get("environment_factory"))
+        parses = (
+            has_tools or getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+        )
+        if not parses:
+            tokenizer.response_template = {}  # TRL demands one, also for completions that are read as text
+        super().__init__(**loop_kwargs)
+        if not parses:
+            tokenizer.response_template = None
+        if prints_date(self.chat_template or tokenizer.chat_template):
+            self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: prompt_date)
+        self._order, self._missing, self._next_position = order, missing, next_position
+        self._seed, self._generation_kwargs, self._max_steps = seed, generation_kwargs, max_steps
+        self._shared: Any = self._model_version_value
+        self._admission = asyncio.Lock()  # the first group that waits asks whether it is admitted
+        self._ordinals: dict[int, int] = {}  # number of a started group, by position
+        self._started: Counter[int] = Counter()  # conversations, by position
+        pools = self._environment_pool if self.environment_factories is not None else {}
+        self._seeded = {name: takes_seed(pool[0].reset) for name, pool in pools.items()}
+        self._num_graders = loop_kwargs["max_inflight_tasks"]
+        if any(inspect.unwrap(function) in FUNCTIONS for function in self.reward_funcs):
+            configure_verification(verification)
+        names = self.reward_func_names[: len(self.reward_funcs)]
+        self._graders = [self._grader(function, name) for function, name in zip(self.reward_funcs, names, strict=True)]
+
+    def run(self) -> None:
+        if multiprocessing.parent_process() is not None:
+            for signum in (signal.SIGINT, signal.SIGTERM):  # a terminal and schedulers send them to all processes
+                signal.signal(signum, signal.SIG_IGN)
+            threading.Thread(target=_end_with_parent, daemon=True).start()
+        with readable_calls(self.tokenizer):
+            super().run()
+
+    async def _run_loops(self, stop_event: asyncio.Event) -> None:
+        loops = asyncio.create_task(super()._run_loops(stop_event))
+        others = [asyncio.create_task(self._acknowledge()), asyncio.create_task(stop_event.wait())]
+        try:
+            await asyncio.wait([loops, *others], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            is_stopped = stop_event.is_set()
+            stop_event.set()
+            for task in [*others, loops] if is_stopped else others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+        if is_stopped:
+            await asyncio.gather(loops, return_exceptions=True)
+        else:
+            await loops  # raises what has ended it
+
+    # Prompts --------------------------------------------------------------------------------------------------------
+
+    def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for number, position in enumerate(itertools.chain(self._missing, itertools.count(self._next_position))):
+            self._ordinals[position] = number
+            row = self.dataset[self._order[position]]
+            if self._takes_seed(row):
+                row = {"seed": request_seed(f"{self._seed}/environments", position), **row}
+            for _ in range(self.num_generations):
+                yield position, row
+
+    def _takes_seed(self, row: dict[str, Any]) -> bool:
+        """Whether the environment of a dataset row starts by a seed, so that a group starts from one state."""
+        return self._seeded.get(row.get("environment") if self._multi_environment else None, False)
+
+    async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
+        _conversation.set(_Conversation(f"{self._seed}/continuous/{group_id}/{self._started[group_id]}"))
+        self._started[group_id] += 1
+        async with self._admission:
+            while self._ordinals[group_id] >= self._shared.admitted:
+                await asyncio.sleep(0.01)
+        generated = await super()._generate_one(prompt, safe_tools(tool_dict, takes_images=False), tools, group_id)
+        completion, completion_ids, sequences, *counts = generated
+        if not sequences:  # nothing was sampled
+            ids = _conversation.get().prompt_ids
+            sequences = [async_rollout_worker.TrainingSequence(ids, [0] * len(ids), [0.0] * len(ids), "")]
+        return completion, completion_ids, sequences, *counts
+
+    # Requests -------------------------------------------------------------------------------------------------------
+
+    async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
+        """Stream a completion, and return it as an answer without streaming, with a [`VersionedLogp`] per token."""
+        conversation, prompt_ids = _conversation.get(), payload["prompt"]
+        conversation.prompt_ids = conversation.prompt_ids or prompt_ids
+        room = len(conversation.prompt_ids) + self.max_tokens - len(prompt_ids)
+        ids: list[int] = []
+        logps: list[VersionedLogp] = []
+        if room > 0:
+            seed = request_seed(conversation.stream, conversation.num_requests)
+            payload = payload | {"max_tokens": room, "seed": seed, "stream": True} | self._generation_kwargs
+            async for choice in self._stream(path, payload):
+                version = self.model_version
+                ids += choice["token_ids"]
+                logps += [VersionedLogp(logp, version) for logp in choice["logprobs"]["token_logprobs"]]
+        conversation.num_requests += 1
+        return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}}]}
+
+    async def _stream(self, path: str, payload: dict):
+        """Yield the parts of a completion as they arrive. A server may be paused for any time in between."""
+        aiohttp = async_rollout_worker.aiohttp
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
+        async with self.session.post(f"{self.vllm_server_url}{path}", json=payload, timeout=timeout) as response:
+            if response.status != 200:
+                raise aiohttp.ClientPayloadError(f"status {response.status}, {(await response.text())[:300]}")
+            is_finished = False
+            async for line in response.content:
+                if not line.startswith(b"data: {"):
+                    continue
+                part = json.loads(line.removeprefix(b"data: "))
+                if "choices" not in part:
+                    raise aiohttp.ClientPayloadError(f"{part.get('error', part)}"[:300])
+                for choice in part["choices"]:
+                    is_finished = choice["finish_reason"] is not None
+                    if choice["finish_reason"] == "abort":
+                        raise aiohttp.ClientPayloadError("the server aborted a request")
+                    if choice["token_ids"]:
+                        yield choice
+            if not is_finished:
+                raise aiohttp.ClientPayloadError("the server ended a completion early")
+
+    async def _retry(self, coro_factory: Callable[[], Awaitable], *, label: str, max_attempts: int = 1):
+        try:
+            return await super()._retry(coro_factory, label=label, max_attempts=min(max_attempts, _ATTEMPTS))
+        except async_rollout_worker._RETRYABLE_HTTP_ERRORS as error:
+            raise ServerError(f"{label}: {type(error).__name__}: {error}") from error
+
+    async def _acknowledge(self) -> None:
+        """Tell the trainer when all tokens are read that a server has sent before its pause."""
+        while True:
+            asked = self._shared.asked
+            if self._shared.drained != asked:
+                for _ in range(3):
+                    await asyncio.sleep(0.005)  # requests read what has arrived
+                self._shared.drained = asked
+            await asyncio.sleep(0.005)
+
+    # Rewards --------------------------------------------------------------------------------------------------------
+
+    async def _score_loop(self, stop_event: asyncio.Event) -> None:
+        score_loop = super()._score_loop
+        await asyncio.gather(*(score_loop(stop_event=stop_event) for _ in range(self._num_graders)))
+
+    async def _score_group(self, group) -> list[Any]:
+        arguments = {"prompts": group.prompts, "completions": group.completions, **group.reward_kwargs}
+        arguments["completion_ids"] = group.completions_ids
+        arguments["trainer_state"] = TrainerState(global_step=self.model_version, max_steps=self._max_steps)
+        results = await asyncio.gather(*(self._grade(grader, arguments) for grader in self._graders))
+        rewards, logged = [result[0] for result in results], [result[1] for result in results]
+        for environment in self._env_reward_types:
+            own = [reward if reward is not None and reward[0] is environment else None for reward in group.env_rewards]
+            rewards.append(as_numbers([None if r is None else r[1] for r in own], environment.__name__))
+            logged.append([])
+        # A conversation whose chat template has changed earlier tokens has several sequences.
+        sequences = [max(parts, key=lambda part: sum(part.completion_mask)) for parts in group.completions_sequences]
+        parts = [_split(sequence) for sequence in sequences]
+        names = ("prompt_ids", "completion_ids", "mask", "logps", "versions")
+        return [
+            GradedGroup(
+                position=group.group_id,
+                prompts=group.prompts,
+                completions=group.completions,
+                rewards=rewards,
+                logged=logged,
+                tool_calls=group.tool_call_counts,
+                tool_failures=group.tool_failure_counts,
+                num_forks=sum(map(len, group.completions_sequences)) - len(sequences),
+                **{name: [part[i] for part in parts] for i, name in enumerate(names)},
+            )
+        ]
+
+    def _grader(self, function: Callable, name: str) -> Callable:
+        def adjust(arguments: dict[str, Any]) -> dict[str, Any]:
+            ends = {*self.eos_token_ids, self.tokenizer.pad_token_id}
+            truncated = [len(ids) == 0 or ids[-1] not in ends for ids in arguments["completion_ids"]]
+            return with_truncated(function, arguments, truncated)
+
+        def convert(rewards: Any, arguments: dict[str, Any]) -> list[float | None]:
+            numbers = as_numbers(rewards, name)
+            if len(numbers) != len(arguments["completions"]):
+                raise ValueError(
+                    f"The reward function {name!r} returned {len(numbers)} rewards for "
+                    f"{len(arguments['completions'])} completions. Return one for each."
+                )
+            return numbers
+
+        return with_result(never_exiting(function, f"The reward function {name!r}"), convert, adjust)
+
+    async def _grade(self, grader: Callable, arguments: dict[str, Any]) -> tuple[list[float | None], list[list]]:
+        """Return the rewards of a reward function, and what it has logged."""
+        logged: list[list] = []
+
+        def log_metric(name: str, value: float) -> None:
+            logged.append(["log_metric", name, float(value)])
+
+        def log_extra(name: str, values: list) -> None:
+            logged.append(["log_extra", name, json.loads(json.dumps([*values], default=str))])
+
+        arguments = arguments | {"log_metric": log_metric, "log_extra": log_extra}
+        if is_async_callable(grader):
+            return await grader(**arguments), logged
+        return await asyncio.to_thread(grader, **arguments), logged
+
+
+def _split(sequence: Any) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
+    """Return prompt, completion, mask, log-probs, and versions of a training sequence. The completion begins with the
+    first token that was sampled, and ends with the last one."""
+    mask = sequence.completion_mask
+    first = mask.index(1) if 1 in mask else len(mask)
+    end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
+    logps = sequence.old_log_probs[first:end]
+    versions = [getattr(logp, "version", -1) if m else -1 for logp, m in zip(logps, mask[first:end], strict=True)]
+    return sequence.input_ids[:first], sequence.input_ids[first:end], mask[first:end], [*map(float, logps)], versions
+
+
+def _end_with_parent() -> None:
+    wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)
+
+
+class RolloutWorker(AsyncRolloutWorker):
+    """TRL's controller of the process that runs [`RolloutLoop`], whose arguments it takes."""
+
+    _loop_cls = RolloutLoop
+
+    def __init__(self, **loop_kwargs: Any):
+        super().__init__(**loop_kwargs)
+        self._model_version_value = self._mp_ctx.Value(SharedState)
+        self.shared: Any = self._model_version_value
+
+    def receive(self, timeout: float) -> list[GradedGroup]:
+        """Return the groups that were delivered, and wait up to `timeout` seconds for the first one."""
+        groups = []
+        try:
+            groups.append(self.rollout_buffer.get(timeout=timeout) if timeout else self.rollout_buffer.get_nowait())
+            while True:
+                groups.append(self.rollout_buffer.get_nowait())
+        except queue.Empty:
+            return groups
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the process has failed or ended."""
+        return self._failed_event.is_set() or self._process is None or not self._process.is_alive()
+
+    def problem(self) -> tuple[str, str] | None:
+        """Return the type and the message of the exception that has ended the process; `None` if it runs."""
+        if self._failed_event.is_set():
+            try:
+                name, message, _ = self._exception_info_queue.get(timeout=1.0)
+                return name, message
+            except queue.Empty:
+                return "RuntimeError", "see the error above"
+        if self.has_failed and self._process is not None:
+            return "RuntimeError", f"its process has ended with exit code {self._process.exitcode}"
+        return None
+
+    def measured(self) -> dict[str, list]:
+        """Return what the process has measured since the last call, by TRL's names."""
+        values: dict[str, list] = {}
+        while True:
+            try:
+                for name, value in self.metrics_queue.get_nowait().items():
+                    values.setdefault(name, []).append(value)
+            except queue.Empty:
+                return values
+
+    def stop(self) -> None:
+        if self._process is None:
+            return
+        self._stop_event_mp.set()
+        self._process.join(timeout=_SECONDS_TO_STOP)
+        if self._process.is_alive():
+            self._process.kill()  # what it still does is not needed
+            self._process.join()
+        self._process = None

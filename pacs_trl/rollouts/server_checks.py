@@ -1,0 +1,140 @@
+"""Checks of `rollout_schedule: continuous` before the model is loaded: code of the user, and the vLLM server."""
+
+import inspect
+import pickle
+from importlib.util import find_spec
+from typing import Any
+
+import requests
+from datasets import Dataset
+from torch import nn
+from transformers import AutoTokenizer
+from trl.chat_template_utils import add_response_schema
+from trl.data_utils import is_conversational
+
+from .checks import EXTENSION, name_of, serve_command, server_url
+from .rollout_config import RolloutConfig
+
+
+_VERSIONS = ("0.31.",)  # of vLLM, that were tested
+
+
+def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the reward functions, tools, and environments of a run as the user has passed them. Raises a `ValueError`
+    if the rollout worker, a process of its own, cannot use them, or if the dataset is not one that it can read."""
+    functions = arguments["reward_funcs"]
+    functions = list(functions) if isinstance(functions, list | tuple) else [functions] * (functions is not None)
+    tools, environments = list(arguments["tools"] or ()), arguments["environment_factory"]
+    what = "rollout_schedule: continuous"
+    for function in functions:
+        name = getattr(function, "__name__", repr(function)[:50])
+        if isinstance(function, str | nn.Module):
+            raise ValueError(
+                f"{what} calls reward functions in another process, which has no reward model such as {name!r:.50}. "
+                "Pass a function, or remove the key."
+            )
+        needs = sorted({"compute_logps", "environments"} & inspect.signature(function).parameters.keys())
+        if needs:
+            raise ValueError(
+                f"{what} calls reward functions in another process, which has no `{needs[0]}` for {name!r}. Remove "
+                "the parameter, or the key."
+            )
+    factories = list(environments.values()) if isinstance(environments, dict) else [environments]
+    for kind, entries in (("reward function", functions), ("tool", tools), ("environment", factories)):
+        for entry in entries:
+            _check_sendable(entry, kind)
+    dataset = arguments["train_dataset"]
+    if arguments["rollout_func"] is not None or not isinstance(dataset, Dataset | None):
+        refused = "rollout_func" if arguments["rollout_func"] is not None else "a streaming dataset"
+        raise ValueError(f"{what} does not support {refused}. Remove it, or use rollout_schedule: batch.")
+    if dataset is not None and "prompt" in dataset.column_names and not is_conversational(dataset[0]):
+        raise ValueError(
+            f"{what} needs prompts that are lists of messages, and row 0 of train_dataset has text. Make it "
+            '[{"role": "user", "content": TEXT}], or remove the key.'
+        )
+    if find_spec("aiohttp") is None:
+        raise ValueError(f"{what} needs aiohttp, which is not installed. Run `pip install aiohttp`.")
+    if tools or environments is not None:
+        _check_reads_calls(model, args, arguments["processing_class"])
+    return {"reward_funcs": functions, "tools": tools, "environment_factory": environments}
+
+
+def _check_sendable(entry: Any, kind: str) -> None:
+    try:
+        pickle.dumps(entry)
+    except Exception as error:  # of any library
+        name = getattr(entry, "__name__", repr(entry)[:50])
+        raise ValueError(
+            f"rollout_schedule: continuous sends the {kind} {name!r} to another process, which fails "
+            f"({type(error).__name__}: {str(error)[:100]}). Define it at the top of a module, without a lambda or a "
+            "closure."
+        ) from error
+
+
+def _check_reads_calls(model: Any, args: RolloutConfig, tokenizer: Any) -> None:
+    if tokenizer is None:
+        tokenizer = AutoTokenizer.from_pretrained(name_of(model), trust_remote_code=args.trust_remote_code)
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+    if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+        return
+    try:
+        add_response_schema(tokenizer)
+    except ValueError as error:
+        raise ValueError(
+            "rollout_schedule: continuous cannot read the tool calls of this model: its tokenizer has no "
+            "`response_template`, and TRL knows none for its chat template. Set `response_template` on the tokenizer, "
+            "or remove tools."
+        ) from error
+
+
+def check_server_of_continuous(args: RolloutConfig, model: Any, dtype: str, longest: int | None) -> None:
+    """
+    Raise a `ValueError` unless the vLLM server of a run, which answers, can generate continuously.
+
+    Args:
+        dtype (`str`): Precision of training, such as `bfloat16`.
+        longest (`int`, *optional*): Tokens of the longest prompt and a completion of it, if they are known.
+    """
+    url, command = server_url(args), serve_command(name_of(model), args=args, dtype=dtype)
+
+    def refuse(problem: str, remedy: str = "Start it with") -> None:
+        raise ValueError(f"The vLLM server at {url} {problem}. {remedy}: {command}")
+
+    answer = requests.get(f"{url}/version", timeout=10)
+    version = answer.json().get("version", "") if answer.ok else ""
+    if not version.startswith(_VERSIONS):
+        refuse(f"has version {version or 'unknown'}, and rollout_schedule: continuous is tested with 0.31 only")
+    answer = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=10)
+    if answer.status_code != 200:
+        refuse("has no development endpoints, with which weights are replaced")
+    config = answer.json()["vllm_config"]
+    parallel, scheduler, served = config["parallel_config"], config["scheduler_config"], config["model_config"]
+    backend = (config.get("weight_transfer_config") or {}).get("backend")
+    if parallel.get("worker_extension_cls") != EXTENSION and backend != "nccl":
+        refuse("cannot get weights: it has neither our worker extension nor the NCCL backend")
+    if served["dtype"].removeprefix("torch.") != dtype:
+        refuse(f"computes in {served['dtype'].removeprefix('torch.')}, and training in {dtype}")
+    if served.get("logprobs_mode") != "processed_logprobs":
+        refuse(f"reports {served.get('logprobs_mode')}, and the loss needs the log-probs of the sampled distribution")
+    if scheduler.get("stream_interval", 1) != 1:
+        refuse("sends several tokens at once (--stream-interval), whose weights could not be told apart")
+    context, needed = served["max_model_len"], longest or (args.max_completion_length or 0) + 1
+    if context < needed:
+        refuse(f"has a context of {context} tokens, and prompts with completions have {needed}")
+    slots = min(scheduler["max_num_seqs"], (args.max_staleness + 1) * args.generation_batch_size)
+    room = slots * context
+    if config["device_config"]["device"] == "cpu" and scheduler["max_num_batched_tokens"] < room:
+        refuse(
+            f"on CPUs needs --max-num-batched-tokens of {room}, for {slots} completions of {context} tokens, and has "
+            f"{scheduler['max_num_batched_tokens']}: it would end after weights are replaced",
+            f"Add --max-num-batched-tokens {room} to",
+        )
+
+
+def training_dtype(args: RolloutConfig, model: Any) -> str:
+    """Return the precision in which a run computes."""
+    if args.bf16 or args.fp16:
+        return "bfloat16" if args.bf16 else "float16"
+    if isinstance(model, str):
+        return str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
+    return str(model.dtype).removeprefix("torch.")
