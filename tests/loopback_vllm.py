@@ -6,15 +6,21 @@ stopped. It can be told to fail.
 
 import json
 import random
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from urllib.parse import urlparse
 
+import torch
 from loopback import Call, Loopback
 from replay import TOKENIZER
 from requests.adapters import HTTPAdapter
+from trl.experimental.async_grpo import async_rollout_worker
 from trl.generation import vllm_client, vllm_generation
 
 from pacs_trl.rollouts import checks
+from pacs_trl.rollouts.checks import EXTENSION
+from pacs_trl.rollouts.vllm_extension import SharedWeights
 from pacs_trl.settings import names
 
 
@@ -26,7 +32,7 @@ def play_installed(patch: Callable) -> None:
     """
     patch(names, "installed_vllm", lambda: "0.31.0")
     patch(checks, "_SECONDS_BETWEEN_TRIES", 0.05)
-    for module in (vllm_client, vllm_generation):
+    for module in (vllm_client, vllm_generation, async_rollout_worker):
         patch(module, "is_vllm_available", lambda: True)
     patch(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)
 
@@ -66,6 +72,9 @@ class LoopbackVLLM(Loopback):
     - `calls` lists the paths of all calls in order, `seeds` and `requests` what the generations asked for.
     - `loaded` are the directories of LoRA adapters by name; `prompt_logps(ids, directory)` answers for one of them.
     - `models`, `info` and `answers` are what the three questions before a run get.
+    - `weights` are those that it got through shared memory, `version` their name, `paused` whether it waits. The
+      log-prob of a token that is streamed is -1 minus the number of weights that the server had got before it;
+      `seconds_per_token` slows streams down.
     """
 
     def __init__(self, model: str, *, max_model_len: int = 512):
@@ -73,9 +82,18 @@ class LoopbackVLLM(Loopback):
         self.info = {
             "vllm_config": {
                 "weight_transfer_config": {"backend": "nccl"},
-                "model_config": {"logprobs_mode": "processed_logprobs"},
+                "model_config": {
+                    "logprobs_mode": "processed_logprobs",
+                    "dtype": "torch.float32",
+                    "max_model_len": max_model_len,
+                },
+                "parallel_config": {"worker_extension_cls": EXTENSION},
+                "scheduler_config": {"max_num_seqs": 16, "max_num_batched_tokens": 16 * max_model_len},
+                "device_config": {"device": "cpu"},
             }
         }
+        self.weights: dict[str, torch.Tensor] = {}
+        self.version, self.paused, self.seconds_per_token = "default", False, 0.0
         self.answers: dict[str, int] = {}  # path -> status, instead of an answer
         self.calls: list[str] = []
         self.seeds: list[int] = []
@@ -89,12 +107,49 @@ class LoopbackVLLM(Loopback):
         super().__init__()
 
     def answer(self, call: Call) -> None:
-        call.reply(*self._answer(urlparse(call.path).path, json.loads(call.body() or b"{}")))
+        path, body = urlparse(call.path).path, json.loads(call.body() or b"{}")
+        if body.get("stream"):
+            self._stream(call, body)
+        else:
+            call.reply(*self._answer(path, body))
+
+    def _stream(self, call: Call, body: dict) -> None:
+        self.calls.append(call.path)
+        self.seeds.append(body["seed"])
+        self.requests.append(body)
+        call.send_response(200)
+        call.end_headers()
+        call.close_connection = True
+        ids = draw_tokens(body["prompt"], body["seed"], 0, body["max_tokens"])
+        for i, token in enumerate(ids):
+            time.sleep(self.seconds_per_token)
+            while self.paused:
+                time.sleep(0.001)
+            if self.dead:
+                return
+            logps = {"token_logprobs": [-1.0 - self.num_updates]}
+            reason = "stop" if i == len(ids) - 1 else None
+            choice = {"token_ids": [token], "logprobs": logps, "finish_reason": reason}
+            call.wfile.write(b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n")
+        call.wfile.write(b"data: [DONE]\n\n")
 
     def _answer(self, path: str, body: dict) -> tuple[int, dict]:
         self.calls.append(path)
         if path in self.answers:
             return self.answers[path], {"error": "as told"}
+        if path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
+        if path == "/version":
+            return 200, {"version": "0.31.0"}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/collective_rpc":
+            assert self.paused
+            runner = SimpleNamespace(get_model=lambda: SimpleNamespace(load_weights=self._load_weights))
+            result = SharedWeights.load_shared_weights(SimpleNamespace(model_runner=runner), *body["args"])
+            return 200, {"results": [result]}
         if path == "/health":
             return (503 if self.dead else 200), {}
         if path == "/v1/models":
@@ -113,6 +168,11 @@ class LoopbackVLLM(Loopback):
         if path == "/v1/completions":
             return self._complete(body)
         return 200, {"success": True, "world_size": 1}
+
+    def _load_weights(self, weights) -> set[str]:
+        self.weights = {name: weight.clone() for name, weight in weights}
+        self.num_updates += 1
+        return set(self.weights)
 
     def _complete(self, body: dict) -> tuple[int, dict]:
         number = len(self.seeds)

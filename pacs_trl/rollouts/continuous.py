@@ -32,7 +32,7 @@ from ..errors import FailedRun
 from ..rewards import shared_arguments
 from .callbacks import StopOnSignal
 from .checks import EXTENSION, server_url
-from .engine import ServerFailure
+from .engine import ServerFailure, WorkerFailure
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
@@ -46,10 +46,6 @@ logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_OF_A_CHECK = 7.0
 _SECONDS_TO_DRAIN = 10.0
-
-
-class WorkerFailure(ServerFailure):
-    """Failure of the rollout worker that is not one of the server: a reward function or a tool, for example."""
 
 
 class ServerWatch:
@@ -226,10 +222,10 @@ class ContinuousRollouts:
         while True:
             self._drop_stale()
             self._admit(number)
-            if len(self.waiting) >= number and self._watch.check() is None:
-                return None
             if failure := self._failure():
                 return failure
+            if len(self.waiting) >= number and self._watch.check() is None:
+                return None
             if self.trainer.control.should_training_stop or any(callback.received for callback in signals):
                 deadline = deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= deadline:

@@ -51,6 +51,11 @@ class ServerFailure(RuntimeError):
     server ...", and the cause: the server's response or the exception."""
 
 
+class WorkerFailure(ServerFailure):
+    """Failure of the rollout worker of `rollout_schedule: continuous` that is none of the server: of a reward function
+    or a tool, for example."""
+
+
 class SeededLLM:
     """Proxy of vLLM's `LLM` whose `generate` sets the seed of each request that has none. `next_seeds(prompts)`
     returns the seeds of the next requests, and `record(completions)` receives their completions. What is awake is not
@@ -360,7 +365,9 @@ def stop_without_engine(trainer: Any, failure: ServerFailure) -> NoReturn:
     state, cause = failure.args
     step, engine, remedy = trainer.state.global_step, "engine process", " (an error above, or memory)"
     saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
-    if trainer.use_vllm:
+    if isinstance(failure, WorkerFailure):
+        engine, remedy = "rollout worker", ""
+    elif trainer.use_vllm:
         rank = max_lora_rank(trainer.args, trainer.model, None)
         command = serve_command(trainer.model.name_or_path, rank, trainer.args)
         engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"

@@ -1,0 +1,365 @@
+"""Continuous rollouts: which groups are trained, when, and with which weights; nothing is lost or trained twice.
+
+The worker is scripted here: it delivers groups in an order that the test chooses. That of TRL is tested in
+test_rollout_worker.py, and with a real server in tests/vllm_cpu.
+"""
+
+import copy
+import threading
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from loopback_vllm import LoopbackVLLM, draw_tokens, play_installed, server_settings
+from replay import LORA, TOKENIZER, Recorder, addition_dataset, build_trainer, digit_reward, load_weights, tiny_model
+from transformers import TrainerCallback
+
+from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer
+from pacs_trl.errors import FailedRun
+from pacs_trl.rollouts import continuous
+from pacs_trl.rollouts.checkpoint import indices_of_generation
+from pacs_trl.rollouts.rollout_worker import GradedGroup
+
+
+SETTINGS = {"rollout_schedule": "continuous", "max_staleness": 2, "save_strategy": "steps", "save_steps": 1}
+NUM_PROMPTS, GROUPS_PER_STEP = 12, 2
+
+
+class ScriptedWorker:
+    """
+    A worker without a process. `order(started)` returns the group that it finishes next, among the positions that it
+    has started; `version(position, now)` the version of its oldest weights.
+    """
+
+    order = staticmethod(lambda started: started[0])
+    version = staticmethod(lambda position, now: now)
+    delivers = True
+    generated: list[int] = []  # positions, of all workers of a test
+    largest = 0  # number of groups that were started and not taken
+
+    def __init__(self, *, dataset, order, missing, next_position, num_generations, **arguments):
+        self.dataset, self.order_of_prompts, self.num_generations = dataset, order, num_generations
+        self.arguments = arguments
+        self.coming = [*missing, *range(next_position, next_position + 1000)]
+        self.started: list[int] = []
+        self.num_started = 0
+        self.has_failed = False
+        self.failure = None
+        self.shared = Shared()
+
+    def start(self):
+        pass
+
+    def receive(self, timeout):
+        new = max(0, self.shared.admitted - self.num_started)
+        self.started += self.coming[:new]
+        self.coming = self.coming[new:]
+        self.num_started += new
+        type(self).largest = max(self.largest, len(self.started))
+        if not self.started or not self.delivers:
+            time.sleep(timeout / 20)
+            return []
+        position = type(self).order(self.started)
+        self.started.remove(position)
+        self.generated.append(position)
+        return [self.group(position)]
+
+    def group(self, position):
+        row = self.dataset[self.order_of_prompts[position]]
+        prompt_ids = TOKENIZER.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=False)
+        ids = [draw_tokens(prompt_ids, position, i, 8) for i in range(self.num_generations)]
+        completions = [[{"role": "assistant", "content": TOKENIZER.decode(each)}] for each in ids]
+        version = type(self).version(position, self.shared.value)
+        return GradedGroup(
+            position=position,
+            prompts=[row["prompt"]] * len(ids),
+            completions=completions,
+            prompt_ids=[prompt_ids] * len(ids),
+            completion_ids=ids,
+            mask=[[1] * len(each) for each in ids],
+            logps=[[-5.5 - position / 100] * len(each) for each in ids],
+            versions=[[version] * len(each) for each in ids],
+            rewards=[digit_reward(completions)],
+            logged=[[["log_metric", "share", 0.25], ["log_extra", "position", [position] * len(ids)]]],
+            tool_calls=[0] * len(ids),
+            tool_failures=[0] * len(ids),
+            enqueued_at=time.time(),
+        )
+
+    def problem(self):
+        return self.failure
+
+    def measured(self):
+        return {}
+
+    def stop(self):
+        pass
+
+
+class Shared(SimpleNamespace):
+    """The state that trainer and worker share; the worker has always read everything."""
+
+    value, admitted, asked = 0, 0, 0
+
+    @property
+    def drained(self):
+        return self.asked
+
+
+class Taken(TrainerCallback):
+    """Positions that each optimizer step has trained."""
+
+    def __init__(self):
+        self.positions: list[list[int]] = []
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.positions.append([group.position for group in self.trainer._source._taken])
+
+
+@pytest.fixture
+def worker(monkeypatch):
+    """The class of workers of this test."""
+    script = type("Script", (ScriptedWorker,), {"generated": []})
+    monkeypatch.setattr(continuous, "RolloutWorker", script)
+    monkeypatch.setattr(continuous, "_SECONDS_BETWEEN_CHECKS", 0.02)
+    play_installed(monkeypatch.setattr)
+    monkeypatch.setattr("pacs_trl.rollouts.server_checks.find_spec", lambda name: True)
+    return script
+
+
+@contextmanager
+def server_of(model):
+    """A server that computes the log-probs of a text with the weights that it got."""
+
+    def prompt_logps(ids, directory):
+        copied = tiny_model()
+        copied.load_state_dict(server.weights, strict=False)
+        with torch.no_grad():
+            logps = copied(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        return logps.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
+
+    with LoopbackVLLM(model.name_or_path) as server:
+        server.prompt_logps = prompt_logps
+        yield server
+
+
+def trainer_of(directory, server, trainer_class=None, callbacks=(), more=None, model=None, **settings):
+    taken = Taken()
+    more = {"train_dataset": addition_dataset(NUM_PROMPTS), "callbacks": [taken, *callbacks], **(more or {})}
+    trainer = build_trainer(
+        directory,
+        model=model or tiny_model(),
+        trainer_class=trainer_class,
+        more=more,
+        **(SETTINGS | server_settings(server.url) | settings),
+    )
+    taken.trainer = trainer
+    return trainer, taken
+
+
+@pytest.mark.parametrize(
+    "trainer_class",
+    [
+        PACSTrainer,
+        GRPOTrainer,
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (RLOOTrainer, MaxRLTrainer, REALTrainer)),
+    ],
+)
+def test_each_prompt_of_an_epoch_is_trained_once_in_the_order_of_a_batch(tmp_path, worker, trainer_class):
+    """The engine's log-probs are those that the update refers to."""
+    rollouts = []
+    with server_of(tiny_model()) as server:
+        trainer, taken = trainer_of(tmp_path, server, trainer_class, num_train_epochs=1, max_steps=-1)
+        take = trainer._take_continuous_rollouts
+        trainer._take_continuous_rollouts = lambda n: rollouts.append(take(n)) or rollouts[-1]
+        trainer.train()
+    assert taken.positions == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
+    order = trainer._source._prompt_order()
+    batches = [indices_of_generation(trainer, number)[:: trainer.num_generations] for number in range(12)]
+    assert [order[position] for position in range(24)] == [index for batch in batches for index in batch]
+    for step, step_rollouts in enumerate(rollouts):
+        for i, rollout in enumerate(step_rollouts):
+            position = taken.positions[step][i // 4]
+            (name,) = trainer.update.logps_of_generating_policy
+            assert np.allclose(getattr(rollout, name), -5.5 - position / 100)
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert [log["share"] for log in logs] == [0.25] * 6
+
+
+def test_generation_runs_ahead_by_the_largest_staleness(tmp_path, worker):
+    """Fewer groups are started and not taken than `max_staleness + 1` steps need, or the steps that remain."""
+    sizes = []
+
+    class Measure(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            source = trainer._source
+            for _ in range(20):
+                source._receive(0)
+            sizes.append(len(source.waiting) + len(source._worker.started))
+
+    with server_of(tiny_model()) as server:
+        trainer, _ = trainer_of(tmp_path, server, callbacks=[Measure()], max_steps=6, save_strategy="no")
+        trainer.train()
+    assert sizes == [6, 6, 6, 4, 2, 0]
+
+
+def test_old_groups_are_dropped_and_counted_and_their_prompts_not_repeated(tmp_path, worker):
+    worker.version = staticmethod(lambda position, now: 0 if position in (7, 8) else now)
+    with server_of(tiny_model()) as server:
+        trainer, taken = trainer_of(tmp_path, server, max_steps=5)
+        trainer.train()
+    assert sum(taken.positions, []) == [0, 1, 2, 3, 4, 5, 6, 9, 10, 11]
+    logs = [log for log in trainer.state.log_history if "async/dropped_groups" in log]
+    assert sum(log["async/dropped_groups"] for log in logs) == 2
+    assert max(log["async/largest_lag"] for log in logs) <= 2
+
+
+def test_a_group_is_as_old_as_its_oldest_sampled_token(worker):
+    group = SimpleNamespace(versions=[[5, 5, -1], [-1, 4, 5]])
+    assert GradedGroup.oldest_version.fget(group) == 4
+    assert GradedGroup.num_mixed.fget(group) == 1
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_resumed_run_trains_what_was_not_trained(tmp_path, worker, step):
+    """Groups that were finished are restored, and those that were being decoded are generated again, first."""
+    worker.order = staticmethod(lambda started: started[len(started) // 2])
+    with server_of(tiny_model()) as server:
+        first, before = trainer_of(tmp_path, server, max_steps=step)
+        first.train()
+        finished = [group.position for group in first._source.waiting]
+        trained = sum(before.positions, [])
+        worker.generated.clear()
+        second, after = trainer_of(tmp_path, server, num_train_epochs=1, max_steps=-1)
+        second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert sorted(trained + sum(after.positions, [])) == list(range(12))
+    assert not {*finished} & {*worker.generated}
+    assert not {*trained} & {*worker.generated}
+
+
+def test_all_weights_reach_the_server_after_every_step(tmp_path, worker):
+    check_weights(tmp_path, worker)
+
+
+def test_merged_lora_reaches_the_server_after_every_step(tmp_path, worker):
+    check_weights(tmp_path, worker, lora=LORA)
+
+
+def check_weights(tmp_path, worker, lora=None):
+    class Compare(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            versions.append(server.version.partition("/")[2])
+            sent.append(dict(server.weights))
+
+    versions: list[str] = []
+    sent: list[dict] = []
+    recorder = Recorder()
+    with server_of(tiny_model()) as server:
+        callbacks = [recorder, Compare()]
+        trainer, _ = trainer_of(
+            tmp_path, server, callbacks=callbacks, more={"peft_config": lora}, max_steps=3, save_strategy="no"
+        )
+        trainer.train()
+    assert versions == ["0", "1", "2"]
+    assert not server.paused
+    for weights, of_server in zip(recorder.weights, sent, strict=True):
+        if lora is None:
+            expected = weights
+        else:
+            load_weights(trainer.model, weights)
+            merged = copy.deepcopy(trainer.model).merge_and_unload()
+            expected = dict(merged.named_parameters())
+        assert of_server.keys() == expected.keys()
+        assert all(torch.allclose(of_server[name], weight, atol=1e-6) for name, weight in expected.items())
+
+
+def test_a_server_with_other_weights_than_it_was_sent_stops_the_run(tmp_path, worker):
+    with server_of(tiny_model()) as server:
+        trainer, _ = trainer_of(tmp_path, server, max_steps=4)
+        load = server._load_weights
+        server._load_weights = lambda weights: load(iter([])) if server.num_updates == 2 else load(weights)
+        with pytest.raises(FailedRun, match="does not generate with the trained weights"):
+            trainer.train()
+
+
+def test_a_server_that_was_left_paused_is_resumed_with_fresh_weights(tmp_path, worker):
+    with server_of(tiny_model()) as server:
+        server.paused = True
+        trainer, taken = trainer_of(tmp_path, server, max_steps=1)
+        trainer.train()
+        assert not server.paused
+    assert server.version.endswith("/0")
+    assert taken.positions == [[0, 1]]
+
+
+@pytest.mark.parametrize("kind", ["restarted", "dead"])
+def test_groups_since_the_last_check_of_a_failed_server_are_generated_again(tmp_path, worker, kind):
+    """The state after the last optimizer step is saved, without groups that another server may have generated."""
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                source = trainer._source
+                assert source._watch.check() is None
+                source._receive(0)
+                source.waiting[-1].enqueued_at = time.time() + 60
+                late.append(source.waiting[-1].position)
+                server.version = "default"
+                if kind == "dead":
+                    server.answers = {"/weight_info": 503, "/pause": 503, "/health": 503}
+
+    late: list[int] = []
+    with server_of(tiny_model()) as server:
+        trainer, before = trainer_of(tmp_path, server, callbacks=[Fail()], max_steps=6)
+        started = time.monotonic()
+        with pytest.raises(FailedRun, match="after optimizer step 2.*checkpoint-2.*resume_from_checkpoint last"):
+            trainer.train()
+        assert time.monotonic() - started < 60
+        server.answers = {}
+        assert late[0] not in [group.position for group in trainer._source.waiting]
+        worker.generated.clear()
+        again, after = trainer_of(tmp_path, server, max_steps=6)
+        again.train(resume_from_checkpoint=True)
+    assert late[0] in worker.generated
+    assert sorted(sum(before.positions + after.positions, [])) == list(range(12))
+
+
+def test_a_worker_that_fails_stops_the_run_after_the_last_step(tmp_path, worker):
+    class Fail(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer._source._worker.failure = ("ValueError", "The reward function 'f' returned text.")
+
+    with server_of(tiny_model()) as server:
+        trainer, _ = trainer_of(tmp_path, server, callbacks=[Fail()], max_steps=3)
+        with pytest.raises(FailedRun, match="rollout worker failed after optimizer step 1.*'f' returned text"):
+            trainer.train()
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_a_signal_that_stops_the_wait_saves_the_last_step(tmp_path, worker):
+    worker.delivers = True
+
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trainer._source._worker.delivers = False
+            trainer._source.waiting.clear()
+            threading.Timer(0.1, setattr, (control, "should_training_stop", True)).start()
+
+    with server_of(tiny_model()) as server:
+        trainer, _ = trainer_of(tmp_path, server, callbacks=[Stop()], max_steps=3, save_strategy="no")
+        trainer.train()
+    assert (tmp_path / "checkpoint-1").is_dir()
+
+
+def test_evaluation_generates_with_the_current_weights(tmp_path, worker):
+    with server_of(tiny_model()) as server:
+        more = {"eval_dataset": addition_dataset(4)}
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "num_generations_eval": 2}
+        trainer, _ = trainer_of(tmp_path, server, more=more, max_steps=2, **settings)
+        trainer.train()
+    logs = [log for log in trainer.state.log_history if "eval_reward" in log]
+    assert len(logs) == 2
+    assert server.version.endswith("/2")
