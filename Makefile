@@ -47,7 +47,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks docs docs-links quality trl-suite settings style bench gpu-check wheels tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks docs docs-links quality trl-suite trl-main dist dist-check address settings style bench gpu-check wheels tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -120,6 +120,34 @@ $(VENV)/.installed-docs: setup.cfg requirements/constraints.txt $(VENV)/.install
 	$(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt --editable ".[docs]"
 	touch $@
 
+# The same with TRL itself from the checkout, in an environment of its own, and the test of what our trainers rely on.
+trl-main:
+	$(MAKE) env VENV=.venv-trl
+	.venv-trl/bin/python -m pip install --quiet --no-deps $(TRL)
+	$(MAKE) trl-suite VENV=.venv-trl TRL=$(TRL) ARGS="$(ARGS)"
+	$(MAKE) test VENV=.venv-trl ARGS="tests/test_trl_drift.py"
+
+# Wheel and sdist in dist/, checked as the index checks them. TAG, the tag of a release, must be the version.
+dist:
+	test -z "$(TAG)" || test "$(TAG)" = "v$$(sed -n 's/^version = //p' setup.cfg)"
+	test -x .venv-dist/bin/python || $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet build twine
+	rm -rf dist
+	.venv-dist/bin/python -m build
+	.venv-dist/bin/python -m twine check --strict dist/*
+
+# The wheel with its requirements in an empty environment: it trains, evaluates, and reports outside the repository.
+dist-check: dist
+	rm -rf .venv-wheel
+	$(PYTHON) -m venv .venv-wheel
+	.venv-wheel/bin/python -m pip install --quiet $(TORCH)
+	.venv-wheel/bin/python -m pip install --quiet "$$(echo dist/*.whl)[report]"
+	.venv-wheel/bin/python tests/installed.py
+
+# Badges, clone command, and links to the notebooks of README.md, from `url` in setup.cfg.
+address:
+	$(PYTHON) docs/address.py
+
 settings: env
 	$(BIN)/python -m pacs_trl.settings.help
 
@@ -152,4 +180,4 @@ tables: env
 		--warm_start_steps $(STEPS) --num_samples 4 --max_problems 4 --results_dir outputs/tables/short --work_dir outputs/tables/short/work) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .venv-oldest .venv-newest .venv-bare outputs build *.egg-info
+	rm -rf $(VENV) .venv-oldest .venv-newest .venv-bare .venv-trl .venv-dist .venv-wheel outputs build dist *.egg-info

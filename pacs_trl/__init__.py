@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # the names below, for type checkers and editors
     from .pacs_config import PACSConfig as PACSConfig
     from .pacs_trainer import PACSTrainer as PACSTrainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC_NAMES = {
     "GRPOConfig": "pacs_trl.baselines.grpo_config",

@@ -18,6 +18,7 @@ from .settings.help import answer_help
 
 
 COMMANDS = {
+    "recipes": ("pacs_trl.recipe_files", "list the recipes of this installation, and copy them"),
     "plan": ("pacs_trl.plan.check", "validate a recipe, and estimate its memory and time, without a GPU"),
     "train": (
         "pacs_trl.train",

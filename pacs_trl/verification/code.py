@@ -13,6 +13,7 @@ import os
 import queue
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -247,6 +248,11 @@ class CodeVerifier(BaseVerifier):
         no program can be run."""
         if self._pool is not None:
             return
+        if sys.platform != "linux":
+            raise ValueError(
+                f"Programs run in a sandbox of Linux, and this system is {sys.platform}. Use Linux for code_reward, "
+                "run_python, asserts, and reasoning-gym, or a reward that runs no programs."
+            )
         self._pool = queue.SimpleQueue()
         with ExitStack() as on_failure:
             on_failure.callback(self._end)

@@ -7,6 +7,7 @@ the kernel enforces: CPU time per item and address space. The pool enforces wall
 import math
 import resource
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -159,7 +160,8 @@ def log2_lower_bound(expression: Any) -> float | None:
 def serve(connection: Connection, *, protocol: str, cpu_seconds: float, memory_limit_mb: int) -> None:
     """Grade items until the pool closes the connection, and send each outcome at once. The interval timer counts CPU
     time, and its signal ends the process even if the interpreter is held."""
-    resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
+    if sys.platform == "linux":  # macOS refuses this limit
+        resource.setrlimit(resource.RLIMIT_AS, (memory_limit_mb << 20, memory_limit_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while True:
