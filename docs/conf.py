@@ -34,6 +34,7 @@ include_patterns = [
     "examples/README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
 ]
 exclude_patterns = [
     ".venv*",
