@@ -22,6 +22,7 @@ from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
+from .packed_states import Segments, packed_states, state_modules
 from .packing import (
     PackedRollouts,
     has_packed_layers,
@@ -102,6 +103,7 @@ class ForwardPass:
         # TRL's fused head multiplies by the weight that LoRA leaves unchanged.
         self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
         self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
+        self.state_modules = state_modules(base)
         self.packing = packing_backend(base) if packing != "never" and not prompt_learning else None
         text_config = self.config.get_text_config()
         if packing != "never" and self.packing is None and has_packed_layers(base):
@@ -129,7 +131,8 @@ class ForwardPass:
         """Enable packed attention and compiled layers inside the context. It must include the backward pass too,
         because gradient checkpointing repeats the forward pass there."""
         compiled = nullcontext() if self.compiled_layers is None else self.compiled_layers.enabled()
-        with packed_attention(self.config, self.packing), compiled:
+        states = nullcontext() if self.packing is None else packed_states(self.state_modules)
+        with packed_attention(self.config, self.packing), states, compiled:
             yield
 
     def compute_logps(
@@ -293,11 +296,14 @@ class ForwardPass:
         position_ids = torch.from_numpy(packed.positions).unsqueeze(-2)
         inputs: dict[str, Any] = {"input_ids": torch.from_numpy(packed.ids)[None], "attention_mask": None}
         inputs |= {"position_ids": position_ids}
+        kernel_inputs = packed.kernel_inputs()
+        if self.state_modules:
+            kernel_inputs["seq_idx"] = Segments(packed.groups, self.device)
         if images:
             inputs |= packed_image_inputs(packed.images, len(packed.ids), packed.starts)
-            inputs |= {"to_language_model": packed.kernel_inputs()}
+            inputs |= {"to_language_model": kernel_inputs}
         else:
-            inputs |= packed.kernel_inputs()
+            inputs |= kernel_inputs
         return inputs, packed.multiplicities[None], packed.flat_indices, packed.texts
 
     def _padded(

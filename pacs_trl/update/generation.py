@@ -15,6 +15,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
 from .context_length import attention_windows
+from .packed_states import state_modules
 from .packing import packing_backend
 
 
@@ -81,12 +82,15 @@ def generate_sharing_prompts(
 ) -> Any:
     """Call `generate` on left-padded prompts `(B, P)` with a KV cache that is computed once per distinct prompt and
     covers all but its last token. `base` is the model without PEFT. Models that are not packed, or whose layers attend
-    within a window, generate without the shared cache."""
+    within a window or have a state, generate without the shared cache."""
     rows = torch.cat([input_ids, attention_mask], dim=1)  # padding and EOS may share an id
     distinct_rows, distinct_indices = rows.unique(dim=0, return_inverse=True)
     reads_images = any(torch.is_tensor(value) for value in more.values())  # equal tokens stand for other images
     is_shared = len(distinct_rows) < len(rows) and input_ids.shape[1] > 1 and not reads_images
-    if is_shared and packing_backend(base) is not None and not attention_windows(base.config):
+    has_keys_only = (
+        packing_backend(base) is not None and not attention_windows(base.config) and not state_modules(base)
+    )
+    if is_shared and has_keys_only:
         ids, mask = distinct_rows.tensor_split([input_ids.shape[1]], dim=1)
         cache = DynamicCache(config=base.config)
         with torch.no_grad():

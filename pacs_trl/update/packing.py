@@ -10,9 +10,10 @@ Positions in each of these branches continue from the prompt; a branch attends t
 
 Models loaded with FlashAttention use its variable-length kernels. Models loaded with SDPA or eager attention use the
 operator of `packed_attention.py`: PyTorch's variable-length kernel where it is available (CUDA, half precision), and
-otherwise calls per segment. Each layer passes its sliding window, soft cap, and attention sinks. All other models
-(flex attention, chunked attention, recurrent state) are padded: see [`packing_backend`], and [`choose_forward_pass`],
-which detects cases that the config does not reveal.
+otherwise calls per segment. Each layer passes its sliding window, soft cap, and attention sinks. Convolutions and
+recurrences run on segments: see `packed_states.py`. All other models (flex attention, chunked attention, other
+recurrent states) are padded: see [`packing_backend`], and [`choose_forward_pass`], which detects cases that the config
+does not reveal.
 """
 
 import logging
@@ -29,6 +30,7 @@ from transformers.utils.generic import is_flash_attention_requested
 
 from .context_length import WINDOW_KEYS
 from .packed_attention import Bounds, Logits, attend_packed
+from .packed_states import CONVOLUTION, RECURRENCES, state_modules
 from .prompt_images import PromptImages
 
 
@@ -36,8 +38,9 @@ logger = logging.getLogger(__name__)
 
 PACKED = "pacs_packed_"  # prefix of the attention implementation that the model was loaded with
 
-# Types of layers that packed attention computes; layers with a window pass it to their attention.
-_PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Types of layers that packed attention computes, and that compute each token alone. Layers with a window pass it to
+# their attention.
+_PACKED_LAYER_TYPES = {"full_attention", "sliding_attention", "mlp", "moe"}
 
 # Causal models whose layers build an additional mask from the data. Packing would drop this mask, and log-probs would
 # not change as long as the mask has its constant initial value.
@@ -66,6 +69,7 @@ class PackedRollouts:
         starts (`list[int]`): Index of the first token of each distinct prompt.
         texts (`list[list[int]]`): Segment lengths in order, one list per attention block: a shared prompt followed by
             its branches, or a single segment of one prompt and its completion.
+        groups (`list[tuple[int, list[int]]]`): Lengths in order of each prompt and of the branches behind it.
         flat_indices (int64 `np.ndarray`): Indices of the positions that predict the completion tokens, in the order
             of the rollouts.
         multiplicities (int64 `np.ndarray` of shape `(N,)`): Number of rollouts that each token belongs to.
@@ -84,6 +88,7 @@ class PackedRollouts:
         self.texts: list[list[int]] = []
         self.images: list[PromptImages | None] = []
         self.starts: list[int] = []
+        self.groups: list[tuple[int, list[int]]] = []
         pieces: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         multiplicities: list[np.ndarray] = []
@@ -101,7 +106,7 @@ class PackedRollouts:
             positions.append(of_prompt)
             multiplicities.append(np.full(len(prompt), len(rows)))
             end += len(prompt)
-            last, lengths = end - 1, [len(prompt)]
+            last, lengths = end - 1, list[int]()
             for i in rows:
                 branch = completions[i] if keeps_last_tokens else completions[i][:-1]
                 pieces.append(branch)
@@ -111,7 +116,8 @@ class PackedRollouts:
                 multiplicities.append(np.ones(len(branch), dtype=np.int64))
                 predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
                 end += len(branch)
-            self.texts.append(lengths if len(rows) > 1 else [sum(lengths)])
+            self.groups.append((len(prompt), lengths))
+            self.texts.append([len(prompt), *lengths] if len(rows) > 1 else [len(prompt) + sum(lengths)])
         self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions, axis=-1)
         self.multiplicities = np.concatenate(multiplicities)
         self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
@@ -191,7 +197,16 @@ def _with_dropout(query, key, value, bounds: Bounds, scale: float, dropout: floa
 
 
 def _packed_flash(
-    module, query, key, value, attention_mask, *, implementation: str, key_indices: torch.Tensor, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    *,
+    implementation: str,
+    key_indices: torch.Tensor,
+    seq_idx=None,
+    **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """Run FlashAttention, which aligns the causal mask to the last query and key, as a branch after its prompt
     requires."""
@@ -230,9 +245,17 @@ def has_packed_layers(model: PreTrainedModel) -> bool:
     """Return whether the layers of an unwrapped model can be packed, with some attention implementation."""
     config = model.config.get_text_config()
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    if not model._supports_attention_backend or config.model_type in _MASKED_BY_THEIR_LAYERS:
+    packed_layer_types = _PACKED_LAYER_TYPES
+    functions = {name for module in state_modules(model) for name in vars(module)}
+    if CONVOLUTION in functions:
+        packed_layer_types = packed_layer_types | {"conv"}
+    has_recurrence = not functions.isdisjoint(RECURRENCES)
+    if has_recurrence:
+        packed_layer_types = packed_layer_types | {"linear_attention", "hybrid"}
+    # Models with a recurrence do not declare the attention interface, which they use.
+    if not (model._supports_attention_backend or has_recurrence) or config.model_type in _MASKED_BY_THEIR_LAYERS:
         return False
-    return _PACKED_LAYER_TYPES.issuperset(layer_types) and not _has_windows_by_layer_config(config)
+    return packed_layer_types.issuperset(layer_types) and not _has_windows_by_layer_config(config)
 
 
 def packs_images(config: PreTrainedConfig) -> bool:

@@ -1,13 +1,14 @@
-"""Families with windows, attention sinks, soft caps, and wide heads are packed exactly, and the comparison notices
-each of these mechanisms."""
+"""Families with windows, attention sinks, soft caps, wide heads, convolutions, linear attention, and state-space
+layers are packed exactly, and the comparison notices each of these mechanisms."""
 
 import pytest
 import torch
 from architectures import build
 from seeds import shifted
 
-from pacs_trl.update import packing
+from pacs_trl.update import packed_states, packing
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
+from pacs_trl.update.packed_states import RecurrenceBatches, Segments
 
 
 # Model types, with the attention that they are loaded with. All have layers with a window of 16 tokens, most beside
@@ -17,6 +18,11 @@ FAMILIES = [
     *(("sdpa", name) for name in ("ministral", "mistral", "olmo3")),
     *(("eager", name) for name in ("gemma2", "gpt_oss")),
 ]
+# Model types with convolutions of 3 or 4 tokens, and with a recurrence of each kind.
+RECURRENT = ["granitemoehybrid", "kimi_linear", "qwen3_5_text"]
+CONVOLUTIONAL = ["lfm2", *RECURRENT]
+MORE_CONVOLUTIONAL = ["bamba", "falcon_h1", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"]
+MORE_CONVOLUTIONAL += ["qwen3_next", "zamba2"]
 LENGTHS = [(20, 30), (20, 5), (20, 19), (7, 40)]  # of prompts, the first of which is the same three times
 
 
@@ -67,6 +73,9 @@ def build_family(implementation: str, model_type: str) -> torch.nn.Module:
     if model_type == "gemma2":
         for layer in model.model.layers:
             layer.self_attn.attn_logit_softcapping = 1.5  # of logits of about 1, instead of 50
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data -= parameter.data.mean() + 3  # states are kept longer than prompts
     return model
 
 
@@ -74,7 +83,14 @@ def error(computed: torch.Tensor, expected: torch.Tensor) -> float:
     return ((computed - expected).norm() / expected.norm()).item()
 
 
-@pytest.mark.parametrize("implementation, model_type", FAMILIES)
+@pytest.mark.parametrize(
+    "implementation, model_type",
+    [
+        *FAMILIES,
+        *(("sdpa", name) for name in CONVOLUTIONAL),
+        *(pytest.param("sdpa", name, marks=pytest.mark.slow) for name in MORE_CONVOLUTIONAL),
+    ],
+)
 def test_families_are_packed_exactly(implementation, model_type):
     model, micro = build_family(implementation, model_type), Micro()
     logps, packed_gradient = micro.packed(model, [0, 1, 2, 3])
@@ -91,6 +107,15 @@ def test_any_split_into_micro_batches_has_the_same_gradient(model_type):
     _, together = micro.packed(model, [0, 1, 2, 3])
     for split in ([[0], [1], [2], [3]], [[0, 3], [1, 2]], [[2, 0], [3, 1]]):
         assert error(micro.packed(model, *split)[1], together) < 1e-6  # the fused head computes in float32
+
+
+@pytest.mark.parametrize("model_type", CONVOLUTIONAL)
+def test_any_split_has_the_same_gradient_in_float32(model_type):
+    """Recurrences are computed in float32, also in models of float64."""
+    model, micro = build_family("sdpa", model_type), Micro()
+    _, together = micro.packed(model, [0, 1, 2, 3])
+    for split in ([[0], [1], [2], [3]], [[0, 3], [1, 2]], [[2, 0], [3, 1]]):
+        assert error(micro.packed(model, *split)[1], together) < 1e-6
 
 
 MUTATIONS = {
@@ -121,6 +146,80 @@ def test_the_comparison_notices_a_wrong_mechanism(monkeypatch, implementation, m
 
     expected_logps, expected_gradient = micro.alone(model)
     monkeypatch.setattr(packing, "attend_packed", mutated)
+    logps, packed_gradient = micro.packed(model, [0, 1, 2, 3])
+    assert (logps - expected_logps).abs().max() > 1e-3 and error(packed_gradient, expected_gradient) > 1e-3
+
+
+def without_bounds(segments, num_previous):
+    tokens = torch.arange(segments.num_tokens)
+    return tokens, tokens < 0, tokens
+
+
+def with_zeros(segments, num_previous):
+    inputs, is_zero, outputs = WITH_PREVIOUS(segments, num_previous)
+    return inputs, torch.ones(len(inputs), dtype=torch.bool).index_fill(0, outputs, False), outputs
+
+
+def changed(**changes):
+    """Return what changes the batches of completions."""
+
+    def batches(segments, chunk):
+        prompts, completions, outputs = BATCHES(segments, chunk)
+        completions = [
+            batch._replace(**{name: change(getattr(batch, name)) for name, change in changes.items()})
+            for batch in completions
+        ]
+        return RecurrenceBatches(prompts, completions, outputs)
+
+    return batches
+
+
+def with_tokens_as_padding(segments, chunk):
+    prompts, *others = BATCHES(segments, chunk)
+    prompts = [batch._replace(is_padding=torch.zeros_like(batch.is_padding)) for batch in prompts]
+    return RecurrenceBatches(prompts, *others)
+
+
+def as_one_sequence(segments, chunk):
+    everything = Segments([(segments.num_tokens, [])], segments.device)
+    return BATCHES(everything, chunk)
+
+
+WITH_PREVIOUS, BATCHES = Segments.with_previous, Segments.batches
+OTHER_STATES = {
+    "convolution that leaks": ("with_previous", without_bounds),
+    "convolution without the prompt": ("with_previous", with_zeros),
+    "state that leaks": ("batches", as_one_sequence),
+    "state of another prompt": ("batches", changed(first_states=lambda numbers: 1 - numbers)),
+    "padding that is read": ("batches", with_tokens_as_padding),
+}
+
+
+@pytest.mark.parametrize(
+    "model_type, mutation",
+    [
+        (model_type, mutation)
+        for model_type in CONVOLUTIONAL
+        for mutation, (name, _) in OTHER_STATES.items()
+        if name == "with_previous" or model_type in RECURRENT
+    ],
+)
+def test_the_comparison_notices_a_wrong_state(monkeypatch, model_type, mutation):
+    name, mutated = OTHER_STATES[mutation]
+    model, micro = build_family("sdpa", model_type), Micro()
+    expected_logps, expected_gradient = micro.alone(model)
+    monkeypatch.setattr(Segments, name, mutated)
+    logps, packed_gradient = micro.packed(model, [0, 1, 2, 3])
+    assert (logps - expected_logps).abs().max() > 1e-3 and error(packed_gradient, expected_gradient) > 1e-3
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_the_comparison_notices_an_empty_initial_state(monkeypatch, model_type):
+    recur = packed_states._recur
+    forgetful = lambda function, *args: recur(lambda tokens, state: function(tokens, None), *args)  # noqa: E731
+    model, micro = build_family("sdpa", model_type), Micro()
+    expected_logps, expected_gradient = micro.alone(model)
+    monkeypatch.setattr(packed_states, "_recur", forgetful)
     logps, packed_gradient = micro.packed(model, [0, 1, 2, 3])
     assert (logps - expected_logps).abs().max() > 1e-3 and error(packed_gradient, expected_gradient) > 1e-3
 

@@ -1,0 +1,301 @@
+"""Convolutions and recurrences of packed rollouts: linear attention and state-space layers.
+
+Layers with a state run along the sequence, and would carry it from one packed rollout into the next. Modeling files of
+transformers call a function for each convolution and recurrence (a kernel of causal-conv1d, flash-linear-attention, or
+mamba-ssm where it is installed, and otherwise one in PyTorch). During packed passes these functions are called on
+segments, see [`Segments`]: on prompts from an empty state, and on completions from the last state of their prompt,
+which is therefore computed once per group, whatever the kernel.
+
+- A convolution reads the last tokens of the prompt in front of a completion, and zeros in front of a prompt.
+- A recurrence takes segments of similar length as one batch. Prompts are padded on the left with zeros, which leave
+  an empty state empty, and completions on the right, behind all that is read.
+
+Each token is in the same chunk of a recurrence whatever else is in its micro-batch, so that gradients depend on the
+split into micro-batches by the rounding of sums only.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+
+# Length of the chunks in which recurrences are computed on a CPU. PyTorch's functions in transformers have chunks of
+# 64 to 256 tokens, which cost more operations per token, and more padding.
+CPU_CHUNK = 16
+
+KERNEL_CHUNK = 64  # of recurrences whose call does not say it
+
+
+class SegmentBatch(NamedTuple):
+    """`B` segments of similar length, padded to `T` tokens."""
+
+    indices: torch.Tensor  # int64 (B, T): flat indices of the tokens; 0 for padding
+    is_padding: torch.Tensor  # bool (B, T)
+    first_states: torch.Tensor  # int64 (B,): of completions, which of the last states of all prompts they start from
+
+
+class RecurrenceBatches(NamedTuple):
+    """All segments of a micro-batch of `N` tokens."""
+
+    prompts: list[SegmentBatch]
+    completions: list[SegmentBatch]
+    outputs: torch.Tensor  # int64 (N,): where each token is in all batches, flat and one behind the other
+
+
+class Segments:
+    """
+    Prompts and completions of a packed micro-batch, in which each completion continues its prompt.
+
+    Args:
+        groups (`list[tuple[int, list[int]]]`): Numbers of tokens in their order: of a prompt, and of the completions
+            behind it.
+        device (`torch.device`): Device of the indices.
+    """
+
+    def __init__(self, groups: list[tuple[int, list[int]]], device: torch.device):
+        self.device = device
+        self.num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
+        self.prompts: list[np.ndarray] = []  # flat indices of the tokens
+        self.completions: list[np.ndarray] = []
+        self.prompt_of: list[int] = []  # of each completion
+        start = 0
+        for number, (prompt, completions) in enumerate(groups):
+            self.prompts.append(np.arange(start, start + prompt))
+            start += prompt
+            for length in completions:
+                self.completions.append(np.arange(start, start + length))
+                self.prompt_of.append(number)
+                start += length
+        self._convolutions: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._recurrences: dict[int, RecurrenceBatches] = {}
+
+    def with_previous(self, num_previous: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """
+        Put the tokens before it in front of each segment.
+
+        Returns:
+            Flat indices of the tokens of this longer sequence, int64 `(M,)`; which of them are in front of a prompt,
+            and therefore zeros, bool `(M,)`; and where each token of the micro-batch is in it, int64 `(N,)`.
+        """
+        if num_previous not in self._convolutions:
+            nothing = np.full(num_previous, -1)
+            parts: list[np.ndarray] = []
+            for prompt in self.prompts:
+                parts += [nothing, prompt]
+            for completion, number in zip(self.completions, self.prompt_of, strict=True):
+                before = np.concatenate([nothing, self.prompts[number]])
+                parts += [before[len(before) - num_previous :], completion]
+            inputs, outputs, end = np.concatenate(parts), np.empty(self.num_tokens, dtype=np.int64), 0
+            for previous, segment in zip(parts[::2], parts[1::2], strict=True):
+                start, end = end + len(previous), end + len(previous) + len(segment)
+                outputs[segment] = np.arange(start, end)
+            indices = (inputs.clip(min=0), inputs < 0, outputs)
+            self._convolutions[num_previous] = tuple(map(self._tensor, indices))
+        return self._convolutions[num_previous]
+
+    def batches(self, chunk: int) -> RecurrenceBatches:
+        """Return the segments in batches. Prompts are padded to multiples of `chunk`, in front, so that their last
+        token ends one."""
+        if chunk not in self._recurrences:
+            prompts = _by_length(self.prompts, chunk)
+            completions = _by_length(self.completions, min(chunk, KERNEL_CHUNK))
+            state_of_prompt = np.argsort([number for _, numbers in prompts for number in numbers])
+            first_states = state_of_prompt[np.array(self.prompt_of, dtype=np.int64)]
+            batches: tuple[list[SegmentBatch], list[SegmentBatch]] = [], []
+            flat_indices, flat_padding = [], []
+            for kind, segments in enumerate((self.prompts, self.completions)):
+                for length, numbers in (prompts, completions)[kind]:
+                    indices, is_padding = _padded([segments[i] for i in numbers], length, left=kind == 0)
+                    states = first_states[numbers] if kind else np.empty(0, dtype=np.int64)
+                    batches[kind].append(SegmentBatch(*map(self._tensor, (indices, is_padding, states))))
+                    flat_indices.append(indices.ravel())
+                    flat_padding.append(is_padding.ravel())
+            places = np.flatnonzero(~np.concatenate(flat_padding))
+            outputs = np.empty(self.num_tokens, dtype=np.int64)
+            outputs[np.concatenate(flat_indices)[places]] = places
+            self._recurrences[chunk] = RecurrenceBatches(*batches, self._tensor(outputs))
+        return self._recurrences[chunk]
+
+    def _tensor(self, values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(self.device)
+
+
+def _by_length(segments: list[np.ndarray], chunk: int) -> list[tuple[int, list[int]]]:
+    """Return the lengths of padded batches, multiples of `chunk`, and which segments are in them. Beyond eight chunks,
+    a batch holds all segments whose numbers of chunks have the same three leading bits."""
+    batches: dict[int, list[int]] = {}
+    for number, segment in enumerate(segments):
+        chunks = -(-len(segment) // chunk)
+        step = 1 << max(chunks.bit_length() - 3, 0)
+        batches.setdefault(-(-chunks // step) * step * chunk, []).append(number)
+    return sorted(batches.items())
+
+
+def _padded(segments: list[np.ndarray], length: int, *, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Return the indices of padded segments, `(B, length)`, and which of them are padding."""
+    indices = np.zeros((len(segments), length), dtype=np.int64)
+    is_padding = np.ones(indices.shape, dtype=bool)
+    for row, segment in enumerate(segments):
+        start = length - len(segment) if left else 0
+        indices[row, start : start + len(segment)] = segment
+        is_padding[row, start : start + len(segment)] = False
+    return indices, is_padding
+
+
+def _convolve(
+    function: Callable,
+    segments: Segments,
+    hidden_states: torch.Tensor,  # (1, C, N)
+    weight: torch.Tensor,  # (C, kernel size)
+    bias: torch.Tensor | None = None,
+    activation: str | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Compute the causal convolution of each channel."""
+    inputs, is_zero, outputs = segments.with_previous(weight.shape[-1] - 1)
+    tokens = hidden_states[0].T.index_select(0, inputs).masked_fill(is_zero[:, None], 0)
+    convolved = function(tokens.T[None], weight, bias, activation=activation)
+    return convolved[0].T.index_select(0, outputs).T[None]
+
+
+def _delta_rule(
+    function: Callable,
+    segments: Segments,
+    query: torch.Tensor,  # (1, N, H, K)
+    key: torch.Tensor,
+    value: torch.Tensor,  # (1, N, H, V)
+    g: torch.Tensor,  # (1, N, H), or (1, N, H, K)
+    beta: torch.Tensor,  # (1, N, H)
+    use_qk_l2norm_in_kernel: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Compute linear attention with a gated delta rule: of Gated DeltaNet, or of Kimi Delta Attention."""
+    chunk, settings = KERNEL_CHUNK, {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    if query.device.type == "cpu":
+        chunk = settings["chunk_size"] = CPU_CHUNK
+
+    def attend(tokens: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value, query, g, beta = tokens
+        return function(query, key, value, g=g, beta=beta, initial_state=state, output_final_state=True, **settings)
+
+    return _recur(attend, [key, value], [query, g, beta], segments.batches(chunk)), None
+
+
+def _scan(
+    function: Callable,
+    segments: Segments,
+    hidden_states: torch.Tensor,  # (1, N, H, P)
+    dt: torch.Tensor,  # (1, N, H)
+    A: torch.Tensor,  # (H,)
+    B: torch.Tensor,  # (1, N, groups, S)
+    C: torch.Tensor,
+    chunk_size: int,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Compute the state-space recurrence of Mamba 2."""
+    chunk = min(chunk_size, CPU_CHUNK) if hidden_states.device.type == "cpu" else chunk_size
+    settings = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "chunk_size": chunk}
+
+    def scan(tokens: list[torch.Tensor], state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_states, dt, B, C = tokens
+        return function(hidden_states, dt, A, B, C, initial_states=state, return_final_states=True, **settings)
+
+    return _recur(scan, [hidden_states], [dt, B, C], segments.batches(chunk))
+
+
+def _recur(
+    function: Callable[[list[torch.Tensor], torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
+    written: list[torch.Tensor],
+    others: list[torch.Tensor],
+    batches: RecurrenceBatches,
+) -> torch.Tensor:
+    """
+    Run a recurrence over all segments.
+
+    Args:
+        function (`Callable`): Takes tokens `(B, T, ...)` and their first states, or `None` for empty ones; returns its
+            output `(B, T, ...)` and the last states.
+        written (`list[torch.Tensor]`): Inputs `(1, N, ...)` without which an empty state stays empty.
+        others (`list[torch.Tensor]`): More inputs `(1, N, ...)`.
+    """
+    outputs, states = [], []
+    for batch in batches.prompts:
+        tokens = [_take(x, batch.indices) for x in written + others]
+        for i in range(len(written)):
+            mask = batch.is_padding.view(*batch.is_padding.shape, *[1] * (tokens[i].ndim - 2))
+            tokens[i] = tokens[i].masked_fill(mask, 0)
+        output, state = function(tokens, None)
+        outputs.append(output)
+        states.append(state)
+    last_of_prompts = torch.cat(states)
+    for batch in batches.completions:
+        tokens = [_take(x, batch.indices) for x in written + others]
+        output, _ = function(tokens, last_of_prompts.index_select(0, batch.first_states))
+        outputs.append(output)
+    return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, batches.outputs)[None]
+
+
+def _take(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Return the states `(1, N, ...)` of some tokens, `(B, T, ...)`."""
+    return states[0].index_select(0, indices.flatten()).unflatten(0, indices.shape)
+
+
+def _nothing_fused(function: Callable, segments: Segments, *args: Any, **kwargs: Any) -> None:
+    """Let a Mamba layer call its convolution and its recurrence, as it does without mamba-ssm."""
+
+
+# Functions of modeling files in transformers, and what computes them on segments.
+RECURRENCES: dict[str, Callable] = {
+    "torch_chunk_gated_delta_rule": _delta_rule,
+    "chunk_kimi_delta_attention": _delta_rule,
+    "mamba2_chunk_scan": _scan,
+}
+CONVOLUTION = "causal_conv1d_fn"
+_ON_SEGMENTS = {CONVOLUTION: _convolve, "mamba2_split_conv1d_scan_combined": _nothing_fused, **RECURRENCES}
+
+
+class _OnSegments:
+    """A function of a modeling file that computes [`Segments`] with another one. Layers pass them as `seq_idx`, the
+    only argument of packed sequences that LFM2 hands on to its convolution in transformers 5.17."""
+
+    def __init__(self, function: Callable, on_segments: Callable):
+        self.function = function
+        self.on_segments = on_segments
+
+    def __call__(self, *args: Any, seq_idx: Any = None, **kwargs: Any) -> Any:
+        if isinstance(seq_idx, Segments):
+            return self.on_segments(self.function, seq_idx, *args, **kwargs)
+        return self.function(*args, seq_idx=seq_idx, **kwargs)
+
+
+def state_modules(model: nn.Module) -> list[ModuleType]:
+    """Return the modeling files of a model whose layers have a convolution or recurrence that runs on segments."""
+    names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
+    return [sys.modules[name] for name in sorted(names) if not _ON_SEGMENTS.keys().isdisjoint(vars(sys.modules[name]))]
+
+
+@contextmanager
+def packed_states(modules: list[ModuleType]) -> Iterator[None]:
+    """Let layers of these modeling files compute packed rollouts on segments inside the context, which may be nested.
+    It must include the backward pass, because gradient checkpointing repeats the forward pass there."""
+    functions = [
+        (module, name, vars(module)[name]) for module in modules for name in _ON_SEGMENTS if name in vars(module)
+    ]
+    for module, name, function in functions:
+        if not isinstance(function, _OnSegments):
+            setattr(module, name, _OnSegments(function, _ON_SEGMENTS[name]))
+    try:
+        yield
+    finally:
+        for module, name, function in functions:
+            setattr(module, name, function)
