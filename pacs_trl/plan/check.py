@@ -186,7 +186,9 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     if training.is_exact and training.compile_layers is not False:
         is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
         quantization = "bitsandbytes" if recipe.model.load_in_4bit or recipe.model.load_in_8bit else None
-        obstacle = obstacle_to_compilation(training, is_zero3=is_zero3, quantization=quantization)
+        obstacle = obstacle_to_compilation(
+            training, is_zero3=is_zero3, quantization=quantization, trains_routers=estimate.trains_routers
+        )
         if obstacle is not None and training.compile_layers is True:
             conflicts.append(refusal_of_compilation(obstacle))
         elif obstacle is not None:

@@ -79,7 +79,8 @@ class Passes(NamedTuple):
 @dataclass(frozen=True)
 class ModelShape:
     """Shape of a dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), from `config.json`;
-    `qkv_bias` is Qwen2's, `qk_norm` Qwen3's."""
+    `qkv_bias` is Qwen2's, `qk_norm` Qwen3's. `counted_parameters` is the number of weights of another architecture,
+    for which the shape stands; a token may use fewer (a mixture of experts)."""
 
     num_layers: int
     hidden: int
@@ -91,6 +92,7 @@ class ModelShape:
     tied: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    counted_parameters: int | None = None
 
     @property
     def attention_width(self) -> int:
@@ -103,9 +105,19 @@ class ModelShape:
         return matrices + 2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv * self.qkv_bias
 
     @property
-    def parameters(self) -> int:
+    def active_parameters(self) -> int:
+        """The weights that a token uses."""
         embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
         return self.num_layers * self.layer_parameters + embeddings + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.active_parameters if self.counted_parameters is None else self.counted_parameters
+
+    @property
+    def stored_layer_parameters(self) -> float:
+        """The weights of a layer, with experts that a token does not use."""
+        return self.layer_parameters + (self.parameters - self.active_parameters) / self.num_layers
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -156,9 +168,9 @@ class ModelShape:
         recomputation of one layer and the output head."""
         if execution.precision != "autocast":
             return 0.0
-        weights = self.parameters
+        weights = float(self.parameters)
         if execution.recomputation != "none":
-            weights = self.layer_parameters + self.vocabulary * self.hidden
+            weights = self.stored_layer_parameters + self.vocabulary * self.hidden
         return 2.0 * weights
 
 

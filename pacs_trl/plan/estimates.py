@@ -6,14 +6,24 @@ from itertools import islice
 from typing import NamedTuple
 
 from ..recipe import Recipe
-from ..rollouts.model_checks import obstacle_to_compilation
+from ..rollouts.model_checks import obstacle_to_compilation, trains_routers
 from ..settings import render
 from . import cost
 from .cost import GIB, H200, Execution, Gpu, Passes, Recomputation
 from .launch import Launch
+from .models import empty_model, local_config, shape_of_model
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
-from .workload import MEAN_SHARE, MemoryChoice, Workload, choice_on_cpu, choose, chooses, occupied_bytes
+from .workload import (
+    MEAN_SHARE,
+    MemoryChoice,
+    Workload,
+    choice_of_unknown_model,
+    choice_on_cpu,
+    choose,
+    chooses,
+    occupied_bytes,
+)
 
 
 # Number of problems in the named training sets, for counting epochs.
@@ -62,7 +72,8 @@ class Estimate:
         self.has_server = training.use_vllm and training.vllm_mode == "server"
         self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
         self.schedule = "one batch late" if training.rollout_lag else "in turn"
-        self.max_staleness = 4
+        if training.rollout_schedule == "continuous":
+            self.schedule = "continuous"
         self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
         mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
@@ -70,12 +81,15 @@ class Estimate:
         self.precision = "autocast" if mixed else "float32"
         if self.dtype != "float32" or self.has_float32_copies:
             self.precision = "bfloat16"
+        config = local_config(recipe)
+        model = None if config is None else empty_model(config)
+        self.trains_routers = config is not None and trains_routers(config, training)
         if compiled is None:
-            compiled = _compiles_layers(recipe, launch)
+            compiled = _compiles_layers(recipe, launch, self.trains_routers)
         if attention is None:
             attention = "fa4" if recipe.model.attn_implementation == "flash_attention_4" else "sdpa"
         self.execution = Execution(self.precision, compiled=compiled, attention=attention)
-        self.packing = packing_of(recipe)
+        self.packing = packing_of(recipe, model)
         size = _SET_SIZES.get(data.dataset_name)
         size = size and max(0, size - data.eval_split_size)
         self.num_problems = prompts.number or (size and min(size, data.max_train_samples or size))
@@ -94,8 +108,16 @@ class Estimate:
         policy = recipe.model.model_name_or_path
         self.critic_name = (training.critic_model_name_or_path or policy) if training.has_critic else None
         self.shape, self.critic_shape = cost.model_shape(policy), cost.model_shape(self.critic_name)
-        names = [policy, self.critic_name] if training.has_critic else [policy]
-        self.unknown = [name for name in names if cost.model_shape(name) is None]
+        self.approximated: str | None = None  # type of a model that is not a dense decoder
+        if self.shape is None and model is not None:
+            self.shape, self.approximated = shape_of_model(model), model.config.model_type
+        if self.critic_name == policy:
+            self.critic_shape = self.shape
+        shapes = {policy: self.shape} | ({self.critic_name: self.critic_shape} if training.has_critic else {})
+        self.unknown = [name for name, shape in shapes.items() if shape is None]
+        self.reason_of_unknown = "download its config.json and pass the folder"
+        if policy in self.unknown and config is not None:
+            self.reason_of_unknown = f"plan does not estimate {config.model_type!r} models"
         if not self.unknown:
             self._estimate_memory()
 
@@ -129,7 +151,12 @@ class Estimate:
         workload = self.workload(self._mean_completion)
         on_gpu = training.needs_gpu
         self.chooses = chooses(training)
-        self.choice = choose(workload, self.usable - occupied.in_update) if on_gpu else choice_on_cpu(training)
+        if not on_gpu:
+            self.choice = choice_on_cpu(training)
+        elif self.approximated and self.chooses:  # as in a run
+            self.choice = choice_of_unknown_model(training, self.approximated)
+        else:
+            self.choice = choose(workload, self.usable - occupied.in_update)
         chosen = self.choice or MemoryChoice("full", self.longest, "does not fit")
         self.recomputation: Recomputation = chosen.recomputation
         self.tokens = chosen.max_tokens or workload.largest(training.per_device_train_batch_size)
@@ -162,6 +189,7 @@ class Estimate:
             mean_prompt=self.mean_prompt,
             mean_completion=mean_length,
             sharing=self.sharing,
+            trains_routers=self.trains_routers,
         )
 
     def optimizer_steps(self) -> int | None:
@@ -267,7 +295,7 @@ class Estimate:
         updates = self.step.updates_per_generation
         groups = max(1, int(self.step.prompts_per_update))
         trainer = Trainer(groups, learning / updates, transfer_seconds(self.shape))
-        staleness = self.max_staleness
+        staleness = self.training.max_staleness
         steps = max(_SIMULATED_STEPS, 2 * (staleness + 1))
         engine = self._server(serving)
         return updates * continuous(self._groups(mean_length), engine, trainer, steps, staleness).seconds
@@ -300,14 +328,15 @@ class Estimate:
         return render("plan.txt", plan=self, step=self.step, duration=_duration, rounded=_rounded, **shown)
 
 
-def _compiles_layers(recipe: Recipe, launch: Launch) -> bool:
+def _compiles_layers(recipe: Recipe, launch: Launch, trains_routers: bool) -> bool:
     """Return whether the decoder layers of a recipe are compiled on a GPU."""
     training, model = recipe.training, recipe.model
     if not (training.is_exact and training.needs_gpu and training.compile_layers):
         return False
     is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
     quantization = "bitsandbytes" if model.load_in_4bit or model.load_in_8bit else None
-    return obstacle_to_compilation(training, is_zero3=is_zero3, quantization=quantization) is None
+    how = {"is_zero3": is_zero3, "quantization": quantization, "trains_routers": trains_routers}
+    return obstacle_to_compilation(training, **how) is None
 
 
 def _rounded(seconds: float) -> str:

@@ -56,6 +56,8 @@ class Workload:
             computes.
         longest_prompt, mean_prompt, mean_completion (`int`): Tokens.
         sharing (`int`): Completions of a prompt in an optimizer step, which compute it once in a micro-batch.
+        trains_routers (`bool`): Whether each update measures the loads of experts by a forward pass, for the loss of
+            their routers.
     """
 
     training: Any
@@ -67,6 +69,7 @@ class Workload:
     mean_prompt: int
     mean_completion: int
     sharing: int = 1
+    trains_routers: bool = False
 
     # Tokens ---------------------------------------------------------------------------------------------------------
 
@@ -131,7 +134,8 @@ class Workload:
             )
         else:
             passes = cost.actor_critic_passes(updates=updates, iterations=iterations, correction=corrects, kl=kl)
-        return passes._replace(forward=passes.forward + training.keeps_generating_policy)
+        more = training.keeps_generating_policy + iterations * self.trains_routers
+        return passes._replace(forward=passes.forward + more)
 
     def seconds(self, recomputation: Recomputation, max_tokens: int) -> float:
         """Return the seconds of all updates, without the optimizer."""
@@ -204,6 +208,14 @@ def choice_on_cpu(training: Any) -> MemoryChoice:
     `per_device_train_batch_size` completions."""
     size = training.max_tokens_per_micro_batch
     return MemoryChoice(set_recomputation(training), None if size == "auto" else size, "on a CPU")
+
+
+def choice_of_unknown_model(training: Any, model_type: str) -> MemoryChoice:
+    """Return the choice for an architecture whose activations the cost model does not know: the least memory."""
+    recomputation: Recomputation = "full" if training.gradient_checkpointing else "none"
+    size = training.max_tokens_per_micro_batch
+    reason = f"the memory that {model_type!r} models need is not known"
+    return MemoryChoice(recomputation, None if size == "auto" else size, reason)
 
 
 def chooses(training: Any) -> bool:
@@ -309,7 +321,7 @@ def occupied_bytes(
     gathered = collected = engine = 0.0
     if sharding == "full":  # two layers and the largest other matrix, in bfloat16
         shapes = [shape, critic] if critic else [shape]
-        gathered = 2.0 * max(2 * s.layer_parameters + s.vocabulary * s.hidden for s in shapes)
+        gathered = 2.0 * max(2 * s.stored_layer_parameters + s.vocabulary * s.hidden for s in shapes)
     if is_fsdp and training.gradient_accumulation_steps > 1:  # reduced after the last micro-batch
         collected = 4.0 * (trained + critic_weights)
     if training.use_vllm and training.vllm_mode == "colocate":

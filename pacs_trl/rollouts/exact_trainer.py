@@ -44,6 +44,7 @@ from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
+from .checks import config_of
 from .engine import ServerFailure, stop_without_engine
 from .late_batches import LateBatches
 from .memory import (
@@ -55,7 +56,7 @@ from .memory import (
     trial_minibatch,
     with_choice,
 )
-from .model_checks import compiles_layers, warn_of_eager_layers
+from .model_checks import check_checkpointing_of_routers, compiles_layers, trains_routers, warn_of_eager_layers
 from .overrides import check_batch, check_overrides, replaced
 from .process_count import divide_batches
 from .request_seeds import request_seed
@@ -185,6 +186,8 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
         self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
+        if trains_routers(config_of(model, args), args):
+            check_checkpointing_of_routers(args)
 
     def _choose_settings(self, model, args, arguments):
         if args.rollout_schedule == "continuous" and args.process_index == 0:
@@ -213,12 +216,8 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _prepare_learning(self) -> None:
         self._copied_settings = {name: getattr(self, name) for name in COPIED_SETTINGS}
         self._keeps_generating_policy = self.args.keeps_generating_policy
-        checkpointing = self.args.gradient_checkpointing and self.args.gradient_checkpointing_kwargs or {}
-        if self.aux_loss_enabled and checkpointing.get("use_reentrant"):
-            raise ValueError(
-                "The loss of the routers in a mixture of experts has no gradient with use_reentrant: true in "
-                "gradient_checkpointing_kwargs. Set use_reentrant: false, or router_aux_loss_coef: 0.0."
-            )
+        if self.aux_loss_enabled:  # TRL sets use_reentrant for adapters with ZeRO-3, and recomputation is chosen now
+            check_checkpointing_of_routers(self.args)
         self.update = self.create_update()
         self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
         self.forward_pass.reads_routers = self.aux_loss_enabled

@@ -26,6 +26,7 @@ from ..plan.workload import (
     MEAN_SHARE,
     MemoryChoice,
     Workload,
+    choice_of_unknown_model,
     choice_on_cpu,
     choose,
     chooses,
@@ -114,7 +115,7 @@ def plan_memory(
     config = config_of(model, args).get_text_config()
     shape = cost.shape_of(config.to_dict())
     if shape is None:
-        choice = _choice_of_unknown_model(args, config.model_type)
+        choice = choice_of_unknown_model(args, config.model_type)
         return MemoryPlan(choice, recomputations=(choice.recomputation,))
     execution = Execution(_precision(args, model), compiled=compiled)
     workload = _workload(args, memory, execution, shape, longest)
@@ -328,12 +329,3 @@ def _check_fsdp(args: RolloutConfig) -> None:
             "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes "
             "in any case. Set the latter to false in the accelerate file."
         )
-
-
-def _choice_of_unknown_model(args: RolloutConfig, model_type: str) -> MemoryChoice:
-    """Return the choice for an architecture that the cost model does not know: the least memory."""
-    size = args.max_tokens_per_micro_batch
-    assert not isinstance(size, str) or size == "auto"
-    recomputation: Recomputation = "full" if args.gradient_checkpointing else "none"
-    max_tokens = size if isinstance(size, int) else None
-    return MemoryChoice(recomputation, max_tokens, f"the memory that {model_type!r} models need is not known")

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper, ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
@@ -124,8 +124,11 @@ class Obstacle(NamedTuple):
     remedy: str
 
 
-def obstacle_to_compilation(args: RolloutConfig, *, is_zero3: bool, quantization: str | None) -> Obstacle | None:
-    """Return what in the settings prevents `compile_layers`, if anything; `quantization` is the method."""
+def obstacle_to_compilation(
+    args: RolloutConfig, *, is_zero3: bool, quantization: str | None, trains_routers: bool = False
+) -> Obstacle | None:
+    """Return what in the settings prevents `compile_layers`, if anything; `quantization` is the method, and
+    `trains_routers` says whether the loss has that of the routers of a mixture of experts."""
     if args.torch_compile:
         return Obstacle("torch_compile: true compiles the whole model", "Remove torch_compile")
     if is_zero3:
@@ -133,6 +136,9 @@ def obstacle_to_compilation(args: RolloutConfig, *, is_zero3: bool, quantization
     if quantization is not None:
         reason = f"the model is quantized with {quantization}, which computes with kernels of its own"
         return Obstacle(reason, "Load it without quantization")
+    if trains_routers:
+        reason = "the loss of the routers (router_aux_loss_coef) reads what the layers compute inside"
+        return Obstacle(reason, "Set router_aux_loss_coef: 0.0")
     return None
 
 
@@ -150,7 +156,10 @@ def compiles_layers(
         return False
     config = quantization_config or getattr(config_of(model, args), "quantization_config", None)
     obstacle = obstacle_to_compilation(
-        args, is_zero3=is_deepspeed_zero3_enabled(), quantization=_quantization_method(config)
+        args,
+        is_zero3=is_deepspeed_zero3_enabled(),
+        quantization=_quantization_method(config),
+        trains_routers=trains_routers(config_of(model, args), args),
     )
     if obstacle is None and (missing := missing_compiler(args.device)) is not None:
         obstacle = Obstacle(f"this machine lacks {missing}", "Install it")
@@ -308,6 +317,27 @@ def is_wrapper_of_own_forward(module: nn.Module, forward: Any) -> bool:
     """Return whether `forward` wraps the forward method of the module's class, as those that trainers and accelerate
     set on the models they train do."""
     return inspect.unwrap(forward) is inspect.unwrap(type(module).forward)
+
+
+def trains_routers(config: PreTrainedConfig, args: RolloutConfig) -> bool:
+    """Return whether the loss has that of the routers of a mixture of experts with this configuration, as TRL decides
+    it when the model is loaded. Architectures that are not in transformers count as having none."""
+    text_config, coefficient = config.get_text_config(), args.router_aux_loss_coef
+    if coefficient is None:
+        coefficient = getattr(text_config, "router_aux_loss_coef", 0.0)
+    if not args.is_exact or coefficient == 0 or not hasattr(text_config, "output_router_logits"):
+        return False
+    backbone = MODEL_MAPPING.get(type(config), None)
+    return "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {})
+
+
+def check_checkpointing_of_routers(args: RolloutConfig) -> None:
+    """Raise a `ValueError` if recomputation would cut the gradient of the loss of the routers."""
+    if args.gradient_checkpointing is True and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ValueError(
+            "The loss of the routers in a mixture of experts has no gradient with use_reentrant: true in "
+            "gradient_checkpointing_kwargs. Set use_reentrant: false, or router_aux_loss_coef: 0.0."
+        )
 
 
 def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfig) -> bool:

@@ -46,13 +46,13 @@ def test_an_update_over_two_generations_takes_as_long_as_two(estimate_of):
 def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
     """64 GPUs train and another node of 8 generates; four of these for training change both."""
     for settings, total in ((LATE, max), (LATE | {"rollout_lag": 0}, sum)):
-        estimate = estimate_of(**settings)
+        estimate = estimate_of(**settings, per_device_train_batch_size=1)
         sides = estimate.learning(350)[1], estimate.generating(350)
         assert estimate.seconds(350) == pytest.approx(total(sides)) and min(sides) > 0
         other = sides[0] * 64 / 68, estimate.generating(350, 4)
         assert estimate.seconds(350, 4) == pytest.approx(total(other)) and other[1] > sides[1]
         assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.seconds(350) * 72 / 3600)
-    printed = estimate_of(**LATE).text(350)
+    printed = estimate_of(**LATE, per_device_train_batch_size=1).text(350)
     assert "on the server's 8 GPUs (simulated), beside the updates" in printed
     assert "on 72 GPUs, 64 for training" in printed and "not tested on a GPU" in printed
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from experts import tiny_experts
 from peft import LoraConfig, get_peft_model
-from replay import LORA, Recorder, Replay, addition_dataset, build_trainer, relative_error, tiny_model
+from replay import LORA, TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, relative_error, tiny_model
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
@@ -317,12 +318,14 @@ OBSTACLES = {
     "quantized": "quantized with bitsandbytes",
     "ZeRO-3": "ZeRO-3 gathers weights",
     "no compiler": "this machine lacks a compiler",
+    "routers": "the loss of the routers",
 }
 
 
 def arguments(**settings) -> SimpleNamespace:
     """A configuration, for any device."""
     defaults = {"compile_layers": "auto", "torch_compile": False, "device": CPU, "process_index": 0}
+    defaults |= {"is_exact": True, "router_aux_loss_coef": None}
     return SimpleNamespace(**(defaults | {"trust_remote_code": False, "model_init_kwargs": None} | settings))
 
 
@@ -334,20 +337,21 @@ def test_what_prevents_compilation_is_refused_or_named(monkeypatch, caplog, case
     )
     quantization = BitsAndBytesConfig(load_in_8bit=True) if case == "quantized" else None
     args = arguments(compile_layers=True, torch_compile=case == "torch_compile")
+    model = tiny_experts() if case == "routers" else tiny_model()
     with pytest.raises(
         ValueError, match=f"compile_layers: true is not possible.*{OBSTACLES[case]}.*compile_layers: false"
     ):
-        compiles_layers(tiny_model(), args, quantization)
+        compiles_layers(model, args, quantization)
     args.compile_layers = "auto"
     with caplog.at_level(logging.WARNING):
-        assert not compiles_layers(tiny_model(), args, quantization)  # on a CPU
+        assert not compiles_layers(model, args, quantization)  # on a CPU
         assert caplog.messages == []
         args.device = torch.device("cuda")
-        assert not compiles_layers(tiny_model(), args, quantization)
+        assert not compiles_layers(model, args, quantization)
     (message,) = caplog.messages
     assert OBSTACLES[case] in message and "compile_layers: auto" in message
     args.compile_layers = False
-    assert not compiles_layers(tiny_model(), args, quantization) and len(caplog.messages) == 1
+    assert not compiles_layers(model, args, quantization) and len(caplog.messages) == 1
 
 
 def test_layers_are_compiled_on_a_gpu_by_default(monkeypatch):
@@ -367,6 +371,21 @@ def test_a_machine_without_a_compiler_is_refused_before_the_model_is_loaded(mode
     monkeypatch.setattr(compiled_layers.shutil, "which", lambda name: None)
     with pytest.raises(ValueError, match=r"lacks a C\+\+ compiler.*Install it, or set compile_layers: false"):
         build_trainer(tmp_path, model=model_path, compile_layers=True)
+
+
+def test_a_loss_of_routers_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
+    def load(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    tiny_experts().save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    monkeypatch.setattr(grpo_trainer, "create_model_from_path", load)
+    experts = {"model": str(tmp_path / "model"), "trainer_class": GRPOTrainer}
+    with pytest.raises(ValueError, match="loss of the routers.*Set router_aux_loss_coef: 0.0, or set compile_layers"):
+        build_trainer(tmp_path, **experts, compile_layers=True)
+    reentrant = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match="use_reentrant: false, or router_aux_loss_coef"):
+        build_trainer(tmp_path, **experts, **reentrant)
 
 
 def test_trainers_without_the_exact_update_refuse(tmp_path):
