@@ -75,11 +75,32 @@ def environment(wheel, tmp_path_factory):
     return python
 
 
+# What macOS lacks, of modules that it has.
+LINUX_ONLY = [
+    *("os.sched_getaffinity", "os.sched_setaffinity", "os.memfd_create", "os.pidfd_open", "os.O_PATH"),
+    *("os.posix_fadvise", "os.eventfd", "os.splice", "select.epoll", "resource.prlimit", "signal.pidfd_send_signal"),
+]
+WITHOUT_LINUX = """\
+import os, resource, select, signal
+for name in {names!r}:
+    module, _, attribute = name.partition(".")
+    delattr(globals()[module], attribute)
+"""
+
+
 @pytest.mark.slow
 @needs("matplotlib")
-def test_an_installed_wheel_trains_evaluates_and_reports(environment, tmp_path):
+@pytest.mark.parametrize("absent", [[], LINUX_ONLY], ids=["linux", "macos"])
+def test_an_installed_wheel_trains_evaluates_and_reports(environment, tmp_path, absent):
     """`make dist-check` runs the same script where pip has installed the wheel with its requirements."""
-    others = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "TRL_EXPERIMENTAL_SILENCE": "1", "OMP_NUM_THREADS": "1"}
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_LINUX.format(names=absent))
+    others = {
+        "PYTHONPATH": str(tmp_path),
+        "PATH": "/usr/bin:/bin",
+        "HOME": str(tmp_path),
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [environment, ROOT / "tests/installed.py"]
     result = subprocess.run(command, cwd=tmp_path, env=others, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

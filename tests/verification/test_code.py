@@ -136,3 +136,10 @@ class TestTool:
             run_python("print('before')\n1 / 0")
         with pytest.raises(RuntimeError, match="^timeout: timeout$"):
             run_python("while True: pass")
+
+
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_a_system_without_the_sandbox_is_refused_before_a_program_runs(monkeypatch, system):
+    monkeypatch.setattr(sys, "platform", system)
+    with pytest.raises(ValueError, match=f"sandbox of Linux.*{system}.*Use Linux"):
+        CodeVerifier(num_workers=1, isolation="rlimits").start()
