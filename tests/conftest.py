@@ -89,7 +89,9 @@ def tool_model_path(tmp_path_factory):
 
 
 def save_tiny_model(tmp_path_factory, tools: bool = False) -> str:
-    from replay import build_tokenizer, tiny_model
+    from support.models import tiny_model
+
+    from experiments.miniature.tokenizer import build_tokenizer
 
     path = tmp_path_factory.mktemp("saved") / "model"
     tiny_model().save_pretrained(path)
@@ -101,8 +103,8 @@ def save_tiny_model(tmp_path_factory, tools: bool = False) -> str:
 def engine(request, model_path, monkeypatch):
     """Settings of a run, and what its engine has been asked for: number of completions, prompt and seed of each
     request."""
-    from fake_llm import play_colocated
-    from loopback_vllm import LoopbackVLLM, play_installed, server_settings
+    from support.fake_llm import play_colocated
+    from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
     if request.param == "transformers":
         yield {}, None

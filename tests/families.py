@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 import yaml
-from architectures import build
-from image_checkpoints import IMAGE_TOKENS, image_model, image_processor, image_tokenizer
 from peft import LoraConfig, get_peft_model
+from support.architectures import build
+from support.image_checkpoints import IMAGE_TOKENS, image_model, image_processor, image_tokenizer
 from transformers.utils import logging
 from trl.trainer.utils import add_fused_lm_head
 

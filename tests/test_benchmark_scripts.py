@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from replay import TOKENIZER, tiny_model
+from support.models import TOKENIZER, tiny_model
 
 from benchmarks import end_to_end, gpu, optimizer_step, whole_step
 from benchmarks.recorded import Size, config_of, recorded_rollouts, shape_of

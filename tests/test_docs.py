@@ -21,8 +21,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional_packages import needs, require
-from seeds import shifted
+from support.optional_packages import needs, require
+from support.seeds import shifted
 
 from notebook_tools import pacs_trl
 from pacs_trl import cli
@@ -176,7 +176,7 @@ def check_command(monkeypatch, words: list[str]) -> None:
         case ["python", "-m", "experiments.paper", *rest]:
             check_module(monkeypatch, "experiments.paper.command", rest)
         case ["python", "-m", name, *rest] if name.startswith(
-            ("pacs_trl.", "experiments.genac.", "experiments.shapes")
+            ("pacs_trl.", "experiments.genac.", "experiments.miniature.", "experiments.shapes")
         ):
             if rest:
                 check_module(monkeypatch, name, rest)

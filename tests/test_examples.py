@@ -9,9 +9,9 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from fake_llm import play_colocated
-from loopback_vllm import LoopbackVLLM, play_installed
 from safetensors.torch import load_file
+from support.fake_llm import play_colocated
+from support.vllm_server import LoopbackVLLM, play_installed
 
 from pacs_trl import rewards
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from processes import run_and_save, start
+from support.processes import run_and_save, start
 
 
 ROOT = Path(__file__).parents[1]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.objective import (
     GROUP_LOSSES,

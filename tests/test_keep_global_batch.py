@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from replay import addition_dataset, build_trainer
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
 
 from pacs_trl import train
 from pacs_trl.plan.check import main as plan

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from replay import TOKENIZER, tiny_model
+from support.models import TOKENIZER, tiny_model
 
 from pacs_trl.plan.check import main as plan
 from pacs_trl.plan.launch import launch_commands

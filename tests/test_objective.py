@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from seeds import shifted
-from tolerances import rounding_atol
+from support.seeds import shifted
+from support.tolerances import rounding_atol
 
 from pacs_trl.objective import (
     actor_coefficients,

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import run_and_save, start, wait_for
-from sharding import let_accelerate_shard_on_cpu
+from support.processes import run_and_save, start, wait_for
+from support.sharding import let_accelerate_shard_on_cpu
 
 from benchmarks.one_rank import measure
 from benchmarks.recorded import build_model, shape_of

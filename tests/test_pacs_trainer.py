@@ -7,20 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from experts import tiny_experts
 from peft import PromptTuningConfig
-from replay import (
-    LORA,
-    MAX_COMPLETION_LENGTH,
-    TOKENIZER,
-    Replay,
-    addition_dataset,
-    build_trainer,
-    digit_reward,
-    spy_on,
-    trainable_weights,
-)
-from seeds import shifted
+from support.experts import tiny_experts
+from support.models import LORA, TOKENIZER, trainable_weights
+from support.rollouts import MAX_COMPLETION_LENGTH, Replay, addition_dataset, digit_reward
+from support.runs import build_trainer, spy_on
+from support.seeds import shifted
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.methods import method_names

@@ -11,15 +11,9 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from replay import (
-    MAX_COMPLETION_LENGTH,
-    TOKENIZER,
-    Replay,
-    addition_dataset,
-    build_trainer,
-    digit_reward,
-    tiny_model,
-)
+from support.models import TOKENIZER, tiny_model
+from support.rollouts import MAX_COMPLETION_LENGTH, Replay, addition_dataset, digit_reward
+from support.runs import build_trainer
 from transformers import CONFIG_MAPPING
 from trl import GRPOConfig
 

@@ -11,7 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from optional_packages import needs
+from support.optional_packages import needs
 
 import pacs_trl
 from pacs_trl import recipe_files

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from optional_packages import needs
+from support.optional_packages import needs
 
 import pacs_trl
 

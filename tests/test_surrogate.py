@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.surrogate import LOSS_TYPES, RatioLoss, completion_scales, ratio_terms
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from scripted import play_products, run_recipe
+from support.scripted import play_products, run_recipe
 
 from pacs_trl import PACSTrainer
 from pacs_trl.data import PROMPT_INSTRUCTION

@@ -7,21 +7,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import trl
-from replay import (
-    RELATIVE,
-    Recorder,
-    Replay,
-    assert_resumes,
-    assert_same_models,
-    build_trainer,
-    logps_and_entropies,
-    relative_error,
-    rows_of_update,
-    tiny_model,
-)
+from support.models import RELATIVE, assert_same_models, logps_and_entropies, relative_error, tiny_model
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, assert_resumes, build_trainer
+from support.trls_update import EIGHT, OWN, REUSED, TRLS, difference, in_double_precision, run
 from test_objectives import SPLITS
 from transformers import TrainerCallback
-from trls_update import EIGHT, OWN, REUSED, TRLS, difference, in_double_precision, run
 
 from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer
 from pacs_trl.update.forward_pass import ForwardPass, fused_head

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.baselines.gae import (
     clipped_value_losses,

@@ -5,8 +5,19 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from replay import Replay, assert_resumes, assert_same_models, build_trainer, logps_and_entropies, rows_of_update
-from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, TRLS, difference, in_double_precision, run
+from support.models import assert_same_models, logps_and_entropies
+from support.rollouts import Replay, rows_of_update
+from support.runs import assert_resumes, build_trainer
+from support.trls_update import (
+    EIGHT,
+    FOUR_MINIBATCHES,
+    OWN,
+    REUSED,
+    TRLS,
+    difference,
+    in_double_precision,
+    run,
+)
 
 from pacs_trl import GRPOTrainer, RLOOTrainer
 from pacs_trl.baselines.grpo_trainer import SurrogateObjective

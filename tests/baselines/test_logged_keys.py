@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from replay import Recorder, Replay, build_trainer, load_weights, logps_and_entropies, rows_of_update, tiny_model
-from trls_update import EIGHT, OWN, REUSED, TRLS, run
+from support.models import load_weights, logps_and_entropies, tiny_model
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, build_trainer
+from support.trls_update import EIGHT, OWN, REUSED, TRLS, run
 
 from pacs_trl import GRPOTrainer
 

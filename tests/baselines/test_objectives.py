@@ -4,18 +4,10 @@ import copy
 
 import pytest
 import torch
-from replay import (
-    RELATIVE,
-    Recorder,
-    Replay,
-    build_trainer,
-    load_weights,
-    logps_and_entropies,
-    relative_error,
-    rows_of_update,
-    tiny_model,
-)
-from trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
+from support.models import RELATIVE, load_weights, logps_and_entropies, relative_error, tiny_model
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, build_trainer
+from support.trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
 
 from pacs_trl import GRPOTrainer, MaxRLTrainer, REALTrainer
 from pacs_trl.objective import disco_loss, maxrl_advantages, real_loss

@@ -3,16 +3,17 @@
 import shutil
 from pathlib import Path
 
-import actor_critics
 import pytest
 import torch
 import yaml
-from actor_critics import assert_same_logs
 from peft import LoraConfig, get_peft_model
-from replay import assert_same_models, digit_reward, tiny_model, trainable_weights
-from scripted import run_recipe
-from seeds import shifted
+from support import actor_critics
+from support.actor_critics import assert_same_logs
+from support.models import assert_same_models, tiny_model, trainable_weights
 from support.problems import CRITIC_PROMPT
+from support.rollouts import digit_reward
+from support.scripted import run_recipe
+from support.seeds import shifted
 from test_ppo_trainer import build, recorded
 from transformers import AutoModelForCausalLM
 
@@ -149,7 +150,7 @@ def test_a_recipe_trains_both_models_on_the_miniature_world(tmp_path, model_path
     monkeypatch.chdir(tmp_path)
     recipe, settings, metrics = METHODS[method]
     settings |= {"steps_per_generation": 2, "max_completion_length": 16, "warmup_steps": 0, "learning_rate": 1e-3}
-    rewards = "--reward_funcs math_reward replay.digit_reward --reward_weights 0.5 0.5".split()
+    rewards = "--reward_funcs math_reward support.rollouts.digit_reward --reward_weights 0.5 0.5".split()
     trainer = run_recipe(tmp_path / "run", model_path, *rewards, recipe=recipe, **settings)
     for name, weight in tiny_model().named_parameters():
         assert not torch.equal(weight, trainer.model.get_parameter(name)), name

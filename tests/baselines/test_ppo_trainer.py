@@ -8,13 +8,14 @@ leaves room for ratios and whitening.
 import copy
 from functools import partial
 
-import actor_critics
 import pytest
 import torch
 import trl
-from actor_critics import CriticRecorder, assert_close_gradients
-from replay import TOKENIZER, Replay, load_weights, logps_and_entropies, tiny_model, trainable_weights
-from tolerances import rounding_atol
+from support import actor_critics
+from support.actor_critics import CriticRecorder, assert_close_gradients
+from support.models import TOKENIZER, load_weights, logps_and_entropies, tiny_model, trainable_weights
+from support.rollouts import Replay
+from support.tolerances import rounding_atol
 
 from pacs_trl import PPOTrainer
 

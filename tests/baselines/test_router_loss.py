@@ -2,16 +2,18 @@
 
 from unittest.mock import patch
 
-import architectures
 import pytest
 import torch
-from experts import tiny_experts
-from replay import RELATIVE, TOKENIZER, Recorder, Replay, build_trainer, relative_error
+from support import architectures
+from support.experts import tiny_experts
+from support.models import RELATIVE, TOKENIZER, relative_error
+from support.rollouts import Replay
+from support.runs import Recorder, build_trainer
+from support.trls_update import EIGHT, OWN, TRLS, difference, run
 from test_objectives import SPLITS
 from torch.nn.utils.rnn import pad_sequence
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-from trls_update import EIGHT, OWN, TRLS, difference, run
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer, RLOOTrainer
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
@@ -118,7 +120,7 @@ CASES = {
 def test_weights_and_logs_are_those_of_trl_in_one_micro_batch(tmp_path, method, settings, replay):
     settings = EIGHT | COEFFICIENT | {"max_steps": 4, "learning_rate": 0.02} | settings
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 16}
-    with patch("trls_update.tiny_model", tiny_experts):
+    with patch("support.trls_update.tiny_model", tiny_experts):
         before, trls, expected = run(tmp_path / "trl", TRLS, method, Replay(**replay), **settings)
         _, ours, found = run(tmp_path / "ours", OWN, method, Replay(**replay), **settings)
     assert difference(ours, trls, before) < 1e-4

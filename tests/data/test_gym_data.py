@@ -1,6 +1,6 @@
 import pytest
-from optional_packages import reasoning_gym  # noqa: F401 (skips without it)
-from replay import TOKENIZER
+from support.models import TOKENIZER
+from support.optional_packages import reasoning_gym  # noqa: F401 (skips without it)
 
 from pacs_trl.data import DataArguments, load_training_data
 from pacs_trl.evaluation.benchmarks import load_benchmark

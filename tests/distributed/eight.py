@@ -7,13 +7,20 @@ import os
 from pathlib import Path
 from typing import Any
 
-import actor_critics
 import torch
-from long_way import RaggedGroups
-from replay import LORA, Replay, addition_dataset, build_trainer, trainable_weights
 from scenarios import numbered
-from seeds import shifted
-from sharding import FSDP_SETTINGS, let_accelerate_run_deepspeed_on_cpu, let_accelerate_shard_on_cpu, zero3_settings
+from support import actor_critics
+from support.long_way import RaggedGroups
+from support.models import LORA, trainable_weights
+from support.rollouts import Replay, addition_dataset
+from support.runs import build_trainer
+from support.seeds import shifted
+from support.sharding import (
+    FSDP_SETTINGS,
+    let_accelerate_run_deepspeed_on_cpu,
+    let_accelerate_shard_on_cpu,
+    zero3_settings,
+)
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer, REALTrainer
 from pacs_trl.update.step_sizes import Step

@@ -11,38 +11,27 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from experts import tiny_experts
-from fake_llm import SleepingLLM, play_colocated
-from long_way import CORRECTION, RaggedGroups
-from replay import (
-    LORA,
-    TOKENIZER,
-    DarsAndGuidanceTrainer,
-    Parity,
-    Recorder,
-    Replay,
-    SteerAndVerlTrainer,
-    addition_dataset,
-    boxed,
-    build_trainer,
-    digit_reward,
-    spy_on,
-    tiny_model,
-    trainable_weights,
-)
-from seeds import shifted
-from sharding import (
+from support.experts import tiny_experts
+from support.fake_llm import SleepingLLM, play_colocated
+from support.long_way import CORRECTION, RaggedGroups
+from support.models import LORA, TOKENIZER, tiny_model, trainable_weights
+from support.problems import held_out as held_out_problems
+from support.related_methods import DarsAndGuidanceTrainer, SteerAndVerlTrainer
+from support.rollouts import Parity, Replay, addition_dataset, boxed, digit_reward
+from support.runs import Recorder, build_trainer, spy_on
+from support.seeds import shifted
+from support.sharding import (
     FSDP_SETTINGS,
     full,
     let_accelerate_run_deepspeed_on_cpu,
     let_accelerate_shard_on_cpu,
     zero3_settings,
 )
-from support.problems import held_out as held_out_problems
 from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
+from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.rollouts import evaluation
@@ -79,7 +68,10 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
     "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),
-    "labels in several places": ({**QUARTER, "group_layout": "split", "max_steps": 4}, {"steps": True}),
+    "labels in several places": (
+        {**QUARTER, "trainer_class": ProcessLabelsTrainer, "group_layout": "split", "max_steps": 4},
+        {"steps": True},
+    ),
     "LoRA": ({**QUARTER, "peft_config": LORA}, {}),
     "ragged, whole": ({**RAGGED, "group_layout": "whole"}, {"unverifiable": 0.2}),
     "ragged, split": ({**RAGGED, "group_layout": "split"}, {"unverifiable": 0.2}),

@@ -4,10 +4,10 @@ import eight
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from optional_packages import require
-from processes import on_several, run_and_save
-from replay import relative_error
 from safetensors.torch import load_file
+from support.models import relative_error
+from support.optional_packages import require
+from support.processes import on_several, run_and_save
 from transformers import AutoModelForCausalLM
 
 

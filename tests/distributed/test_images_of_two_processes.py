@@ -1,10 +1,10 @@
 """Two processes end with the weights of one on datasets with images, of which one process may see none in a pass."""
 
-import image_runs
 import pytest
 import torch
-from processes import on_two, run_and_save
-from trls_update import difference
+from support import image_runs
+from support.processes import on_two, run_and_save
+from support.trls_update import difference
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]

@@ -6,9 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from processes import on_several, run_and_save
-from replay import Replay, addition_dataset, build_trainer, relative_error, tiny_model, trainable_weights
+from support.models import relative_error, tiny_model, trainable_weights
+from support.processes import on_several, run_and_save
+from support.rollouts import Replay, addition_dataset
+from support.runs import build_trainer
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from pacs_trl import GRPOTrainer, PACSTrainer, REALTrainer, rewards
 

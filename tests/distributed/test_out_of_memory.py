@@ -6,9 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from processes import on_two
-from replay import RELATIVE, Recorder, Replay, build_trainer, relative_error
-from sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu
+from support.models import RELATIVE, relative_error
+from support.processes import on_two
+from support.rollouts import Replay
+from support.runs import Recorder, build_trainer
+from support.sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.rollouts import memory

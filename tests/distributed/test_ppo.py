@@ -1,20 +1,22 @@
 """PPO and GenAC on two processes equal themselves on one: weights of policy and critic, with DDP and with FSDP2, and a
 resumed run.
 
-The rollouts are recorded (see replay.py), so that one process and two learn from the same rows; with two updates on
-all rows of each generation, the order in which TRL shuffles them does not matter.
+The rollouts are recorded, so that one process and two learn from the same rows; with two updates on all rows of each
+generation, the order in which TRL shuffles them does not matter.
 """
 
 import os
 from pathlib import Path
 
-import actor_critics
 import pytest
 import torch
-from processes import on_two, run_and_save
-from replay import Replay, assert_resumes, trainable_weights
-from sharding import let_accelerate_shard_on_cpu
+from support import actor_critics
+from support.models import trainable_weights
 from support.problems import CRITIC_PROMPT
+from support.processes import on_two, run_and_save
+from support.rollouts import Replay
+from support.runs import assert_resumes
+from support.sharding import let_accelerate_shard_on_cpu
 from torch.distributed.fsdp import FSDPModule
 
 from pacs_trl import PPOTrainer

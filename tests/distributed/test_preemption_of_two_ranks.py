@@ -7,9 +7,10 @@ import re
 import signal
 from pathlib import Path
 
-from processes import start
-from replay import TOKENIZER, digit_reward, tiny_model
-from scripted import run_recipe
+from support.models import TOKENIZER, tiny_model
+from support.processes import start
+from support.rollouts import digit_reward
+from support.scripted import run_recipe
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint

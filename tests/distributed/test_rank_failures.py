@@ -9,8 +9,9 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from processes import start
-from replay import build_trainer, digit_reward
+from support.processes import start
+from support.rollouts import digit_reward
+from support.runs import build_trainer
 from torch.distributed import TCPStore
 
 from pacs_trl.errors import during_run, exit_code

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from long_way import RaggedGroups, in_graph_step
-from optional_packages import require
 from peft import get_peft_model
-from processes import on_two
-from replay import RELATIVE, TOKENIZER, Replay, config, relative_error, tiny_model
 from scenarios import (
     COMPILED,
     FSDP2,
@@ -28,9 +24,15 @@ from scenarios import (
     run_all,
     weighted,
 )
+from support.long_way import RaggedGroups, in_graph_step
+from support.models import RELATIVE, TOKENIZER, relative_error, tiny_model
+from support.optional_packages import require
+from support.processes import on_two
+from support.rollouts import Replay
+from support.runs import config
+from support.trls_update import TRLS, difference, run
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trls_update import TRLS, difference, run
 
 from pacs_trl import PACSTrainer
 

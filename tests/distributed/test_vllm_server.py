@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from processes import on_two
-from replay import addition_dataset, build_trainer
+from support.processes import on_two
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 
 def train_until_it_stops(directory, model, url):

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from experiments.miniature.model import build_model
 from experiments.miniature.tokenizer import build_tokenizer

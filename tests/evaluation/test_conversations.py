@@ -6,8 +6,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from seeds import shifted
 from support.problems import held_out
+from support.seeds import shifted
 
 from experiments.miniature.model import build_model
 from experiments.miniature.tasks import CALL

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from experiments.critic import critic_records, main

@@ -7,10 +7,10 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
-from seeds import shifted
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.seeds import shifted
+from support.tolerances import rounding_atol
 from tokenizers import Tokenizer, models, pre_tokenizers
-from tolerances import rounding_atol
 from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from experiments import diversity

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from loopback import Loopback
+from support.servers import Loopback
 
 from pacs_trl.evaluation.engines import ServerEngine
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, sample_seed

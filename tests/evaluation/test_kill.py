@@ -9,8 +9,8 @@ import signal
 import time
 from pathlib import Path
 
-from processes import start
-from seeds import shifted
+from support.processes import start
+from support.seeds import shifted
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.results import read_results

@@ -8,8 +8,8 @@ from math import comb
 import numpy as np
 import pytest
 import torch
-from seeds import shifted
-from tolerances import rounding_atol
+from support.seeds import shifted
+from support.tolerances import rounding_atol
 
 from experiments.bootstrap import bootstrap_interval, paired_bootstrap
 from pacs_trl.evaluation import paired_interval, pass_at_k, pass_interval

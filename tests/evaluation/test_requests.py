@@ -3,7 +3,9 @@
 import math
 
 import pytest
-from replay import TOKENIZER, addition_dataset, build_trainer, tiny_model
+from support.models import TOKENIZER, tiny_model
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
 from tokenizers.processors import TemplateProcessing
 from transformers import BloomConfig, BloomForCausalLM
 

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from finished_runs import results_of
+from support.finished_runs import results_of
 
 from pacs_trl.evaluation.results import GradedSample, read_results, require_same_protocol, summarize
 

@@ -3,14 +3,15 @@
 import copy
 import itertools
 
-import actor_critics
 import pytest
 import torch
-from actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs
-from fake_llm import play_colocated
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from replay import TOKENIZER, Replay, addition_dataset, assert_same_models, load_weights, tiny_model, trainable_weights
+from support import actor_critics
+from support.actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs
+from support.fake_llm import play_colocated
+from support.models import TOKENIZER, assert_same_models, load_weights, tiny_model, trainable_weights
 from support.problems import CRITIC_PROMPT
+from support.rollouts import Replay, addition_dataset
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental._critic import CriticPrompt, check_critic, reinforce_weights

@@ -5,9 +5,9 @@ import random
 
 import pytest
 import torch
-from seeds import shifted
 from support.problems import CRITIC_PROMPT
-from tolerances import rounding_atol
+from support.seeds import shifted
+from support.tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
 from pacs_trl.experimental._critic import (

@@ -12,16 +12,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from replay import (
-    LORA,
-    TOKENIZER,
-    DarsAndGuidanceTrainer,
-    addition_dataset,
-    assert_same_models,
-    build_trainer,
-    trainable_weights,
-)
-from seeds import shifted
+from support.models import LORA, TOKENIZER, assert_same_models, trainable_weights
+from support.related_methods import DarsAndGuidanceTrainer
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
+from support.seeds import shifted
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.errors import FailedRun

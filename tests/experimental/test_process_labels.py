@@ -7,8 +7,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from replay import addition_dataset, build_trainer, digit_reward
-from seeds import shifted
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
+from support.seeds import shifted
 
 from pacs_trl.experimental.process_labels import (
     Prefixes,

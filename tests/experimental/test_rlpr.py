@@ -7,7 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import yaml
-from replay import TOKENIZER, boxed, build_trainer, spy_on, tiny_model, trainable_weights
+from support.models import TOKENIZER, tiny_model, trainable_weights
+from support.rollouts import boxed
+from support.runs import build_trainer, spy_on
 
 from pacs_trl.experimental.rlpr import (
     RLPRTrainer,

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from long_way import TWO_UPDATES, train_and_compare
-from replay import Replay
-from seeds import shifted
+from support.long_way import TWO_UPDATES, train_and_compare
+from support.rollouts import Replay
+from support.seeds import shifted
 
 from pacs_trl.experimental.steer import STEERTrainer, SteerWeights, entropy_sensitivities, steer_weights
 from pacs_trl.update.token_weights import TokenValues

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import Recorder, Replay, build_trainer, relative_error
+from support.models import relative_error
+from support.rollouts import Replay
+from support.runs import Recorder, build_trainer
 
 from pacs_trl import experimental
 from pacs_trl.recipe import config_class, read_recipe, trainer_of_method

@@ -6,18 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import (
-    RELATIVE,
-    Recorder,
-    Replay,
-    build_trainer,
-    load_weights,
-    logps_and_entropies,
-    relative_error,
-    rows_of_update,
-    tiny_model,
-)
-from seeds import shifted
+from support.models import RELATIVE, load_weights, logps_and_entropies, relative_error, tiny_model
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, build_trainer
+from support.seeds import shifted
 
 from pacs_trl.experimental import verl
 from pacs_trl.experimental.verl import (

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments import many_answers, many_answers_tables
 from experiments.many_answers import NONE, Arm, answer_logps, answers, build, correct, generate, problems, token_logps

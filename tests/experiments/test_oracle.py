@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from replay import TOKENIZER, tiny_model
+from support.models import TOKENIZER, tiny_model
 from support.problems import CRITIC_PROMPT
 from transformers import AutoModelForCausalLM
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from finished_runs import record, rows_of, text_of, write_text
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.finished_runs import record, rows_of, text_of, write_text
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments.paper import cells as paper_cells
 from experiments.paper import paper_figures, published

@@ -8,8 +8,8 @@ import shlex
 from pathlib import Path
 
 import pytest
-from finished_runs import results_of, rows_of
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.finished_runs import results_of, rows_of
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
 
 from experiments import diversity
 from experiments.paper import command as paper_command

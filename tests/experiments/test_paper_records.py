@@ -3,7 +3,7 @@
 import multiprocessing
 
 import pytest
-from finished_runs import results_of, text_of, write_text
+from support.finished_runs import results_of, text_of, write_text
 
 from experiments.paper.records import Records, Run, record
 

@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
 from transformers import AutoModelForCausalLM
 
 from experiments import quickstart

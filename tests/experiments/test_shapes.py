@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from scripted import run_recipe
+from support.scripted import run_recipe
 
 from experiments import shapes
 

@@ -13,10 +13,10 @@ from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 
-import processes
 import pytest
 import torch
 from gpu_report import TITLES, GpuReport, machine
+from support import processes
 
 from benchmarks import ROWS_FILE
 

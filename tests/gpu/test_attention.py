@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from benchmarks.recorded import Size, build_model, kernels_of, recorded_rollouts, shape_of
 from pacs_trl.update import compiled_layers, packed_attention

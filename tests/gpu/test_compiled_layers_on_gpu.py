@@ -3,7 +3,9 @@
 import pytest
 import torch
 from peft import LoraConfig
-from replay import Recorder, Replay, build_trainer, relative_error
+from support.models import relative_error
+from support.rollouts import Replay
+from support.runs import Recorder, build_trainer
 from torch._dynamo.utils import counters
 from transformers import TrainerCallback
 

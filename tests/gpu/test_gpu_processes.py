@@ -1,8 +1,10 @@
 """One GPU, and DDP, FSDP2, and ZeRO-3 on two, learn what one process on the CPU learns from the same rollouts."""
 
 import pytest
-from replay import Replay, build_trainer, relative_error, trainable_weights
-from sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu, zero3_settings
+from support.models import relative_error, trainable_weights
+from support.rollouts import Replay
+from support.runs import build_trainer
+from support.sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu, zero3_settings
 
 
 VARIANTS = {

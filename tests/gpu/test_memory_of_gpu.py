@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from replay import RELATIVE, Recorder, Replay, build_trainer, relative_error
+from support.models import RELATIVE, relative_error
+from support.rollouts import Replay
+from support.runs import Recorder, build_trainer
 
 from pacs_trl.rollouts.memory import device_memory
 

@@ -10,7 +10,7 @@ import subprocess
 from contextlib import contextmanager
 
 import pytest
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from benchmarks.gpu import save_model, trainer_on
 from pacs_trl.rollouts.checks import serve_command

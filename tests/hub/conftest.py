@@ -3,7 +3,7 @@
 import huggingface_hub.constants
 import pytest
 import transformers.utils.hub
-from loopback_hub import LoopbackHub
+from support.hub_server import LoopbackHub
 
 
 @pytest.fixture

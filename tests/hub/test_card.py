@@ -11,8 +11,8 @@ import yaml
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig
-from replay import build_trainer
-from results_world import make_results
+from support.results_world import make_results
+from support.runs import build_trainer
 
 from experiments.miniature.files import data_file, write_data
 from experiments.miniature.warm_start import CARD

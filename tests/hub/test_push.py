@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import yaml
 from huggingface_hub import HfApi, ModelCard
-from replay import build_trainer
-from results_world import make_results
+from support.results_world import make_results
+from support.runs import build_trainer
 
 from pacs_trl.cli import run
 from pacs_trl.errors import FailedRun

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import yaml
-from optional_packages import needs
+from support.optional_packages import needs
 
 from pacs_trl import PACSConfig, train
 from pacs_trl.redaction import published

@@ -5,7 +5,7 @@ from dataclasses import astuple, replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from seeds import shifted
+from support.seeds import shifted
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
 

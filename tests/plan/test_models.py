@@ -1,10 +1,10 @@
 """Models that `plan` knows from their configuration alone."""
 
 import pytest
-from architectures import build
-from experts import tiny_experts
 from families import FAMILIES, model_of
-from replay import TOKENIZER
+from support.architectures import build
+from support.experts import tiny_experts
+from support.models import TOKENIZER
 from transformers import MambaConfig
 
 from pacs_trl.plan import cost

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.plan import cost
 from pacs_trl.plan.schedules import (

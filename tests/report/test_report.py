@@ -7,8 +7,8 @@ from functools import partial
 
 import pytest
 import yaml
-from optional_packages import matplotlib  # noqa: F401 (skips without it)
-from results_world import make_results
+from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
+from support.results_world import make_results
 
 from pacs_trl.cli import run
 from pacs_trl.evaluation.results import write_results

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from results_world import make_results
+from support.results_world import make_results
 
 from pacs_trl.evaluation import paired_interval, pass_at_k, pass_interval
 from pacs_trl.report import tables

@@ -4,10 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
-from replay import addition_dataset, build_trainer, config, tiny_model
-from seeds import shifted
+from support.models import tiny_model
+from support.rollouts import addition_dataset
+from support.runs import build_trainer, config
+from support.seeds import shifted
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.errors import FailedRun

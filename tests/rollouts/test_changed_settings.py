@@ -1,7 +1,8 @@
 """Settings that are changed after they have been built into a trainer: rejected by name, never ignored."""
 
 import pytest
-from replay import Replay, addition_dataset, build_trainer
+from support.rollouts import Replay, addition_dataset
+from support.runs import build_trainer
 
 
 FIXED = {"pacs_beta": 2.0, "class_weighting": "none", "score_estimator": "dr_grpo", "reference": "snapshot"}

@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from replay import build_trainer
+from support.runs import build_trainer
 
 from pacs_trl.rollouts.checkpoint_files import FILE_LIST, defect, last_checkpoint
 

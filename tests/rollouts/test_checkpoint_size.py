@@ -2,7 +2,9 @@
 
 import pytest
 from peft import LoraConfig
-from replay import Replay, build_trainer, tiny_model
+from support.models import tiny_model
+from support.rollouts import Replay
+from support.runs import build_trainer
 
 from pacs_trl.plan.cost import checkpoint_bytes
 

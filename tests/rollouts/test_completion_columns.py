@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from replay import addition_dataset, build_trainer, digit_reward
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
 
 from pacs_trl.rollouts.completion_columns import align_columns, new_column, unify_types
 

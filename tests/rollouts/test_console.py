@@ -1,7 +1,7 @@
 """The line of a step by hand, rewards before and after, and what of Trainer's own output is left alone."""
 
 import pytest
-from optional_packages import IPython  # noqa: F401 (skips without it)
+from support.optional_packages import IPython  # noqa: F401 (skips without it)
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils.notebook import NotebookProgressCallback
 

@@ -13,8 +13,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from loopback_vllm import LoopbackVLLM, draw_tokens, play_installed, server_settings
-from replay import LORA, TOKENIZER, Recorder, addition_dataset, build_trainer, digit_reward, load_weights, tiny_model
+from support.models import LORA, TOKENIZER, load_weights, tiny_model
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import Recorder, build_trainer
+from support.vllm_server import LoopbackVLLM, draw_tokens, play_installed, server_settings
 from transformers import TrainerCallback
 
 from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from replay import TOKENIZER, addition_dataset, config, digit_reward
 from safetensors.torch import load_file, save_file
-from seeds import shifted
+from support.models import TOKENIZER
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import config
+from support.seeds import shifted
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
-from forked_engine import forked_engine
-from late_runs import trainer_of
-from replay import assert_same_models, digit_reward
+from support.forked_engine import forked_engine
+from support.late_runs import trainer_of
+from support.models import assert_same_models
+from support.rollouts import digit_reward
 
 from pacs_trl import GRPOTrainer
 from pacs_trl.rollouts import late_batches

@@ -3,9 +3,10 @@
 import itertools
 from types import SimpleNamespace
 
-from fake_llm import SamplingParams, play_colocated
-from replay import addition_dataset, build_trainer, digit_reward
-from seeds import shifted
+from support.fake_llm import SamplingParams, play_colocated
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
+from support.seeds import shifted
 
 from pacs_trl.rollouts.engine import SeededLLM
 from pacs_trl.rollouts.request_seeds import request_seed

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_llm import SleepingLLM, play_colocated
 from peft import LoraConfig, get_peft_model
 from peft.tuners.tuners_utils import BaseTunerLayer
-from replay import addition_dataset, build_trainer, tiny_model
-from seeds import shifted
+from support.fake_llm import SleepingLLM, play_colocated
+from support.models import tiny_model
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
+from support.seeds import shifted
 from trl.generation import vllm_generation
 
 from pacs_trl.errors import FailedRun

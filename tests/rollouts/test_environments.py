@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from scripted import play_products, run_recipe
+from support.scripted import play_products, run_recipe
 
 from pacs_trl.rewards import shared_code_verifier
 

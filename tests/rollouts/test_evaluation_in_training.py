@@ -5,17 +5,10 @@ import random
 import numpy as np
 import pytest
 import torch
-from replay import (
-    LORA,
-    Parity,
-    Recorder,
-    addition_dataset,
-    assert_same_models,
-    build_trainer,
-    digit_reward,
-    trainable_weights,
-)
+from support.models import LORA, assert_same_models, trainable_weights
 from support.problems import CRITIC_PROMPT, held_out
+from support.rollouts import Parity, addition_dataset, digit_reward
+from support.runs import Recorder, build_trainer
 from transformers import AutoConfig
 
 from pacs_trl import GRPOTrainer, PACSTrainer

@@ -5,7 +5,8 @@ import math
 import pandas as pd
 import pytest
 import torch
-from replay import addition_dataset, build_trainer, digit_reward
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer

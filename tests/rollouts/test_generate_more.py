@@ -3,16 +3,10 @@ policy."""
 
 import pytest
 import torch
-from replay import (
-    TOKENIZER,
-    addition_dataset,
-    assert_same_models,
-    build_trainer,
-    digit_reward,
-    tiny_model,
-    trainable_weights,
-)
-from seeds import shifted
+from support.models import TOKENIZER, assert_same_models, tiny_model, trainable_weights
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
+from support.seeds import shifted
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.rollouts.request_seeds import request_seed

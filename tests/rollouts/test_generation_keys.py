@@ -4,7 +4,9 @@ import logging
 
 import pytest
 import torch
-from replay import MAX_COMPLETION_LENGTH, TOKENIZER, build_trainer, tiny_model
+from support.models import TOKENIZER, tiny_model
+from support.rollouts import MAX_COMPLETION_LENGTH
+from support.runs import build_trainer
 
 
 DIGITS = [*TOKENIZER("0123456789")["input_ids"], *range(128, 256)]

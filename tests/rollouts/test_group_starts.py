@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from replay import assert_same_models, build_trainer
+from support.models import assert_same_models
+from support.runs import build_trainer
 
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSTrainer, RLOOTrainer

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from image_checkpoints import IMAGE_TOKENS, image_model, image_tokenizer, save_checkpoint
 from peft import LoraConfig
-from replay import addition_dataset, config, digit_reward
 from safetensors.torch import load_file
-from scripted import run_recipe
+from support.image_checkpoints import IMAGE_TOKENS, image_model, image_tokenizer, save_checkpoint
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import config
+from support.scripted import run_recipe
 from transformers import AutoModelForImageTextToText, Qwen2Config
 
 from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer

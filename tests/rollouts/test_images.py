@@ -10,15 +10,15 @@ import pandas as pd
 import pytest
 import torch
 from datasets import Dataset
-from image_checkpoints import image_model, image_processor, image_tokenizer, save_checkpoint
-from image_runs import OURS, TRLS, build, picture, rows, trained
 from peft import LoraConfig
 from PIL import Image as Picture
-from replay import digit_reward
-from scripted import run_recipe
-from seeds import shifted
+from support.image_checkpoints import image_model, image_processor, image_tokenizer, save_checkpoint
+from support.image_runs import OURS, TRLS, build, picture, rows, trained
+from support.rollouts import digit_reward
+from support.scripted import run_recipe
+from support.seeds import shifted
+from support.trls_update import difference
 from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
-from trls_update import difference
 
 import pacs_trl
 from pacs_trl.data import PROMPT_INSTRUCTION

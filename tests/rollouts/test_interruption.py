@@ -8,12 +8,13 @@ from contextlib import closing
 
 import pytest
 import torch
-from forked_engine import forked_engine
-from late_runs import trainer_of
-from processes import on_two, start
-from replay import TOKENIZER, assert_same_models, digit_reward
 from safetensors.torch import load_file
-from scripted import run_recipe
+from support.forked_engine import forked_engine
+from support.late_runs import trainer_of
+from support.models import TOKENIZER, assert_same_models
+from support.processes import on_two, start
+from support.rollouts import digit_reward
+from support.scripted import run_recipe
 
 from pacs_trl import PACSTrainer
 from pacs_trl.rollouts import interruption

@@ -6,7 +6,9 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig, get_peft_model
-from replay import LORA, Replay, build_trainer, tiny_model
+from support.models import LORA, tiny_model
+from support.rollouts import Replay
+from support.runs import build_trainer
 from torch import nn
 
 from pacs_trl import GRPOTrainer, RLOOTrainer

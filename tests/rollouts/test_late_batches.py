@@ -11,20 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked_engine import forked_engine
-from late_runs import check_logps, trainer_of
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from processes import on_two, start
-from replay import (
-    TOKENIZER,
-    Recorder,
-    addition_dataset,
-    assert_same_models,
-    digit_reward,
-    tiny_model,
-    trainable_weights,
-)
-from seeds import shifted
+from support.forked_engine import forked_engine
+from support.late_runs import check_logps, trainer_of
+from support.models import TOKENIZER, assert_same_models, tiny_model, trainable_weights
+from support.processes import on_two, start
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import Recorder
+from support.seeds import shifted
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 

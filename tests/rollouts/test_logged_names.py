@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 
 import pytest
-from replay import build_trainer, digit_reward
+from support.rollouts import digit_reward
+from support.runs import build_trainer
 
 from pacs_trl import GRPOTrainer
 from pacs_trl.rollouts.logged_names import check_metric_name, distinct_names

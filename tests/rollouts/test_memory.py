@@ -5,7 +5,9 @@ import math
 
 import pytest
 import torch
-from replay import RELATIVE, Recorder, Replay, build_trainer, config, relative_error, tiny_model
+from support.models import RELATIVE, relative_error, tiny_model
+from support.rollouts import Replay
+from support.runs import Recorder, build_trainer, config
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import GRPOTrainer, PACSTrainer

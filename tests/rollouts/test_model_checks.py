@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from replay import LORA, TOKENIZER, build_trainer, tiny_model
+from support.models import LORA, TOKENIZER, tiny_model
+from support.runs import build_trainer
 from torch import nn
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer

@@ -4,7 +4,9 @@ resume."""
 import logging
 
 import pytest
-from replay import TOKENIZER, Replay, build_trainer
+from support.models import TOKENIZER
+from support.rollouts import Replay
+from support.runs import build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.rollouts.callbacks import PATIENCE

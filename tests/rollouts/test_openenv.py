@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from optional_packages import openenv  # noqa: F401 (skips without it)
-from scripted import TOKENIZER, run_recipe
+from support.optional_packages import openenv  # noqa: F401 (skips without it)
+from support.scripted import TOKENIZER, run_recipe
 from trl import GRPOTrainer
 
 from pacs_trl.evaluation.arguments import EvaluationArguments

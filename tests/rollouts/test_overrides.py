@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from replay import MAX_COMPLETION_LENGTH, Replay, addition_dataset, assert_same_models, build_trainer, digit_reward
+from support.models import assert_same_models
+from support.rollouts import MAX_COMPLETION_LENGTH, Replay, addition_dataset, digit_reward
+from support.runs import build_trainer
 from transformers import TrainerCallback
 
 from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer

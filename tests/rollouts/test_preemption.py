@@ -9,10 +9,10 @@ from contextlib import closing
 
 import pytest
 import torch
-from replay import digit_reward
 from safetensors.torch import load_file
-from scripted import run_recipe
 from support.problems import CRITIC_PROMPT
+from support.rollouts import digit_reward
+from support.scripted import run_recipe
 
 from pacs_trl.errors import exit_code
 from pacs_trl.rollouts.callbacks import StopOnSignal

@@ -16,18 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from processes import start
-from replay import (
-    Recorder,
-    addition_dataset,
-    assert_same_models,
-    build_trainer,
-    digit_reward,
-    tiny_model,
-    trainable_weights,
-)
 from safetensors import SafetensorError
-from seeds import shifted
+from support.models import assert_same_models, tiny_model, trainable_weights
+from support.processes import start
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import Recorder, build_trainer
+from support.seeds import shifted
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, rewards

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
-from long_way import RaggedGroups
-from replay import LORA, Replay, SteerAndVerlTrainer, assert_resumes, boxed, build_trainer, digit_reward
-from seeds import shifted
+from support.long_way import RaggedGroups
+from support.models import LORA
+from support.related_methods import SteerAndVerlTrainer
+from support.rollouts import Replay, boxed, digit_reward
+from support.runs import assert_resumes, build_trainer
+from support.seeds import shifted
 
 from pacs_trl import GRPOTrainer, REALTrainer, RLOOTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward

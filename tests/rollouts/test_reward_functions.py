@@ -8,10 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from forked_engine import forked_engine
-from late_runs import trainer_of
-from replay import TOKENIZER, addition_dataset, assert_same_models, build_trainer, digit_reward, tiny_model
-from scripted import run_recipe
+from support.forked_engine import forked_engine
+from support.late_runs import trainer_of
+from support.models import TOKENIZER, assert_same_models, tiny_model
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
+from support.scripted import run_recipe
 from torch import nn
 from transformers import Qwen3ForSequenceClassification
 

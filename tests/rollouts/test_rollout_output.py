@@ -5,9 +5,11 @@ import copy
 import numpy as np
 import pytest
 import torch
-from forked_engine import forked_engine
-from late_runs import trainer_of
-from replay import TOKENIZER, Replay, build_trainer, digit_reward, tiny_model
+from support.forked_engine import forked_engine
+from support.late_runs import trainer_of
+from support.models import TOKENIZER, tiny_model
+from support.rollouts import Replay, digit_reward
+from support.runs import build_trainer
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts.rollout_output import checked_output

@@ -8,7 +8,9 @@ import pytest
 import torch
 import transformers.utils.chat_template_utils
 import trl
-from replay import addition_dataset, assert_same_models, build_trainer, digit_reward
+from support.models import assert_same_models
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
 
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer

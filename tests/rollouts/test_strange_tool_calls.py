@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 import trl
-from replay import build_trainer, tiny_model
+from support.models import tiny_model
+from support.runs import build_trainer
 from trl import GRPOTrainer
 from trl.chat_template_utils import add_response_schema
 

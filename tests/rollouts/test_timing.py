@@ -5,7 +5,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from replay import Replay, build_trainer, tiny_model
+from support.models import tiny_model
+from support.rollouts import Replay
+from support.runs import build_trainer
 from torch.utils.flop_counter import FlopCounterMode
 
 from pacs_trl.plan.cost import GPUS

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from replay import build_trainer, spy_on
 from support.problems import held_out
+from support.runs import build_trainer, spy_on
 from trl import GRPOTrainer
 from trl.chat_template_utils import parse_response
 

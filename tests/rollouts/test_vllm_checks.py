@@ -4,8 +4,10 @@ import socket
 from contextlib import nullcontext
 
 import pytest
-from loopback_vllm import LoopbackVLLM, play_installed, server_settings
-from replay import addition_dataset, assert_same_models, build_trainer, config
+from support.models import assert_same_models
+from support.rollouts import addition_dataset
+from support.runs import build_trainer, config
+from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from pacs_trl import PPOTrainer
 from pacs_trl.rollouts.checks import check_vllm

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import build
-from seeds import shifted
+from support.architectures import build
+from support.seeds import shifted
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from trl.trainer.utils import add_fused_lm_head
 

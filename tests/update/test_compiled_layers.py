@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
-from experts import tiny_experts
 from peft import LoraConfig, get_peft_model
-from replay import LORA, TOKENIZER, Recorder, Replay, addition_dataset, build_trainer, relative_error, tiny_model
+from support.experts import tiny_experts
+from support.models import LORA, TOKENIZER, relative_error, tiny_model
+from support.rollouts import Replay, addition_dataset
+from support.runs import Recorder, build_trainer
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts

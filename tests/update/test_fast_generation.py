@@ -1,8 +1,9 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from replay import LORA, TOKENIZER, build_trainer, tiny_model, trainable_weights
-from seeds import shifted
+from support.models import LORA, TOKENIZER, tiny_model, trainable_weights
+from support.runs import build_trainer
+from support.seeds import shifted
 from transformers import GenerationConfig
 
 from pacs_trl.update.generation import faster_generation, rounded

@@ -7,10 +7,11 @@ import pytest
 import torch
 import transformers
 import trl
-from architectures import build, build_image_checkpoint
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
-from replay import Row, logps_and_entropies, tiny_model
-from seeds import shifted
+from support.architectures import build, build_image_checkpoint
+from support.models import logps_and_entropies, tiny_model
+from support.rollouts import Row
+from support.seeds import shifted
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import add_fused_lm_head

@@ -3,7 +3,8 @@
 import pytest
 import torch
 from peft import LoraConfig
-from replay import Replay, build_trainer, spy_on
+from support.rollouts import Replay
+from support.runs import build_trainer, spy_on
 
 from pacs_trl.plan.cost import exact_passes
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.objective import actor_coefficients, class_weights, group_scores, loss_from_proxies, proxy_coefficients
 from pacs_trl.update.groups import Groups

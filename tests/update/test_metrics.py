@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from long_way import in_graph_step
-from replay import Recorder, Replay, build_trainer, load_weights, logps_and_entropies, rows_of_update, tiny_model
+from support.long_way import in_graph_step
+from support.models import load_weights, logps_and_entropies, tiny_model
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, build_trainer
 
 from pacs_trl.objective import group_scores
 from pacs_trl.pacs_trainer import critic_metrics

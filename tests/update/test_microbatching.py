@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from seeds import shifted
+from support.seeds import shifted
 
 from benchmarks.recorded import Size, recorded_rollouts, shape_of
 from pacs_trl.update.microbatching import (

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from replay import tiny_model
-from seeds import shifted
+from support.models import tiny_model
+from support.seeds import shifted
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

@@ -3,8 +3,8 @@ layers are packed exactly, and the comparison notices each of these mechanisms."
 
 import pytest
 import torch
-from architectures import build
-from seeds import shifted
+from support.architectures import build
+from support.seeds import shifted
 
 from pacs_trl.update import packed_states, packing
 from pacs_trl.update.forward_pass import ForwardPass, fused_head

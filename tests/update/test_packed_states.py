@@ -6,8 +6,8 @@ from types import ModuleType
 import pytest
 import torch
 import transformers
-from architectures import build
-from seeds import shifted
+from support.architectures import build
+from support.seeds import shifted
 
 from pacs_trl.update.forward_pass import ForwardPass
 from pacs_trl.update.packed_states import Segments, packed_states, state_modules

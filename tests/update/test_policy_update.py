@@ -11,22 +11,20 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from long_way import CORRECTION, SIZES, TWO_UPDATES, RaggedGroups, WeightedTokens, train_and_compare
 from peft import get_peft_model
-from replay import (
+from support.long_way import CORRECTION, SIZES, TWO_UPDATES, RaggedGroups, WeightedTokens, train_and_compare
+from support.models import (
     LORA,
     RELATIVE,
     TOKENIZER,
-    Recorder,
-    Replay,
-    build_trainer,
     logps_and_entropies,
     relative_error,
-    rows_of_update,
     tiny_model,
     trainable_weights,
 )
-from seeds import shifted
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, build_trainer
+from support.seeds import shifted
 
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.update.token_weights import TokenWeights
@@ -188,7 +186,7 @@ STEPS = {
 @pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
 def test_gradient_of_labels_in_several_places(tmp_path, settings):
     replay = Replay(steps=True, unverifiable=0.1, tools="mask_truncated_completions" in settings)
-    trainer, _ = train_and_compare(tmp_path, replay, **settings)
+    trainer, _ = train_and_compare(tmp_path, replay, trainer_class=ProcessLabelsTrainer, **settings)
     assert 0.3 < trainer.state.log_history[0]["process/labels"] < 3
 
 
@@ -200,7 +198,8 @@ def test_gradient_of_labels_in_several_places_with_token_weights_kl_term_and_lor
 
     train_and_compare(tmp_path, Replay(steps=True), model=model_path, trainer_class=Both, **settings)
     torch.manual_seed(shifted(0))
-    train_and_compare(tmp_path, Replay(steps=True), peft_config=LORA, **TWO_UPDATES)
+    settings = {"trainer_class": ProcessLabelsTrainer, "peft_config": LORA, **TWO_UPDATES}
+    train_and_compare(tmp_path, Replay(steps=True), **settings)
 
 
 @pytest.mark.parametrize("settings", [TWO_UPDATES, {**SNAPSHOT, "group_layout": "split"}], ids=["plain", "snapshot"])

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from replay import LORA, RELATIVE, Replay, build_trainer, relative_error, tiny_model
+from support.models import LORA, RELATIVE, relative_error, tiny_model
+from support.rollouts import Replay
+from support.runs import build_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 

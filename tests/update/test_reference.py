@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import get_peft_model
-from replay import LORA, tiny_model
-from seeds import shifted
+from support.models import LORA, tiny_model
+from support.seeds import shifted
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 

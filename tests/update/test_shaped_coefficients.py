@@ -2,17 +2,9 @@
 
 import pytest
 import torch
-from replay import (
-    RELATIVE,
-    Recorder,
-    Replay,
-    build_trainer,
-    load_weights,
-    logps_and_entropies,
-    relative_error,
-    rows_of_update,
-    tiny_model,
-)
+from support.models import RELATIVE, load_weights, logps_and_entropies, relative_error, tiny_model
+from support.rollouts import Replay, rows_of_update
+from support.runs import Recorder, build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.update.group_loss_update import GroupLossUpdate

@@ -6,8 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from architectures import build
-from replay import TOKENIZER, Replay, build_trainer, tiny_model
+from support.architectures import build
+from support.models import TOKENIZER, tiny_model
+from support.rollouts import Replay
+from support.runs import build_trainer
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from pacs_trl.update.forward_pass import ForwardPass

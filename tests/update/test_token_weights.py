@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 
 from pacs_trl.update.token_weights import Mismatch, correction_weights, mismatch_metrics, mismatch_ratios
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from optional_packages import needs
+from support.optional_packages import needs
 from watching import block
 
 from pacs_trl.evaluation.benchmarks import load_benchmark

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from optional_packages import reasoning_gym  # noqa: F401 (skips without it)
-from seeds import shifted
+from support.optional_packages import reasoning_gym  # noqa: F401 (skips without it)
+from support.seeds import shifted
 
 from pacs_trl.data.gym import gym_rows
 from pacs_trl.rewards import VerificationArguments, configure_verification, reasoning_gym_reward

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from accelerate import Accelerator
-from processes import on_two
+from support.processes import on_two
 from watching import block, box, children, is_running, read_jsonl, wait_for, workers_of
 
 from pacs_trl.rewards import math_reward, shared_verifier

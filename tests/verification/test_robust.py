@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from seeds import shifted
+from support.seeds import shifted
 from watching import read_jsonl
 
 from benchmarks.graders import pairs_of

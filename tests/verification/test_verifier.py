@@ -12,7 +12,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
-from seeds import shifted
+from support.seeds import shifted
 from watching import box, read_jsonl
 
 from pacs_trl.rewards import VerificationArguments, configure_verification, shared_arguments, shared_verifier

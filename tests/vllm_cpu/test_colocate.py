@@ -2,7 +2,10 @@
 
 import pytest
 import torch
-from replay import DarsAndGuidanceTrainer, addition_dataset, assert_resumes, build_trainer, spy_on, trainable_weights
+from support.models import trainable_weights
+from support.related_methods import DarsAndGuidanceTrainer
+from support.rollouts import addition_dataset
+from support.runs import assert_resumes, build_trainer, spy_on
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import rewards

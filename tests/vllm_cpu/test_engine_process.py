@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from late_runs import check_logps, trainer_of
-from replay import Recorder, assert_same_models
+from support.late_runs import check_logps, trainer_of
+from support.models import assert_same_models
+from support.runs import Recorder
 from transformers import AutoModelForCausalLM
 
 

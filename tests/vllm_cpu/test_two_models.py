@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from replay import addition_dataset, build_trainer
 from support.problems import CRITIC_PROMPT
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
 from test_colocate import LEARNING, even_start, greedy_by_engine, greedy_by_model
 from transformers import AutoTokenizer
 

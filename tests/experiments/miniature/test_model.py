@@ -1,6 +1,6 @@
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 from transformers import AutoTokenizer
 
 from experiments.miniature.model import MODEL_SIZES, build_model

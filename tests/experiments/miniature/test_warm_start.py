@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from seeds import shifted
+from support.seeds import shifted
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerControl, TrainerState
 
 from experiments.miniature import warm_start as module

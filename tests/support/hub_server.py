@@ -7,7 +7,7 @@ import base64
 import hashlib
 import json
 
-from loopback import Call, Loopback
+from support.servers import Call, Loopback
 
 
 class LoopbackHub(Loopback):

@@ -4,9 +4,8 @@ import os
 import socket
 from unittest.mock import patch
 
-from processes import CONTEXT, ensure_server
-
 from pacs_trl.rollouts import engine_process
+from support.processes import CONTEXT, ensure_server
 
 
 def _serve(connection: socket.socket) -> None:

@@ -12,8 +12,6 @@ from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import torch
-from loopback import Call, Loopback
-from replay import TOKENIZER
 from requests.adapters import HTTPAdapter
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.generation import vllm_client, vllm_generation
@@ -22,6 +20,8 @@ from pacs_trl.rollouts import checks
 from pacs_trl.rollouts.checks import EXTENSION
 from pacs_trl.rollouts.vllm_extension import SharedWeights
 from pacs_trl.settings import names
+from support.models import TOKENIZER
+from support.servers import Call, Loopback
 
 
 def play_installed(patch: Callable) -> None:

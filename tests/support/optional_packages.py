@@ -1,6 +1,6 @@
 """Skips of tests that need a package of an optional extra, and their reason, in one place.
 
-Where the module cannot be imported without the package, it begins with `from optional_packages import matplotlib`.
+A module that cannot be imported without the package begins with `from support.optional_packages import matplotlib`.
 """
 
 from importlib.util import find_spec

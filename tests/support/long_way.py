@@ -10,24 +10,20 @@ import numpy as np
 import pytest
 import torch
 from peft import PeftModel, get_peft_model
-from replay import (
-    LORA,
-    RELATIVE,
-    TOKENIZER,
-    Recorder,
-    Replay,
-    Row,
-    build_trainer,
-    load_weights,
-    logps_and_entropies,
-    relative_error,
-    rows_of_update,
-    steps_of,
-    tiny_model,
-)
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.objective import PACSLoss, pacs_loss
+from support.models import (
+    LORA,
+    RELATIVE,
+    TOKENIZER,
+    load_weights,
+    logps_and_entropies,
+    relative_error,
+    tiny_model,
+)
+from support.rollouts import Replay, Row, rows_of_update, steps_of
+from support.runs import Recorder, build_trainer
 
 
 @dataclass

@@ -1,10 +1,12 @@
 """Trainers with a lag that keep what they generate, and what their batches are compared with."""
 
 import torch
-from replay import LORA, addition_dataset, build_trainer
-from seeds import shifted
 
 from pacs_trl import PACSTrainer
+from support.models import LORA
+from support.rollouts import addition_dataset
+from support.runs import build_trainer
+from support.seeds import shifted
 
 
 SETTINGS = {

@@ -7,9 +7,10 @@ import os
 from types import SimpleNamespace
 
 import torch
-from loopback_vllm import draw_tokens, play_installed
-from replay import tiny_model
 from trl.generation import vllm_generation
+
+from support.models import tiny_model
+from support.vllm_server import draw_tokens, play_installed
 
 
 FOR_VLLM = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # TRL sets these

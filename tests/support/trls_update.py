@@ -8,18 +8,6 @@ from unittest.mock import patch
 
 import torch
 import trl
-from replay import (
-    LORA,
-    TOKENIZER,
-    Recorder,
-    Replay,
-    addition_dataset,
-    config,
-    stored_label,
-    tiny_model,
-    trainable_weights,
-)
-from seeds import shifted
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 from trl.trainer.utils import shuffle_sequence_dict
 
@@ -27,6 +15,10 @@ from pacs_trl import GRPOTrainer, RLOOTrainer
 from pacs_trl.baselines.grpo_config import GRPOConfig, RLOOConfig
 from pacs_trl.rollouts.request_seeds import request_seed
 from pacs_trl.update.minibatch import split_into_minibatches
+from support.models import LORA, TOKENIZER, tiny_model, trainable_weights
+from support.rollouts import Replay, addition_dataset, stored_label
+from support.runs import Recorder, config
+from support.seeds import shifted
 
 
 OWN = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}

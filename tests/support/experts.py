@@ -1,9 +1,10 @@
 """A mixture of experts for tests."""
 
 import torch
-from replay import tiny_model
-from seeds import shifted
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from support.models import tiny_model
+from support.seeds import shifted
 
 
 def tiny_experts() -> Qwen3MoeForCausalLM:

@@ -6,7 +6,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from seeds import shifted
 from transformers import (
     AutoConfig,
     AutoModelForImageTextToText,
@@ -24,6 +23,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from experiments.miniature.tokenizer import build_tokenizer
+from support.seeds import shifted
 
 
 QWENS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch
 import yaml
-from seeds import shifted
 from trl import GRPOTrainer
 
 from experiments.miniature.tasks import CALL
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import train
+from support.seeds import shifted
 
 
-RECIPES = Path(__file__).parents[1] / "recipes" / "miniature"
+RECIPES = Path(__file__).parents[2] / "recipes" / "miniature"
 TOKENIZER = build_tokenizer(tools=True)
 
 

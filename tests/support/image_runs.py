@@ -7,11 +7,12 @@ import numpy as np
 import torch
 import trl
 from datasets import Dataset, Features, Image, List, Value
-from image_checkpoints import image_model, image_processor
 from PIL import Image as Picture
-from replay import SETTINGS, digit_reward
 
 import pacs_trl
+from support.image_checkpoints import image_model, image_processor
+from support.rollouts import digit_reward
+from support.runs import SETTINGS
 
 
 OURS = {"GRPO": (pacs_trl.GRPOTrainer, pacs_trl.GRPOConfig), "PACS": (pacs_trl.PACSTrainer, pacs_trl.PACSConfig)}

@@ -1,7 +1,8 @@
 """Results documents made from a beta-binomial world, so that tables and figures have something to show."""
 
 import numpy as np
-from finished_runs import results_of
+
+from support.finished_runs import results_of
 
 
 BENCHMARKS = {"aime_2024": ("AIME 2024", 30), "aime_2025": ("AIME 2025", 30), "math_500": ("MATH 500", 40)}

@@ -1,7 +1,8 @@
 """Trainers with a critic, and a record of both models, for the tests of PPO and GenAC."""
 
-from replay import SETTINGS as REPLAY
-from replay import Recorder, build_trainer, trainable_weights
+from support.models import trainable_weights
+from support.runs import SETTINGS as REPLAY
+from support.runs import Recorder, build_trainer
 
 
 SETTINGS = REPLAY | {"gradient_accumulation_steps": 2, "critic_learning_rate": 0.05}

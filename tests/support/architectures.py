@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch
 import yaml
-from seeds import shifted
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl.trainer.utils import disable_dropout_in_model
 
 from pacs_trl.update.startup_check import disable_noise
+from support.seeds import shifted
 
 
-DATA = yaml.safe_load((Path(__file__).parent / "data" / "architectures.yaml").read_text())
+DATA = yaml.safe_load((Path(__file__).parents[1] / "data" / "architectures.yaml").read_text())
 SIZES, WINDOWS, FIXED, SPECIAL = (DATA[name] for name in ("sizes", "windows", "fixed", "special"))
 NOT_A_KEY = object()
 LARGEST = 2_000_000  # weights

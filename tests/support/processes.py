@@ -21,8 +21,8 @@ from torch.distributed import TCPStore
 CONTEXT = get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
-        "patient_forkserver",
-        "replay",
+        "support.patient_forkserver",
+        "support.runs",
         "pacs_trl.train",
         "pacs_trl.baselines.ppo_trainer",
         "experiments.miniature.warm_start",
