@@ -35,6 +35,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",
+    "SECURITY.md",
 ]
 exclude_patterns = [
     ".venv*",

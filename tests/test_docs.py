@@ -242,12 +242,22 @@ def test_numbers_of_plan(monkeypatch, capsys, row):
     assert "fits" in printed
 
 
-def test_readme_has_the_numbers_of_the_page_on_speed():
-    shown = re.findall(
-        r"# (.+): ([\d.]+) GiB per GPU, ([\d.]+) hours$", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
-    assert len(shown) == 2 and {gpus for gpus, _, _ in shown} == {"1 x H200", "8 x H200"}
+def test_tutorials_have_the_numbers_of_the_page_on_speed():
+    tutorials = "".join(page.read_text() for page in sorted(ROOT.glob("docs/tutorials/*.md")))
+    shown = re.findall(r"# (.+): ([\d.]+) GiB per GPU, ([\d.]+) hours$", tutorials, re.MULTILINE)
+    assert len(shown) == 2 and {gpus for gpus, _, _ in shown} == {"1 x H100 80 GB", "8 x H200"}
     assert set(shown) <= {tuple(row[1:4]) for row in HARDWARE}
+
+
+def test_readme_fits_on_one_screen_and_has_the_numbers_of_the_page_on_speed():
+    """README has at most 80 lines, one figure, and one table, whose rows are medians of docs/speed.md."""
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 80 and text.count("![") == 1
+    measured = [row[:4] for row in table_under("docs/speed.md", "One optimizer step on an H100")]
+    rows = table_under("README.md", "How fast")
+    assert len(rows) == len(measured)
+    for (_, seconds, gib, factor), (_, range_of_seconds, measured_factor, measured_gib) in zip(rows, measured):
+        assert (seconds, gib, float(factor)) == (range_of_seconds.split()[0], measured_gib, float(measured_factor))
 
 
 GENERATED = {"settings", "metrics", "compatibility", "recipes", "api"}
@@ -257,8 +267,8 @@ HAND_WRITTEN.append(ROOT / "docs/results/README.md")  # the other pages of that 
 
 def test_each_page_and_notebook_stands_in_the_index():
     index = (ROOT / "docs/index.md").read_text()
-    for page in (index, (ROOT / "README.md").read_text()):
-        assert not [notebook.name for notebook in NOTEBOOKS if notebook.name not in page]
+    assert "(docs/index.md)" in (ROOT / "README.md").read_text()
+    assert not [notebook.name for notebook in NOTEBOOKS if notebook.name not in index]
     assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "index.md" and page.name not in index]
     results = (ROOT / "docs/results/README.md").read_text()
     studies = [page.parent.name for page in ROOT.glob("docs/results/*/README.md")]

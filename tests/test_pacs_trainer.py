@@ -352,23 +352,24 @@ def test_every_completion_truncated_and_masked(tmp_path):
 
 
 README = Path(__file__).parent.parent / "README.md"
-# The script of README, with a model that is here and sizes that take seconds on a CPU.
+# The script of README, with a model and a dataset that are here and sizes that take seconds on a CPU.
 REPLACEMENTS = {
-    '"outputs/models/SmolLM2-135M-Instruct"': '"model"',
-    "max_completion_length=16": "max_completion_length=8",
-    "max_steps=10": "max_steps=2, save_steps=2",
+    '"Qwen/Qwen3-0.6B"': '"model"',
+    'load_dataset("trl-lib/DeepMath-103K", split="train")': "DATASET",
+    "max_completion_length=1024": "max_completion_length=8, use_cpu=True, bf16=False",
+    "max_steps=100": "max_steps=2, save_steps=2",
 }
 
 
 def test_script_of_readme(model_path, monkeypatch):
     script = README.read_text().split("```python\n")[1].split("```")[0]
-    assert len([line for line in script.splitlines() if line]) <= 10
+    assert len([line for line in script.splitlines() if line]) <= 7
     for old, new in REPLACEMENTS.items():
         assert script.count(old) == 1, f"README's script has no {old}"
         script = script.replace(old, new)
     monkeypatch.chdir(Path(model_path).parent)
-    exec(script, {"__name__": "__main__"})
-    assert (Path(model_path).parent / "outputs" / "sums" / "checkpoint-2" / "model.safetensors").is_file()
+    exec(script, {"__name__": "__main__", "DATASET": addition_dataset(16)})
+    assert (Path(model_path).parent / "outputs" / "deepmath" / "checkpoint-2" / "model.safetensors").is_file()
 
 
 def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
