@@ -15,7 +15,7 @@ export PIP_NO_INDEX := 1
 export PIP_FIND_LINKS := $(abspath $(WHEELS))
 endif
 BIN := $(VENV)/bin
-SOURCES := pacs_trl tests benchmarks experiments notebooks examples docs
+SOURCES := pacs_trl tests benchmarks experiments notebooks examples docs setup.py
 
 # `make tables` trains and evaluates every cell of the miniature tables with three seeds: about three hours of one core, resumable.
 # With STEPS it is a smoke test whose numbers mean nothing, and docs/results stays as it is.

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.experimental.guidance import GuidanceTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.rewards import run_python
+from pacs_trl.rollouts import checks
 from pacs_trl.update.rollout import as_numbers
 
 
@@ -186,6 +188,12 @@ REFUSED = {
 def test_refused_before_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **({"model": "no/model"} | settings))
+
+
+def test_a_process_that_generates_is_refused_where_the_system_is_not_linux(tmp_path, monkeypatch):
+    monkeypatch.setattr(checks, "sys", SimpleNamespace(platform="darwin"))
+    with pytest.raises(ValueError, match="does not support a process that generates on darwin. Remove rollout_lag"):
+        build_trainer(tmp_path, model="no/model", **LAG)
 
 
 @pytest.mark.parametrize(("column", "value"), [("image", None), ("images", None), ("images", [])])

@@ -2,6 +2,7 @@
 
 import configparser
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from support.optional_packages import needs
 
 import pacs_trl
@@ -144,7 +146,7 @@ def test_a_recipe_of_the_wheel_needs_nothing_of_the_repository(name):
     text = text.replace("recipes/miniature/", "")
     assert not re.search(r"experiments?\.|outputs/m|miniature/|`make|\bmake \w", text)
     named = {file for file in recipe_files.NAMED_FILE.findall(text) if "." in file}
-    assert not [file for file in named - {"README.md", "smollm2-135m/sums.yaml"} if file not in SHIPPED]
+    assert not [file for file in named - {"README.md"} if file not in SHIPPED]
 
 
 def test_all_recipes_are_listed(capsys):
@@ -213,3 +215,26 @@ def test_links_of_the_description_are_absolute_or_text():
         f"[docs]({url}/blob/v0.2.0/docs/a.md#b) [web](https://a.b) [below](#c) ![plot]({url}/raw/v0.2.0/docs/p.png)"
     )
     assert address.with_absolute_links(page, None, "0.2.0") == "docs [web](https://a.b) [below](#c) "
+
+
+WORKFLOWS = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github/workflows").glob("*.yml")}
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_workflows_run_targets_of_the_makefile(name):
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    targets += [f"compat-{name}" for name in ("oldest", "newest", "bare")]
+    for job in WORKFLOWS[name]["jobs"].values():
+        sets = [row["set"] for row in job.get("strategy", {}).get("matrix", {}).get("include", []) if "set" in row]
+        for command in [step["run"] for step in job["steps"] if "run" in step]:
+            for filled in [command.replace("${{ matrix.set }}", value) for value in sets or [""]]:
+                program, target, *_ = shlex.split(filled)
+                assert program == "make" and target in targets, command
+
+
+def test_a_release_is_uploaded_from_a_tag_without_a_password():
+    publish = WORKFLOWS["publish.yml"]
+    assert publish[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
+    job = publish["jobs"]["publish"]
+    assert job["permissions"] == {"id-token": "write"} and job["environment"]["name"] == "pypi"
+    assert "secrets." not in (ROOT / ".github/workflows/publish.yml").read_text()

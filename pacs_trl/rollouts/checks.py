@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable
@@ -385,6 +386,8 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
         unsupported.append("FSDP or DeepSpeed without vLLM")
     if not args.use_vllm and args.device.type != "cpu":
         unsupported.append("generation with transformers on a GPU")
+    if not args.use_vllm and sys.platform != "linux":  # weights are files in memory
+        unsupported.append(f"a process that generates on {sys.platform}")
     if unsupported:
         raise ValueError(
             f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
