@@ -223,6 +223,21 @@ class Engine(VLLMGeneration):
                 super().sync_weights()
             else:
                 self._load_weights()
+            if self._trainer._reads_images:
+                self._forget_images()
+
+    def _forget_images(self) -> None:
+        """Discard what vLLM keeps of images: outputs of their encoder with former weights."""
+        if self.mode == "colocate":
+            self.llm.llm_engine.reset_encoder_cache()
+        elif self.accelerator.is_main_process:
+            response = self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache")
+            if response.status_code != 200:
+                raise FailedRun(
+                    f"The vLLM server does not discard encoded images (POST /reset_encoder_cache has status "
+                    f"{response.status_code}), so it would generate with former weights of the encoder. Start it with "
+                    "VLLM_SERVER_DEV_MODE=1."
+                )
 
     def _load_weights(self) -> None:
         """Send all weights to the colocated engine, and wake it in sleep mode."""
@@ -259,7 +274,7 @@ class Engine(VLLMGeneration):
         """Generate completions; arguments and result are those of TRL's engine. Raises a [`ServerFailure`] if a server
         fails or returns fewer completions than requested."""
         if self.mode == "colocate":
-            return super().generate(prompts, images, num_generations, profiler)
+            return self._generate_colocated(prompts, images, num_generations, profiler)
         generation_kwargs, cause = self.generation_kwargs, None
         if "seed" not in generation_kwargs:  # one per call: vLLM adds the completion index to it
             self.generation_kwargs = {**generation_kwargs, "seed": self._next_call_seed()}
@@ -278,6 +293,22 @@ class Engine(VLLMGeneration):
             health = self._ask_health()
             state = "is healthy, but did not generate" if health is None else "stopped answering"
             raise ServerFailure(state, cause or health or "it returned too few completions")
+        return generated
+
+    def _generate_colocated(self, prompts, images, num_generations, profiler) -> tuple:
+        """Generate with the engine of this process, which expands the placeholders of images itself. Raises a
+        [`FailedRun`] if it reads other tokens than the trainer."""
+        if images is None:
+            return super().generate(prompts, images, num_generations, profiler)
+        unexpanded = self._trainer._unexpanded_prompt_ids
+        read_prompts = [unexpanded.get(tuple(ids), ids) for ids in prompts]
+        generated = super().generate(read_prompts, images, num_generations, profiler)
+        for ids, ids_of_engine in zip(prompts, generated[0], strict=True):
+            if list(ids) != list(ids_of_engine):
+                raise FailedRun(
+                    f"vLLM reads a prompt with images as {len(ids_of_engine)} tokens, the trainer as {len(ids)}: their "
+                    "processors differ. Generate with transformers (use_vllm: false), or try another version of vLLM."
+                )
         return generated
 
     def _ask_health(self) -> str | None:

@@ -104,6 +104,8 @@ def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) ->
     unsupported = [name for name in ("tools", "environment_factory", "rollout_func") if arguments[name]]
     unsupported += ["rollout_schedule: continuous"] * (args.rollout_schedule == "continuous")
     unsupported += [name for name in ("rollout_lag", "use_transformers_continuous_batching") if getattr(args, name)]
+    if args.vllm_sync_adapter and not args.freeze_vision_tower:
+        unsupported.append("vllm_sync_adapter without freeze_vision_tower")
     if not args.supports_images:
         unsupported.append(type(args).__name__)
     is_sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))

@@ -27,6 +27,9 @@ class ImagePrompts:
     _image_columns: list[dict[str, Any]] = []  # those of the rows of a batch, for reward functions
     _rows_of_prompts: dict[int, int] = {}  # indices of dataset rows by the position of a completion in the batch
     _prompt_images: list[PromptImages | None] | None = None  # of each completion of the batch
+    # Token ids of prompts before the processor repeated the placeholder of each image, which a colocated vLLM does
+    # itself, by the token ids after it.
+    _unexpanded_prompt_ids: dict[tuple[int, ...], list[int]] = {}
 
     def _with_images_in_prompts(self, inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return dataset rows without columns of images, which are in their prompts instead. Equal prompts are one
@@ -51,6 +54,13 @@ class ImagePrompts:
             if id(prompt) not in processed:
                 processed[id(prompt)] = self._process(prompt, self._rows_of_prompts.get(i))
         prompt_ids = [processed[id(prompt)][0] for prompt in prompts]
+        if self.use_vllm and self.vllm_mode == "colocate":
+            distinct = {tuple(ids): prompt for ids, prompt in zip(prompt_ids, prompts, strict=True)}
+            self._unexpanded_prompt_ids = {
+                ids: self._ids_without_expansion(prompt)
+                for ids, prompt in distinct.items()
+                if next(image_blocks(prompt), None) is not None
+            }
         self._prompt_images = [processed[id(prompt)][1] for prompt in prompts]
         images = [[block["image"] for block in image_blocks(prompt)] or None for prompt in prompts]
         if self.log_multimodal:
@@ -87,6 +97,19 @@ class ImagePrompts:
         types = {name: value[0].numpy() for name, value in tensors.items() if value.shape == ids.shape}
         inputs = {name: value for name, value in tensors.items() if name not in types}
         return ids[0].tolist(), PromptImages(inputs, types, row)
+
+    def _ids_without_expansion(self, prompt: Any) -> list[int]:
+        """Return the token ids of a prompt with one placeholder per image."""
+        (text,) = self.processing_class.apply_chat_template(
+            [prepare_multimodal_messages(prompt)],
+            chat_template=self.chat_template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self.chat_template_kwargs,
+        )
+        bos = self._tokenizer.bos_token
+        has_bos = bos is not None and text.startswith(bos)  # the same rule as that of processors
+        return self._tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
 
     def _prompt_for_startup_check(self) -> tuple[list[int], PromptImages | None]:
         """Return a prompt with one small image."""
