@@ -306,8 +306,8 @@ class Engine(VLLMGeneration):
         for ids, ids_of_engine in zip(prompts, generated[0], strict=True):
             if list(ids) != list(ids_of_engine):
                 raise FailedRun(
-                    f"vLLM reads a prompt with images as {len(ids_of_engine)} tokens, the trainer as {len(ids)}: their "
-                    "processors differ. Generate with transformers (use_vllm: false), or try another version of vLLM."
+                    f"vLLM reads a prompt with images as {len(ids_of_engine)} tokens, the trainer as {len(ids)}. "
+                    "Generate with transformers (use_vllm: false), or try another version of vLLM."
                 )
         return generated
 

@@ -252,9 +252,8 @@ class ForwardPass:
 
     def _without_placeholders(self, completion: np.ndarray) -> np.ndarray:
         """Return a completion with padding in place of placeholders of images, which it has no images for."""
-        names = (f"{kind}_token_{key}" for kind in ("image", "video", "audio") for key in ("id", "index"))
-        placeholders = [getattr(self.config, name, None) for name in names]
-        is_placeholder = np.isin(completion, [token for token in placeholders if isinstance(token, int)])
+        tokens = [getattr(self.config, name, None) for name in ("image_token_id", "image_token_index")]
+        is_placeholder = np.isin(completion, [token for token in tokens if token is not None])
         return np.where(is_placeholder, self.pad_token_id, completion)
 
     def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
