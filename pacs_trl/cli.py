@@ -14,6 +14,7 @@ from .errors import exit_code
 from .methods import check_evaluation_keys, check_recipe_keys
 from .plan import read_plan_arguments
 from .settings import did_you_mean, read_settings
+from .settings.connection import work_offline_without_connection
 from .settings.help import answer_help
 
 
@@ -42,7 +43,9 @@ def run(name: str, argv: Sequence[str]) -> int:
 
     def command(argv: Sequence[str]) -> Any:
         if name in ("plan", "train", "evaluate"):  # whose import takes seconds
-            _check_keys(name, argv)
+            settings = _checked_settings(name, argv)
+            if name != "plan":  # which reads the cache alone
+                work_offline_without_connection(name, settings)
             if os.environ.get("RANK", "0") == "0":
                 print(f"pacs-trl {name}: loading torch, transformers, and TRL ...", file=sys.stderr, flush=True)
         return import_module(COMMANDS[name][0]).main(argv)
@@ -50,9 +53,9 @@ def run(name: str, argv: Sequence[str]) -> int:
     return exit_code(f"pacs-trl {name}", command, argv)
 
 
-def _check_keys(name: str, argv: Sequence[str]) -> None:
-    """Print the help of a command if requested, and exit; otherwise raise a `ValueError` for unknown options and keys,
-    without any library."""
+def _checked_settings(name: str, argv: Sequence[str]) -> dict[str, Any]:
+    """Print the help of a command if requested, and exit; otherwise return its settings. Raises a `ValueError` for
+    unknown options and keys, without any library."""
     if name == "plan":
         options = read_plan_arguments(argv)
         argv = ["--config", options.config, *options.overrides]
@@ -63,6 +66,7 @@ def _check_keys(name: str, argv: Sequence[str]) -> None:
         check_evaluation_keys(settings)
     else:
         check_recipe_keys(settings)
+    return settings
 
 
 def _without_command(argv: Sequence[str]) -> int:

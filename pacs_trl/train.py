@@ -9,7 +9,6 @@ if __name__ == "__main__":  # before the slow imports below, so that help, error
     sys.exit(run("train", sys.argv[1:]))
 
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
@@ -35,7 +34,7 @@ from .rollouts.checkpoint_files import check_complete, last_resumable_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
 from .rollouts.process_count import check_batch, check_processes, read_saved_run
-from .settings.names import check_model_path, function_of_user
+from .settings.names import check_model_path, function_of_user, looks_like_path, make_directory, unloadable_model
 from .update.step_sizes import Step
 
 
@@ -166,7 +165,12 @@ def _checked_model(recipe: Recipe):
     if isinstance(targets, str) and targets.isidentifier():
         # TRL turns a list of one name into a string, which peft reads as a regular expression
         peft_config.target_modules = {targets}
-    return peft_config, load_tokenizer(recipe)
+    try:
+        return peft_config, load_tokenizer(recipe)
+    except OSError as error:
+        if Path(name).exists() or looks_like_path(name):
+            raise
+        raise unloadable_model(name, error) from error
 
 
 def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], environment: Any):
@@ -233,8 +237,7 @@ def _check_processes(recipe: Recipe, checkpoint: str) -> None:
 
 
 def _check_output(output_dir: str, checkpoint: str | None) -> None:
-    """Raise a `ValueError` if the model of another run would be overwritten, and an `OSError` if the directory is not
-    writable."""
+    """Raise a `ValueError` if the model of another run would be overwritten, or the directory is not writable."""
     continues_run = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
     holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
     if holds_model and not continues_run:
@@ -242,8 +245,7 @@ def _check_output(output_dir: str, checkpoint: str | None) -> None:
             f"{output_dir} already contains a model, which this run would overwrite. Choose another output_dir, or "
             "remove the directory; to train that model further, set it as model_name_or_path."
         )
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=output_dir).close()
+    make_directory(output_dir, "output_dir")
 
 
 def _is_finished(training: GRPOConfig) -> bool:

@@ -35,13 +35,14 @@ RESULTS = {
     "texts": ["right"] * 8,
     "a list": [1.0, None, [1.0], 0.0, 1, True, 0.0, 1.0],
     "infinity": [0.0, -math.inf] * 4,
+    "one too few": [1.0] * 7,
 }
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
 def test_reward_function_that_returns_no_rewards(result):
     with pytest.raises(ValueError, match="'reward' returned"):
-        as_numbers(result, "reward")
+        as_numbers(result, "reward", 8)
 
 
 def test_results_of_asynchronous_reward_functions_are_checked_too(tmp_path):
@@ -54,11 +55,11 @@ def test_results_of_asynchronous_reward_functions_are_checked_too(tmp_path):
 
 def test_rewards_of_any_numeric_kind():
     kinds = [torch.tensor([0.0, 1.0]), np.array([0, 1]), (False, True), [np.float32(0.0), 1]]
-    assert [as_numbers(kind, "reward") for kind in kinds] == [[0.0, 1.0]] * 4
+    assert [as_numbers(kind, "reward", 2) for kind in kinds] == [[0.0, 1.0]] * 4
 
 
 def test_nan_is_a_missing_reward():
-    assert as_numbers([None, math.nan, 1.0, np.float32("nan")], "reward") == [None, None, 1.0, None]
+    assert as_numbers([None, math.nan, 1.0, np.float32("nan")], "reward", 4) == [None, None, 1.0, None]
 
 
 def test_reward_functions_whose_column_is_absent(tmp_path):

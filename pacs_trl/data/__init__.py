@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +156,8 @@ def load_training_data(
     prompt lengths; if the data has images, the result of `load_processor` instead of the tokenizer.
 
     Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. An unused
-    `prompt` or `solution` column of the source is replaced; every other column is kept.
+    `prompt` or `solution` column of the source is replaced; every other column is kept, but for the column of gold
+    answers, which is equal to `solution` if it has numbers: `{"answer": 8}` reaches reward functions as text in both.
 
     Returns:
         Training and evaluation examples with columns `prompt` (messages, or text where the data has text prompts) and
@@ -250,8 +252,9 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns = {name: [row.get(name) for row in usable] for name in names}
-    if entry.solution_column in columns and _type_error(columns[entry.solution_column]) is not None:
-        columns[entry.solution_column] = solutions  # text, numbers, and lists together
+    golds = columns.get(entry.solution_column, [])
+    if any(_holds_number(gold) for gold in golds) or _type_error(golds) is not None:
+        columns[entry.solution_column] = solutions  # also of text, numbers, and lists together
     for name in IMAGE_COLUMNS:  # of sets for text and images
         if name in columns and all(value is None for value in columns[name]):
             del columns[name]
@@ -263,6 +266,11 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
                 "example as text."
             ) from error
     return Dataset.from_dict(columns)
+
+
+def _holds_number(value: Any) -> bool:
+    """Whether a cell is a number or a list with one."""
+    return any(isinstance(part, Number) for part in (value if isinstance(value, list) else [value]))
 
 
 def _type_error(values: list[Any]) -> Exception | None:

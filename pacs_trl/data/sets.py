@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
-from ..settings.names import looks_like_path
+from ..settings.names import hub_suggestion, looks_like_path
 from ..verification import gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .messages import content_as_text
@@ -25,6 +25,7 @@ from .prompts import is_conversation
 logger = logging.getLogger(__name__)
 
 FILE_FORMATS = (".jsonl", ".json", ".parquet")
+_OTHER_FILES = (".csv", ".tsv", ".txt", ".xlsx", ".arrow", ".gz", ".zip")  # that name no repository
 
 _ASSERTS = re.compile(r"\s*{.*\"type\"\s*:\s*\"asserts\"", re.DOTALL)
 
@@ -78,6 +79,12 @@ def named_sets(kind: str, convert: Mapping[str, Callable]) -> dict[str, ProblemS
     return {name: ProblemSet(convert_rows=convert.get(name), **entry) for name, entry in entries.items()}
 
 
+def hub_ids() -> list[str]:
+    """Return the repositories of all named sets."""
+    sets = [*named_sets("training", {}).values(), *named_sets("benchmarks", {}).values()]
+    return [entry.hub_id for entry in sets]
+
+
 # Problem columns of the user's own data, in order of precedence.
 PROBLEM_COLUMNS = ("prompt", "problem", "question", "messages")
 
@@ -109,7 +116,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     elif found is not None and found.origin:
         lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
-    elif looks_like_path(name) and not Path(name).exists():
+    elif (looks_like_path(name) or Path(name).suffix in _OTHER_FILES) and not Path(name).exists():
         raise ValueError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     else:
         from datasets import load_dataset
@@ -122,19 +129,24 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
             else:
                 rows = load_dataset(entry.hub_id, entry.config, **how).to_list()
         except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
+            near = hub_suggestion("datasets", entry.hub_id, hub_ids())
             raise ValueError(
-                f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}). Without a connection, name a "
-                "downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in evaluation."
+                f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}).{near} Without a connection, "
+                "name a downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in "
+                "evaluation."
             ) from error
     return entry.convert_rows(rows) if entry.convert_rows else rows
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a `.jsonl`, `.json`, or `.parquet` file; columns may have values of several types."""
-    if path.suffix not in FILE_FORMATS or not path.is_file():
+    if not path.is_file():
+        raise ValueError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
+    if path.suffix not in FILE_FORMATS:
+        how = ": `from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
         raise ValueError(
-            f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}) or has an unknown extension. Name "
-            f"a {', '.join(FILE_FORMATS)} file."
+            f"The data file {str(path)!r} is not in a format that is read, which are {', '.join(FILE_FORMATS)}. "
+            f"Convert it{how if path.suffix == '.csv' else ''}."
         )
     import pyarrow.parquet
 

@@ -182,7 +182,7 @@ class ConversationEngine:
         for function in self.reward_funcs:
             arguments = with_truncated(function, given, truncated)
             result = _awaited(function(**independent_copy(arguments)))
-            rewards.append(as_numbers(result, get_callable_name(function)))
+            rewards.append(as_numbers(result, get_callable_name(function), len(batch)))
         own = [getattr(each.environment, "get_reward", lambda: None) for each in batch]
         rewards.append([_awaited(get_reward()) for get_reward in own])
         known = [[reward for reward in several if reward is not None] for several in zip(*rewards, strict=True)]

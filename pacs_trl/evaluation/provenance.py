@@ -13,7 +13,7 @@ from importlib.metadata import Distribution, version
 from pathlib import Path
 from typing import Any
 
-from ..settings.names import check_model_path
+from ..settings.names import check_model_path, unloadable_model
 from ..verification import usable_processors
 
 
@@ -39,8 +39,7 @@ def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     try:
         config = AutoConfig.from_pretrained(model, revision=revision)
     except OSError as error:
-        reason = str(error).partition("\n")[0]
-        raise ValueError(f"The model {model!r} cannot be loaded from the Hub ({reason}). Correct model.") from error
+        raise unloadable_model(model, error) from error
     return {"name": model, "revision": config._commit_hash or revision}
 
 

@@ -108,10 +108,17 @@ def read_json(path: Path, fields: Iterable[str] = ()) -> Document:
 
 
 def read_results(path: str | Path) -> Document:
-    """Read a results file, or that of a directory. Raises an `OSError` if there is none, and a `ValueError` if it is
-    damaged, has another schema version, or a benchmark has no graded problem."""
+    """Read a results file, or that of a directory. Raises a `ValueError` if there is none, or it is damaged, has
+    another schema version, or a benchmark has no graded problem."""
     path = Path(path)
-    results = read_json(path / "results.json" if path.is_dir() else path)
+    file = path / "results.json" if path.is_dir() else path
+    if not file.is_file():
+        state = f"contains no {file.name}" if path.is_dir() else f"does not exist in {Path.cwd()}"
+        hint = ""
+        if path.is_dir() and any([*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]):
+            hint = f" It is a training run: name it with --training METHOD={path}."
+        raise ValueError(f"{str(path)!r} {state}. Name results.json of `pacs-trl evaluate`, or its directory.{hint}")
+    results = read_json(file)
     if results["schema_version"] != RESULTS_SCHEMA:
         raise ValueError(
             f"{path}: its schema is {results['schema_version']}, not {RESULTS_SCHEMA}. Evaluate again, which uses the "

@@ -24,7 +24,7 @@ from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
 from ..errors import without_exit
 from ..rewards import configure_verification
-from ..settings.names import check_model_path, require_vllm
+from ..settings.names import check_model_path, make_directory, require_vllm
 from ..verification import Outcome, Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
@@ -85,6 +85,7 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
+    make_directory(args.output_dir, "output_dir")
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks, model = load_benchmarks(args), identify_model(args)

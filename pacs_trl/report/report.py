@@ -6,7 +6,7 @@ from typing import Any
 
 from ..evaluation.results import read_json, read_results, require_same_protocol
 from ..settings import Parser, render
-from ..settings.names import require_matplotlib
+from ..settings.names import make_directory, require_matplotlib
 from . import tables
 
 
@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_matplotlib("A report")
     if not (args.results or args.training):
         raise ValueError("There is nothing to report. Name results files, or runs with --training METHOD=DIR.")
+    make_directory(args.output_dir, "--output_dir")
     from . import plots
 
     files = []

@@ -24,7 +24,8 @@ from accelerate.utils import set_seed
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
-from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers import PreTrainedConfig
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
@@ -220,6 +221,33 @@ def check_fixed(trainer: Any) -> None:
         raise ValueError(
             f"{', '.join(changed)} after construction: the trainer has already read it. Restore the value, or "
             "construct a new trainer with it."
+        )
+
+
+# Entries of a model's configuration that decide the shapes of its weights.
+_SHAPES = (
+    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size"),
+)
+
+
+def check_same_model(checkpoint: str, config: PreTrainedConfig) -> None:
+    """Raise a `ValueError` if the weights in a checkpoint have other shapes than those of a model with this
+    configuration."""
+    if not Path(checkpoint, CONFIG_NAME).is_file():  # an adapter
+        return
+    saved = json.loads(Path(checkpoint, CONFIG_NAME).read_text(encoding="utf-8"))
+    saved = saved.get("text_config", saved)
+    now = config.get_text_config()
+    differing = [
+        f"{name}: {saved[name]!r} in the checkpoint, {getattr(now, name)!r} now"
+        for name in _SHAPES
+        if name in saved and hasattr(now, name) and saved[name] != getattr(now, name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{checkpoint} holds another model than this run trains ({'; '.join(differing)}). Set model_name_or_path "
+            "to the model that the run was started with, or choose another output_dir."
         )
 
 
@@ -431,6 +459,7 @@ def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> st
         process_count.sharding_of(trainer.accelerator.distributed_type),
         needs_same_number=trainer.args.needs_same_number_of_processes,
     )
+    check_same_model(checkpoint, trainer.model.config)
     adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint

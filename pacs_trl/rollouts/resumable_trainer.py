@@ -4,6 +4,7 @@ Each call of `train` starts from a checkpoint or from scratch, regardless of ear
 checkpoint contains besides Trainer's, `checkpoint_files.py` which checkpoints are complete.
 """
 
+import re
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -179,7 +180,16 @@ class ResumableTrainer(GRPOTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if self._load_converted_weights(resume_from_checkpoint):
             return
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        try:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        except RuntimeError as error:  # of torch, one line per weight
+            mismatch = re.search("size mismatch for (.*)", str(error))
+            if mismatch is None:
+                raise
+            raise ValueError(
+                f"{resume_from_checkpoint} does not fit the model of this run: {mismatch[1]} Set model_name_or_path "
+                "to the model that the run was started with, or choose another output_dir."
+            ) from error
         if Path(resume_from_checkpoint, "ref", ADAPTER_SAFE_WEIGHTS_NAME).is_file():
             # transformers before 5.23 loads only the adapter of the KL reference, not the trained adapter.
             self.model.load_adapter(resume_from_checkpoint, "default", is_trainable=True)

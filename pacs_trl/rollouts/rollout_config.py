@@ -2,6 +2,7 @@
 without the training stack, as `pacs-trl plan` needs."""
 
 import math
+import os
 import warnings
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -13,6 +14,7 @@ from ..evaluation.benchmarks import checked_name
 from ..redaction import published
 from ..settings.checks import refuse_illegal_values, refused_settings
 from ..settings.fields import setting
+from ..settings.names import require_deepspeed
 from ..update.step_sizes import Step
 from .generation_keys import generation_errors, generation_warnings
 
@@ -158,6 +160,8 @@ class RolloutConfig(GRPOConfig):
             self.metric_for_best_model = "eval_pass@1" if self.eval_benchmarks else "eval_reward"
         if (best := self.metric_for_best_model or "").startswith("eval/"):  # the name in trackers
             self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
+        if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+            require_deepspeed()
         # `generation_batch_size` and `steps_per_generation` are both set by TRL
         self._generation_size_keys = ["generation_batch_size"]
         if self.generation_batch_size is None:

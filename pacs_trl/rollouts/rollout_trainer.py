@@ -520,7 +520,9 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             return with_truncated(function, arguments, truncated)
 
         harmless = never_exiting(function, f"The reward function {name!r}")
-        return with_result(harmless, lambda rewards, arguments: as_numbers(rewards, name), adjust)
+        return with_result(
+            harmless, lambda rewards, arguments: as_numbers(rewards, name, len(arguments["completions"])), adjust
+        )
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter

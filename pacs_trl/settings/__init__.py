@@ -196,6 +196,9 @@ def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:
     kind = "None" if value is None else type(value).__name__
     if kind in hint or value is True or (value is None and may_be_missing):
         return
+    if hint == str(str):
+        several = " Several datasets are not mixed: join them into one file." if key == "dataset_name" else ""
+        raise ValueError(f"{key} must be one text, got a {kind}. Write one value, or remove the key.{several}")
     raise ValueError(f"{key} must be {hint}, got {kind}. Write a value of that type, or remove the key.")
 
 

@@ -1,15 +1,19 @@
 """Checks of models, functions, and packages named by settings, before anything is loaded."""
 
+import difflib
 import importlib
 import importlib.metadata
 import json
 import re
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+from ..errors import NO_ROOM
 
 
 # First and last minor version that TRL 1.16 supports.
@@ -34,6 +38,15 @@ def require_vllm(remedy: str) -> None:
         )
 
 
+def require_deepspeed() -> None:
+    """Raise a `ValueError` unless DeepSpeed is installed."""
+    if find_spec("deepspeed") is None:
+        raise ValueError(
+            "This launch uses DeepSpeed, which is not installed. Run `pip install 'pacs_trl[deepspeed]'`, or launch "
+            "with the accelerate file ddp.yaml or fsdp2.yaml."
+        )
+
+
 def require_matplotlib(what: str) -> None:
     """Raise a `ValueError` unless matplotlib is installed."""
     if find_spec("matplotlib") is None:
@@ -43,6 +56,40 @@ def require_matplotlib(what: str) -> None:
 def looks_like_path(name: str) -> bool:
     """Whether the name of a model or dataset looks like a path; Hub ids have at most one slash."""
     return name.startswith((".", "/", "~", "outputs/")) or name.count("/") > 1
+
+
+def make_directory(path: str | Path, key: str) -> None:
+    """Create the directory that the setting `key` names, with its parents. Raises a `ValueError` if it cannot be one,
+    because a file has its name, or may not be written."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise
+        reason = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
+        raise ValueError(f"{key}={str(path)!r} cannot be written ({reason}). Name another directory.") from error
+
+
+def hub_suggestion(kind: str, name: str, known: Iterable[str] = ()) -> str:
+    """Return a suggestion, after a space, of the repository that a name on the Hub may mean; empty without one. Among
+    `known` ones and those in the cache, of the kind `"models"` or `"datasets"`, it has the most similar last part."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    cached = [path.name.split("--", 1)[1].replace("--", "/") for path in sorted(Path(HF_HUB_CACHE).glob(f"{kind}--*"))]
+    by_last_part = {identifier.rpartition("/")[2].lower(): identifier for identifier in [*cached, *known]}
+    nearest = difflib.get_close_matches(name.rpartition("/")[2].lower(), by_last_part, n=1, cutoff=0.6)
+    identifier = by_last_part[nearest[0]] if nearest else name
+    return "" if identifier == name else f" Did you mean `{identifier}`?"
+
+
+def unloadable_model(name: str, error: OSError) -> ValueError:
+    """Return the error of a model that libraries could not load from the Hub."""
+    reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
+    return ValueError(
+        f"The model {name!r} cannot be loaded from the Hub ({reason}).{hub_suggestion('models', name)} Correct the "
+        "name; without a connection, name the directory of a checkpoint."
+    )
 
 
 def check_model_path(name: str, whole_for: str | None = None) -> None:

@@ -133,7 +133,7 @@ def test_named_columns_extra_columns_and_alternatives(tmp_path):
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     train, _ = load(path, problem_column="q", solution_column="a", system_prompt="S", prompt_instruction="")
     prompt = build_prompt("1+1", instruction="", system_prompt="S")
-    assert train.to_list() == [rows[0] | {"prompt": prompt, "solution": "2"}]
+    assert train.to_list() == [rows[0] | {"a": "2", "prompt": prompt, "solution": "2"}]
     rows = [{"problem": "a", "answer": ["1", "2"]}, {"problem": "b", "answer": ["3"]}]
     train, _ = load(write_jsonl(tmp_path / "d.jsonl", rows))
     assert sorted(train["solution"][:]) == [["1", "2"], ["3"]]
@@ -276,6 +276,16 @@ def test_a_damaged_file_is_named(tmp_path, name, content):
     assert ("must end in .jsonl" in str(caught.value)) == name.endswith(".json")
 
 
+def test_other_formats_and_unknown_datasets_are_answered_with_what_is_read(tmp_path):
+    (tmp_path / "rows.csv").write_text("problem,answer\n1+1,2\n")
+    with pytest.raises(ValueError, match=r"\.jsonl, \.json, \.parquet\. Convert it: .*from_csv"):
+        load(str(tmp_path / "rows.csv"))
+    with pytest.raises(ValueError, match="'absent.csv' does not exist"):
+        load("absent.csv")
+    with pytest.raises(ValueError, match="Did you mean `openai/gsm8k`"):
+        load("nobody/gsm8k_main")
+
+
 def test_training_and_evaluation_read_a_file_alike(tmp_path):
     rows = [{"problem": f"1+{i}\u2028", "answer": [f"{i + 1}.0", i + 1.0], "note": None} for i in range(3)]
     path = str(tmp_path / "rows.jsonl")
@@ -294,6 +304,8 @@ def test_training_and_evaluation_read_a_file_alike(tmp_path):
 @pytest.mark.parametrize(
     ("answers", "solutions"),
     [
+        ([8, 9, 0.5], ["8", "9", "0.5"]),
+        ([[8, 9], [7, 6], [1, 2]], [["8", "9"], ["7", "6"], ["1", "2"]]),
         ([1, "x+1", 2.5], ["1", "x+1", "2.5"]),
         ([["1", "2"], "3", 4], [["1", "2"], ["3"], ["4"]]),
         ([[1, "one"], ["2", 2]], [["1", "one"], ["2", "2"]]),

@@ -37,8 +37,14 @@ def test_other_files_are_refused(tmp_path, content, message):
     (tmp_path / "results.json").write_text(content)
     with pytest.raises(ValueError, match=message):
         read_results(tmp_path)
-    with pytest.raises(OSError, match="nowhere"):
+    with pytest.raises(ValueError, match="nowhere' does not exist .* Name results.json"):
         read_results(tmp_path / "nowhere")
+    (tmp_path / "run").mkdir()
+    with pytest.raises(ValueError, match="run' contains no results.json. Name results.json of `pacs-trl evaluate`"):
+        read_results(tmp_path / "run")
+    (tmp_path / "run" / "trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="It is a training run: name it with --training METHOD=.*run"):
+        read_results(tmp_path / "run")
 
 
 def document(benchmark="aime_2024", temperature=0.6, verifier="0.9.0", **source):

@@ -1,5 +1,5 @@
-"""One warning for a run that cannot learn: with its causes, after ten optimizer steps without signal, also over a
-resume."""
+"""One warning for a run that cannot learn: with its causes, after three optimizer steps without signal at the start or
+ten later, also over a resume."""
 
 import logging
 
@@ -9,7 +9,7 @@ from support.rollouts import Replay
 from support.runs import build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
-from pacs_trl.rollouts.callbacks import PATIENCE
+from pacs_trl.rollouts.callbacks import PATIENCE, PATIENCE_AT_START
 
 
 WARNING = "nothing to learn from"
@@ -48,18 +48,24 @@ def test_all_rewards_zero(tmp_path, model_path, caplog, trainer_class):
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({}, 1),
-        ({"mixed": range(100), "truncated": range(100)}, 1),  # rewards differ, but no completion has ended
-        ({"mixed": range(0, 100, 5)}, 0),
-        ({"mixed": [9]}, 0),  # the tenth
-        ({"mixed": [PATIENCE]}, 1),  # one warning in a run
-        ({"mixed": range(100)}, 0),
+        ({}, PATIENCE_AT_START),
+        ({"mixed": [0]}, PATIENCE),
+        (
+            {"mixed": range(100), "truncated": range(100)},
+            PATIENCE_AT_START,
+        ),  # rewards differ, none has ended
+        ({"mixed": range(0, 100, 5)}, None),
+        ({"mixed": [2, 12]}, None),  # the third, and the tenth after it
+        ({"mixed": [PATIENCE]}, PATIENCE_AT_START),  # one warning in a run
+        ({"mixed": range(100)}, None),
     ],
 )
 def test_steps_in_a_row(tmp_path, caplog, given, expected):
+    """At most one warning, which names the number of steps."""
     trainer = build_trainer(tmp_path, replay=replay(**given), max_steps=PATIENCE + 2 if "truncated" in given else 19)
     trainer.train()
-    assert len(warnings(caplog)) == expected
+    said = warnings(caplog)
+    assert len(said) == (expected is not None) and all(f"in {expected} optimizer steps" in text for text in said)
 
 
 def test_one_generation_of_several_for_an_optimizer_step_suffices(tmp_path, caplog):
@@ -69,7 +75,7 @@ def test_one_generation_of_several_for_an_optimizer_step_suffices(tmp_path, capl
     assert not warnings(caplog)
 
 
-@pytest.mark.parametrize(("offset", "expected"), [(3, [1, 1]), (PATIENCE + 1, [1, 0])])
+@pytest.mark.parametrize(("offset", "expected"), [(PATIENCE_AT_START - 1, [1, 1]), (PATIENCE_AT_START + 1, [1, 0])])
 def test_over_a_resume(tmp_path, caplog, offset, expected):
     """A resumed run goes on counting, also in the middle of a generation, and does not repeat the warning."""
     found = []

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from pacs_trl import GRPOTrainer, rewards
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.rollouts.checkpoint import check_same_adapter
+from pacs_trl.rollouts.checkpoint import check_same_adapter, check_same_model
 from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_checkpoint
 
 
@@ -410,8 +410,11 @@ def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
         with pytest.raises(ValueError, match=key):
             trained(tmp_path / "again", resume=adapter, max_steps=2, model=get_peft_model(tiny_model(), other))
     wide = get_peft_model(tiny_model(hidden_size=64), ADAPTER)
-    for given, model in ((adapter, wide), (str(checkpoint), tiny_model(hidden_size=64))):
-        with pytest.raises(RuntimeError, match="size mismatch for"):
+    for given, model, words in (
+        (adapter, wide, "checkpoint-1 does not fit the model of this run: .*lora"),
+        (str(checkpoint), tiny_model(hidden_size=64), "hidden_size: 32 in the checkpoint, 64 now"),
+    ):
+        with pytest.raises(ValueError, match=words):
             trained(tmp_path / "again", resume=given, max_steps=3, model=model)
     base = get_peft_model(tiny_model(), ADAPTER)
     base.peft_config["default"].base_model_name_or_path = "models/other"
@@ -420,6 +423,16 @@ def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
     with caplog.at_level(logging.WARNING):
         check_same_adapter(adapter, base.peft_config["default"])
     assert "a/one" in caplog.text and "models/other" in caplog.text
+
+
+def test_a_model_with_fewer_layers_or_of_another_family_is_not_resumed(tmp_path):
+    """Trainer would load the weights that fit and leave the others as they are."""
+    tiny_model().config.save_pretrained(tmp_path)
+    check_same_model(str(tmp_path), tiny_model(seed=1).config)
+    config = tiny_model().config
+    config.num_hidden_layers = 1
+    with pytest.raises(ValueError, match="num_hidden_layers: 2 in the checkpoint, 1 now.* Set model_name_or_path"):
+        check_same_model(str(tmp_path), config)
 
 
 def test_snapshot_that_does_not_fit(tmp_path):

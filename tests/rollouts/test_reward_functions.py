@@ -225,14 +225,14 @@ def test_a_command_whose_code_exits_has_failed(tmp_path, model_path, monkeypatch
 def test_rewards_that_are_no_list_of_numbers():
     for result in ({0: 0.5, 1: 0.5}, {0.5, 1.0}, "10", ["1", "0"], [b"1", b"0"]):
         with pytest.raises(ValueError, match="'reward' returned"):
-            as_numbers(result, "reward")
+            as_numbers(result, "reward", len(result))
 
 
 def test_rewards_that_float32_cannot_hold():
-    assert as_numbers([1e18, -1e18], "reward") == [1e18, -1e18]
+    assert as_numbers([1e18, -1e18], "reward", 2) == [1e18, -1e18]
     for result in ([1e39, 0.0], [0.0, -1e19], [10**400, 0]):
         with pytest.raises(ValueError, match="'reward' returned"):
-            as_numbers(result, "reward")
+            as_numbers(result, "reward", len(result))
 
 
 class RewardModel(nn.Module):
