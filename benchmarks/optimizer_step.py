@@ -2,6 +2,7 @@
 
     make bench                                       # CPU size, nine minutes on two cores
     python -m benchmarks.optimizer_step --size gpu   # Qwen3-1.7B architecture, random weights, bf16, one GPU
+    python -m benchmarks.optimizer_step --parts shapes --shapes gemma3_text qwen3_5_text   # other architectures
 
 All variants run in one process and take turns, one step each, for `--repeats` rounds. A first, untimed round measures
 peak memory. The table reports medians. A step is everything from completions to updated weights: rewards, padding,
@@ -22,7 +23,15 @@ import torch
 from trl import GRPOTrainer as TRLTrainer
 
 from benchmarks import table_of
-from benchmarks.recorded import SMALL_MODELS, Runner, Size, labels_of, matmul_rate, recorded_rollouts
+from benchmarks.recorded import (
+    ARCHITECTURES,
+    SMALL_MODELS,
+    Runner,
+    Size,
+    labels_of,
+    matmul_rate,
+    recorded_rollouts,
+)
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.plan.cost import KNOWN_MODELS, ModelShape
 
@@ -117,6 +126,21 @@ def prompt_lengths(
     return rows
 
 
+def shapes(size: Size, device: str, repeats: int, flops_rate: float, model_types: list[str]) -> list[dict]:
+    """Compare three prompts of 120 tokens, without uniform groups, with models of other architectures."""
+    size, rows = replace(size, completion_max=size.completion_max * 7 // 9, rows_per_forward=16), []
+    rollouts, labels = recorded_rollouts(size, 3, 0, 16, (120, 120)), labels_of(3, 0.0, 16)
+    for model_type in model_types:
+        size = replace(size, model_type=model_type)
+        attention = "eager" if model_type == "gpt_oss" else "sdpa"  # the only one with its sinks
+        make = partial(Runner, size=size, rollouts=rollouts, device=device, attention=attention, num_generations=16)
+        runners = {BASELINE: make(TRLTrainer, labels=labels), "GRPO": make(GRPOTrainer, labels=labels)}
+        packing = runners["GRPO"].trainer.forward_pass.packing
+        title = f"{model_type}, {'packed' if packing else 'padded'}"
+        rows += compare(title, runners, repeats, flops_rate)
+    return rows
+
+
 def group_memory(size: Size, device: str) -> list[dict]:
     rows, lengths = [], recorded_rollouts(size, 4)
     for num_generations in (8, 16, 32):
@@ -132,6 +156,13 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SIZES), default="cpu")
     parser.add_argument("--repeats", type=int, default=4)
     parser.add_argument("--parts", nargs="+", default=["aligned", "prompts", "updates", "memory"])
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=list(ARCHITECTURES),
+        default=list(ARCHITECTURES),
+        help="of the part `shapes`",
+    )
     parser.add_argument("--prompt_tokens", type=int, nargs="+", default=[120, 480], help="of the part `prompts`")
     parser.add_argument("--num_generations", type=int, nargs="+", default=[16], help="of the part `prompts`")
     parser.add_argument("--processor_time", action="store_true", help="count CPU time, beside other work")
@@ -151,6 +182,8 @@ def main() -> None:
     if "prompts" in args.parts:  # TRL's steps are long here
         repeats = min(args.repeats, 3)
         rows += prompt_lengths(size, device, repeats, flops_rate, args.prompt_tokens, args.num_generations)
+    if "shapes" in args.parts:
+        rows += shapes(size, device, min(args.repeats, 3), flops_rate, args.shapes)
     if "updates" in args.parts:
         rows += four_updates(size, device, args.repeats, flops_rate)
     if "memory" in args.parts:

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from datasets import Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from trl import GRPOConfig
 
 from experiments.miniature.tokenizer import build_tokenizer
@@ -33,15 +33,39 @@ SMALL_MODELS = {
     "tiny": ModelShape(2, 64, 128, 2, 1, 32, 512, tied=True, qk_norm=True),
 }
 
+# What architectures need beside their size, by `model_type`: layers of two kinds, with windows that completions exceed.
+ARCHITECTURES: dict[str, dict] = {
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 128, "query_pre_attn_scalar": 64},  # one layer of six has full attention
+    "mistral": {"sliding_window": 256},
+    "gpt_oss": {"sliding_window": 128, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
+    "qwen3_5_text": {
+        **{f"linear_num_{kind}_heads": 4 for kind in ("key", "value")},
+        **{f"linear_{kind}_head_dim": 64 for kind in ("key", "value")},
+        "layer_types": [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2],
+    },
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2},
+    "granitemoehybrid": {
+        "layer_types": [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2],
+        "num_local_experts": 0,
+        "shared_intermediate_size": 768,
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_d_state": 64,
+    },
+    "minimax": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},  # padded
+    "llama4_text": {"attention_chunk_size": 128, "num_local_experts": 8, "intermediate_size": 256},  # padded
+}
+
 
 def shape_of(model: str) -> ModelShape:
     """Return the shape of a published Qwen model by its Hub name without the owner, or of a small one."""
     return SMALL_MODELS.get(model) or KNOWN_MODELS[f"Qwen/{model}"]
 
 
-def config_of(shape: ModelShape, **more) -> Qwen3Config:
-    """Return the configuration of a Qwen3 model of this shape."""
-    return Qwen3Config(
+def config_of(shape: ModelShape, model_type: str = "qwen3", **more) -> PreTrainedConfig:
+    """Return the configuration of a model of this shape, of a type of [`ARCHITECTURES`]."""
+    sizes = dict(
         num_hidden_layers=shape.num_layers,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
@@ -51,15 +75,17 @@ def config_of(shape: ModelShape, **more) -> Qwen3Config:
         vocab_size=shape.vocabulary,
         tie_word_embeddings=shape.tied,
         max_position_embeddings=16384,
-        **more,
     )
+    return AutoConfig.for_model(model_type, **sizes | ARCHITECTURES[model_type] | more)
 
 
-def build_model(shape: ModelShape, device: str, *, seed: int = 0, **more) -> Qwen3ForCausalLM:
+def build_model(
+    shape: ModelShape, device: str, *, seed: int = 0, model_type: str = "qwen3", **more
+) -> PreTrainedModel:
     """Build a float32 model with random weights on `device`; `more` goes to its configuration."""
     torch.manual_seed(seed)
     with torch.device(device):
-        return Qwen3ForCausalLM(config_of(shape, **more))
+        return AutoModelForCausalLM.from_config(config_of(shape, model_type, **more))
 
 
 @dataclass
@@ -71,6 +97,7 @@ class Size:
     rows_per_forward: int
     num_groups: int
     bf16: bool
+    model_type: str = "qwen3"
 
 
 def recorded_rollouts(
@@ -136,7 +163,7 @@ class Runner:
         peft_config=None,
         **settings,
     ):
-        model = build_model(size.shape, device, attn_implementation=attention)
+        model = build_model(size.shape, device, model_type=size.model_type, attn_implementation=attention)
         if peft_config is not None:
             model.to(torch.bfloat16 if size.bf16 else torch.float32)
         config_class = getattr(trainer_class, "_config_class", GRPOConfig)  # TRL's own has none
