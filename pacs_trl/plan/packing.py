@@ -36,4 +36,4 @@ def packing_of(recipe: Recipe, model: PreTrainedModel | None) -> Packing | None:
     config._attn_implementation = "sdpa"
     if packing_backend(model) is not None:
         return Packing(False, f"attn_implementation={implementation or default} is not packed, sdpa is")
-    return Packing(False, f"the attention of {model.config.model_type!r} models is not packed")
+    return Packing(False, f"the layers of {model.config.model_type!r} models are not packed")

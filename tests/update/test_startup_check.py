@@ -13,6 +13,7 @@ from support.runs import build_trainer
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
 from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update.packed_states import Segments
 from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
 
 
@@ -116,6 +117,49 @@ def test_a_window_that_is_off_by_one_is_seen(monkeypatch, caplog, reach):
     other_window = lambda *args, sliding_window, **kwargs: attend(*args, sliding_window=reach, **kwargs)  # noqa: E731
     monkeypatch.setitem(mapping, "pacs_packed_sdpa", other_window)
     assert chosen(model).packing is None and " nats" in caplog.text
+
+
+def leaking_convolution(segments, num_previous):
+    tokens = torch.arange(segments.num_tokens)
+    return tokens, tokens < 0, tokens
+
+
+def leaking_recurrence(segments, chunk, batches=Segments.batches):
+    return batches(Segments([(segments.num_tokens, [])], segments.device), chunk)
+
+
+@pytest.mark.parametrize(
+    "model_type, dtype",
+    [
+        ("granitemoehybrid", torch.float32),
+        *((name, dtype) for name in ("lfm2", "qwen3_5_text") for dtype in (torch.float32, torch.bfloat16)),
+    ],
+)
+def test_models_whose_states_leak_are_padded(monkeypatch, caplog, model_type, dtype):
+    """Also in half precision, where a leak changes log-probs by less than rounding may."""
+    model = build(model_type).to(dtype)
+    for name, parameter in model.named_parameters():
+        if name.endswith("A_log"):
+            parameter.data.fill_(-3)  # states are kept for about 20 tokens
+    warnings = lambda: [record.getMessage() for record in caplog.records if record.name.startswith("pacs_trl")]  # noqa: E731
+    assert chosen(model).packing == "sdpa" and not warnings()
+    if model_type == "lfm2":
+        monkeypatch.setattr(Segments, "with_previous", leaking_convolution)
+    else:
+        monkeypatch.setattr(Segments, "batches", leaking_recurrence)
+    assert chosen(model).packing is None
+    (warning,) = warnings()
+    assert "by other sequences beside it" in warning
+
+
+def test_sequences_of_the_check_are_longer_than_chunks():
+    model, lengths = build("qwen3_5_text"), []
+    model.config.max_position_embeddings = 1000
+    model.register_forward_pre_hook(
+        lambda _, args, inputs: lengths.append(inputs["input_ids"].shape[1]), with_kwargs=True
+    )
+    choose_forward_pass(scorer_of(model), model)
+    assert max(lengths[:5]) == 288  # the model's own passes; chunks have up to 256 tokens
 
 
 def test_logits_of_a_long_sequence_are_those_of_its_end_only():
