@@ -33,7 +33,7 @@ SMALL_MODELS = {
     "tiny": ModelShape(2, 64, 128, 2, 1, 32, 512, tied=True, qk_norm=True),
 }
 
-# What architectures need beside their size, by `model_type`: layers of two kinds, with windows that completions exceed.
+# What architectures need beside their size, by `model_type`. Completions exceed the windows of layers.
 ARCHITECTURES: dict[str, dict] = {
     "qwen3": {},
     "gemma3_text": {"sliding_window": 128, "query_pre_attn_scalar": 64},  # one layer of six has full attention
