@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
-from .errors import exit_code
+from .errors import UserError, exit_code
 from .methods import check_evaluation_keys, check_recipe_keys
 from .plan import read_plan_arguments
 from .settings import did_you_mean, read_settings
@@ -82,7 +82,7 @@ def _without_command(argv: Sequence[str]) -> int:
         print(f"pacs-trl {version('pacs_trl')} ({libraries})")
         return 0
     near = did_you_mean(name, [*COMMANDS, "--help", "--version"])
-    raise ValueError(f"There is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
+    raise UserError(f"There is no command {name!r}.{near} Choose from {', '.join(COMMANDS)}.")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,6 +24,11 @@ _READABLE = NO_ROOM | {
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG),
 }
 _RESUME = "`--resume_from_checkpoint last` continues from the last checkpoint, if there is one."
+
+
+class UserError(ValueError):
+    """A setting, file, or call of the user is wrong; the message says what is wrong and what to do. Commands print it
+    without a traceback. Any other `ValueError`, of this package or a library, is a bug and keeps its traceback."""
 
 
 class FailedRun(RuntimeError):
@@ -97,18 +101,13 @@ def _ended_run(error: BaseException) -> bool:
 
 
 def _is_for_the_user(error: Exception) -> bool:
-    """Whether the message is enough for the user. Errors in reward functions and bugs keep their traceback."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    module = frame.f_globals.get("__name__", "")
-    if isinstance(error, FailedRun | subprocess.CalledProcessError):
+    """Whether the message is enough for the user. Bugs, and errors of a user's code and of libraries, keep their
+    traceback, except for missing packages and for files and disks before a run."""
+    if isinstance(error, UserError | FailedRun | subprocess.CalledProcessError):
         return True
-    if isinstance(error, NotImplementedError | ImportError):  # an unsupported combination, or a missing package
-        refused = module.startswith(("transformers.", "trl."))
-        is_missing = isinstance(error, ImportError) and not _ended_run(error)
-        return (refused or is_missing) and not isinstance(error, ModuleNotFoundError)
-    if isinstance(error, ValueError):
-        return module.startswith("pacs_trl.") or not _ended_run(error)
-    return isinstance(error, OSError) and error.errno in _READABLE and not _ended_run(error)
+    if _ended_run(error) or isinstance(error, ModuleNotFoundError):
+        return False
+    return isinstance(error, ImportError) or isinstance(error, OSError) and error.errno in _READABLE
 
 
 def _open_streams() -> None:

@@ -29,7 +29,7 @@ from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_rais
 
 from .data import TRAINING_SETS
 from .data.sets import FILE_FORMATS
-from .errors import FailedRun
+from .errors import FailedRun, UserError
 from .evaluation.provenance import checkpoint_digest
 from .evaluation.results import read_json, read_results
 from .redaction import published
@@ -101,7 +101,7 @@ def push(
         [`FailedRun`]: if the upload failed.
     """
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
-        raise ValueError(f"The repository must be USER/NAME, got {repo_id!r}. Set --repo.")
+        raise UserError(f"The repository must be USER/NAME, got {repo_id!r}. Set --repo.")
     validate_repo_id(repo_id)
     contents, known = published_contents(model_dir, results, recipe)
     if dry_run:
@@ -159,7 +159,7 @@ def published_contents(
     present = [path.relative_to(model_dir).as_posix() for path in model_dir.glob("*") if path.is_file()]
     has_config = "config.json" in present or "adapter_config.json" in present
     if not has_config or not list(filter_repo_objects(present, allow_patterns=list(WEIGHTS))):
-        raise ValueError(
+        raise UserError(
             f"{model_dir} is not a saved model: it needs a config.json (or adapter_config.json) and "
             f"{' or '.join(WEIGHTS)} files. Push the directory of one checkpoint."
         )
@@ -178,7 +178,7 @@ def published_contents(
         measured = published(read_results(results or model_dir / RESULTS_FILE))
         digest, present_digest = measured["model"].get("digest"), checkpoint_digest(model_dir)
         if digest not in (None, present_digest):
-            raise ValueError(
+            raise UserError(
                 f"The results were measured on another checkpoint (digest {digest}) than {model_dir} "
                 f"({present_digest}). Evaluate this checkpoint, or push the other one."
             )

@@ -5,6 +5,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
 
+from .errors import UserError
 from .settings import did_you_mean, known_settings
 from .settings.declared_names import Declaration, declared_names
 
@@ -50,7 +51,7 @@ def check_method(method: Any) -> None:
     """Raise a `ValueError` if there is no such method."""
     if method not in method_names():
         near = did_you_mean(str(method), method_names())
-        raise ValueError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
+        raise UserError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
 
 
 def check_recipe_keys(settings: Mapping[str, Any]) -> None:
@@ -61,7 +62,7 @@ def check_recipe_keys(settings: Mapping[str, Any]) -> None:
     known = _names(*_EVERY_RECIPE, _config(method))
     if known is not None:
         if errors := keys_of_other_methods(method, settings.keys() - known):
-            raise ValueError(" ".join(errors))
+            raise UserError(" ".join(errors))
         known_settings(settings, known, f"method {method}")
 
 

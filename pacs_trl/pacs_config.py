@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .errors import UserError
 from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .rollouts.rollout_config import RolloutConfig
 from .settings.checks import ignored_settings
@@ -56,7 +57,7 @@ class ExactUpdateConfig(RolloutConfig):
             self.max_tokens_per_micro_batch = int(size)
         if self.padding_free in ("auto", "never"):
             if self.packing not in ("auto", self.padding_free):
-                raise ValueError(
+                raise UserError(
                     f"packing={self.packing!r} and padding_free={self.padding_free!r}, its former name, contradict "
                     "each other. Remove padding_free."
                 )

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from . import objective
+from .errors import UserError
 from .pacs_config import PACSConfig
 from .rollouts.checkpoint import load_policy_copy, save_policy_copy
 from .rollouts.exact_trainer import ExactUpdateTrainer
@@ -182,7 +183,7 @@ class PACSTrainer(ExactUpdateTrainer):
     def _prepare_learning(self) -> None:
         resets_optimizer = self.args.reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
         if resets_optimizer and self.is_deepspeed_enabled:
-            raise ValueError(
+            raise UserError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in its own buffers. Use DDP or FSDP2, or set it to False."
             )

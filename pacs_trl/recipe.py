@@ -17,6 +17,7 @@ from trl import ModelConfig
 from . import rewards
 from .data import DataArguments
 from .data.text_tokenizer import load_text_tokenizer
+from .errors import UserError
 from .methods import DEFAULT_METHOD, METHODS, check_method, keys_of_other_methods
 from .rewards import VerificationArguments
 from .rollouts.checkpoint_files import last_resumable_checkpoint
@@ -113,14 +114,14 @@ class Recipe(NamedTuple):
         classes = settings_classes(method)
         known = {field.name for part in classes for field in fields(part)}
         if errors := keys_of_other_methods(method, settings.keys() - known):
-            raise ValueError(" ".join(errors))
+            raise UserError(" ".join(errors))
         values = _typed_values(settings, classes, method)
         if values["keep_global_batch"]:
             values |= _sizes_for_processes(values, num_processes or int(os.environ.get("WORLD_SIZE", "1")))
         parts = _instantiate((*classes[:-1], _planned(classes[-1], num_processes)), values)
         run, data, model, verification, training = parts
         if errors := _conflicts(run, data, model, training, settings):
-            raise ValueError(" ".join(errors))
+            raise UserError(" ".join(errors))
         step = Step.of(training, training.world_size)
         return cls(run, data, model, training, verification, _repeatable(settings, values, method), step)
 
@@ -134,7 +135,7 @@ def _typed_values(settings: dict, classes: tuple[type, ...], method: str) -> dic
     if environment and "reward_funcs" not in settings:
         values["reward_funcs"] = []
     if values["model_name_or_path"] is None:
-        raise ValueError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
+        raise UserError("`model_name_or_path` is missing. Set it to a path or a Hub id.")
     return values
 
 
@@ -142,7 +143,7 @@ def _sizes_for_processes(values: dict[str, Any], num_processes: int) -> dict[str
     """Return the batch-size settings of `keep_global_batch` for a number of processes."""
     step = _written_sizes(values).for_processes(num_processes)
     if step.completions_per_step is not None and "completions_per_step" not in values:
-        raise ValueError(
+        raise UserError(
             f"{step.completions_per_update} completions of an optimizer step cannot be divided by {num_processes} "
             f"processes, which method {values['method']} needs. Launch a number that divides them."
         )
@@ -156,7 +157,7 @@ def _written_sizes(values: dict[str, Any]) -> Step:
         resume = str(values["resume_from_checkpoint"])
         checkpoint = last_resumable_checkpoint(values["output_dir"]) if resume in LAST else resume
         if checkpoint is None or resume in NONE:
-            raise ValueError(
+            raise UserError(
                 "keep_global_batch needs the number of processes that the batch sizes are written for. Set "
                 "expected_processes, or resume_from_checkpoint to a checkpoint."
             )
@@ -179,7 +180,7 @@ def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]
         except (ValueError, TypeError, OSError, ImportError) as error:  # of libraries: files, missing packages
             errors.append(f"{part.__name__}: {error}")
     if errors:
-        raise ValueError(" ".join(errors))
+        raise UserError(" ".join(errors))
     return instances
 
 
@@ -221,7 +222,7 @@ def read_recipe(argv: Sequence[str]) -> Recipe:
     settings = read_settings(argv)
     ranks = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")  # of torchrun and MPI
     if os.environ.get("WORLD_SIZE", "1") != "1" and not any(name in os.environ for name in ranks):
-        raise ValueError(
+        raise UserError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but no launcher has given this process a RANK: it would "
             "wait for the others forever. Start it with `accelerate launch` or torchrun, or unset WORLD_SIZE."
         )
@@ -266,7 +267,7 @@ def _only_subclass(module_name: str, base: type) -> type:
     subclasses = [part for part in classes if part.__module__ == module_name and issubclass(part, base)]
     if len(subclasses) != 1:
         names = ", ".join(subclass.__name__ for subclass in subclasses) or "none"
-        raise ValueError(
+        raise UserError(
             f"The module {module_name} of a method must define one subclass of {base.__name__}, and defines {names}. "
             "Add it, or move the others to a module whose name begins with an underscore."
         )
@@ -385,7 +386,7 @@ def reward_function(name: str) -> Callable:
     if name in names:
         return getattr(rewards, name)
     if "." not in name:
-        raise ValueError(
+        raise UserError(
             f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(names)}. Write functions "
             "of your own as package.module.function."
         )

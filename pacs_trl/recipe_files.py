@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from .errors import UserError
 from .settings import Parser, did_you_mean
 
 
@@ -51,12 +52,12 @@ def copy(names: Sequence[str], output_dir: Path) -> list[Path]:
     for name in names:
         if (short := name.removeprefix("recipes/").removesuffix(".yaml")) not in known:
             near = did_you_mean(short, known)
-            raise ValueError(f"There is no recipe {name!r}.{near} `pacs-trl recipes` lists them.")
+            raise UserError(f"There is no recipe {name!r}.{near} `pacs-trl recipes` lists them.")
         files += with_named_files(known[short])
     copies = {file: output_dir / file.relative_to(RECIPES) for file in files}
     for file, copied in copies.items():
         if copied.exists() and copied.read_bytes() != file.read_bytes():
-            raise ValueError(f"{copied} exists with other content. Rename it, or choose another --output_dir.")
+            raise UserError(f"{copied} exists with other content. Rename it, or choose another --output_dir.")
     for file, copied in copies.items():
         copied.parent.mkdir(parents=True, exist_ok=True)
         if not copied.exists():

@@ -25,7 +25,7 @@ from . import rewards
 from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.images import has_images
-from .errors import during_run, without_exit
+from .errors import UserError, during_run, without_exit
 from .recipe import LAST, NONE, Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
@@ -204,7 +204,7 @@ def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
     """Return the checkpoint to continue from. Raises a `ValueError` if a new run would overwrite an unfinished one."""
     if resume in NONE:
         if Path(output_dir).is_dir() and (last := get_last_checkpoint(output_dir)) is not None:
-            raise ValueError(
+            raise UserError(
                 f"{output_dir} already contains {Path(last).name} of another run. Continue it with "
                 "`--resume_from_checkpoint last`, or choose another output_dir."
             )
@@ -241,7 +241,7 @@ def _check_output(output_dir: str, checkpoint: str | None) -> None:
     continues_run = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
     holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
     if holds_model and not continues_run:
-        raise ValueError(
+        raise UserError(
             f"{output_dir} already contains a model, which this run would overwrite. Choose another output_dir, or "
             "remove the directory; to train that model further, set it as model_name_or_path."
         )

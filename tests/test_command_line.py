@@ -13,7 +13,7 @@ import yaml
 from support.problems import held_out
 
 from pacs_trl import cli
-from pacs_trl.errors import FailedRun, during_run, exit_code
+from pacs_trl.errors import FailedRun, UserError, during_run, exit_code
 from pacs_trl.methods import method_names
 from pacs_trl.recipe import config_class
 from pacs_trl.settings import Parser, read_mapping, read_settings
@@ -193,15 +193,10 @@ def _raising(error):
     return command
 
 
-LIBRARY = {"__name__": "trl.trainer.grpo_trainer"}
-exec("def unsupported(argv):\n    raise NotImplementedError('Not with PEFT.')", LIBRARY)
-
-
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (LIBRARY["unsupported"], 2),
-        (lambda argv: float("4 2"), 2),  # a library refuses a setting
+        (_raising(UserError("The key is wrong. Remove it.")), 2),
         # an error of this package in a run, such as a reward that is NaN
         (lambda argv: _running(lambda: read_mapping("nowhere.yaml", "recipe")), 1),
         (_raising(FailedRun("The upload failed 5 times.")), 1),
@@ -221,6 +216,7 @@ def test_errors_that_are_one_line(capsys, command, code):
 @pytest.mark.parametrize(
     "command",
     [
+        lambda argv: float("4 2"),  # a library, or a bug of ours
         lambda argv: _running(lambda: float("4 2")),  # a reward function has an error
         _raising(OSError(errno.ECHILD, "No child")),
         _raising(ModuleNotFoundError("No module named 'mine'")),

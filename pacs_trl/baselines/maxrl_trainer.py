@@ -1,5 +1,6 @@
 """MaxRL on the exact update: GRPO with another advantage."""
 
+from ..errors import UserError
 from ..objective import maxrl_advantages
 from .grpo_config import MaxRLConfig
 from .grpo_trainer import GRPOTrainer
@@ -16,7 +17,7 @@ class MaxRLTrainer(GRPOTrainer):
 
     def advantages(self, batch, num_generations):
         if (self._labels < 0).any():
-            raise ValueError(
+            raise UserError(
                 f"MaxRL divides by the mean reward of a group, but a reward is {self._labels.nan_to_num().min():g}. "
                 "Rescale the reward functions to at least 0, or use method grpo."
             )

@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForTokenClassification, PreTrainedModel, get_scheduler, set_seed
 from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, get_config_model_id
 
+from ..errors import UserError
 from ..rollouts.rollout_trainer import RolloutTrainer
 from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
@@ -33,7 +34,7 @@ def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
     policy_path = policy if isinstance(policy, str) else get_config_model_id(policy.config)
     if path := args.critic_model_name_or_path or policy_path:
         return path
-    raise ValueError(
+    raise UserError(
         "The policy was built in memory, so there is no path from which its critic could be loaded. Save it and pass "
         "the directory as `model`, or set critic_model_name_or_path."
     )
@@ -74,7 +75,7 @@ def _check_weights_of_path(policy: PreTrainedModel | PeftModel, critic: PreTrain
             torch.equal(weight, expected.to(weight.dtype)) or torch.equal(weight, expected.bfloat16().to(weight.dtype))
         )
         if not same:
-            raise ValueError(
+            raise UserError(
                 f"The policy was changed in memory ({name}), but its critic would be loaded from "
                 f"{get_config_model_id(base.config)} without these changes. Save the policy and pass the directory as "
                 "`model`, or set critic_model_name_or_path."
@@ -91,7 +92,7 @@ class ActorCriticTrainer(RolloutTrainer):
 
     def _prepare_learning(self) -> None:
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
             )
         self._critic_pass = self.create_forward_pass(self.critic, temperature=1.0)
@@ -109,7 +110,7 @@ class ActorCriticTrainer(RolloutTrainer):
 
     def _prepare_loading(self, model, args, arguments):
         if args.deepspeed_plugin is not None:
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or "
                 "FSDP2 (recipes/accelerate_configs)."
             )

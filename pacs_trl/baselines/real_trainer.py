@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import UserError
 from ..objective import GROUP_LOSSES, sequence_proxies
 from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..update.group_loss_update import GroupObjective
@@ -72,7 +73,7 @@ class REALTrainer(ExactUpdateTrainer):
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
         if ((labels > 0) & (labels < 1)).any():
-            raise ValueError(
+            raise UserError(
                 "REAL needs rewards of 0 or 1, but some rewards are between 0 and 1. Use a binary reward function, or "
                 "method pacs, which supports soft labels."
             )

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyarrow import ArrowException
 
+from ..errors import UserError
 from ..settings.checks import refuse_illegal_values
 from ..settings.fields import setting
 from . import gym
@@ -116,7 +117,7 @@ class DataArguments:
         used = {"dataset_config": reads_hub, "dataset_revision": reads_hub, "dataset_split": not is_file}
         used |= {"dataset_path": is_named, gym.NAME: is_gym, "dataset_size": is_gym}
         if ignored := [name for name in used if getattr(self, name) is not None and not used[name]]:
-            raise ValueError(
+            raise UserError(
                 f"`{ignored[0]}` would be ignored with dataset_name={self.dataset_name!r} and dataset_path="
                 f"{self.dataset_path!r}. Remove it: dataset_path is for the named sets {', '.join(TRAINING_SETS)}, "
                 f"{gym.NAME} and dataset_size for dataset_name: {gym.NAME}, and the others for the Hub."
@@ -139,7 +140,7 @@ def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, 
     known = inspect.signature(tokenizer.apply_chat_template).parameters
     unknown = [key for key in given if key not in known and not re.search(rf"\b{re.escape(key)}\b", str(template))]
     if unknown:
-        raise ValueError(
+        raise UserError(
             f"chat_template_kwargs: the chat template would ignore {', '.join(unknown)}. Correct or remove it, or "
             "give the tokenizer another template."
         )
@@ -207,7 +208,7 @@ def load_training_data(
 def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Dataset, Dataset | None]":
     """Return training and evaluation examples; the second is `None` if `eval_split_size` is 0."""
     if len(dataset) <= args.eval_split_size:
-        raise ValueError(
+        raise UserError(
             f"Only {len(dataset)} rows of {args.dataset_name!r} have a problem, a gold answer, and at most "
             f"max_prompt_length={args.max_prompt_length} tokens, and eval_split_size={args.eval_split_size} holds "
             "them all out. Change these settings, or use more data."
@@ -234,7 +235,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
             gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
         except ValueError as error:
-            raise ValueError(f"Row {index} of {source!r}: {error}") from error
+            raise UserError(f"Row {index} of {source!r}: {error}") from error
         if not problem or gold is None:
             continue
         system_prompt = args.system_prompt
@@ -261,7 +262,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     columns |= {"prompt": prompts, "solution": solutions}
     for name, values in columns.items():
         if (error := _type_error(values)) is not None:
-            raise ValueError(
+            raise UserError(
                 f"The column `{name}` of {source!r} has values of mixed types ({error}). Write all of them alike, for "
                 "example as text."
             ) from error

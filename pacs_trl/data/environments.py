@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from ..errors import UserError
 from ..settings.names import object_of_user
 
 
@@ -22,7 +23,7 @@ def environment_of_user(name: str, key: str = "environment") -> Any:
     """Import an environment by `module:attribute`. Raises a `ValueError`, also if it is none; `key` is the setting."""
     found = object_of_user(name, key)
     if inspect.getattr_static(found, "environment_factory", None) is None:  # without loading what properties load
-        raise ValueError(
+        raise UserError(
             f"{key}: {name!r} is no environment, but a {type(found).__name__} without `environment_factory`. Name an "
             "object with `environment_factory`, `train_dataset`, and `reward_funcs`."
         )
@@ -42,14 +43,14 @@ def examples_of(environment: Any, num_examples: int, num_held_out: int = 0, firs
 
     dataset = getattr(environment, "train_dataset", None)
     if dataset is not None and not isinstance(dataset, Dataset):
-        raise ValueError(
+        raise UserError(
             f"The `train_dataset` of the environment is a {type(dataset).__name__}. Make it a `datasets.Dataset`, or "
             "None if `reset` chooses examples by `seed`."
         )
     if dataset is not None:
         return dataset
     if num_examples <= 0:
-        raise ValueError("The environment has no `train_dataset`, so the run has no length. Set max_steps.")
+        raise UserError("The environment has no `train_dataset`, so the run has no length. Set max_steps.")
     number = num_examples + num_held_out
     return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * number, "seed": list(range(first_seed, first_seed + number))})
 
@@ -80,7 +81,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
             if not isinstance(dataset, Dataset) or len(dataset) == 0:
                 continue
             if not is_single and "environment" not in dataset.column_names:
-                raise ValueError(
+                raise UserError(
                     f"{key} has no column `environment`, which names the environment of each example among "
                     f"{', '.join(map(repr, named))}. Add the column, or pass a single environment."
                 )
@@ -95,7 +96,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
         raise
     except (Exception, SystemExit) as error:  # no `reset`, another signature, code of a user, or its server
         columns = f" at `reset` with the columns {', '.join(row)}" if row else ""
-        raise ValueError(
+        raise UserError(
             f"The environment failed{columns} ({type(error).__name__}: {error}). Write `reset` as `def reset(self, "
             "**kwargs)` and tools with types and a docstring, and start what they need."
         ) from error

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from ..errors import UserError
 from ..settings import did_you_mean
 
 
@@ -21,11 +22,11 @@ def check_settings(args: Any) -> None:
     last = args.dataset_seed + (args.dataset_size or DEFAULT_SIZE) - 1
     last_benchmark = BENCHMARK_SEED + MAX_BENCHMARK_SIZE - 1
     if not isinstance(args.reasoning_gym, dict) or not args.reasoning_gym:
-        raise ValueError(
+        raise UserError(
             "`reasoning_gym` must name tasks, for example {chain_sum: {weight: 1, config: {max_terms: 2}}}."
         )
     if args.dataset_seed <= last_benchmark and last >= BENCHMARK_SEED:
-        raise ValueError(
+        raise UserError(
             f"`dataset_seed`: training would use the seeds {args.dataset_seed} to {last} of reasoning-gym, of which "
             f"benchmarks use {BENCHMARK_SEED} to {last_benchmark}. Lower dataset_seed or dataset_size."
         )
@@ -43,7 +44,7 @@ def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) 
         hint = did_you_mean(task, known) if task not in known else ""
         if isinstance(error, ImportError):
             hint = " Install pacs_trl with the extra [gym]."
-        raise ValueError(
+        raise UserError(
             f"`reasoning_gym`: the task {task} with the config {dict(config)} is rejected: {error}.{hint}"
         ) from error
 
@@ -57,7 +58,7 @@ def task_settings(task: str, given: Any) -> dict[str, Any]:
     is_legal = isinstance(found["weight"], int | float) and found["weight"] > 0 and isinstance(found["config"], dict)
     is_legal = is_legal and isinstance(given, dict | None) and found.get("answer", "last_number") == "last_number"
     if not is_legal or found.keys() - {"weight", "config", "answer"}:
-        raise ValueError(
+        raise UserError(
             f"`reasoning_gym`: {task} has {given!r}. Its keys are weight, above 0; config, a mapping; and answer: "
             "last_number."
         )
@@ -85,5 +86,5 @@ def benchmark(task: str, settings: Any, max_problems: int | None) -> list[dict[s
     """Return the problems of a benchmark, whose seeds no training run uses."""
     size = max_problems or BENCHMARK_SIZE
     if size > MAX_BENCHMARK_SIZE:
-        raise ValueError(f"A benchmark of reasoning-gym has at most {MAX_BENCHMARK_SIZE} problems, not {size}.")
+        raise UserError(f"A benchmark of reasoning-gym has at most {MAX_BENCHMARK_SIZE} problems, not {size}.")
     return gym_rows({task: settings}, size, BENCHMARK_SEED)

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..errors import UserError
 from .prompts import prompt_lengths
 
 
@@ -86,7 +87,7 @@ def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]
     """Return the messages of a prompt whose row has these images. Raises a `ValueError` if their number is not that of
     the placeholders, or the prompt is text."""
     if isinstance(prompt, str):
-        raise ValueError(
+        raise UserError(
             "A prompt with images is text. Write it as a list of messages, to which the chat template adds the tokens "
             "of images."
         )
@@ -96,7 +97,7 @@ def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]
         any(isinstance(m.get("content"), str) and m["role"] == "user" for m in messages) and not placeholders
     )
     if placeholders != len(images) and not (images and takes_images):
-        raise ValueError(
+        raise UserError(
             f"A prompt has {placeholders} image block(s) without an image, and its row has {len(images)} image(s). "
             "Write one `{'type': 'image'}` per image, or the content as text, before which the images are placed."
         )
@@ -133,7 +134,7 @@ def read_image(value: Any) -> Any:
             value = load_image(value)
         value.load()
     except Exception as error:  # of Pillow, of the file system, and of connections
-        raise ValueError(
+        raise UserError(
             f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
             "or remove the row."
         ) from error
@@ -215,7 +216,7 @@ def image_prompt_lengths(
                 images = [*images, *(block["image"] for block in blocks)]
             sizes.append([_size(image) for image in images])
         except ValueError as error:
-            raise ValueError(f"Row {i} of {name}: {error}") from error
+            raise UserError(f"Row {i} of {name}: {error}") from error
         texts.append(prompt)
     how = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
     number_of_tokens = _ImageTokens(processor, how)
@@ -253,7 +254,7 @@ def _size(value: Any) -> tuple[int, int]:
 
             value = load_image(value)
     except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
-        raise ValueError(
+        raise UserError(
             f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
             "or remove the row."
         ) from error

@@ -10,6 +10,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
+from ..errors import UserError
+
 
 # How templates that expect text print a list of content blocks.
 _PRINTED_BLOCK = re.compile(r"""["']type["']\s*:\s*["']text["']""")
@@ -90,7 +92,7 @@ class MessageCheck:
             rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.how)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:
             roles = ", ".join(str(message["role"]) for message in prompt)
-            raise ValueError(
+            raise UserError(
                 f"{where} cannot be rendered by the chat template ({type(error).__name__}: {error}). It has messages "
                 f"of the roles {roles}; use roles in an order and with a content that the template knows."
             ) from error
@@ -98,12 +100,12 @@ class MessageCheck:
             is_call = bool(message.get("tool_calls"))  # of which many templates render the call alone
             is_rendered = all(text.casefold() in rendered.casefold() for text in texts)
             if isinstance(message.get("content"), list) and (not is_rendered or _PRINTED_BLOCK.search(rendered)):
-                raise ValueError(
+                raise UserError(
                     f"{where} has a message of the role {message['role']!r} whose content is a list of blocks, which "
                     "the chat template does not render as text. Write the content as text."
                 )
             if not is_rendered and not is_call:
-                raise ValueError(
+                raise UserError(
                     f"{where} has a message of the role {message['role']!r}, which the chat template leaves out of "
                     "the prompt. Use roles that the template knows (usually system, user, assistant, and tool), or "
                     "the tokenizer of a text model."
@@ -126,14 +128,14 @@ def _check_content(where: str, message: Mapping[str, Any], may_have_images: bool
     if isinstance(content, str) or content is None and message.get("tool_calls"):
         return
     if content is None or content == []:
-        raise ValueError(
+        raise UserError(
             f"{where} has a message of the role {role!r} without content. Remove the row, or complete the message."
         )
     is_known = isinstance(content, list) and all(
         _is_text_block(block) or may_have_images and _is_image_block(block) for block in content
     )
     if not is_known:
-        raise ValueError(
+        raise UserError(
             f"{where} has a message of the role {role!r} with the content {content!r:.100}. Models are trained on "
             "text: write the content as text."
         )

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import UserError
 from .messages import content_as_text
 
 
@@ -29,7 +30,7 @@ def prompt_of(problem: str | list, *, is_prompt: bool, instruction: str, system_
     has_instruction = instruction not in ("", PROMPT_INSTRUCTION)
     if has_instruction or isinstance(problem, str) and system_prompt is not None:
         key = f"prompt_instruction={instruction!r}" if has_instruction else f"system_prompt={system_prompt!r}"
-        raise ValueError(
+        raise UserError(
             f"{key} would be ignored, because the data contains whole prompts. Remove it, or name a column of "
             "problems with problem_column (problem_column: prompt, if text there is only a problem)."
         )
@@ -46,7 +47,7 @@ def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     if cell is None or isinstance(cell, str):
         return cell if cell and cell.strip() else None
     if not is_conversation(cell):
-        raise ValueError(f"`problem_column` {column!r} must contain text or messages, got {cell!r:.80}.")
+        raise UserError(f"`problem_column` {column!r} must contain text or messages, got {cell!r:.80}.")
     messages = [content_as_text(turn) for turn in cell]
     if column == "prompt":
         return messages or None

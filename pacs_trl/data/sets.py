@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml
 
+from ..errors import UserError
 from ..settings.names import hub_suggestion, looks_like_path
 from ..verification import gold_texts, last_boxed
 from ..verification.cases import json_of_tests
@@ -117,7 +118,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
         lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
     elif (looks_like_path(name) or Path(name).suffix in _OTHER_FILES) and not Path(name).exists():
-        raise ValueError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
+        raise UserError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     else:
         from datasets import load_dataset
 
@@ -130,7 +131,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
                 rows = load_dataset(entry.hub_id, entry.config, **how).to_list()
         except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
             near = hub_suggestion("datasets", entry.hub_id, hub_ids())
-            raise ValueError(
+            raise UserError(
                 f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}).{near} Without a connection, "
                 "name a downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in "
                 "evaluation."
@@ -141,10 +142,10 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a `.jsonl`, `.json`, or `.parquet` file; columns may have values of several types."""
     if not path.is_file():
-        raise ValueError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
+        raise UserError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     if path.suffix not in FILE_FORMATS:
         how = ": `from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
-        raise ValueError(
+        raise UserError(
             f"The data file {str(path)!r} is not in a format that is read, which are {', '.join(FILE_FORMATS)}. "
             f"Convert it{how if path.suffix == '.csv' else ''}."
         )
@@ -163,10 +164,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 rows += [json.loads(line)] if line.strip() else []
             where = ""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-            raise ValueError("it has no rows" if rows == [] else "it must be a list of JSON objects")
+            raise UserError("it has no rows" if rows == [] else "it must be a list of JSON objects")
     except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
         hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
-        raise ValueError(
+        raise UserError(
             f"The data file {str(path)!r}{where} cannot be read: {error}. Write one JSON object with the columns per "
             f"problem.{hint}"
         ) from error
@@ -178,7 +179,7 @@ def require_columns(source: str, rows: Sequence[dict[str, Any]], columns: Mappin
     found = list(dict.fromkeys(column for row in rows for column in row))
     for setting, column in columns.items():
         if column is not None and column not in found:
-            raise ValueError(
+            raise UserError(
                 f"`{setting}` {column!r} is not a column of {source!r}. Columns found: {', '.join(found)}. Set "
                 f"`{setting}` to one of them."
             )

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+from ..errors import UserError
+
 
 MAX_OBSERVATION = 100_000  # characters of a result of a tool, and of an observation of an environment
 MAX_DEPTH = 32  # lists and objects in each other in the arguments of a call
@@ -97,7 +99,7 @@ def readable_calls(tokenizer: Any) -> Iterator[None]:
             if isinstance(message, dict) and message.get("tool_calls"):
                 _check_calls(message["tool_calls"])
         except (RecursionError, KeyError, AttributeError) as error:
-            raise ValueError("a call that cannot be read") from error
+            raise UserError("a call that cannot be read") from error
         return message
 
     before = vars(tokenizer).get("parse_response")
@@ -116,7 +118,7 @@ def _check_calls(calls: Sequence[dict[str, Any]]) -> None:
         function = call["function"]
         arguments = function.get("arguments")
         if call["type"] != "function" or not isinstance(arguments, dict | None):
-            raise ValueError("the arguments of a call must be an object")
+            raise UserError("the arguments of a call must be an object")
         _check_depth(arguments)
     # A half of a character raises a UnicodeEncodeError, which is a ValueError.
     json.dumps(calls, ensure_ascii=False).encode()
@@ -128,7 +130,7 @@ def _check_depth(arguments: Any) -> None:
         containers = [value for value in level if isinstance(value, dict | list)]
         level = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
     if any(isinstance(value, dict | list) for value in level):
-        raise ValueError(f"the arguments of a call are nested more than {MAX_DEPTH} deep")
+        raise UserError(f"the arguments of a call are nested more than {MAX_DEPTH} deep")
 
 
 def messages_for_table(completion: Any) -> Any:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
+from ..errors import UserError
 from ..rewards import VerificationArguments
 from ..settings import read_settings, set_environment, typed_values
 from ..settings.checks import illegal_values
@@ -96,7 +97,7 @@ class EvaluationArguments:
         if self.max_tool_calling_iterations is not None and not self.calls_tools:
             errors.append("max_tool_calling_iterations would be ignored. Set tools or an environment, or remove it.")
         if errors:
-            raise ValueError(" ".join(errors))
+            raise UserError(" ".join(errors))
 
     @property
     def calls_tools(self) -> bool:

@@ -26,6 +26,7 @@ from typing import Any
 from ..data import TRAINING_SETS
 from ..data.golds import golds_by_kind, is_in_e_notation
 from ..data.sets import ProblemSet, gold_answer, load_rows, own_columns, read_rows, require_columns
+from ..errors import UserError
 from ..rewards import VerificationArguments
 from ..settings import Parser
 from ..verification import Outcome, completion_text, gold_texts
@@ -96,7 +97,7 @@ def _refuse_ignored_options(parser: Parser, args: argparse.Namespace) -> None:
     subject = next(name for name in _USED_OPTIONS if getattr(args, name))
     for name in sorted(set().union(*_USED_OPTIONS.values()) - _USED_OPTIONS[subject]):
         if getattr(args, name) != parser.get_default(name):
-            raise ValueError(f"`--{name}` would be ignored with `--{subject}`. Remove it.")
+            raise UserError(f"`--{name}` would be ignored with `--{subject}`. Remove it.")
 
 
 def share(text: str) -> float:
@@ -118,7 +119,7 @@ def _audit_completions(args: argparse.Namespace) -> tuple[int, int]:
     golds = [row.get(args.solution_column) for row in rows]
     labels = [str(row.get(args.true_column)).lower() for row in rows] if args.true_column else []
     if unknown := [label for label in labels if label not in _LABELS]:
-        raise ValueError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
+        raise UserError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
     print(f"{len(texts)} completions of {args.completions}\n")
     graded = {}
     for protocol in args.protocols:
@@ -214,7 +215,7 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
     name, path = name_and_path(args.golds)
     entry = (TRAINING_SETS | BENCHMARKS).get(name)
     if entry is not None and entry.answer_in == "tests":
-        raise ValueError(_HAS_TESTS.format(args.golds))
+        raise UserError(_HAS_TESTS.format(args.golds))
     rows = load_rows(name, entry or ProblemSet(name, title=name), path or None)[: args.max_problems or None]
     if entry is None:
         columns = require_columns(args.golds, rows, {"solution_column": args.solution_column})
@@ -224,7 +225,7 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
     require_columns(args.golds, rows, {"solution_column": entry.solution_column})
     golds = [gold_answer(row.get(entry.solution_column), entry.answer_in) for row in rows]
     if any(json_of_tests(gold) is not None for gold in golds):
-        raise ValueError(_HAS_TESTS.format(args.golds))
+        raise UserError(_HAS_TESTS.format(args.golds))
     print(f"{len(golds)} gold answers of {args.golds}\n")
 
     unreadable_by = {}
@@ -258,7 +259,7 @@ def _audit_programs(args: argparse.Namespace) -> tuple[int, int]:
     name, path = name_and_path(args.programs)
     if name not in TRAINING_SETS and not path:
         known = ", ".join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == "tests")
-        raise ValueError(f"`--programs` {args.programs!r} is not a set of programs. Name one of {known}, or a file.")
+        raise UserError(f"`--programs` {args.programs!r} is not a set of programs. Name one of {known}, or a file.")
     entry = TRAINING_SETS.get(name) or replace(ProblemSet(""), answer_in="tests")
     rows = load_rows(name, entry, path or None)[: args.max_problems or None]
     columns = {"solution_column": entry.solution_column, "reference_column": args.reference_column}

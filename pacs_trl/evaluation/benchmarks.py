@@ -27,6 +27,7 @@ from ..data.environments import (
 from ..data.images import image_blocks, images_of_columns
 from ..data.prompts import read_problem
 from ..data.sets import FILE_FORMATS, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
+from ..errors import UserError
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
 from ..verification.code import CodeVerifier
@@ -59,7 +60,7 @@ def _livecodebench(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     first, last = LIVECODEBENCH_WINDOW
     chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
     if not chosen:
-        raise ValueError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}. Use other files.")
+        raise UserError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}. Use other files.")
     packed = [row["private_test_cases"] for row in chosen]
     unpacked = _unpack([text for text in packed if not text.lstrip().startswith("[")])
     converted = []
@@ -93,7 +94,7 @@ def _unpack(texts: list[str]) -> Iterator[str]:
             for execution in verifier.run([_UNPACK] * len(part), part):
                 if execution.outcome is not None:
                     why = (execution.messages.strip().splitlines() or [execution.error])[-1]
-                    raise ValueError(f"Private tests of LiveCodeBench cannot be unpacked: {why}. Check the file.")
+                    raise UserError(f"Private tests of LiveCodeBench cannot be unpacked: {why}. Check the file.")
                 yield execution.output
 
 
@@ -229,12 +230,12 @@ def load_benchmark(
             rows, source = load_rows(name, entry, path or None), {"file": Path(path).name} if path else source
         problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     except KeyError as error:
-        raise ValueError(
+        raise UserError(
             f"Benchmark {name} needs the column {error}, which a row lacks. Use the files of the Hub, or name the "
             "columns of a file of your own with problem_column and solution_column."
         ) from error
     if repeated := [row_id for row_id, count in Counter(p.id for p in problems).items() if count > 1]:
-        raise ValueError(
+        raise UserError(
             f"Benchmark {spec} contains the id {repeated[0]!r} twice. Make ids unique: samples are stored by id."
         )
     is_code = json_of_tests(problems[0].solution) is not None
@@ -248,7 +249,7 @@ def checked_name(spec: str) -> tuple[str, str]:
     """Return [`name_and_path`]. Raises a `ValueError` if there is no such benchmark."""
     name, path = name_and_path(spec)
     if not (path or name in BENCHMARKS or name.startswith(f"{gym.NAME}/")):
-        raise ValueError(
+        raise UserError(
             f"There is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Choose from {', '.join(BENCHMARKS)}, "
             "reasoning_gym/<task>, and NAME=PATH or PATH of a .jsonl, .json, or .parquet file."
         )
@@ -279,14 +280,14 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
         answer = gold_answer(row[entry.solution_column], entry.answer_in)
         problem = read_problem(row[entry.problem_column], entry.problem_column)
         if images_of_columns(row) or next(image_blocks(problem), None) is not None:
-            raise ValueError(
+            raise UserError(
                 "it has images, and benchmarks are text. Hold examples out of the training data instead, with "
                 "eval_split_size."
             )
         if answer is None or problem is None:
             column = entry.problem_column if problem is None else entry.solution_column
-            raise ValueError(f"the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or complete it.")
+            raise UserError(f"the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or complete it.")
     except ValueError as error:
-        raise ValueError(f"Benchmark {name}, row {index}: {error}") from error
+        raise UserError(f"Benchmark {name}, row {index}: {error}") from error
     row_id = str(row[entry.id_column]) if entry.id_column else str(index)
     return Problem(row_id, problem, answer, tuple(row["options"]) if entry.convert_rows is _gpqa else ())

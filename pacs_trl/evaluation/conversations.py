@@ -22,6 +22,7 @@ from trl.trainer.utils import get_callable_name
 from ..data.environments import environment_tools
 from ..data.text_tokenizer import load_text_tokenizer
 from ..data.tool_calls import readable_calls
+from ..errors import UserError
 from ..rewards import run_python, shared_code_verifier, tool_function
 from ..rollouts.group_starts import GroupStarts
 from ..rollouts.reward_functions import independent_copy, with_truncated
@@ -42,7 +43,7 @@ def load_tools(args: EvaluationArguments) -> tuple[Any, list[Callable]]:
     tokenizer = load_text_tokenizer(args.model, revision=args.revision)
     tools = [tool_function(name) for name in args.tools or []]
     if not supports_tool_calling(tokenizer):
-        raise ValueError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")
+        raise UserError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")
     if run_python in tools:
         shared_code_verifier().start()
     is_ready = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
@@ -196,7 +197,7 @@ def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
     by_name = stoppable_tools({tool.__name__: tool for tool in tools})
     try:
         if name not in by_name:
-            raise ValueError(f"Tool {name} not found.")
+            raise UserError(f"Tool {name} not found.")
         content = _awaited(by_name[name](**function["arguments"]))
     except Exception as error:  # what the model is told in training
         content = str({"error": str(error)})

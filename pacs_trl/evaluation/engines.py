@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data import check_chat_template_kwargs
-from ..errors import FailedRun
+from ..errors import FailedRun, UserError
 from ..redaction import without_secrets
 from ..settings.names import check_model_path
 from ..update.context_length import context_lengths
@@ -149,7 +149,7 @@ class ServerEngine:
         except httpx.HTTPError as error:
             served = [str(error)]
         if model not in served:
-            raise ValueError(
+            raise UserError(
                 f"No OpenAI-compatible server at base_url={base_url} serves {model!r} ({', '.join(served)}). Start "
                 "one, or correct base_url or model."
             )
@@ -200,7 +200,7 @@ class ServerEngine:
             except httpx.HTTPStatusError as error:
                 status, reason = error.response.status_code, str(error)
                 if status not in (408, 429) and status < 500:
-                    raise ValueError(
+                    raise UserError(
                         f"The server rejected a request ({status}): {error.response.text[:500]}. Correct the "
                         "settings, and run the same command again."
                     ) from error

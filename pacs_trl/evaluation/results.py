@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import UserError
 from .pass_at_k import pass_at_k, pass_interval
 from .store import differences
 
@@ -50,7 +51,7 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
     ]
     scorable = [p for p in problems if p["ungraded"] == 0]
     if not scorable:
-        raise ValueError("The verifier reads none of the gold answers. Check the answers and verification_protocol.")
+        raise UserError("The verifier reads none of the gold answers. Check the answers and verification_protocol.")
     return {
         "problems": problems,
         "unscorable": [p["id"] for p in problems if p["ungraded"]],
@@ -84,7 +85,7 @@ class Document(dict):
         self.where = where
 
     def __missing__(self, field: str):
-        raise ValueError(f"{self.where} is damaged: it has no `{field}`. Create it again, or use a complete copy.")
+        raise UserError(f"{self.where} is damaged: it has no `{field}`. Create it again, or use a complete copy.")
 
 
 def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Document:
@@ -96,7 +97,7 @@ def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Doc
     except ValueError as error:  # JSON or UTF-8
         problem = str(error)
     if problem:
-        raise ValueError(f"{where} is damaged: it is not a JSON object ({problem}). Create it again.")
+        raise UserError(f"{where} is damaged: it is not a JSON object ({problem}). Create it again.")
     for field in fields:
         content[field]
     return content
@@ -117,10 +118,10 @@ def read_results(path: str | Path) -> Document:
         hint = ""
         if path.is_dir() and any([*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]):
             hint = f" It is a training run: name it with --training METHOD={path}."
-        raise ValueError(f"{str(path)!r} {state}. Name results.json of `pacs-trl evaluate`, or its directory.{hint}")
+        raise UserError(f"{str(path)!r} {state}. Name results.json of `pacs-trl evaluate`, or its directory.{hint}")
     results = read_json(file)
     if results["schema_version"] != RESULTS_SCHEMA:
-        raise ValueError(
+        raise UserError(
             f"{path}: its schema is {results['schema_version']}, not {RESULTS_SCHEMA}. Evaluate again, which uses the "
             "stored samples."
         )
@@ -128,7 +129,7 @@ def read_results(path: str | Path) -> Document:
         results[field]
     graded = [any(not problem["ungraded"] for problem in of["problems"]) for of in results["benchmarks"].values()]
     if not results["k"] or not graded or not all(graded):
-        raise ValueError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
+        raise UserError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
     return results
 
 
@@ -144,7 +145,7 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
         for key, ours in facts.items():
             other, theirs = first.setdefault(key, (name, ours))
             if lines := differences(theirs, ours, key=key):
-                raise ValueError(
+                raise UserError(
                     f"{other} and {name} were measured with different protocols:\n  "
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."

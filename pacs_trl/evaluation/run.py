@@ -22,7 +22,7 @@ from ..data import gym, instruction_for
 from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
-from ..errors import without_exit
+from ..errors import UserError, without_exit
 from ..rewards import configure_verification
 from ..settings.names import check_model_path, make_directory, require_vllm
 from ..verification import Outcome, Verifier
@@ -145,9 +145,9 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
         unused += given
     if unused:
-        raise ValueError(f"{' and '.join(unused)} would be ignored by benchmarks {args.benchmarks}. Remove it.")
+        raise UserError(f"{' and '.join(unused)} would be ignored by benchmarks {args.benchmarks}. Remove it.")
     if len(set(names)) < len(names):
-        raise ValueError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
+        raise UserError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks
 
 
@@ -279,7 +279,7 @@ def grade_in_background(
 def _check_failures(title: str, kinds: frozenset[Outcome], outcomes: Counter[str], max_share: float) -> None:
     failures = {o.name.lower(): outcomes[o.name.lower()] for o in kinds if outcomes[o.name.lower()]}
     if sum(failures.values()) > max_share * outcomes.total():
-        raise ValueError(
+        raise UserError(
             f"{title}: {failures} of {outcomes.total()} completions could not be verified, more than "
             f"verification_max_failure_share={max_share}. The samples are stored: check the gold answers and the "
             "verification limits, or raise the share, and run the same command again."

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from .requests import Completion, Request
 
 
@@ -53,7 +54,7 @@ class SampleStore(AbstractContextManager):
             problem = "is being written by another process. Wait for it"
         if problem:
             self._file.close()
-            raise ValueError(f"{self.path} {problem}, or use another output directory.")
+            raise UserError(f"{self.path} {problem}, or use another output directory.")
 
     def append(self, request: Request, completion: Completion) -> dict[str, Any]:
         """Write one completion, flush it to the operating system, so that a kill does not lose it, and return its

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..errors import UserError
 from ..evaluation.requests import SamplingSettings, tokenize_prompt
 from ..evaluation.sampling import generate_tokens, stop_token_ids
 from ..update.context_length import context_lengths
@@ -147,7 +148,7 @@ def check_critic(
     (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
     needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
     if needed > room:
-        raise ValueError(
+        raise UserError(
             f"The critic {path} has a context of {room} tokens, but its longest prompt, max_completion_length="
             f"{args.max_completion_length}, and critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. "
             "Lower the last two, or shorten the template."
@@ -157,7 +158,7 @@ def check_critic(
         own_text, text = own.get_text_config(), config.get_text_config()
         names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
         if any(getattr(own_text, name, None) != getattr(text, name, None) for name in names):
-            raise ValueError(
+            raise UserError(
                 f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
                 "Use a critic like the policy, or use_vllm: false."
             )

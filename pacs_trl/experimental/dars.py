@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
@@ -50,7 +51,7 @@ def additional_completions(
         `ValueError`: if `num_correct` is out of range.
     """
     if not 0 <= num_correct <= num_generations:
-        raise ValueError(f"num_correct={num_correct} must be between 0 and num_generations={num_generations}.")
+        raise UserError(f"num_correct={num_correct} must be between 0 and num_generations={num_generations}.")
     rate = max(num_correct, 0.5) / num_generations
     if rate >= 0.5:
         return 0

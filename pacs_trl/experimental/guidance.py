@@ -16,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
+from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
 from ..settings.fields import setting
@@ -91,14 +92,14 @@ class GuidanceTrainer(ExtendingTrainer):
         if args.guidance == "feedback":
             refused = arguments["tools"] or environment
             if refused or isinstance(dataset, Dataset) and not is_conversational(dataset[0]):
-                raise ValueError(
+                raise UserError(
                     "guidance='feedback' adds a second turn to conversational prompts. Remove tools and "
                     "environment_factory, or set guidance='hint'."
                 )
         elif environment is not None:
-            raise ValueError("guidance='hint' and environment_factory both change the prompt. Remove one of them.")
+            raise UserError("guidance='hint' and environment_factory both change the prompt. Remove one of them.")
         elif "hint" not in (columns or ["hint"]):
-            raise ValueError(
+            raise UserError(
                 f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
                 "column (empty where there is no hint), or set guidance='feedback'."
             )

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ..errors import UserError
 from ..objective import ClassWeighting, class_weights
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer, critic_metrics
@@ -139,7 +140,7 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
         positions, labels = [], []
     rising = all(earlier < later for earlier, later in zip([-1, *positions], [*positions, num_tokens], strict=True))
     if not positions or not rising or not all(0 <= label <= 1 for label in labels):
-        raise ValueError(
+        raise UserError(
             f"The reward function {name!r} returned {given!r:.100} for completion {i} of {num_tokens} tokens. Return "
             "None or (position, label) pairs, the last one the outcome: increasing indices of completion_ids, labels "
             "in [0, 1]."
@@ -267,7 +268,7 @@ class ProcessLabelsTrainer(PACSTrainer):
     def create_update(self) -> PolicyUpdate:
         update = super().create_update()
         if any(weights.num_values for weights in update.token_weights):
-            raise ValueError(
+            raise UserError(
                 f"{type(self).__name__} combines process labels with token weights that need a value of every "
                 "completion before the update (such as STEER's). Use one of the two methods."
             )
@@ -281,7 +282,7 @@ class ProcessLabelsTrainer(PACSTrainer):
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
         if self._extra_of_completions is not None:
-            raise ValueError(
+            raise UserError(
                 f"{name!r} is the second reward function that returned (position, label) pairs. Return all pairs from "
                 "one function, and numbers from the others."
             )

@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 
+from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..rewards import completion_text, shared_arguments
@@ -108,7 +109,7 @@ def probability_reward(
         `list[float]`: One label in [0, 1] per completion.
     """
     if reference_probability is None:
-        raise ValueError("`probability_reward` needs log-probs of the policy. Set `method: rlpr`.")
+        raise UserError("`probability_reward` needs log-probs of the policy. Set `method: rlpr`.")
     texts = [completion_text(completion) for completion in completions]
     formats = [float(is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
     if truncated is not None and not shared_arguments().verification_grade_truncated:
@@ -202,7 +203,7 @@ class RLPRTrainer(PACSTrainer):
         answers = dataset["solution"] if isinstance(dataset, Dataset) and "solution" in dataset.column_names else [""]
         with_tools = arguments["tools"] or arguments["environment_factory"]
         if self._needs_reference and (with_tools or not all(map(reference_text, answers))):
-            raise ValueError(
+            raise UserError(
                 "probability_reward needs a training set in memory (streaming=False), a column `solution` without "
                 "empty answers, and no tools. Change these, or use another reward."
             )

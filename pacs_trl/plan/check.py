@@ -19,6 +19,7 @@ from ..data import TRAINING_SETS, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS
+from ..errors import UserError
 from ..recipe import LAST, Recipe, load_tokenizer, reward_function, settings_without_effect
 from ..rewards import tool_function
 from ..rollouts.checkpoint_files import last_resumable_checkpoint
@@ -93,7 +94,7 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
         saved = read_saved_run(checkpoint)
         check_processes(saved, checkpoint, launch.num_processes, sharding, needs_same_number=needs_same_number)
         sizes = saved.step.for_processes(launch.num_processes).settings
-    except ValueError as error:
+    except UserError as error:
         return [str(error)]
     print(
         f"{checkpoint} was written by {saved.num_processes} processes, with {saved.step.completions_per_update} "
@@ -104,7 +105,7 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
             print(f"  {name}: {value}")
     try:
         check_batch(saved, checkpoint, recipe.step, keeps_batch=recipe.run.keep_global_batch)
-    except ValueError as error:
+    except UserError as error:
         return [str(error)]
     return []
 
@@ -115,7 +116,7 @@ def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) ->
     served_model = recipe.model.model_name_or_path if uses_server else None
     try:
         commands = launch_commands(path, num_processes, nodes, served_model=served_model)
-    except ValueError as error:
+    except UserError as error:
         return [str(error)]
     what = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
     print(f"One of these starts it, on {what}:")
@@ -131,7 +132,7 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
     """
     try:
         recipe = Recipe.from_settings(read_settings(["--config", path, *overrides]), num_processes)
-    except ValueError as error:
+    except UserError as error:
         return None, [str(error)]
     run, name, targets = recipe.run, recipe.model.model_name_or_path, recipe.model.lora_target_modules
     checks = [
@@ -148,7 +149,7 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
         try:
             if value:
                 check(value)
-        except ValueError as error:
+        except UserError as error:
             errors.append(str(error))
         except re.error as error:
             errors.append(
@@ -245,7 +246,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         check_prompt_lengths(datasets, training, tokenizer, tools, contexts)
         functions = [reward_function(name) for name in recipe.run.reward_funcs]
         check_dataset("the training set", dataset, functions, OWN_PARAMETERS)
-    except ValueError as error:
+    except UserError as error:
         return prompts, [str(error)]
     return prompts, []
 
@@ -260,5 +261,5 @@ def _local_model(recipe: Recipe) -> tuple[Any, dict[str, int | None]]:
     except OSError as error:
         if tokenizer is None and Path(name).is_dir():
             reason = " ".join(str(error).split())
-            raise ValueError(f"The tokenizer of the model cannot be loaded ({reason}). Add its files.") from error
+            raise UserError(f"The tokenizer of the model cannot be loaded ({reason}). Add its files.") from error
         return tokenizer, {}

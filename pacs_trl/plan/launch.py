@@ -6,6 +6,8 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
+from ..errors import UserError
+
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full", "DEEPSPEED": ""}
 _ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
@@ -69,7 +71,7 @@ def launch_commands(recipe: str, num_processes: int, nodes: int, *, served_model
     """Return the commands of `recipes/launch` that start a recipe on some nodes, in the shell of this repository.
     `served_model` is the model of a run with a vLLM server. Raises a `ValueError` if nodes would differ in size."""
     if nodes < 1 or num_processes % nodes:
-        raise ValueError(
+        raise UserError(
             f"--nodes is {nodes}, which does not divide {num_processes} processes. Choose a number that does, or set "
             "--num_processes."
         )

@@ -16,6 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from ..errors import UserError
 from .tables import Measured, common_ks, methods, pass_at_k_cells, with_benchmark, with_mean
 
 
@@ -103,7 +104,7 @@ def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]
     runs = [run for of_method in histories.values() for run in of_method]
     present = [(key, label) for key, label in TRAINING_PANELS if any(series(run, key) for run in runs)]
     if not present:
-        raise ValueError(f"The logs have none of {', '.join(key for key, _ in TRAINING_PANELS)}. Name other runs.")
+        raise UserError(f"The logs have none of {', '.join(key for key, _ in TRAINING_PANELS)}. Name other runs.")
     with matplotlib.rc_context(STYLE):
         figure, panels = panels_of(len(present), 3 if len(present) == 3 else 2)
         for panel, (key, label) in zip(panels, present, strict=True):

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from ..evaluation.results import read_json, read_results, require_same_protocol
 from ..settings import Parser, render
 from ..settings.names import make_directory, require_matplotlib
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     require_matplotlib("A report")
     if not (args.results or args.training):
-        raise ValueError("There is nothing to report. Name results files, or runs with --training METHOD=DIR.")
+        raise UserError("There is nothing to report. Name results files, or runs with --training METHOD=DIR.")
     make_directory(args.output_dir, "--output_dir")
     from . import plots
 
@@ -84,6 +85,6 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
         found += sorted(checkpoints, key=lambda path: int(path.parent.name.rsplit("-", 1)[1]), reverse=True)
         state = next((path for path in found if path.is_file()), None)
         if state is None or not separator:
-            raise ValueError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
+            raise UserError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
         histories.setdefault(method, []).append(read_log_history(state))
     return histories

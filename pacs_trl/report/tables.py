@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import UserError
 from ..evaluation.pass_at_k import Interval, paired_interval, pass_at_k, pass_interval
 
 
@@ -59,7 +60,7 @@ def benchmark_table(
     """
     runs = with_benchmark(results, benchmark)
     if baseline is not None and baseline not in runs:
-        raise ValueError(f"The baseline {baseline!r} has no results on {benchmark}. Choose from {', '.join(runs)}.")
+        raise UserError(f"The baseline {baseline!r} has no results on {benchmark}. Choose from {', '.join(runs)}.")
     ks = common_ks([run for group in runs.values() for run in group])
     lines = []
     for method, group in runs.items():
@@ -79,7 +80,7 @@ def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
     ks = sorted(set.intersection(*(set(result["k"]) for result in results)))
     if not ks:
         found = ", ".join(str(result["k"]) for result in results)
-        raise ValueError(f"The results files share no value of k ({found}). Evaluate again with a common k.")
+        raise UserError(f"The results files share no value of k ({found}). Evaluate again with a common k.")
     return ks
 
 
@@ -92,7 +93,7 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
         names = " and ".join(methods(group))
-        raise ValueError(f"The runs of {names} share no graded problem of {benchmark}. Evaluate the same problems.")
+        raise UserError(f"The runs of {names} share no graded problem of {benchmark}. Evaluate the same problems.")
     n, c = np.array([[run[problem] for problem in ids] for run in counts]).transpose(2, 0, 1)  # (runs, P) each
     return ids, pass_at_k(n, c, list(ks)).mean(axis=0)
 

@@ -33,6 +33,7 @@ from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
+from ..errors import UserError
 from ..redaction import published
 from . import interruption
 from .checkpoint import random_states, restore_random_states
@@ -234,7 +235,7 @@ def _require_key(wandb) -> None:
     if can_ask or wandb.setup().settings.mode != "online":
         return
     if not wandb.login(prompt=False, verify=False):
-        raise ValueError(
+        raise UserError(
             "report_to names wandb, which has no API key here. Run `wandb login`, set WANDB_API_KEY, or "
             "WANDB_MODE=offline to keep the run on this machine, or remove wandb from report_to."
         )

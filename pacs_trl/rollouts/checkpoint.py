@@ -29,7 +29,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, SAFE_WEIGHTS_IN
 from trl import GRPOConfig
 from trl.trainer.utils import RepeatSampler
 
-from ..errors import NO_ROOM, FailedRun
+from ..errors import NO_ROOM, FailedRun, UserError
 from ..rewards import shared_arguments
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
 from ..update.prompt_images import PromptImages
@@ -195,7 +195,7 @@ def check_same_settings(checkpoint: str, saved: dict[str, Any], current: dict[st
         if saved.get(name) != value
     ]
     if differing:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} has other settings: {'; '.join(differing)}. Restore these settings, or start a new run "
             "from its weights with model_name_or_path."
         )
@@ -218,7 +218,7 @@ def check_fixed(trainer: Any) -> None:
         f"args.{name} was changed from {before[name]!r} to {now[name]!r}" for name in now if before[name] != now[name]
     ]
     if changed:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(changed)} after construction: the trainer has already read it. Restore the value, or "
             "construct a new trainer with it."
         )
@@ -245,7 +245,7 @@ def check_same_model(checkpoint: str, config: PreTrainedConfig) -> None:
         if name in saved and hasattr(now, name) and saved[name] != getattr(now, name)
     ]
     if differing:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} holds another model than this run trains ({'; '.join(differing)}). Set model_name_or_path "
             "to the model that the run was started with, or choose another output_dir."
         )
@@ -262,7 +262,7 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
         kinds = ("a whole model", "an adapter (LoRA)")
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} holds {kinds[saved is not None]}, but this run trains {kinds[adapter is not None]}. Set "
             f"use_peft: {str(saved is not None).lower()} to continue that run, or choose another output_dir."
         )
@@ -443,12 +443,12 @@ def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> st
     else:
         checkpoint = str(resume_from_checkpoint)
     if checkpoint is None:
-        raise ValueError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
+        raise UserError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
     if not Path(checkpoint, f"{state_name(trainer)}_0.pt").is_file():
         inside = last_checkpoint(checkpoint)
         remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} has no {state_name(trainer)}_0.pt: it was written by another trainer or with "
             f"save_only_model=True, and cannot be continued. {remedy}"
         )

@@ -13,6 +13,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from ..errors import UserError
+
 
 logger = logging.getLogger(__name__)
 
@@ -98,11 +100,11 @@ def has_state(checkpoint: str | Path) -> bool:
 def check_complete(checkpoint: str) -> None:
     """Raise a `ValueError` if a checkpoint is missing or incomplete; the error names the last complete one."""
     if not Path(checkpoint).is_dir():
-        raise ValueError(f"The checkpoint {checkpoint!r} does not exist (relative to {Path.cwd()}). Correct the path.")
+        raise UserError(f"The checkpoint {checkpoint!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     if (wrong := defect(checkpoint)) is not None:
         other = last_checkpoint(Path(checkpoint).parent)
         remedy = f"Resume from {other}" if other else "Start a new run"
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was "
             f"being written. {remedy}."
         )

@@ -29,6 +29,7 @@ from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..data.golds import report_golds
 from ..data.images import dataset_prompt_lengths
 from ..data.messages import MessageCheck
+from ..errors import UserError
 from ..rewards import shared_verifier
 from ..settings.names import require_vllm
 from ..update.context_length import context_lengths
@@ -55,7 +56,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
         datasets = {name: arguments[name] for name in ("train_dataset", "eval_dataset")}
         arguments["environment_factory"] = prepare_environments(arguments["environment_factory"], datasets)
     if args.accelerator_config.dispatch_batches and isinstance(arguments["train_dataset"], Dataset):
-        raise ValueError(  # of a stream TRL says so
+        raise UserError(  # of a stream TRL says so
             "accelerator_config with dispatch_batches would give each process a part of its generation batch. Remove "
             "the key."
         )
@@ -63,7 +64,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)
         if not (callable(function) or isinstance(function, str | None)) or function in vars(rewards):
-            raise ValueError(
+            raise UserError(
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
                 "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
             )
@@ -85,12 +86,12 @@ def _empty_prompts(args: RolloutConfig, environment_factory: Any) -> Dataset:
     """Return the training set of an environment that owns its data: the empty prompts of one generation batch, to
     which `reset` appends. Raises a `ValueError` if there are several environments, or the run has no length."""
     if isinstance(environment_factory, dict):
-        raise ValueError(
+        raise UserError(
             "A dict of environments requires a `train_dataset` with a column `environment`, which names the "
             "environment of each example. Pass one, or a single environment."
         )
     if args.max_steps <= 0:
-        raise ValueError("Without `train_dataset` an environment has no length. Set max_steps.")
+        raise UserError("Without `train_dataset` an environment has no length. Set max_steps.")
     num_prompts = int(Step.of(args, args.world_size).prompts_per_generation)
     return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_prompts})
 
@@ -101,7 +102,7 @@ def check_environment_names(datasets: dict[str, Any], names: Collection[str]) ->
         if isinstance(dataset, Dataset):
             for row, name in enumerate(dataset["environment"][:]):
                 if name not in names:
-                    raise ValueError(
+                    raise UserError(
                         f"Row {row} of {title} has environment={name!r}, which is not among the environments of "
                         f"`environment_factory`: {', '.join(map(repr, names))}. Correct the column, or add the "
                         "environment."
@@ -114,7 +115,7 @@ def check_num_labels(reward_model: Any) -> None:
     kind = type(reward_model).__name__
     if isinstance(reward_model, PreTrainedModel) and kind.endswith("ForSequenceClassification"):
         if (number := reward_model.config.num_labels) != 1:
-            raise ValueError(
+            raise UserError(
                 f"The reward model in reward_funcs, a {kind}, has {number} labels, of which the first would be the "
                 "reward. Load it with num_labels=1, or pass a function that computes a reward from the labels."
             )
@@ -128,7 +129,7 @@ def max_lora_rank(args: RolloutConfig, model: Any, peft_config: Any) -> int | No
     config = peft_config or getattr(model, "active_peft_config", None)
     if type(config) is not LoraConfig or args.vllm_enable_sleep_mode:
         what = "all weights" if config is None else type(config).__name__
-        raise ValueError(
+        raise UserError(
             f"vllm_sync_adapter: true needs an engine that keeps the base model, and plain LoRA; this run has "
             f"vllm_enable_sleep_mode: {str(args.vllm_enable_sleep_mode).lower()} and trains {what}. Use LoRA without "
             "sleep mode, or remove the key to send all weights."
@@ -152,7 +153,7 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
             else:
                 is_prompt = bool(prompt) and isinstance(prompt, str)
             if not is_prompt:
-                raise ValueError(
+                raise UserError(
                     f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that "
                     "each have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
                 )
@@ -166,7 +167,7 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
                 optional = signature.parameters.keys() & {*passed, "truncated"}
                 signature.bind(**dict.fromkeys(keywords | optional))
             except TypeError as error:
-                raise ValueError(
+                raise UserError(
                     f"The reward function {get_callable_name(function)!r} cannot be called with the columns of "
                     f"{name}, {', '.join(dataset.column_names)} ({error}). Write "
                     "it as `def reward(completions, COLUMN, **kwargs)`; rename the column, or give it a default value."
@@ -188,12 +189,12 @@ def check_columns(name: str, columns: Iterable[str], *, needs_prompt: bool = Tru
     columns = list(columns)
     for column in columns:
         if column in (*_ALWAYS_PASSED, *OWN_PARAMETERS):
-            raise ValueError(
+            raise UserError(
                 f"{name} has the column `{column}`, but the trainer passes its own `{column}` to reward functions. "
                 "Rename the column, or remove it."
             )
     if needs_prompt and "prompt" not in columns:
-        raise ValueError(
+        raise UserError(
             f"{name} has no column `prompt`, the model input, only {', '.join(columns) or 'none'}. Rename the column "
             "of problems, or make it with `pacs_trl.data.build_prompt`."
         )
@@ -240,7 +241,7 @@ def check_prompt_lengths(
             if limit in contexts:
                 limit = f"the context of the model, {limit}"
                 remedy = f"Lower max_completion_length to {max(room - max(lengths), 0)}"
-            raise ValueError(
+            raise UserError(
                 f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With "
                 f"max_completion_length={completion}, {len(overlong)} of {len(lengths)} prompts do not fit into "
                 f"{limit}={room}. {remedy}, or remove prompts of more than {max(room - completion, 0)} tokens (in a "
@@ -273,27 +274,27 @@ def check_loaded(
     differs between processes or is too small."""
     generates_elsewhere = args.rollout_schedule == "continuous" and not has_evaluation
     if has_tools and not generates_elsewhere and (error := shared_turns_error(args, is_sharded)):
-        raise ValueError(error)
+        raise UserError(error)
     for config in getattr(model, "peft_config", {}).values():
         targets = vars(config).get("target_modules")  # prompt tuning has none
         targets = targets if isinstance(targets, set | list) else ()
         names = getattr(model.base_model, "targeted_module_names", [])
         if names and (missing := [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]):
             where = "model" if model.config.get_text_config() is model.config else "language model"
-            raise ValueError(
+            raise UserError(
                 f"LoRA's target_modules (in a recipe: lora_target_modules) has {', '.join(sorted(missing))}, and the "
                 f"{where} has no such module. Correct the name, or use all-linear."
             )
     needs_weights = args.fast_generation or args.generation_dtype or args.vllm_sync_adapter
     if needs_weights and (is_sharded or args.use_transformers_continuous_batching):
-        raise ValueError(
+        raise UserError(
             "`fast_generation`, `generation_dtype`, and `vllm_sync_adapter` need whole weights on every process and "
             "no continuous batching. Remove them with FSDP, ZeRO 3, and use_transformers_continuous_batching."
         )
     if hasattr(dataset, "__len__"):
         sizes = gather_object([len(dataset)])
         if len(set(sizes)) > 1:
-            raise ValueError(
+            raise UserError(
                 f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
                 "the same data with the same seed, or groups would be incomplete."
             )
@@ -304,7 +305,7 @@ def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
     """Raise a `ValueError` if a generation batch needs more distinct prompts than the training set has."""
     needed = args.generation_batch_size // args.num_generations
     if num_prompts < needed:
-        raise ValueError(
+        raise UserError(
             f"The training set has {num_prompts} prompts, but a generation batch needs {needed} different ones "
             f"({args.generation_size} / num_generations={args.num_generations}). Use more prompts, or lower these "
             "batch sizes."
@@ -325,7 +326,7 @@ def check_model_type(config: PreTrainedConfig, args: RolloutConfig) -> None:
     """Raise a `ValueError` for an encoder-decoder, and for an explicit loss of the routers that the method lacks; warn
     if it would be the default of a mixture of experts."""
     if config.is_encoder_decoder:
-        raise ValueError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
+        raise UserError(f"{config.model_type!r} models are encoder-decoders. Use a causal language model.")
     config, weight = config.get_text_config(), args.router_aux_loss_coef
     weight = getattr(config, "router_aux_loss_coef", 0.0) if weight is None else weight
     if args.is_exact or not hasattr(config, "output_router_logits") or weight == 0:
@@ -334,7 +335,7 @@ def check_model_type(config: PreTrainedConfig, args: RolloutConfig) -> None:
         f"{type(args).__name__} trains a mixture of experts ({config.model_type!r}) without the loss of its routers"
     )
     if args.router_aux_loss_coef is not None:
-        raise ValueError(
+        raise UserError(
             f"{without}, but has router_aux_loss_coef={weight}. Remove the key, or train with method grpo."
         )
     warnings.warn(f"{without}, whose coefficient in its configuration is {weight}.", stacklevel=2)
@@ -365,7 +366,7 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
         return  # `server_checks.check_user_code`
     if not args.rollout_lag:
         if is_async:
-            raise ValueError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")
+            raise UserError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")
         return
     if args.rollout_engine == "vllm":
         require_vllm("remove rollout_engine")
@@ -389,7 +390,7 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
     if not args.use_vllm and sys.platform != "linux":  # weights are files in memory
         unsupported.append(f"a process that generates on {sys.platform}")
     if unsupported:
-        raise ValueError(
+        raise UserError(
             f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
             "single-turn generation on a finite dataset, with vllm_mode: server on GPUs."
         )
@@ -450,7 +451,7 @@ def check_port(port: int, setting: str, remedy: str) -> None:
         try:
             probe.bind(("", port))
         except OSError as error:
-            raise ValueError(
+            raise UserError(
                 f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
                 f"another run, holds the port. {remedy}"
             ) from error
@@ -470,7 +471,7 @@ def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) 
             except (httpx.HTTPError, ValueError, LookupError) as error:
                 reason = f"{type(error).__name__}: {error}".partition("\n")[0]
                 if time.monotonic() >= deadline:
-                    raise ValueError(
+                    raise UserError(
                         f"No vLLM server answers at {url} after {args.vllm_server_timeout:g} s (vllm_server_timeout; "
                         f"{reason}). Start it with: {command} or correct vllm_server_base_url, or vllm_server_host "
                         "and vllm_server_port."
@@ -478,7 +479,7 @@ def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) 
                 logger.warning("Waiting for the vLLM server at %s (%s).", url, reason)
                 time.sleep(_SECONDS_BETWEEN_TRIES)
         if model not in (served["id"], served.get("root")):
-            raise ValueError(
+            raise UserError(
                 f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r} (for the same "
                 f"weights under another name, add --served-model-name {model}). Start it with: {command}"
             )

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import UserError
+
 
 # TRL's trainer keeps the values of training in deques, an evaluation those of a batch in lists.
 Column = deque | list
@@ -25,7 +27,7 @@ def new_column(name: str, values: Any, number: int, pending: dict[str, list]) ->
         or isinstance(values, str)
         or len(values) != number
     ):
-        raise ValueError(
+        raise UserError(
             f"log_extra({name!r}, ...) got {values!r:.100} for {number} completions. Pass a list with one value for "
             "each completion; None leaves one out."
         )

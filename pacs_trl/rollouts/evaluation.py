@@ -22,6 +22,7 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from transformers.trainer_utils import has_length
 
+from ..errors import UserError
 from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.benchmarks import LoadedBenchmark
 from ..evaluation.pass_at_k import pass_at_k, pass_interval
@@ -53,7 +54,7 @@ class BenchmarkEvaluation:
 
     def _add_benchmarks(self, model, args, arguments: dict[str, Any]) -> None:
         if arguments["rollout_func"] or arguments["environment_factory"]:
-            raise ValueError(
+            raise UserError(
                 "eval_benchmarks lack the columns that `rollout_func` or `environment_factory` may read. Remove the "
                 "key, and use eval_dataset."
             )
@@ -75,7 +76,7 @@ class BenchmarkEvaluation:
         size, num_processes = self.args.eval_batch_size, self.accelerator.num_processes
         if size * num_processes % self.num_generations_eval:
             unit = self.num_generations_eval // math.gcd(self.num_generations_eval, num_processes)
-            raise ValueError(
+            raise UserError(
                 f"A batch of an evaluation must hold whole groups of num_generations_eval={self.num_generations_eval} "
                 f"completions, but has per_device_eval_batch_size={size} x {num_processes} processes. Set "
                 f"per_device_eval_batch_size to a multiple of {unit}."
@@ -241,7 +242,7 @@ def check_best_metric(best: str | None, examples: Any, benchmarks: Sequence[str]
     name = best if best is None or best.startswith("eval_") else f"eval_{best}"
     if name is None or not prefixes or name.startswith(tuple(prefixes)):
         return
-    raise ValueError(
+    raise UserError(
         f"metric_for_best_model={best!r} would not be measured: the evaluations of this run have metrics that start "
         f"with {', '.join(prefixes)}. Set it to one of these, such as "
         f"{'eval_pass@1' if benchmarks else f'{prefixes[0]}reward'}."

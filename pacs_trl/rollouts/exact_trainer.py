@@ -26,7 +26,7 @@ from datasets import IterableDataset
 from peft import PeftModel
 from trl.trainer.utils import use_adapter
 
-from ..errors import FailedRun
+from ..errors import FailedRun, UserError
 from ..plan.workload import MemoryChoice, chooses
 from ..update.compiled_layers import CompiledLayers
 from ..update.driver import OutOfMemoryElsewhere, StepResult, UpdateDriver
@@ -174,14 +174,14 @@ class ExactUpdateTrainer(RolloutTrainer):
             self.user_code = check_user_code(args, model, arguments)
         super()._prepare_loading(model, args, arguments)
         if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
-            raise ValueError(
+            raise UserError(
                 f"completions_per_step={args.completions_per_step} divides a generation batch unevenly, which a "
                 "streamed dataset does not support. Load the dataset, or launch a number of processes that divides it."
             )
         check_overrides(self, ExactUpdateTrainer)
         corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
         if corrects and not (args.use_vllm or args.is_asynchronous or arguments["rollout_func"]):
-            raise ValueError(
+            raise UserError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
@@ -240,7 +240,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if reasons:
             self.forward_pass.compiled_layers = None
             if self.args.compile_layers is True:
-                raise ValueError(
+                raise UserError(
                     f"compile_layers: true is not possible with this model: {reasons[0]}. Set compile_layers: false."
                 )
             warn_of_eager_layers(self.args, reasons[0])
@@ -315,7 +315,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                     + ". Construct a new trainer with the setting, or use TRL's trainer."
                 )
             if name == "beta" and not 0 <= value < math.inf:
-                raise ValueError(
+                raise UserError(
                     f"trainer.beta was set to {value}. It must be a finite number of at least 0: the coefficient of "
                     "the KL to the reference."
                 )
@@ -628,12 +628,12 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _check_entropy_coef(self) -> None:
         """Raise a `ValueError` if a callback has set a coefficient of the entropy bonus that would be ignored."""
         if not 0 <= self.entropy_coef < math.inf:
-            raise ValueError(
+            raise UserError(
                 f"trainer.entropy_coef was set to {self.entropy_coef}. It must be a finite number of at least 0; to "
                 "lower the entropy, use a smaller coefficient or a lower temperature."
             )
         if (self.entropy_coef != 0 or self.use_adaptive_entropy) and not self._entropy_bonus_enabled:
-            raise ValueError(
+            raise UserError(
                 f"trainer.entropy_coef was set to {self.entropy_coef}, but the trainer was constructed with "
                 "entropy_coef=0.0, so its optimizer steps skip completions without a reward signal. Construct it with "
                 "a positive entropy_coef, and let a callback change it when training begins."

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 from transformers import GenerationConfig
 
+from ..errors import UserError
+
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +194,7 @@ def check_generation_config(model: Any, args: Any) -> None:
     for group in table["refused"]:
         for key in group["keys"]:
             if group.get("also_in_models") and key in values:
-                raise ValueError(
+                raise UserError(
                     f"The model's generation_config has {key}={values[key]!r}, which {group['why']}. {remedy}"
                 )
     reshaping = [key for key in table["reshape_policy"] if key in values]

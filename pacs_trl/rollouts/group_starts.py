@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from ..data.tool_calls import as_observation
+from ..errors import UserError
 
 
 # Modules that keep nothing outside of their objects: what uses only them has its whole state in its attributes.
@@ -90,7 +91,7 @@ class GroupStarts:
         def create() -> Any:
             environment = factory()
             if not hasattr(environment, "__dict__"):
-                raise ValueError(
+                raise UserError(
                     f"Environments of the class {type(environment).__name__} have only `__slots__`, so that their "
                     "`reset` cannot get the seed of a group. Remove `__slots__`, or add '__dict__' to it."
                 )

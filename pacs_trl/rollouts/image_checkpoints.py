@@ -25,6 +25,7 @@ from trl.trainer.utils import get_callable_name
 
 from ..data import images
 from ..data.text_tokenizer import accepting_text, load_text_tokenizer
+from ..errors import UserError
 from .rollout_config import RolloutConfig
 
 
@@ -69,7 +70,7 @@ def check_no_images(name: str, arguments: dict[str, Any]) -> None:
     """Raise a `ValueError` if a dataset has images, and the model `name` reads none."""
     for dataset in ("train_dataset", "eval_dataset"):
         if images.has_images(arguments[dataset]):
-            raise ValueError(
+            raise UserError(
                 f"{dataset} has images, and {name or 'the model'} reads text alone. Use a checkpoint that reads "
                 "images, or remove the columns `image` and `images` and image blocks of messages."
             )
@@ -89,7 +90,7 @@ def prepare_for_images(
         arguments["processing_class"] = processor_of(name, args)
     processor = arguments["processing_class"]
     if not isinstance(processor, ProcessorMixin):
-        raise ValueError(
+        raise UserError(
             f"A dataset has images, and processing_class is a {type(processor).__name__}, which reads text alone. "
             "Pass the processor of the model, or remove the argument."
         )
@@ -117,7 +118,7 @@ def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) ->
             if "compute_logps" in inspect.signature(function).parameters:
                 unsupported.append(f"the reward function {get_callable_name(function)!r}, which reads compute_logps")
     if unsupported:
-        raise ValueError(
+        raise UserError(
             f"Datasets with images are not supported with {', '.join(unsupported)}. Remove these, or the images; "
             "GRPO, RLOO, PACS, MaxRL, and REAL train on images."
         )
@@ -137,7 +138,7 @@ def processor_of(name: str, args: RolloutConfig, **kwargs: Any) -> Any:
         )
     except ImportError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(
+        raise UserError(
             f"The processor of {name} needs a package that is missing ({reason:.200}). Install it, usually "
             "torchvision in the version for the installed torch."
         ) from error
@@ -202,7 +203,7 @@ def freeze_outside_language_model(model: PreTrainedModel | PeftModel) -> None:
         if id(parameter) not in inside:
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
+        raise UserError(
             "All trained weights are outside of the language model, where text does not reach them. Train layers of "
             "the language model (with LoRA: target_modules), or use a dataset with images."
         )

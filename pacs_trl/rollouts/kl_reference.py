@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer import grpo_trainer
 
+from ..errors import UserError
 from .model_checks import is_wrapper_of_own_forward
 from .rollout_config import RolloutConfig
 
@@ -33,7 +34,7 @@ def check_reference(
     if peft_config is not None:
         initialization = str(getattr(peft_config, "init_lora_weights", None)).lower()
         if initialization.startswith(_CHANGE_BASE_WEIGHTS):
-            raise ValueError(
+            raise UserError(
                 f"init_lora_weights={initialization!r} changes the weights of the base model, which is the reference "
                 f"of the KL term (beta={args.beta:g}). Use another initialization, or set beta to 0."
             )
@@ -41,7 +42,7 @@ def check_reference(
     if isinstance(model, str):
         return
     if is_deepspeed_zero3_enabled():
-        raise ValueError(
+        raise UserError(
             f"beta={args.beta:g}: a model in memory whose weights ZeRO-3 has sharded cannot be copied as the "
             "reference of the KL term. Save it and pass the directory as `model`, or set beta to 0."
         )
@@ -49,7 +50,7 @@ def check_reference(
         forward = vars(module).get("forward")
         function = getattr(forward, "__func__", forward)
         if getattr(function, "__closure__", None) and not is_wrapper_of_own_forward(module, forward):
-            raise ValueError(
+            raise UserError(
                 f"beta={args.beta:g}: {name or 'the model'} has a forward method of its own that a copy would share, "
                 "so the copy could not be the reference of the KL term. Undo that change, or set beta to 0."
             )

@@ -34,7 +34,7 @@ from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer.utils import is_async_callable
 
-from ..errors import FailedRun, without_exit
+from ..errors import FailedRun, UserError, without_exit
 from ..rewards import FUNCTIONS
 from ..update.step_sizes import Step
 from .callbacks import StopOnSignal
@@ -134,7 +134,7 @@ class LateBatches:
         them, and [`Stopped`] if a signal stops the run first."""
         trainer = self.trainer
         if not trainer.model.training:
-            raise ValueError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
+            raise UserError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
         number = self.next_number
         if self.engine is None:
             self._start()

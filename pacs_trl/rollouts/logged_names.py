@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable, Sequence
 
+from ..errors import UserError
+
 
 # Columns of the table of completions besides those of reward functions.
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "image")
@@ -72,7 +74,7 @@ def distinct_names(names: Sequence[str], taken: Iterable[str] = TABLE_COLUMNS) -
 def check_metric_name(name: str) -> None:
     """Raise a `ValueError` if a reward function logs a metric under a name that the trainer uses."""
     if name in _METRICS or name.startswith(_PREFIXES):
-        raise ValueError(
+        raise UserError(
             f"A reward function called log_metric({name!r}, ...), but the trainer logs a metric of this name, which "
             "would become a mean of both. Use another name, for example one with your own prefix."
         )
@@ -81,7 +83,7 @@ def check_metric_name(name: str) -> None:
 def check_column_name(column: str, reward_names: Sequence[str]) -> None:
     """Raise a `ValueError` if a reward function logs a column that the table of completions already has."""
     if column in TABLE_COLUMNS or column in reward_names:
-        raise ValueError(
+        raise UserError(
             f"A reward function called log_extra({column!r}, ...), but the table of completions has a column of this "
             "name already, which it would replace. Use another name."
         )

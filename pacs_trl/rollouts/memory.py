@@ -20,6 +20,7 @@ from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 
+from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
 from ..plan.workload import (
@@ -123,7 +124,7 @@ def plan_memory(
     recomputations = _recomputations(args, has_adapter=_has_adapter(model, peft_config))
     choice = choose(workload, room, recomputations)
     if choice is None:
-        raise ValueError(
+        raise UserError(
             f"A completion of {workload.longest:,} tokens (prompt and max_completion_length) does not fit on the "
             f"{memory.name}, even if the backward pass computes everything again: {max(room, 0) / GIB:.1f} of "
             f"{memory.total / GIB:.1f} GiB are left, and its activations need "
@@ -325,7 +326,7 @@ def _check_fsdp(args: RolloutConfig) -> None:
     """Raise a `ValueError` if FSDP is to recompute activations too."""
     by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
     if args.gradient_checkpointing == "auto" and _uses(args, "FSDP") and by_launch:
-        raise ValueError(
+        raise UserError(
             "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes "
             "in any case. Set the latter to false in the accelerate file."
         )

@@ -15,6 +15,7 @@ from transformers import MODEL_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from ..errors import UserError
 from ..update.compiled_layers import missing_compiler
 from .checks import config_of
 from .rollout_config import RolloutConfig
@@ -41,7 +42,7 @@ def check_trainable(model: str | PreTrainedModel | PeftModel, peft_config: PeftC
     """Raise a `ValueError` if no weight is trained."""
     if peft_config is not None:
         if peft_config.inference_mode:
-            raise ValueError(
+            raise UserError(
                 "peft_config has inference_mode=True, which freezes the adapter, so nothing would be trained. Set it "
                 "to False."
             )
@@ -49,7 +50,7 @@ def check_trainable(model: str | PreTrainedModel | PeftModel, peft_config: PeftC
     if isinstance(model, str):
         return
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(
+        raise UserError(
             "All weights of the model are frozen (requires_grad=False), so nothing would be trained. Load an adapter "
             "with `PeftModel.from_pretrained(..., is_trainable=True)`, enable one with `enable_adapter_layers()`, "
             "call `requires_grad_()` after merging one, or pass a peft_config."
@@ -68,7 +69,7 @@ def check_optimizers(
     if not isinstance(model, str):
         check_backward_hooks(model)
     if scheduler is not None and getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError(
+        raise UserError(
             "optimizers: the scheduler belongs to another optimizer than the one that trains, so the learning rate "
             "would not change. Pass both, as `optimizers=(optimizer, scheduler)`."
         )
@@ -76,10 +77,10 @@ def check_optimizers(
     if groups is None:
         return
     if isinstance(optimizer, LayerWiseDummyOptimizer) or type(optimizer).__module__.startswith("lomo_optim"):
-        raise ValueError(f"optimizers: {_steps_in_backward(type(optimizer).__name__)}")
+        raise UserError(f"optimizers: {_steps_in_backward(type(optimizer).__name__)}")
     if isinstance(model, str) or peft_config is not None:
         added_by = "peft_config adds" if peft_config is not None else "the trainer loads"
-        raise ValueError(
+        raise UserError(
             f"optimizers: {added_by} the weights that are trained later, so the optimizer cannot have them. Pass the "
             "model with its adapter, and an optimizer of its weights; or remove optimizers."
         )
@@ -87,7 +88,7 @@ def check_optimizers(
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     missing = [name for name, parameter in trained.items() if id(parameter) not in held]
     if len(missing) == len(trained):
-        raise ValueError(
+        raise UserError(
             "optimizers: the optimizer has none of the weights that the model trains, perhaps those of another copy. "
             "Create it from `model.parameters()` of the model that is passed."
         )
@@ -104,7 +105,7 @@ def check_backward_hooks(model: nn.Module) -> None:
         if parameter._post_accumulate_grad_hooks:
             hook = next(iter(parameter._post_accumulate_grad_hooks.values()))
             hook_name = getattr(hook, "__qualname__", type(hook).__name__)
-            raise ValueError(f"The weight {name} has a hook. {_steps_in_backward(hook_name)}")
+            raise UserError(f"The weight {name} has a hook. {_steps_in_backward(hook_name)}")
 
 
 def _steps_in_backward(name: str) -> str:
@@ -166,7 +167,7 @@ def compiles_layers(
     if obstacle is None:
         return True
     if args.compile_layers is True:
-        raise ValueError(refusal_of_compilation(obstacle))
+        raise UserError(refusal_of_compilation(obstacle))
     warn_of_eager_layers(args, obstacle.reason)
     return False
 
@@ -208,7 +209,7 @@ def check_attention(args: RolloutConfig) -> None:
     """Raise a `ValueError` if a model to be loaded asks for FlashAttention 4 where it cannot train."""
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     if error := flash_attention_4_error(args, args.model_init_kwargs or {}, capability):
-        raise ValueError(error)
+        raise UserError(error)
 
 
 def check_quantization(
@@ -221,12 +222,12 @@ def check_quantization(
     if method is None:
         return
     if args.rollout_lag and not args.use_vllm:
-        raise ValueError(
+        raise UserError(
             f"rollout_lag={args.rollout_lag}: the engine process cannot copy a model quantized with {method}. Remove "
             "rollout_lag, or load the model without quantization."
         )
     if args.generation_dtype and method != "bitsandbytes":
-        raise ValueError(
+        raise UserError(
             f"generation_dtype={args.generation_dtype!r} would convert the weights of a model quantized with {method} "
             "without their scales. Remove it."
         )
@@ -247,7 +248,7 @@ def check_copy_in_engine_process(model: PreTrainedModel | PeftModel) -> None:
     """Raise a `ValueError` if the engine process, which builds a model from its class and configuration and loads the
     weights, would build another one than `model`."""
     if changes := changes_in_place(model):
-        raise ValueError(
+        raise UserError(
             f"rollout_lag: the engine process builds the model from its class and configuration, and would lack "
             f"changes that were made to the given one: {'; '.join(changes[:_MOST_NAMED])}. Undo them, or remove "
             "rollout_lag."
@@ -334,7 +335,7 @@ def trains_routers(config: PreTrainedConfig, args: RolloutConfig) -> bool:
 def check_checkpointing_of_routers(args: RolloutConfig) -> None:
     """Raise a `ValueError` if recomputation would cut the gradient of the loss of the routers."""
     if args.gradient_checkpointing is True and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise ValueError(
+        raise UserError(
             "The loss of the routers in a mixture of experts has no gradient with use_reentrant: true in "
             "gradient_checkpointing_kwargs. Set use_reentrant: false, or router_aux_loss_coef: 0.0."
         )
@@ -348,7 +349,7 @@ def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfi
         return True
     without = f"{type(base).__name__} does not return the logits of its routers, so there is no loss to weight"
     if args.router_aux_loss_coef is not None:
-        raise ValueError(f"{without} with router_aux_loss_coef={args.router_aux_loss_coef}. Remove the key.")
+        raise UserError(f"{without} with router_aux_loss_coef={args.router_aux_loss_coef}. Remove the key.")
     warnings.warn(
         f"{without}, although its configuration has a coefficient. It is trained without; router_aux_loss_coef: 0.0 "
         "hides this warning.",
@@ -369,7 +370,7 @@ def check_adapter_of_tied_weights(model: PreTrainedModel | PeftModel) -> None:
     adapted = [layer for layer in (embeddings, head) if isinstance(layer, BaseTunerLayer)]
     saved = [layer for layer in (embeddings, head) if isinstance(layer, ModulesToSaveWrapper)]
     if adapted or (saved and embeddings.weight is not head.weight):
-        raise ValueError(
+        raise UserError(
             "The adapter has its own weights for the embeddings or the head, which share theirs "
             "(tie_word_embeddings), and vLLM would use one merged weight for both. Remove embed_tokens and lm_head "
             "from target_modules and modules_to_save, or set vllm_sync_adapter: true."

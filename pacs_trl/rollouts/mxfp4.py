@@ -11,6 +11,7 @@ from peft import PeftModel
 from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import create_model_from_path
 
+from ..errors import UserError
 from .rollout_config import RolloutConfig
 
 
@@ -33,18 +34,18 @@ def check_mxfp4(
     is_packed = is_mxfp4(getattr(config, "quantization_config", None))
     if not isinstance(model, str):
         if any(type(module).__name__.startswith("Mxfp4") for module in model.modules()):
-            raise ValueError(
+            raise UserError(
                 "The model has packed MXFP4 weights, which cannot be trained. Load it with "
                 "quantization_config=Mxfp4Config(dequantize=True), or pass its name, which dequantizes it."
             )
         return
     if is_packed and requested is not None and not is_mxfp4(requested):
-        raise ValueError(
+        raise UserError(
             f"quantization_config: the weights of {model} are MXFP4, and cannot be loaded with another quantization. "
             "Remove it (in a recipe: load_in_4bit and load_in_8bit) to train dequantized weights."
         )
     if is_packed and args.use_vllm:
-        raise ValueError(
+        raise UserError(
             f"use_vllm: vLLM would load the MXFP4 weights of {model} and cannot take those that are trained, which "
             "are dequantized. Set use_vllm to false, or train a checkpoint that is saved with bfloat16 weights."
         )

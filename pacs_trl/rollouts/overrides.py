@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..errors import UserError
+
 
 _LOSS = "Override `create_objective` (docs/extending.md), or derive from TRL's trainer"
 _WEIGHTS = "Override `token_weights` (docs/extending.md), or derive from TRL's trainer"
@@ -37,7 +39,7 @@ def check_overrides(trainer: Any, base: type) -> None:
     than `base`."""
     for name, remedy in NOT_CALLED.items():
         if getattr(type(trainer), name, None) is not getattr(base, name, None) or name in vars(trainer):
-            raise ValueError(
+            raise UserError(
                 f"{type(trainer).__name__} overrides {name}, which the exact update does not call in training. "
                 f"{remedy}."
             )
@@ -48,21 +50,21 @@ def check_batch(trainer: Any, batch: dict[str, Any], advantages: torch.Tensor, *
     read. `advantages` are those that the trainer computed."""
     name = f"{type(trainer).__name__}._generate_and_score_completions"
     if "labels" not in batch:
-        raise ValueError(
+        raise UserError(
             f"{name} returned a batch without the key 'labels'. Call that of the base class, and change its result."
         )
     if unread := [key for key in _NOT_READ if key in batch]:
-        raise ValueError(
+        raise UserError(
             f"{name} returned {unread[0]!r}, which the exact update does not read: it computes log-probs itself. "
             "Remove the key, or derive from TRL's trainer."
         )
     if batch["advantages"].ndim > 1:
-        raise ValueError(
+        raise UserError(
             f"{name} returned advantages of shape {tuple(batch['advantages'].shape)}. Return one for each completion, "
             "and weight tokens with `token_weights` (docs/extending.md)."
         )
     if not has_advantages and not torch.equal(batch["advantages"], advantages):
-        raise ValueError(
+        raise UserError(
             f"{name} changed the advantages, which {trainer._name} does not have: it learns from rewards. Override "
             "`_calculate_rewards`, or use method grpo."
         )

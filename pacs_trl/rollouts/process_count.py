@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate.utils import DistributedType, set_seed
 
+from ..errors import UserError
 from ..update.step_sizes import Step
 from .checkpoint_files import check_complete
 from .request_seeds import request_seed
@@ -60,7 +61,7 @@ def facts_to_save(trainer: Any) -> dict[str, Any]:
 def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
     """Return what the state file of a checkpoint says about its processes."""
     if "processes" not in state:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was written by an earlier version of pacs_trl, which did not store what it needs to "
             "continue. Start a new run from its weights with model_name_or_path."
         )
@@ -73,7 +74,7 @@ def read_saved_run(checkpoint: str | Path) -> SavedRun:
     check_complete(str(checkpoint))
     file = next(Path(checkpoint).glob("*_state_0.pt"), None)
     if file is None:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} has no state of a run: it was written by another trainer or with save_only_model=True, and "
             "cannot be continued. Start a new run from its weights with model_name_or_path."
         )
@@ -93,7 +94,7 @@ def check_batch(saved: SavedRun, checkpoint: str | Path, now: Step, *, keeps_bat
             remedy = (
                 "Remove expected_processes, or set it to the number that the batch sizes of the run are written for"
             )
-        raise ValueError(
+        raise UserError(
             f"{what} of {checkpoint} has {completions} completions over {saved.num_processes} processes, and one of "
             f"this launch {completions_now} over {now.num_processes}. {remedy}, or start a new run from its weights "
             "with model_name_or_path."
@@ -106,25 +107,25 @@ def check_processes(
     """Raise a `ValueError` if a run with these processes cannot continue from a checkpoint. `needs_same_number` is
     that of its configuration."""
     if needs_same_number and saved.num_processes != num_processes:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was written by {saved.num_processes} processes, and this launch has {num_processes}: the "
             f"method depends on their number. Launch {saved.num_processes} processes."
         )
     if saved.sharding != sharding:
         names = {"FSDP": "FSDP", "DeepSpeed": "DeepSpeed", "none": "DDP or one process"}
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was written with {names[saved.sharding]}, and this launch uses {names[sharding]}: their "
             "optimizer states have different files. Launch with the former, or start a new run from its weights with "
             "model_name_or_path."
         )
     if saved.step.is_sliced and saved.num_processes != num_processes:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was written by {saved.num_processes} processes, and its optimizer steps are no equal parts "
             f"of a generation batch, so it does not continue on {num_processes}. Launch {saved.num_processes}, or "
             "start a new run from its weights with model_name_or_path."
         )
     if saved.sharding == "DeepSpeed" and saved.num_processes != num_processes:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint} was written by {saved.num_processes} processes with DeepSpeed, whose optimizer states fit "
             f"only that number, and this launch has {num_processes}. Launch {saved.num_processes} processes; runs "
             "with DDP or FSDP2 continue on another number."

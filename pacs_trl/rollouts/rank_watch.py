@@ -22,7 +22,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
 
-from ..errors import FailedElsewhere
+from ..errors import FailedElsewhere, UserError
 from . import interruption
 from .checkpoint_files import last_checkpoint
 
@@ -185,7 +185,7 @@ def check_shared_folder(accelerator: Any, output_dir: str) -> None:
     if accelerator.is_main_process:
         file.unlink()
     if missing := [place for place in places if place is not None]:
-        raise ValueError(
+        raise UserError(
             f"output_dir={output_dir!r} is not the same folder on all ranks: {', '.join(missing)} do not see a file "
             'that rank 0 wrote there. Put it on a file system that all nodes share, or set save_strategy: "no".'
         )

@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOTrainer
 
+from ..errors import UserError
 from . import checkpoint
 from .callbacks import StopOnSignal
 from .checkpoint import saved_run
@@ -186,7 +187,7 @@ class ResumableTrainer(GRPOTrainer):
             mismatch = re.search("size mismatch for (.*)", str(error))
             if mismatch is None:
                 raise
-            raise ValueError(
+            raise UserError(
                 f"{resume_from_checkpoint} does not fit the model of this run: {mismatch[1]} Set model_name_or_path "
                 "to the model that the run was started with, or choose another output_dir."
             ) from error

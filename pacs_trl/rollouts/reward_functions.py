@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from trl.trainer.utils import is_async_callable
 
-from ..errors import FailedRun, without_exit
+from ..errors import FailedRun, UserError, without_exit
 from ..update.rollout import MAX_REWARD
 
 
@@ -96,13 +96,13 @@ def check_scores_of(model: nn.Module, name: str) -> None:
 def _check_scores(name: str, model: nn.Module, inputs: tuple, output: Any) -> None:
     logits = output.logits
     if logits.ndim != 2 or logits.shape[1] != 1:
-        raise ValueError(
+        raise UserError(
             f"The reward model {name!r} returned logits of shape {tuple(logits.shape)}. It must return one number per "
             "text; load it with AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)."
         )
     wrong = ~(logits.abs() <= MAX_REWARD)  # also NaN
     if wrong.any():
-        raise ValueError(
+        raise UserError(
             f"The reward model {name!r} returned {logits[wrong][0].item():g}. Rewards must be finite and at most "
             f"{MAX_REWARD:g} in magnitude; load the model in float32 or bfloat16, and check its weights."
         )

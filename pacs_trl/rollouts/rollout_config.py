@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from trl import GRPOConfig
 
+from ..errors import UserError
 from ..evaluation.arguments import DEFAULT_KS
 from ..evaluation.benchmarks import checked_name
 from ..redaction import published
@@ -172,7 +173,7 @@ class RolloutConfig(GRPOConfig):
         except ValueError as error:
             knows_processes = "distributed_state" in vars(self)  # which transformers looks at after other settings
             if knows_processes and (messages := self._batch_size_errors()):
-                raise ValueError(" ".join(messages)) from error
+                raise UserError(" ".join(messages)) from error
             raise
         if schedule_follows_metric:
             mode = "max" if self.greater_is_better else "min"
@@ -180,7 +181,7 @@ class RolloutConfig(GRPOConfig):
         for spec in self.eval_benchmarks or ():
             checked_name(spec)
         if errors := self.errors(Step.of(self, self.world_size)):
-            raise ValueError(" ".join(errors))
+            raise UserError(" ".join(errors))
         for message in generation_warnings(self):
             warnings.warn(message, stacklevel=3)
 

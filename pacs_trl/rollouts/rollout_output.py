@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import UserError
 from ..update.context_length import context_lengths
 
 
@@ -40,33 +41,33 @@ def checked_output(
         `ValueError`: if lengths, types, or ranges are wrong. Empty completions are allowed.
     """
     if not isinstance(output, Mapping):
-        raise ValueError(
+        raise UserError(
             f"rollout_func returned a {type(output).__name__}. Return a dict with the keys {', '.join(_REQUIRED)}."
         )
     checked = dict(output)
     if missing := [key for key in _REQUIRED if key not in checked]:
-        raise ValueError(
+        raise UserError(
             f"rollout_func returned no {' and no '.join(missing)}. Return a dict with the keys "
             f"{', '.join(_REQUIRED)}; logprobs may be None."
         )
     if reserved := [key for key in _RESERVED if key in checked]:
-        raise ValueError(
+        raise UserError(
             f"rollout_func returned {reserved[0]!r}, which is an argument of every reward function. Return the column "
             "under another name."
         )
     if checked["logprobs"] is None and needs_logprobs:
-        raise ValueError(
+        raise UserError(
             "rollout_func returned no logprobs, which rollout_lag needs: the policy has changed since. Return those "
             "of `generate`, with None for tokens that it has not generated."
         )
     if checked.get("env_mask") is not None and has_tools:
-        raise ValueError(
+        raise UserError(
             "rollout_func returned env_mask beside tools, which make the mask themselves. Remove tools, or env_mask."
         )
     for key, entries in checked.items():
         is_engine_field = key in ENGINE_FIELDS and entries is not None
         if not is_engine_field and (torch.is_tensor(entries) or isinstance(entries, tuple | np.ndarray)):
-            raise ValueError(
+            raise UserError(
                 f"rollout_func returned a {type(entries).__name__} as {key}, which each completion would get as a "
                 "whole. Return a list with one entry per prompt."
             )
@@ -86,7 +87,7 @@ def checked_output(
         for i, (values, length) in enumerate(zip(checked[key], lengths, strict=True)):
             values = _as_list(f"{key}[{i}]", values)
             if len(values) != length:
-                raise ValueError(
+                raise UserError(
                     f"rollout_func returned {len(values)} entries in {key}[{i}] for {length} tokens in "
                     f"completion_ids[{i}]. Return one entry for each token of the completion."
                 )
@@ -107,12 +108,12 @@ def check_prompts(prompt_ids: Any, config: Any) -> list[list[int]]:
 def _check_number(key: str, entries: Any, num_prompts: int) -> None:
     is_sequence = hasattr(entries, "__len__") and not isinstance(entries, str | bytes | Mapping)
     if not is_sequence:
-        raise ValueError(
+        raise UserError(
             f"rollout_func returned a {type(entries).__name__} as {key}. Return a list with one entry per prompt."
         )
     if len(entries) != num_prompts:
         what = "completions" if key == "completion_ids" else f"entries in {key}"
-        raise ValueError(
+        raise UserError(
             f"rollout_func returned {len(entries)} {what} for {num_prompts} prompts. The batch contains each prompt "
             "once per generation already; return exactly one completion for each."
         )
@@ -122,7 +123,7 @@ def _as_list(place: str, values: Any) -> list:
     if torch.is_tensor(values) or isinstance(values, np.ndarray):
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
-        raise ValueError(f"rollout_func returned {values!r:.100} as {place}. Return a list with one entry per token.")
+        raise UserError(f"rollout_func returned {values!r:.100} as {place}. Return a list with one entry per token.")
     return list(values)
 
 
@@ -131,7 +132,7 @@ def _token_ids(place: str, values: Any, vocab_size: int) -> list[int]:
     for index, token in enumerate(ids):
         is_integer = isinstance(token, int | np.integer) and not isinstance(token, bool)
         if not is_integer or not 0 <= token < vocab_size:
-            raise ValueError(
+            raise UserError(
                 f"rollout_func returned {token!r:.50} as {place}[{index}]. Token ids are integers from 0 to "
                 f"{vocab_size - 1}, the vocabulary of the model; use its tokenizer."
             )
@@ -143,13 +144,13 @@ def _check_lengths_of_sequences(prompt_ids: list[list[int]], completion_ids: lis
     name = min(limits, key=lambda limit_name: limits[limit_name], default=None)
     for i, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
         if not prompt:
-            raise ValueError(
+            raise UserError(
                 f"rollout_func returned no token in prompt_ids[{i}]. The first token of a completion is predicted "
                 "from its prompt, so a prompt needs at least one token, such as the beginning of the chat template."
             )
         length = len(prompt) + len(completion)
         if name is not None and length > limits[name]:
-            raise ValueError(
+            raise UserError(
                 f"rollout_func returned {len(prompt)} tokens in prompt_ids[{i}] and {len(completion)} in "
                 f"completion_ids[{i}], more than the context of the model, {name}={limits[name]}. End completions "
                 "before it."
@@ -162,7 +163,7 @@ def _logprobs(place: str, values: list) -> list[float | None]:
             continue
         is_number = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or value > _MAX_LOGP:
-            raise ValueError(
+            raise UserError(
                 f"rollout_func returned {value!r:.50} as {place}[{index}]. Return log-probs in nats, which are finite "
                 "and not positive, and None for a token that has none."
             )
@@ -172,7 +173,7 @@ def _logprobs(place: str, values: list) -> list[float | None]:
 def _mask(place: str, values: list) -> list[int]:
     for index, value in enumerate(values):
         if value not in (0, 1):
-            raise ValueError(
+            raise UserError(
                 f"rollout_func returned {value!r:.50} as {place}[{index}]. Return 1 for tokens that the model "
                 "generated, and 0 for others."
             )

@@ -26,7 +26,7 @@ from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
-from ..errors import FailedRun
+from ..errors import FailedRun, UserError
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
@@ -508,7 +508,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         parameters = inspect.signature(function).parameters
         extra_arguments = {key: value for key, value in self.reward_arguments().items() if key in parameters}
         if extra_arguments and is_async_callable(function):
-            raise ValueError(
+            raise UserError(
                 f"The reward function {name!r} is asynchronous and asks for `{next(iter(extra_arguments))}`, whose "
                 "forward passes all processes make together, in one order. Write it as a plain function."
             )

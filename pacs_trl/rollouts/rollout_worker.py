@@ -35,6 +35,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import readable_calls, safe_tools
+from ..errors import UserError
 from ..rewards import FUNCTIONS, VerificationArguments, configure_verification
 from ..update.rollout import as_numbers
 from .group_starts import takes_seed
@@ -364,7 +365,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         def convert(rewards: Any, arguments: dict[str, Any]) -> list[float | None]:
             numbers = as_numbers(rewards, name)
             if len(numbers) != len(arguments["completions"]):
-                raise ValueError(
+                raise UserError(
                     f"The reward function {name!r} returned {len(numbers)} rewards for "
                     f"{len(arguments['completions'])} completions. Return one for each."
                 )

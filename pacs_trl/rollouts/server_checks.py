@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema
 from trl.data_utils import is_conversational
 
+from ..errors import UserError
 from .checks import EXTENSION, name_of, serve_command, server_url
 from .rollout_config import RolloutConfig
 
@@ -29,13 +30,13 @@ def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) 
     for function in functions:
         name = getattr(function, "__name__", repr(function)[:50])
         if isinstance(function, str | nn.Module):
-            raise ValueError(
+            raise UserError(
                 f"{what} calls reward functions in another process, which has no reward model such as {name!r:.50}. "
                 "Pass a function, or remove the key."
             )
         needs = sorted({"compute_logps", "environments"} & inspect.signature(function).parameters.keys())
         if needs:
-            raise ValueError(
+            raise UserError(
                 f"{what} calls reward functions in another process, which has no `{needs[0]}` for {name!r}. Remove "
                 "the parameter, or the key."
             )
@@ -46,14 +47,14 @@ def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) 
     dataset = arguments["train_dataset"]
     if arguments["rollout_func"] is not None or not isinstance(dataset, Dataset | None):
         refused = "rollout_func" if arguments["rollout_func"] is not None else "a streaming dataset"
-        raise ValueError(f"{what} does not support {refused}. Remove it, or use rollout_schedule: batch.")
+        raise UserError(f"{what} does not support {refused}. Remove it, or use rollout_schedule: batch.")
     if dataset is not None and "prompt" in dataset.column_names and not is_conversational(dataset[0]):
-        raise ValueError(
+        raise UserError(
             f"{what} needs prompts that are lists of messages, and row 0 of train_dataset has text. Make it "
             '[{"role": "user", "content": TEXT}], or remove the key.'
         )
     if find_spec("aiohttp") is None:
-        raise ValueError(f"{what} needs aiohttp, which is not installed. Run `pip install aiohttp`.")
+        raise UserError(f"{what} needs aiohttp, which is not installed. Run `pip install aiohttp`.")
     if tools or environments is not None:
         _check_reads_calls(model, args, arguments["processing_class"])
     return {"reward_funcs": functions, "tools": tools, "environment_factory": environments}
@@ -64,7 +65,7 @@ def _check_sendable(entry: Any, kind: str) -> None:
         pickle.dumps(entry)
     except Exception as error:  # of any library
         name = getattr(entry, "__name__", repr(entry)[:50])
-        raise ValueError(
+        raise UserError(
             f"rollout_schedule: continuous sends the {kind} {name!r} to another process, which fails "
             f"({type(error).__name__}: {str(error)[:100]}). Define it at the top of a module, without a lambda or a "
             "closure."
@@ -80,7 +81,7 @@ def _check_reads_calls(model: Any, args: RolloutConfig, tokenizer: Any) -> None:
     try:
         add_response_schema(tokenizer)
     except ValueError as error:
-        raise ValueError(
+        raise UserError(
             "rollout_schedule: continuous cannot read the tool calls of this model: its tokenizer has no "
             "`response_template`, and TRL knows none for its chat template. Set `response_template` on the tokenizer, "
             "or remove tools."
@@ -98,7 +99,7 @@ def check_server_of_continuous(args: RolloutConfig, model: Any, dtype: str, long
     url, command = server_url(args), serve_command(name_of(model), args=args, dtype=dtype)
 
     def refuse(problem: str, remedy: str = "Start it with") -> None:
-        raise ValueError(f"The vLLM server at {url} {problem}. {remedy}: {command}")
+        raise UserError(f"The vLLM server at {url} {problem}. {remedy}: {command}")
 
     answer = requests.get(f"{url}/version", timeout=10)
     version = answer.json().get("version", "") if answer.ok else ""

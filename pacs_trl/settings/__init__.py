@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ..errors import UserError
 from .fields import type_hints
 
 
@@ -42,7 +43,7 @@ def read_mapping(path: str | Path, what: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
+        raise UserError(
             f"The {what} {str(path)!r} cannot be read from {Path.cwd()} ({getattr(error, 'strerror', error)}). "
             "Correct the path."
         ) from error
@@ -54,14 +55,14 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
     try:
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"The {where} is not YAML: {' '.join(str(error).split())}. Fix the syntax.") from error
+        raise UserError(f"The {where} is not YAML: {' '.join(str(error).split())}. Fix the syntax.") from error
     is_mapping = isinstance(content, dict)
     names = [key.value for key, _ in node.value] if is_mapping else []
     twice = " and ".join(sorted({name for name in names if names.count(name) > 1}))
     if twice or not is_mapping:
         problem = f"contains {twice} more than once. Keep one of each."
         kind = f"must be a YAML mapping, got {type(content).__name__}. Write `key: value` lines."
-        raise ValueError(f"The {where} {problem if is_mapping else kind}")
+        raise UserError(f"The {where} {problem if is_mapping else kind}")
     return {str(key): value for key, value in content.items()}  # YAML reads `on:` and `no:` as booleans
 
 
@@ -117,12 +118,12 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
             key, *value = word[2:].split("=", 1)
             words[key] = value
         elif key is None:
-            raise ValueError(f"{word!r} has no key. Write settings as --key value and a recipe as --config FILE.")
+            raise UserError(f"{word!r} has no key. Write settings as --key value and a recipe as --config FILE.")
         else:
             words[key].append(word)
     path = words.pop("config", None)
     if path == []:
-        raise ValueError("--config needs a file. Write --config RECIPE.yaml.")
+        raise UserError("--config needs a file. Write --config RECIPE.yaml.")
     settings = {} if path is None else read_mapping(path[0], "recipe")
     for key, values in words.items():
         if not values:
@@ -144,7 +145,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     class FieldParser(HfArgumentParser):
         def error(self, message):
             message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
-            raise ValueError(f"{message}. Correct or add the value.")
+            raise UserError(f"{message}. Correct or add the value.")
 
     parser = FieldParser(parts, allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}
@@ -184,10 +185,10 @@ def known_settings(settings: Mapping[str, Any], known: Collection[str], what: st
             unknown.append(key)
     if len(unknown) > 1:
         keys = ", ".join(sorted(unknown))
-        raise ValueError(f"Some keys are not settings of {what}: {keys}. Correct or remove them.")
+        raise UserError(f"Some keys are not settings of {what}: {keys}. Correct or remove them.")
     if unknown:
         suggestion = did_you_mean(unknown[0], {*known, "config"}) or " Remove the key."
-        raise ValueError(f"`{unknown[0]}` is not a setting of {what}.{suggestion}")
+        raise UserError(f"`{unknown[0]}` is not a setting of {what}.{suggestion}")
     return values
 
 
@@ -198,15 +199,15 @@ def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:
         return
     if hint == str(str):
         several = " Several datasets are not mixed: join them into one file." if key == "dataset_name" else ""
-        raise ValueError(f"{key} must be one text, got a {kind}. Write one value, or remove the key.{several}")
-    raise ValueError(f"{key} must be {hint}, got {kind}. Write a value of that type, or remove the key.")
+        raise UserError(f"{key} must be one text, got a {kind}. Write one value, or remove the key.{several}")
+    raise UserError(f"{key} must be {hint}, got {kind}. Write a value of that type, or remove the key.")
 
 
 def _check_boolean(key: str, value: Any, hint: str) -> None:
     """Raise a `ValueError` if a setting that holds text is a boolean, as which YAML reads some words."""
     takes_boolean = "bool" in hint or "True" in hint or key in ("fsdp", "resume_from_checkpoint")
     if "str" in hint and not takes_boolean:
-        raise ValueError(
+        raise UserError(
             f"`{key}` must be text, got {value}: YAML reads no, off, yes, and on without quotes as false and true. "
             f'Write `{key}: "{"yes" if value is True else "no"}"` with quotes, or remove the key.'
         )
@@ -216,14 +217,14 @@ def _number(value: Any, key: str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{key} must be a list of numbers, got {value!r} in it. Correct the value.") from error
+        raise UserError(f"{key} must be a list of numbers, got {value!r} in it. Correct the value.") from error
 
 
 def set_environment(settings: Mapping[str, Any]) -> None:
     """Set the environment variables of the key `env`."""
     env = settings.get("env") or {}
     if not isinstance(env, dict):
-        raise ValueError(f"env must be a mapping, got {env!r}. Write environment variables as `NAME: value` below it.")
+        raise UserError(f"env must be a mapping, got {env!r}. Write environment variables as `NAME: value` below it.")
     os.environ.update({key: str(value) for key, value in env.items()})
 
 

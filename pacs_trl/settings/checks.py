@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
 
+from ..errors import UserError
 from .fields import type_hints
 from .trl_settings import CHOICES, NEEDS, RANGES, REFUSED, TURNED_OFF_BY_0, WITHOUT_EFFECT
 
@@ -45,7 +46,7 @@ def _wrong_number(hint: Any, value: Any) -> str | None:
 def refuse_illegal_values(config: Any) -> None:
     """Raise a `ValueError` with all [`illegal_values`]."""
     if messages := illegal_values(config):
-        raise ValueError(" ".join(messages))
+        raise UserError(" ".join(messages))
 
 
 def ignored_settings(config: Any, names: Collection[str], reason: str, instead: str = "`method: grpo`") -> list[str]:

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ..errors import NO_ROOM
+from ..errors import NO_ROOM, UserError
 
 
 # First and last minor version that TRL 1.16 supports.
@@ -32,7 +32,7 @@ def require_vllm(remedy: str) -> None:
     numbers = re.match(r"(\d+)\.(\d+)", version or "0.0")
     if numbers and not _FIRST_VLLM <= tuple(map(int, numbers.groups())) <= _LAST_VLLM:
         state = f"vLLM {version} is installed" if version else "vLLM is not installed"
-        raise ValueError(
+        raise UserError(
             f"{state}, but TRL 1.16 needs vLLM 0.22 to 0.31. Run `pip install 'vllm>=0.22,<0.32' 'transformers<5.18'` "
             f"(CUDA) or `make env-vllm` (CPU), or {remedy}."
         )
@@ -41,7 +41,7 @@ def require_vllm(remedy: str) -> None:
 def require_deepspeed() -> None:
     """Raise a `ValueError` unless DeepSpeed is installed."""
     if find_spec("deepspeed") is None:
-        raise ValueError(
+        raise UserError(
             "This launch uses DeepSpeed, which is not installed. Run `pip install 'pacs_trl[deepspeed]'`, or launch "
             "with the accelerate file ddp.yaml or fsdp2.yaml."
         )
@@ -50,7 +50,7 @@ def require_deepspeed() -> None:
 def require_matplotlib(what: str) -> None:
     """Raise a `ValueError` unless matplotlib is installed."""
     if find_spec("matplotlib") is None:
-        raise ValueError(f"{what} needs matplotlib, which is not installed. Run `pip install 'matplotlib>=3.10'`.")
+        raise UserError(f"{what} needs matplotlib, which is not installed. Run `pip install 'matplotlib>=3.10'`.")
 
 
 def looks_like_path(name: str) -> bool:
@@ -68,7 +68,7 @@ def make_directory(path: str | Path, key: str) -> None:
         if error.errno in NO_ROOM:
             raise
         reason = "a file has this name" if isinstance(error, FileExistsError) else error.strerror
-        raise ValueError(f"{key}={str(path)!r} cannot be written ({reason}). Name another directory.") from error
+        raise UserError(f"{key}={str(path)!r} cannot be written ({reason}). Name another directory.") from error
 
 
 def hub_suggestion(kind: str, name: str, known: Iterable[str] = ()) -> str:
@@ -115,7 +115,7 @@ def check_model_path(name: str, whole_for: str | None = None) -> None:
             problem = f"{name} contains an adapter, but {whole_for} needs a whole model. Merge the adapter into its "
             problem += "base model (peft: merge_and_unload) and save it with the tokenizer."
     if problem:
-        raise ValueError(problem)
+        raise UserError(problem)
 
 
 def object_of_user(name: str, key: str) -> Any:
@@ -128,7 +128,7 @@ def object_of_user(name: str, key: str) -> Any:
         return getattr(importlib.import_module(module_name), attribute)
     except (Exception, SystemExit) as error:  # the import of a user's module can raise anything
         place = traceback.extract_tb(error.__traceback__)[-1]
-        raise ValueError(
+        raise UserError(
             f"{key}: {name!r} cannot be imported from {Path.cwd()} ({type(error).__name__}: {error}; {place.filename} "
             f"line {place.lineno}). Write package.module{separator or '.'}name."
         ) from error
@@ -138,5 +138,5 @@ def function_of_user(name: str, key: str) -> Callable:
     """Import a function as [`object_of_user`]. Raises a `ValueError` also if it is not callable."""
     function = object_of_user(name, key)
     if not callable(function):
-        raise ValueError(f"{key}: {name!r} is not callable. Name a function.")
+        raise UserError(f"{key}: {name!r} is not callable. Name a function.")
     return function

@@ -29,6 +29,8 @@ from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..errors import UserError
+
 
 BACKEND = "inductor"
 
@@ -129,9 +131,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     for part in (model.get_decoder(), model):  # "decoder" may also be the name of a head
         layers = layers or [module for module in part.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:
-        raise ValueError("its decoder layers are not of transformers' class GradientCheckpointingLayer")
+        raise UserError("its decoder layers are not of transformers' class GradientCheckpointingLayer")
     if any("forward" in vars(layer) for layer in layers):
-        raise ValueError("the forward methods of its decoder layers are replaced, as by a device_map of several GPUs")
+        raise UserError("the forward methods of its decoder layers are replaced, as by a device_map of several GPUs")
     return layers
 
 

@@ -20,6 +20,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
+from ..errors import UserError
 from .compiled_layers import CompiledLayers
 from .context_length import context_lengths
 from .packed_states import Segments, packed_states, state_modules
@@ -178,7 +179,7 @@ class ForwardPass:
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
         if self.max_length is not None and longest > self.max_length:
-            raise ValueError(
+            raise UserError(
                 f"A prompt and its completion have {longest} tokens. Beyond {self.max_length} this model's log-probs "
                 "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..errors import UserError
 from .groups import Groups
 from .microbatching import (
     MicroBatchConfig,
@@ -135,7 +136,7 @@ def schedule_minibatch(
     split = schedule_micro_batches(lengths, takes_part.nonzero().tolist(), limits)
     if split is None:
         longest = longest_rollout(rollouts)
-        raise ValueError(
+        raise UserError(
             f"max_tokens_per_micro_batch={limits.max_tokens} cannot hold the longest sequence of this "
             f"generation batch, which has {longest} tokens (prompt and completion). Raise it to at least {longest}, "
             "or leave out longer prompts (in a recipe: max_prompt_length) and lower max_completion_length."

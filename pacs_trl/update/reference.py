@@ -11,6 +11,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from ..errors import UserError
+
 
 def local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return this process's shard of a parameter as a detached tensor that shares its memory."""
@@ -113,7 +115,7 @@ class SnapshotReference:
         """Load the copies of [`state_dict`]. Raises a `ValueError` if their shapes do not match the model's trainable
         parameters on this process."""
         if [copy.shape for copy in copies] != [copy.shape for copy in self._copies]:  # `copy_` would broadcast
-            raise ValueError(
+            raise UserError(
                 f"The {len(copies)} weights in the snapshot of the checkpoint do not fit the {len(self._copies)} that "
                 "are trained. Resume with the model, adapter, and number of processes the checkpoint was written with."
             )

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..errors import UserError
 from .prompt_images import PromptImages
 
 
@@ -85,9 +86,9 @@ def as_numbers(rewards: Any, name: str, num_completions: int) -> list[float | No
             raise TypeError(f"a {type(rewards).__name__} is not a list")
         numbers = [None if entry is None else _as_number(entry) for entry in rewards]
         if len(numbers) != num_completions:
-            raise ValueError(f"{len(numbers)} entries for {num_completions} completions")
+            raise UserError(f"{len(numbers)} entries for {num_completions} completions")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: tensors of several elements
-        raise ValueError(
+        raise UserError(
             f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "
             "completion: a finite number, or None or NaN for no verdict."
         ) from error
@@ -101,7 +102,7 @@ def _as_number(entry: Any) -> float | None:
     if math.isnan(number):
         return None
     if abs(number) > MAX_REWARD:
-        raise ValueError(f"{number:g} is larger than {MAX_REWARD:g}")
+        raise UserError(f"{number:g} is larger than {MAX_REWARD:g}")
     return number
 
 
@@ -128,7 +129,7 @@ def labels_from_rewards(rewards_per_func: torch.Tensor, weights: torch.Tensor, n
             f"{name}={value:g} (weight {weight:g})"
             for name, value, weight in zip(names, rewards_per_func[row].tolist(), weights.tolist(), strict=True)
         )
-        raise ValueError(
+        raise UserError(
             f"Labels must lie in [0, 1], but completion {row} of the generation batch has "
             f"{labels[row].item():g}: {parts}. The label is the weighted sum of the reward functions. Rescale the "
             "reward functions to [0, 1], or set reward_weights that sum to at most 1."

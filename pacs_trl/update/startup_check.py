@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..errors import UserError
 from .compiled_layers import CompiledLayers, NotTraced, num_graphs
 from .context_length import attention_windows, context_lengths
 from .forward_pass import ForwardPass
@@ -87,7 +88,7 @@ def choose_forward_pass(
         ]
         first, second = expected_logps[0][:2]
         if (change := (first[:SAME] - second[:SAME]).abs().mean().item()) > tolerance:
-            raise ValueError(
+            raise UserError(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
                 "the tokens behind it. Use a causal language model."
             )
@@ -118,7 +119,7 @@ def choose_forward_pass(
             if change > neighbor_tolerance:
                 differences[name] += f", {change:.2g} nats by other sequences beside it"
         else:
-            raise ValueError(
+            raise UserError(
                 f"Training cannot compute the log-probs that this {model_type!r} model gives for one sequence at a "
                 f"time. Mean differences per token: {differences}. Use another model, or set startup_check=False to "
                 "train with these."

@@ -4,6 +4,8 @@ from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from typing import Any
 
+from ..errors import UserError
+
 
 @dataclass(frozen=True)
 class Step:
@@ -61,7 +63,7 @@ class Step:
                     completions_per_step=None,
                 )
         if generation < num_processes:
-            raise ValueError(
+            raise UserError(
                 f"A generation batch has {generation} completions, fewer than the {num_processes} processes of this "
                 f"launch. Launch at most {generation}."
             )

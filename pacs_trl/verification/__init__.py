@@ -26,6 +26,7 @@ from numbers import Number
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+from ..errors import UserError
 from .numerals import MAX_EXPONENT
 
 
@@ -247,7 +248,7 @@ class BaseVerifier:
         if self.num_workers is None:
             self.num_workers = default_num_workers()
         if self.num_workers < 1 or not 0.0 < self.cpu_seconds <= self.timeout_seconds:
-            raise ValueError(
+            raise UserError(
                 f"num_workers={self.num_workers}, cpu_seconds={self.cpu_seconds}, timeout_seconds="
                 f"{self.timeout_seconds} cannot work. Use at least one worker, and 0 < cpu_seconds <= timeout_seconds."
             )
@@ -354,7 +355,7 @@ class Verifier(BaseVerifier):
     def __post_init__(self):
         super().__post_init__()
         if self.protocol not in PROTOCOLS:
-            raise ValueError(f"`protocol` is {self.protocol!r}. Set it to {' or '.join(map(repr, PROTOCOLS))}.")
+            raise UserError(f"`protocol` is {self.protocol!r}. Set it to {' or '.join(map(repr, PROTOCOLS))}.")
 
     def unreadable_golds(self, solutions: Sequence[Any]) -> list[int]:
         """Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most

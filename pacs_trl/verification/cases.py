@@ -21,6 +21,7 @@ from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, NamedTuple, get_args
 
+from ..errors import UserError
 from .exchange import decode, encode, refuse
 
 
@@ -64,7 +65,7 @@ def _mapping_of(value: Any) -> Mapping:
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
     if not isinstance(value, Mapping):
-        raise ValueError(f"Tests must be a mapping, or its JSON, with `type` and `cases`, got {str(value)[:80]!r}.")
+        raise UserError(f"Tests must be a mapping, or its JSON, with `type` and `cases`, got {str(value)[:80]!r}.")
     if (language := value.get("language", "python")) not in ("python", "python3"):
         raise UnusableTests(f"These tests are for {language!r}, but only Python is supported. Remove the examples.")
     return value
@@ -87,7 +88,7 @@ def read_tests(value: Any) -> ProblemTests:
         "prelude": isinstance(prelude, str),
     }
     if broken := [key for key, holds in rules.items() if not holds]:
-        raise ValueError(f"`{broken[0]}` of tests is {value.get(broken[0])!r:.80}. Set it as docs/code.md says.")
+        raise UserError(f"`{broken[0]}` of tests is {value.get(broken[0])!r:.80}. Set it as docs/code.md says.")
     read = tuple(_read_case(case, index, is_function) for index, case in enumerate(cases))
     return ProblemTests(name if is_function else None, read, compare, prelude)
 
@@ -103,7 +104,7 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
     except (KeyError, TypeError, RecursionError) as error:  # a set, deep nesting
         problem = repr(error)
     form = "the list of arguments and a value of JSON" if is_function else "text"
-    raise ValueError(f"Case {index} of the tests ({problem}) must have `input` and `output`, {form}: {case!r:.80}.")
+    raise UserError(f"Case {index} of the tests ({problem}) must have `input` and `output`, {form}: {case!r:.80}.")
 
 
 def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
@@ -126,7 +127,7 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     imported = {alias.name for node in running if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
     if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
-        raise ValueError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
+        raise UserError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
     rest = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
     return ProblemTests(name, (*cases, *[(rest, PASSED)] * has_rest), "tokens", prelude, are_asserts=True)
 
@@ -212,7 +213,7 @@ def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
             return decode(value, refuse) == expected
         return _equal_values(expected, value, tolerant=tests.compare == "floats")
     except (RecursionError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
-        raise ValueError("a value nested too deeply, or no value") from error
+        raise UserError("a value nested too deeply, or no value") from error
 
 
 def _equal_texts(expected: str, output: str, compare: Compare) -> bool:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
+from ..errors import UserError
 from . import MAX_CHARACTERS, BaseVerifier, ChildProcess, Grade, Outcome
 from .cases import PASSED, ProblemTests, UnusableTests, is_expected, last_program, read_tests, runnable
 from .confinement import LAYERS, landlock_version, missing_layers
@@ -249,7 +250,7 @@ class CodeVerifier(BaseVerifier):
         if self._pool is not None:
             return
         if sys.platform != "linux":
-            raise ValueError(
+            raise UserError(
                 f"Programs run in a sandbox of Linux, and this system is {sys.platform}. Use Linux for code_reward, "
                 "run_python, asserts, and reasoning-gym, or a reward that runs no programs."
             )
@@ -261,7 +262,7 @@ class CodeVerifier(BaseVerifier):
             probe = self._run(_PROBE, str(self.memory_limit_mb << 20))
             holds = json.loads(probe.output) if probe.outcome is None else {"rlimits": False}
             if not holds["rlimits"]:
-                raise ValueError(
+                raise UserError(
                     "The sandbox cannot run programs on this machine, or limit their memory ("
                     f"{probe.error or 'no limit'}: {probe.messages or 'no message'}). Use another machine."
                 )
@@ -270,7 +271,7 @@ class CodeVerifier(BaseVerifier):
             level = " + ".join([*names, "rlimits"]) if layers else "rlimits only"
             if lacking := sorted({*self.isolation.split("+")} - {*layers, "rlimits"}):
                 reasons = "; ".join(missing_layers().values()) or "switched off, or a program broke out"
-                raise ValueError(
+                raise UserError(
                     f"code_isolation={self.isolation} needs {' and '.join(lacking)}, but programs would run with "
                     f"{level} ({reasons}) and could read and write your files. Use kernel 5.13 or later with Landlock "
                     "and a container profile that allows both, or, on a disposable machine, set code_isolation to "

@@ -6,9 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from image_checkpoints import image_model, image_processor
-from image_runs import OURS, build, rows
-from replay import spy_on
+from support.image_checkpoints import image_model, image_processor
+from support.image_runs import OURS, build, rows
+from support.runs import spy_on
 from transformers import AutoProcessor
 
 from pacs_trl.errors import FailedRun
