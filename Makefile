@@ -47,7 +47,7 @@ compat-newest: PINS := requirements/constraints-newest.txt
 compat-bare: PINS := requirements/constraints.txt
 compat-bare: WITH := dev
 
-.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks docs docs-links quality trl-suite trl-main dist dist-check address settings style bench gpu-check wheels tables clean FORCE
+.PHONY: env env-vllm model quickstart test portability $(PORTABILITY) compat $(COMPAT) notebooks docs docs-links quality trl-suite trl-main dist dist-check address settings style bench bench-check gpu-check wheels tables clean FORCE
 
 env: $(VENV)/.installed
 
@@ -157,6 +157,11 @@ style: env
 
 bench: env
 	$(BIN)/python -m benchmarks.optimizer_step $(ARGS)
+
+# The ratios to TRL of one run, with intervals, beside those of the run that ARGS=--record has recorded on this machine.
+# Fails if one is more than 5 % lower; nine minutes on two cores, ARGS="--size gpu" on a GPU.
+bench-check: env
+	$(BIN)/python -m benchmarks.regression $(ARGS)
 
 # Tests and benchmarks that need a GPU: part 1 (gradients, optimizer steps), part 2 (whole steps with vLLM), PART=rest (all others).
 # Each stops after MINUTES, and the same command continues. Uses the installed torch: `make gpu-check TORCH="torch==2.14.0

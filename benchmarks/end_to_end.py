@@ -1,5 +1,5 @@
 """Training time to a target reward: PACS, GRPO with the exact update and with TRL's (`trl_grpo`), PPO, and TRL's own
-`GRPOTrainer` (`trl`), with transformers or vLLM generation.
+`GRPOTrainer` (`trl`) and `RLOOTrainer` (`trl_rloo`), with transformers or vLLM generation.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine vllm    # after `make env-vllm`
@@ -13,6 +13,7 @@ reaches the target when the mean reward of the last `--window` generation batche
 """
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -31,8 +32,8 @@ from pacs_trl.train import main as train
 RECIPE = Path(__file__).parents[1] / "recipes/miniature/pacs.yaml"
 
 
-class TRLTrainer(trl.GRPOTrainer):
-    """TRL's trainer, with the parts of its steps timed as those of this package."""
+class TimedParts:
+    """The parts of a step of TRL's trainers, timed as those of this package."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -63,13 +64,32 @@ class TRLTrainer(trl.GRPOTrainer):
         return self._timed(part, super()._get_per_token_logps_and_entropies, *args, **kwargs)
 
 
-TRAINERS = {"trl_grpo": rollout_trainer.RolloutTrainer, "trl": TRLTrainer}
+class TRLTrainer(TimedParts, trl.GRPOTrainer):
+    """TRL's GRPO."""
+
+
+class TRLsRLOOTrainer(TimedParts, trl.RLOOTrainer):
+    """TRL's RLOO, with those settings of the recipe that `trl.RLOOConfig` has."""
+
+    def __init__(self, *, args, tools, rollout_func, environment_factory, **kwargs):
+        names = {field.name for field in dataclasses.fields(trl.RLOOConfig) if field.init} - {"generation_batch_size"}
+        settings = {name: value for name, value in vars(args).items() if name in names}
+        super().__init__(args=trl.RLOOConfig(**settings), **kwargs)
+
+
+# Trainers that are used instead of those of a method, and the method whose settings they get.
+TRAINERS = {
+    "trl_grpo": (rollout_trainer.RolloutTrainer, "grpo"),
+    "trl": (TRLTrainer, "grpo"),
+    "trl_rloo": (TRLsRLOOTrainer, "rloo"),
+}
 
 
 def history(method: str, directory: Path, settings: list[str]) -> list[dict]:
     """Train with a method, and return the log of each optimizer step."""
-    own = ["--method", "grpo" if method in TRAINERS else method, "--output_dir", str(directory / method)]
-    trainer = train([*settings, *own], TRAINERS.get(method))
+    trainer_class, method_of_settings = TRAINERS.get(method, (None, method))
+    run = ["--method", method_of_settings, "--output_dir", str(directory / method)]
+    trainer = train([*settings, *run], trainer_class)
     return [log for log in trainer.state.log_history if "time/total" in log]
 
 

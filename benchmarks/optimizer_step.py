@@ -75,7 +75,7 @@ def compare(title: str, runners: dict[str, Runner], repeats: int, flops_rate: fl
             }
         )
     print(f"\n### {title}\n\n{table_of(rows)}")
-    return [{"title": title, **row} for row in rows]
+    return [{"title": title, **row, "rounds": seconds[row["variant"]]} for row in rows]
 
 
 def aligned(size: Size, device: str, repeats: int, flops_rate: float) -> list[dict]:

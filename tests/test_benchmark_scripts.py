@@ -39,14 +39,16 @@ def test_training_of_each_trainer_end_to_end(monkeypatch, tmp_path, capsys):
     recipe |= {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "logging_steps": 1}
     recipe |= {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none"}
     Path("recipe.json").write_text(json.dumps(recipe))
-    methods = ["pacs", "grpo", "trl_grpo", "trl"]
+    sums = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(16)]
+    Path("addition.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
+    methods = ["pacs", "grpo", "trl_grpo", "trl", "rloo", "trl_rloo"]
     arguments = ["--config", "recipe.json", "--max_steps", "1", "--window", "1", "--methods", *methods]
     monkeypatch.setattr("sys.argv", ["end_to_end", *arguments])
     monkeypatch.setattr(end_to_end.rollout_trainer, "StepTimer", end_to_end.rollout_trainer.StepTimer)
     end_to_end.main()
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [row[0] for row in rows[-4:]] == [f"| {method}" for method in methods]
-    assert all(float(row[3]) > 0 for row in rows[-4:])
+    assert [row[0] for row in rows[-6:]] == [f"| {method}" for method in methods]
+    assert all(float(row[3]) > 0 for row in rows[-6:])
 
 
 def test_plan_beside_a_measurement_by_hand():
