@@ -1,6 +1,6 @@
 """Check of an installed wheel, outside the repository: `python tests/installed.py` with the interpreter that has it.
 
-In a new folder it copies a recipe, plans, trains, evaluates, audits, reports, and prepares an upload, with a tiny
+It imports every module. In a new folder it copies a recipe, plans, trains, evaluates, audits, reports, and prepares an upload, with a tiny
 random model. It imports nothing of the repository and needs the extra `report`.
 """
 
@@ -9,8 +9,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from pkgutil import walk_packages
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -55,6 +57,8 @@ def main() -> None:
     from pacs_trl import cli  # light: the commands import the rest
 
     assert not Path(pacs_trl.__file__).is_relative_to(REPOSITORY), pacs_trl.__file__
+    for module in walk_packages(pacs_trl.__path__, "pacs_trl."):
+        import_module(module.name)
     os.environ["HF_HUB_OFFLINE"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
