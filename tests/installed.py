@@ -1,7 +1,7 @@
 """Check of an installed wheel, outside the repository: `python tests/installed.py` with the interpreter that has it.
 
-It imports every module. In a new folder it copies a recipe, plans, trains, evaluates, audits, reports, and prepares an upload, with a tiny
-random model. It imports nothing of the repository and needs the extra `report`.
+It imports every module. In a new folder it copies a recipe, plans, trains, evaluates, audits, reports, and prepares an
+upload, with a tiny random model. It imports nothing of the repository and needs the extra `report`.
 """
 
 import json
