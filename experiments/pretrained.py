@@ -117,11 +117,13 @@ def draw(found: dict[str, dict[int, Run]], path: Path) -> None:
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(plots.PAGE_WIDTH, plots.PANEL_HEIGHT + 0.5), layout="constrained")
         *curves, last = figure.subplots(1, 3)
-        look_of = plots.looks(found)
+        look_of, drawn = plots.looks(found), []
         for panel, (key, title) in zip(curves, titles.items(), strict=True):
             for arm, runs in found.items():
                 logs = [run.training["log_history"] for run in runs.values() if run.training]
-                plots.draw_runs(panel, [plots.series(log, key) for log in logs], arm, look_of[arm])
+                drawn.append([plots.series(log, key) for log in logs])
+                plots.draw_runs(panel, drawn[-1], arm, look_of[arm])
+            plots.whole_steps(panel)
             panel.set(title=title, xlabel="optimizer step", ylim=(0, 1 if key == "reward" else None))
         for arm, runs in found.items():
             results = [run.results for run in runs.values()]
@@ -129,7 +131,7 @@ def draw(found: dict[str, dict[int, Run]], path: Path) -> None:
             ks = sorted(map(int, results[0]["benchmarks"][benchmark]["pass_at_k"]))
             plots.draw_pass_at_k(last, pass_at_k_cells(results, [benchmark], ks), arm, look_of[arm])
         plots.percent_against_k(last, "held-out pass@k, 95 % intervals")
-        plots.legend_below(figure, [last], plots.RUNS)
+        plots.legend_below(figure, [last], plots.note_on_lines(drawn))
         save(figure, path)
 
 

@@ -234,11 +234,13 @@ def draw(
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(plots.PAGE_WIDTH, 2 * plots.PANEL_HEIGHT), layout="constrained")
         panels = dict(zip((*titles, "pass_at_k"), figure.subplots(2, 2).flat, strict=True))
-        look_of = plots.looks([setting.start, *logs])
+        look_of, drawn = plots.looks([setting.start, *logs]), []
         for key, title in titles.items():
             for method, runs in logs.items():
                 if key != "loss" or method == "PACS":
-                    plots.draw_runs(panels[key], [plots.series(run, key) for run in runs], method, look_of[method])
+                    drawn.append([plots.series(run, key) for run in runs])
+                    plots.draw_runs(panels[key], drawn[-1], method, look_of[method])
+            plots.whole_steps(panels[key])
             panels[key].set(title=title, xlabel="optimizer step")
         panels["reward"].set(ylim=(0, 1))
         panels["entropy"].set(ylim=(0, None))
@@ -247,7 +249,7 @@ def draw(
             plots.draw_pass_at_k(panels["pass_at_k"], cells, method, look_of[method])
         plots.percent_against_k(panels["pass_at_k"], "held-out pass@k; bands: 95 % intervals over problems")
         seeds = len(logs["PACS"])
-        note = plots.RUNS + (f" ({seeds} seeds)" if seeds > 1 else "")
+        note = plots.note_on_lines(drawn) + (f" ({seeds} seeds)" if seeds > 1 else "")
         plots.legend_below(figure, [panels["pass_at_k"]], note)
         save(figure, path)
 

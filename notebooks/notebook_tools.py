@@ -127,6 +127,7 @@ class LivePlot:
                     logged = [(log[x], log[key]) for log in self.runs[name] if key in log]
                     plots.draw_runs(panel, [logged], name, look)
                 panel.set(title=key, xlabel="optimizer step" if x == "step" else x)
+                plots.whole_steps(panel)
             panels[0].legend()
             return figure
 

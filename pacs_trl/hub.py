@@ -8,6 +8,7 @@ generated card is kept on both sides. huggingface_hub retries; a second push aft
 import json
 import logging
 import re
+import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from huggingface_hub import (
     ModelCard,
     ModelCardData,
     get_session,
+    get_token,
 )
 from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, httpx, validate_repo_id
@@ -104,6 +106,7 @@ def push(
         raise UserError(f"The repository must be USER/NAME, got {repo_id!r}. Set --repo.")
     validate_repo_id(repo_id)
     contents, known = published_contents(model_dir, results, recipe)
+    warn_of_local_base(model_dir, known)
     if dry_run:
         return sorted({*contents, README_FILE})
     ours = kept_readme(model_dir)
@@ -126,11 +129,39 @@ def push(
         api.create_commit(repo_id, operations, commit_message=title, revision=revision)
     except (OSError, RuntimeError, httpx.HTTPError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
+        command = ["pacs-trl", "push", "--model", str(model_dir), "--repo", repo_id, *["--private"] * private]
+        for option, file in (("--results", results), ("--recipe", recipe)):
+            command += [] if file is None else [option, str(file)]
         raise FailedRun(
             f"The upload to {repo_id} failed: {reason}. {uploaded}; the model is complete in {model_dir}. "
-            f"Upload it with `pacs-trl push --model {model_dir} --repo {repo_id}`."
+            f"{_log_in(error, api.token)}Upload it with `{shlex.join(command)}`."
         ) from error
     return sorted(contents)
+
+
+def _log_in(error: Exception, token: str | bool | None) -> str:
+    """Return a sentence on logging in, with a space, if that may be why an upload failed."""
+    if not token and get_token() is None:
+        return "There is no token on this machine: run `hf auth login`, or set HF_TOKEN. "
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status in (401, 403, 404):
+        return "The token may be invalid, or may not write there: run `hf auth login` with one that may. "
+    return ""
+
+
+def warn_of_local_base(model_dir: Path, known: dict[str, Any]) -> None:
+    """Log a warning if the base model of a push is a local directory, which others do not have."""
+    settings = known["recipe"] or (known["training"] or {}).get("settings", {})
+    base, place = settings.get("model_name_or_path"), f"model_name_or_path of {RECIPE_FILE}"
+    consequence = "the card names it without a link"
+    if known["is_adapter"]:
+        base = read_json(model_dir / "adapter_config.json").get("base_model_name_or_path") or base
+        place, consequence = "base_model_name_or_path of adapter_config.json", "others cannot load the adapter"
+    if base and not is_hub_id(published({"model_name_or_path": base})["model_name_or_path"]):
+        logger.warning(
+            f"The base model {base!r} is a local directory, so {consequence}. If the model is on the Hub, write its "
+            f"id as {place} in {model_dir} before you push."
+        )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -191,6 +222,9 @@ def published_contents(
     if TRAINING_FACTS_FILE in contents:
         training = read_json(model_dir / TRAINING_FACTS_FILE, _TRAINING_FACTS)
     is_adapter = "adapter_config.json" in contents
+    if is_adapter and settings is not None:
+        base = read_json(model_dir / "adapter_config.json").get("base_model_name_or_path")
+        settings |= {"model_name_or_path": base} if is_hub_id(base) else {}
     return contents, {"results": measured, "recipe": settings, "training": training, "is_adapter": is_adapter}
 
 
@@ -264,12 +298,15 @@ def build_card(
     )
     shown = {key: value for key, value in settings.items() if not _NOT_SHOWN.match(key)}
     facts = {"settings": settings, "recipe": recipe, "training": training, "results": results, "paper": paper}
+    example = example_of_use(training)
     helpers = {"linked": _linked, "block": _block, "one_line": one_line, "table": _table}
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
         model_name=title,
         place=json.dumps(name if "/" in name else "."),
+        example=json.dumps(example["prompt"], ensure_ascii=False),
+        max_new_tokens=example["max_new_tokens"],
         is_adapter=is_adapter,
         method=one_line(str(training.get("method_name", method.upper()))),
         dataset=dataset,
@@ -278,6 +315,12 @@ def build_card(
         **helpers,
     )
     return f"{card.content.rstrip()}\n\n{_MARK}\n"
+
+
+def example_of_use(training: dict[str, Any]) -> dict[str, Any]:
+    """Return the prompt, messages or text, and the number of tokens with which a card shows the use of a model."""
+    question = [{"role": "user", "content": "What is 37 + 5?"}]
+    return {"prompt": question, "max_new_tokens": 1024} | training.get("example", {})
 
 
 def is_hub_id(name: Any) -> bool:

@@ -231,7 +231,7 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
     if args.engine == "server":
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
     if args.engine == "vllm":
-        check_model_path(args.model, "the engine vllm, unlike transformers,")
+        check_model_path(args.model, "the engine vllm", "Sample with `--engine transformers`, or ")
     return provenance.model_identity(args.model, args.revision)
 
 

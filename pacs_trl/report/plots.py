@@ -6,7 +6,7 @@ A method has the same style in every figure (`looks`). Functions take plain data
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from ..errors import UserError
 from .tables import Measured, common_ks, methods, pass_at_k_cells, with_benchmark, with_mean
@@ -46,12 +46,14 @@ STYLE = matplotlib.rc_params_from_file(_STYLE_FILE, use_default_template=False)
 
 # Titles of legends.
 INTERVALS = "95 % intervals over problems"
-RUNS = "thin lines: runs; thick lines: smoothed mean over runs"
+RUNS = "thin lines: runs; thick lines: mean over runs"
+SMOOTHED = ", smoothed over a tenth of the steps"
+ONE_RUN = "thin lines: logged steps; thick lines: mean over a tenth of the steps"
 
 # Panels of the training figure: key in the trainer's log, label of the axis.
 TRAINING_PANELS = (
-    ("reward", "reward"),
-    ("entropy", "entropy (nats)"),
+    ("reward", "mean reward"),
+    ("entropy", "entropy (nats per token)"),
     ("completions/mean_length", "completion length (tokens)"),
     ("step_time", "time per step (s)"),
 )
@@ -70,7 +72,7 @@ def pass_at_k_figure(results: Sequence[dict[str, Any]], benchmarks: Mapping[str,
                 draw_pass_at_k(panel, pass_at_k_cells(runs, averaged, ks), method, look_of[method])
             percent_against_k(panel, title)
             if panel.get_subplotspec().is_first_col():
-                panel.set_ylabel("pass@k")
+                panel.set_ylabel("pass@k (% of problems)")
         legend_below(figure, panels, INTERVALS)
         return save_figure(figure, path)
 
@@ -88,7 +90,7 @@ def percent_against_k(panel: Axes, title: str) -> None:
     panel.set_xscale("log", base=2)
     ticks = sorted({round(k) for line in panel.get_lines() for k in line.get_xdata()})
     panel.set_xticks(ticks, [str(k) for k in ticks])
-    panel.set(title=title, xlabel="k")
+    panel.set(title=title, xlabel="k (samples per problem)")
     percent_axis(panel)
 
 
@@ -107,13 +109,32 @@ def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]
         raise UserError(f"The logs have none of {', '.join(key for key, _ in TRAINING_PANELS)}. Name other runs.")
     with matplotlib.rc_context(STYLE):
         figure, panels = panels_of(len(present), 3 if len(present) == 3 else 2)
+        drawn = []
         for panel, (key, label) in zip(panels, present, strict=True):
             for method, look in looks(histories).items():
-                draw_runs(panel, [series(run, key) for run in histories[method]], method, look)
-            panel.set(xlabel="optimizer step", ylabel=label, ylim=(min(0.0, panel.get_ylim()[0]), None))
+                lines = [series(run, key) for run in histories[method]]
+                draw_runs(panel, lines, method, look)
+                drawn.append(lines)
+            panel.set(xlabel="optimizer step", ylabel=label)
+            whole_steps(panel)
         figure.align_ylabels()
-        legend_below(figure, panels, RUNS)
+        legend_below(figure, panels, note_on_lines(drawn))
         return save_figure(figure, path)
+
+
+def whole_steps(panel: Axes) -> None:
+    """Number the horizontal axis with whole steps, and the vertical one without an offset."""
+    panel.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    panel.ticklabel_format(axis="y", useOffset=False)
+
+
+def note_on_lines(drawn: Sequence[Sequence[Sized]]) -> str:
+    """Return what the thin and thick lines of [`draw_runs`] are, given the runs of each of its calls; empty if each
+    has drawn one line."""
+    is_smoothed = any(len(smoothing_window(run)) > 1 for runs in drawn for run in runs)
+    if any(len(runs) > 1 for runs in drawn):
+        return RUNS + SMOOTHED * is_smoothed
+    return ONE_RUN if is_smoothed else ""
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -141,31 +162,39 @@ def series(run: Sequence[dict[str, float]], key: str) -> list[tuple[float, float
 
 
 def draw_runs(panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], label: str, look: dict[str, Any]) -> None:
-    """Draw each run as a thin line, and their smoothed mean as a thick one."""
+    """Draw each run as a thin line, and their smoothed mean as a thick one, which is the only line of a run that is
+    too short to smooth."""
     points = [dict(run) for run in runs if run]
     if not points:
         return
-    for run in points:
+    is_same_line = len(points) == 1 and len(smoothing_window(points[0])) == 1
+    for run in () if is_same_line else points:
         panel.plot(run.keys(), run.values(), color=look["color"], linewidth=0.4, alpha=0.4)
     steps = sorted(set.intersection(*(set(run) for run in points)))
     mean = np.mean([[run[step] for step in steps] for run in points], axis=0)
-    panel.plot(steps, smoothed(mean), label=label, **look | {"marker": ""})
+    panel.plot(steps, smoothed(mean), label=label, **look | ({"marker": ""} if len(steps) > 1 else {}))
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
     """Return the centered running mean over a tenth of the values, over fewer at the ends."""
-    half = len(values) // 20
+    half = len(smoothing_window(values)) // 2
     return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
 
 
+def smoothing_window(values: Sized) -> range:
+    """Return the positions, relative to a value, whose mean is drawn for it: about a tenth of the values."""
+    half = len(values) // 20
+    return range(-half, half + 1)
+
+
 def legend_below(figure: Figure, panels: Sequence[Axes], note: str) -> None:
-    """Add a legend of the lines of all panels, titled `note`."""
+    """Add a legend of the lines of all panels, titled `note`; empty for no title."""
     handles: dict[str, Any] = {}
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
     columns = min(6 if figure.get_figwidth() > COLUMN_WIDTH else 2, len(handles))
-    looks = {"title": note, "title_fontsize": 7, "ncols": columns}
+    looks = {"title": note or None, "title_fontsize": 7, "ncols": columns}
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", **looks)
 
 

@@ -92,9 +92,10 @@ def unloadable_model(name: str, error: OSError) -> ValueError:
     )
 
 
-def check_model_path(name: str, whole_for: str | None = None) -> None:
+def check_model_path(name: str, whole_for: str | None = None, alternative: str = "") -> None:
     """Raise a `ValueError` if a directory does not exist, contains no model, an adapter without its base model, or,
-    if `whole_for` names what cannot load it, an adapter. Hub ids are not checked."""
+    if `whole_for` names what cannot load it, an adapter, for which there may be an `alternative`. Hub ids are not
+    checked."""
     directory, adapter = Path(name), Path(name) / "adapter_config.json"
     if not directory.exists() and not looks_like_path(name):
         return
@@ -112,7 +113,8 @@ def check_model_path(name: str, whole_for: str | None = None) -> None:
             problem = f"The base model {base!r} of the adapter {name!r} does not exist in {Path.cwd()}. Copy it "
             problem += "there, or correct base_model_name_or_path in adapter_config.json."
         elif whole_for is not None:
-            problem = f"{name} contains an adapter, but {whole_for} needs a whole model. Merge the adapter into its "
+            problem = f"{name} contains an adapter, but {whole_for} needs a whole model. {alternative}"
+            problem += f"{'merge' if alternative else 'Merge'} the adapter into its "
             problem += "base model (peft: merge_and_unload) and save it with the tokenizer."
     if problem:
         raise UserError(problem)

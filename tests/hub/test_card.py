@@ -73,7 +73,12 @@ def trained(model_path, tmp_path_factory):
 def test_the_card_of_a_trained_model(trained):
     card = valid_metadata((trained / "README.md").read_text())
     assert card.data.base_model is None and card.data.datasets is None and card.data.license == "apache-2.0"
-    for words in ("`addition_train.jsonl`", "pacs-trl train --config recipe.yaml\n", "@article{li2025"):
+    for words in (
+        "max_new_tokens=8,",
+        "`addition_train.jsonl`",
+        "pacs-trl train --config recipe.yaml\n",
+        "@article{li2025",
+    ):
         assert words in card.text
     assert str(trained.parent) not in card.content and kept_readme(trained) is None
     of_checkpoint = (trained / "checkpoint-5" / "README.md").read_text()
@@ -122,6 +127,17 @@ def test_names_break_neither_tables_nor_fences():
     settings = {"generation_kwargs": {"stop": ["a\n```\nb"]}}
     facts = training_facts(2) | {"commit": None, "settings": settings}  # of an installed wheel
     assert build_card("name", training=facts).count("\n````") == 2
+
+
+def test_the_use_of_a_model_is_shown_with_a_prompt_of_its_task():
+    question = [{"role": "user", "content": 'Write "9" as a Roman numeral.'}]
+    facts = training_facts(1) | {"example": {"prompt": question, "max_new_tokens": 16}}
+    code = block(build_card("name", training=facts), "python")
+    assert 'prompt = [{"role": "user", "content": "Write \\"9\\" as a Roman numeral."}]\n' in code
+    assert "generator(prompt, max_new_tokens=16," in code
+    facts["example"]["prompt"] = "IX + I ="
+    assert 'prompt = "IX + I ="\n' in block(build_card("name", training=facts), "python")
+    assert "max_new_tokens=1024" in block(build_card("name"), "python")
 
 
 def test_a_model_of_vllm_is_used_in_the_dtype_of_its_rollouts():

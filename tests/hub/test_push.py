@@ -95,11 +95,44 @@ def test_everything_arrives_and_nothing_is_written_here(checkpoint, hub):
 )
 def test_a_failed_push_says_what_is_where_and_is_resumed_by_the_next(checkpoint, hub, kind, answer, uploaded):
     hub.fail_next[kind] = [answer]
-    with pytest.raises(FailedRun, match=f"{uploaded}.*model is complete in .*pacs-trl push --model .* --repo {REPO}"):
+    command = f"pacs-trl push --model .* --repo {REPO} --results .*results.json --recipe .*recipe.yaml"
+    with pytest.raises(FailedRun, match=f"{uploaded}.*model is complete in .*{command}") as caught:
         push_it(checkpoint, hub)
+    assert ("hf auth login" in str(caught.value)) == (answer == 403)  # the token may not write
     assert hub.files.get(REPO, {}) == {}
     push_it(checkpoint, hub)
     assert sorted(hub.files[REPO]) == UPLOADED
+
+
+def test_a_failed_push_without_a_token_says_how_to_log_in(checkpoint, hub, monkeypatch):
+    monkeypatch.setattr("pacs_trl.hub.get_token", lambda: None)
+    hub.fail_next["create"] = [401]
+    with pytest.raises(FailedRun, match="no token on this machine: run `hf auth login`, or set HF_TOKEN. Upload it"):
+        push(checkpoint, REPO, api=HfApi(endpoint=hub.url))
+
+
+@pytest.mark.parametrize(
+    ("base", "of_adapter", "words"),
+    [
+        ("Qwen/Qwen3-8B", None, None),
+        ("outputs/models/base", None, "'outputs/models/base' is a local directory, so the card names it without"),
+        (
+            "outputs/models/base",
+            "/home/me/base",
+            "'/home/me/base' is a local directory, so others cannot load",
+        ),
+        ("outputs/models/base", "Qwen/Qwen3-8B", None),
+    ],
+)
+def test_a_base_model_that_only_this_machine_has_is_warned_of(checkpoint, hub, caplog, base, of_adapter, words):
+    (checkpoint.parent / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"model_name_or_path": base}))
+    if of_adapter is not None:
+        (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": of_adapter}))
+    push_it(checkpoint, hub)
+    warnings = [record.message for record in caplog.records if record.name == "pacs_trl.hub"]
+    assert [words in warning for warning in warnings] == [True] * (words is not None)
+    card = ModelCard(hub.files[REPO]["README.md"].decode())
+    assert card.data.base_model == ("Qwen/Qwen3-8B" if words is None else None)
 
 
 def test_scores_of_other_weights_are_refused(checkpoint, hub):

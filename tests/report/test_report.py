@@ -130,3 +130,24 @@ def test_a_method_looks_the_same_whichever_others_a_figure_has():
     assert together["PACS"] == alone["PACS"]
     assert len({str(look) for look in together.values()}) == 5
     assert plots.looks(["Base"])["Base"] == together["warm start"]
+
+
+def test_axes_of_training_have_whole_steps_units_and_the_range_of_the_data(monkeypatch, tmp_path):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure) or [path])
+    logs = [{"step": i, "reward": 0.5, "completions/mean_length": 400.0 + i, "step_time": 2.0} for i in range(1, 5)]
+    plots.training_figure({"PACS": [logs]}, tmp_path)
+    reward, length, _ = figures[0].axes
+    assert (length.get_ylabel(), length.get_xlabel()) == ("completion length (tokens)", "optimizer step")
+    assert length.get_ylim()[0] > 400  # not from 0
+    assert all(float(tick).is_integer() for tick in length.get_xticks())
+    assert len(reward.get_lines()) == 1 and figures[0].legends[0].get_title().get_text() == ""
+
+
+def test_the_legend_says_what_is_drawn():
+    """Of one run there is no mean over runs; a run of up to 19 steps is not smoothed."""
+    short, long = [(1, 0.5)] * 19, [(1, 0.5)] * 20
+    assert plots.note_on_lines([[short], [short]]) == ""
+    assert plots.note_on_lines([[short], [long]]) == plots.ONE_RUN and "runs" not in plots.ONE_RUN
+    assert plots.note_on_lines([[short, short], [short]]) == plots.RUNS and "smoothed" not in plots.RUNS
+    assert plots.note_on_lines([[long, long]]) == plots.RUNS + plots.SMOOTHED
