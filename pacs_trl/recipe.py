@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from trl import ModelConfig
+from peft import PeftConfig
+from trl import ModelConfig, get_peft_config
 
 from . import rewards
 from .data import DataArguments
@@ -370,6 +371,16 @@ def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_lab
             "of the rewards is the label, from 0 (wrong) to 1 (right)."
         ]
     return []
+
+
+def adapter_config(model: ModelConfig) -> PeftConfig | None:
+    """Return the configuration of the LoRA adapter, or `None` without `use_peft`."""
+    peft_config = get_peft_config(model)
+    targets = peft_config.target_modules if peft_config is not None else None
+    if isinstance(targets, str) and targets.isidentifier():
+        # TRL turns a list of one name into a string, which peft reads as a regular expression
+        peft_config.target_modules = {targets}
+    return peft_config
 
 
 def load_tokenizer(recipe: Recipe, **kwargs: Any):

@@ -18,19 +18,28 @@ from typing import Any, NoReturn
 from accelerate import PartialState
 from transformers import TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer_utils import get_last_checkpoint
-from trl import GRPOConfig, get_peft_config, get_quantization_config
+from trl import GRPOConfig, get_quantization_config
 
 from . import rewards
 from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.images import has_images
-from .errors import UserError, during_run, without_exit
-from .recipe import LAST, NONE, Recipe, RunArguments, load_tokenizer, read_recipe, reward_function, trainer_of_method
+from .errors import during_run, without_exit
+from .recipe import (
+    LAST,
+    NONE,
+    Recipe,
+    RunArguments,
+    adapter_config,
+    load_tokenizer,
+    read_recipe,
+    reward_function,
+    trainer_of_method,
+)
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
 from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
 from .rollouts.checkpoint import check_same_adapter
-from .rollouts.checkpoint_files import check_complete, last_resumable_checkpoint
+from .rollouts.checkpoint_files import check_complete, check_output_dir, last_resumable_checkpoint
 from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
 from .rollouts.process_count import check_batch, check_processes, read_saved_run
@@ -65,7 +74,8 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
     checkpoint = _checkpoint_to_resume(training.output_dir, resume)
     if checkpoint is not None:
         _check_processes(recipe, checkpoint)
-    _check_output(training.output_dir, checkpoint)
+    check_output_dir(training.output_dir, checkpoint, resumes=resume not in NONE)
+    make_directory(training.output_dir, "output_dir")
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
     configure_verification(recipe.verification)
     with without_exit("The environment"):
@@ -160,13 +170,8 @@ def _checked_model(recipe: Recipe):
     check_model_path(name, "training")
     if training.has_critic and training.critic_model_name_or_path:
         check_model_path(training.critic_model_name_or_path)
-    peft_config = get_peft_config(model)
-    targets = peft_config.target_modules if peft_config is not None else None
-    if isinstance(targets, str) and targets.isidentifier():
-        # TRL turns a list of one name into a string, which peft reads as a regular expression
-        peft_config.target_modules = {targets}
     try:
-        return peft_config, load_tokenizer(recipe)
+        return adapter_config(model), load_tokenizer(recipe)
     except OSError as error:
         if Path(name).exists() or looks_like_path(name):
             raise
@@ -201,13 +206,8 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
 
 
 def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
-    """Return the checkpoint to continue from. Raises a `ValueError` if a new run would overwrite an unfinished one."""
+    """Return the checkpoint to continue from."""
     if resume in NONE:
-        if Path(output_dir).is_dir() and (last := get_last_checkpoint(output_dir)) is not None:
-            raise UserError(
-                f"{output_dir} already contains {Path(last).name} of another run. Continue it with "
-                "`--resume_from_checkpoint last`, or choose another output_dir."
-            )
         return None
     if resume in LAST:
         last = last_resumable_checkpoint(output_dir)
@@ -234,18 +234,6 @@ def _check_processes(recipe: Recipe, checkpoint: str) -> None:
         needs_same_number=training.needs_same_number_of_processes,
     )
     check_batch(saved, checkpoint, recipe.step, keeps_batch=recipe.run.keep_global_batch)
-
-
-def _check_output(output_dir: str, checkpoint: str | None) -> None:
-    """Raise a `ValueError` if the model of another run would be overwritten, or the directory is not writable."""
-    continues_run = checkpoint is not None and Path(checkpoint).resolve().parent == Path(output_dir).resolve()
-    holds_model = any((Path(output_dir) / name).is_file() for name in ("config.json", "adapter_config.json"))
-    if holds_model and not continues_run:
-        raise UserError(
-            f"{output_dir} already contains a model, which this run would overwrite. Choose another output_dir, or "
-            "remove the directory; to train that model further, set it as model_name_or_path."
-        )
-    make_directory(output_dir, "output_dir")
 
 
 def _is_finished(training: GRPOConfig) -> bool:

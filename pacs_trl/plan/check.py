@@ -13,19 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from transformers import AutoConfig
-from transformers.utils import is_torch_bf16_gpu_available
+from trl import get_quantization_config
 
-from ..data import TRAINING_SETS, load_training_data
+from ..data import TRAINING_SETS, gym, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS
 from ..errors import UserError
-from ..recipe import LAST, Recipe, load_tokenizer, reward_function, settings_without_effect
+from ..recipe import LAST, NONE, Recipe, load_tokenizer, reward_function, settings_without_effect
 from ..rewards import tool_function
-from ..rollouts.checkpoint_files import last_resumable_checkpoint
-from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_prompt_lengths
+from ..rollouts.checkpoint_files import check_output_dir, last_resumable_checkpoint
+from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_model_type, check_prompt_lengths
 from ..rollouts.image_checkpoints import processor_of
-from ..rollouts.model_checks import flash_attention_4_error, obstacle_to_compilation, refusal_of_compilation
+from ..rollouts.model_checks import (
+    flash_attention_4_error,
+    missing_attention,
+    obstacle_to_compilation,
+    refusal_of_compilation,
+    rounded_updates,
+)
+from ..rollouts.mxfp4 import check_mxfp4
 from ..rollouts.process_count import check_batch, check_processes, read_saved_run
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
@@ -34,11 +41,7 @@ from . import read_plan_arguments
 from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
 from .launch import Launch, launch_commands, read_launch
-
-
-# bfloat16 has 8 significant bits: adding less than 2^-9 of a weight has no effect. Adam moves a weight by about the
-# learning rate, and typical weights are 0.02.
-_SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
+from .models import adapter_error
 
 
 def main(argv: Sequence[str]) -> int:
@@ -62,12 +65,7 @@ def main(argv: Sequence[str]) -> int:
         data, longest = recipe.data.dataset_name, recipe.training.max_completion_length
         estimate = Estimate(recipe, launch, GPUS[own.gpu], prompts)
         more_conflicts, notes = find_conflicts(estimate)
-        if recipe.training.bf16 and recipe.training.needs_gpu and not is_torch_bf16_gpu_available():
-            notes.append(
-                "bf16 needs a GPU with bfloat16, and this machine has none. Train on another machine, or set bf16: "
-                "false (and use_cpu: true without a GPU)."
-            )
-        conflicts += more_conflicts
+        conflicts += more_conflicts + _output_errors(recipe.training)
         if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
             notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
         notes += settings_without_effect(recipe) + _batch_notes(own.config, recipe)
@@ -168,17 +166,17 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
             f"{estimate.num_problems} (max_train_samples={data.max_train_samples}, eval_split_size="
             f"{data.eval_split_size}). Use more problems, or lower steps_per_generation."
         )
-    dtype, rate = estimate.dtype, training.learning_rate
-    if dtype != "float32" and not recipe.model.use_peft and rate < _SMALLEST_BF16_LEARNING_RATE:
-        lost = f"dtype={dtype} with learning_rate={rate:g}: bfloat16 rounds away updates below about "
-        lost += f"{_SMALLEST_BF16_LEARNING_RATE:.0e}."
-        if estimate.has_float32_copies:
-            notes.append(f"{lost} FSDP and DeepSpeed train float32 copies; dtype: float32 makes that explicit.")
-        else:
-            conflicts.append(f"{lost} Set dtype: float32 and bf16: true (float32 weights, bfloat16 arithmetic).")
+    dtype, copies = estimate.dtype, estimate.has_float32_copies
+    lost = rounded_updates(dtype, training.learning_rate, has_float32_copies=copies)
+    if lost is not None and not recipe.model.use_peft:
+        notes.append(lost)
     loading = {"attn_implementation": recipe.model.attn_implementation, "dtype": dtype}
     if error := flash_attention_4_error(training, loading | (training.model_init_kwargs or {}), capability=None):
         conflicts.append(error)
+    implementation = (loading | (training.model_init_kwargs or {}))["attn_implementation"]
+    if missing := missing_attention(implementation):
+        notes.append(missing)
+    conflicts += _model_errors(estimate)
     if estimate.critic_name and (launch.kind == "DEEPSPEED" or launch.fsdp_version == 1):
         conflicts.append(
             f"method: {recipe.run.method} trains two models, which DeepSpeed and FSDP 1 do not support. Use ddp.yaml "
@@ -207,10 +205,25 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     return conflicts, notes
 
 
+def _model_errors(estimate: Estimate) -> list[str]:
+    """Return why the model on this machine cannot be trained as the recipe says."""
+    recipe, config, errors = estimate.recipe, estimate.config, []
+    if config is not None:
+        try:
+            arguments = {"quantization_config": get_quantization_config(recipe.model)}
+            check_mxfp4(recipe.model.model_name_or_path, config, recipe.training, arguments)
+            check_model_type(config, recipe.training)
+        except (ValueError, ImportError) as error:
+            errors.append(str(error))
+    if estimate.model is not None and (error := adapter_error(recipe, estimate.model)):
+        errors.append(error)
+    return errors
+
+
 def _batch_notes(path: str, recipe: Recipe) -> list[str]:
     """Return how batch sizes differ from those with the recipe's `expected_processes`."""
     expected, now = recipe.run.expected_processes, recipe.step
-    written = None if expected is None else check_recipe(path, [], expected)[0]
+    written = None if expected in (None, now.num_processes) else check_recipe(path, [], expected)[0]
     if written is None:
         return []
     names = {"A generation": "prompts_per_generation", "An optimizer step": "prompts_per_update"}
@@ -228,13 +241,13 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     a run would raise for model or data."""
     data, training, prompts = recipe.data, recipe.training, UNKNOWN
     path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
-    is_local = path is not None and Path(path).exists()
+    is_local = data.dataset_name == gym.NAME or path is not None and Path(path).exists()
     try:
         tokenizer, contexts = _local_model(recipe)
         if tokenizer is None or not is_local:
             if is_local:
                 prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
-            return prompts, []
+            return prompts, _length_errors(recipe, contexts)
         load_processor = partial(processor_of, recipe.model.model_name_or_path, training, local_files_only=True)
         dataset, evaluation = load_training_data(data, tokenizer, training.chat_template_kwargs, load_processor)
         if has_images(dataset):
@@ -246,9 +259,46 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         check_prompt_lengths(datasets, training, tokenizer, tools, contexts)
         functions = [reward_function(name) for name in recipe.run.reward_funcs]
         check_dataset("the training set", dataset, functions, OWN_PARAMETERS)
-    except UserError as error:
+    except ValueError as error:  # also of libraries that read the model and the data
         return prompts, [str(error)]
     return prompts, []
+
+
+def _length_errors(recipe: Recipe, contexts: dict[str, int | None]) -> list[str]:
+    """Return the limits that a completion exceeds with the longest prompt that the recipe allows."""
+    data, training = recipe.data, recipe.training
+    prompt, completion = data.max_prompt_length or 1, training.max_completion_length or 0
+    limits: dict[str, int | None] = dict(contexts)
+    limits["vllm_max_model_length"] = training.vllm_max_model_length if training.use_vllm else None
+    if isinstance(training.max_tokens_per_micro_batch, int):
+        limits["max_tokens_per_micro_batch"] = training.max_tokens_per_micro_batch
+    errors = []
+    for name, limit in limits.items():
+        if limit and prompt + completion > limit:
+            remedy = f"Raise it to {prompt + completion}"
+            if name in contexts:
+                name = f"the context of the model, {name}"
+                remedy = f"Lower max_completion_length to {max(limit - prompt, 0)}"
+            errors.append(
+                f"A prompt of {prompt} tokens (max_prompt_length={data.max_prompt_length}) with max_completion_length="
+                f"{completion} does not fit into {name}={limit}. {remedy}, or lower max_prompt_length."
+            )
+    return errors
+
+
+def _output_errors(training: Any) -> list[str]:
+    """Return why a run would not start because of what is in its `output_dir`."""
+    resume = str(training.resume_from_checkpoint)
+    checkpoint = None if resume in NONE else resume
+    if resume in LAST:
+        checkpoint = last_resumable_checkpoint(training.output_dir)
+        if (Path(training.output_dir) / "trainer_state.json").is_file():  # a finished run, which training continues
+            return []
+    try:
+        check_output_dir(training.output_dir, checkpoint, resumes=resume not in NONE)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _local_model(recipe: Recipe) -> tuple[Any, dict[str, int | None]]:

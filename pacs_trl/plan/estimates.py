@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..recipe import Recipe
 from ..rollouts.model_checks import obstacle_to_compilation, trains_routers
 from ..settings import render
+from ..settings.names import looks_like_path
 from . import cost
 from .cost import GIB, H200, Execution, Gpu, Passes, Recomputation
 from .launch import Launch
@@ -53,7 +54,8 @@ class Estimate:
     parts of an update, `peak` is the largest use of memory. A vLLM server has `server_gpus`: the rest of the trainer's
     last node of eight GPUs, or one node more. `compiled` and `attention` say how the update computes, see
     [`~cost.Execution`], by default as the recipe says, and `packing` whether completions are packed. `choice` is what
-    the update recomputes and the size of its micro-batches, or `None` if no micro-batch fits.
+    the update recomputes and the size of its micro-batches, or `None` if no micro-batch fits. `config` and `model`,
+    without weights, are those of a model that is on this machine, or known, or else `None`.
     """
 
     def __init__(
@@ -81,8 +83,8 @@ class Estimate:
         self.precision = "autocast" if mixed else "float32"
         if self.dtype != "float32" or self.has_float32_copies:
             self.precision = "bfloat16"
-        config = local_config(recipe)
-        model = None if config is None else empty_model(config)
+        self.config = config = local_config(recipe)
+        self.model = model = None if config is None else empty_model(config)
         self.trains_routers = config is not None and trains_routers(config, training)
         if compiled is None:
             compiled = _compiles_layers(recipe, launch, self.trains_routers)
@@ -116,6 +118,8 @@ class Estimate:
         shapes = {policy: self.shape} | ({self.critic_name: self.critic_shape} if training.has_critic else {})
         self.unknown = [name for name, shape in shapes.items() if shape is None]
         self.reason_of_unknown = "download its config.json and pass the folder"
+        if looks_like_path(policy):
+            self.reason_of_unknown = "its directory does not exist here"
         if policy in self.unknown and config is not None:
             self.reason_of_unknown = f"plan does not estimate {config.model_type!r} models"
         if not self.unknown:
@@ -205,31 +209,67 @@ class Estimate:
     def memory_conflict(self) -> str | None:
         """Return why an update, or a colocated vLLM beside it, does not fit on a GPU, and what helps; `None` if both
         fit."""
-        if self.unknown or (self.choice is not None and self.peak <= self.usable):
+        if self.unknown or not self.training.needs_gpu or (self.choice is not None and self.peak <= self.usable):
             return None
         total = self.gpu.memory_bytes
         if self.choice is None:
             return (
-                f"A completion of {self.longest:,} tokens (prompt and max_completion_length) does not fit on an "
-                f"{self.gpu.name}, even if the backward pass computes everything again: training state "
-                f"{self.state / GIB:.0f} GiB, activations {self.activations / GIB:.0f}, vLLM {self.engine / GIB:.0f}, "
-                f"of {total / GIB:.0f}. Lower max_completion_length or vllm_gpu_memory_utilization, shard the "
-                "training state over more GPUs (accelerate_configs/fsdp2.yaml), or train an adapter (use_peft: true)."
+                f"A completion of {self.longest:,} tokens (prompt and max_completion_length) does not fit on "
+                f"{self.on_gpu}, even if the backward pass computes everything again: {self._parts()}, of "
+                f"{total / GIB:.0f} GiB. Lower max_completion_length{self._engine_remedy()}, {self._remedies()}."
             )
         if self.update > self.usable:
             return (
-                f"An update needs {self.update / GIB:.0f} GiB on each GPU (training state {self.state / GIB:.0f}, "
-                f"activations {self.activations / GIB:.0f}) of {total / GIB:.0f} on an {self.gpu.name}. Shard the "
-                "training state over more GPUs (accelerate_configs/fsdp2.yaml), set gradient_checkpointing: true, "
-                "lower per_device_train_batch_size, or train an adapter (use_peft: true)."
+                f"An update needs {self.update / GIB:.0f} GiB on each GPU ({self._parts()}) of {total / GIB:.0f} on "
+                f"{self.on_gpu}. To make it smaller, {self._remedies()}."
             )
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
+        remedies = [f"set it to {share:g} or less"] if share > 0 else []
+        if not self.asleep:
+            remedies.append("set vllm_enable_sleep_mode: true")
+        if self.launch.sharding != "full":
+            remedies.append("shard the training state (fsdp2.yaml)")
         return (
             f"vllm_gpu_memory_utilization={self.training.vllm_gpu_memory_utilization:g} takes "
-            f"{self.engine / GIB:.0f} GiB of an {self.gpu.name}'s {total / GIB:.0f}, and training needs "
-            f"{self.beside_engine / GIB:.0f} GiB. Set it to {share:g} or less, set vllm_enable_sleep_mode: true, or "
-            "shard the training state (fsdp2.yaml)."
+            f"{self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {self.on_gpu}, and training needs "
+            f"{self.beside_engine / GIB:.0f} GiB. To make both fit, {_alternatives(remedies or ['use more GPUs'])}."
         )
+
+    @property
+    def on_gpu(self) -> str:
+        return f"{'a' if self.gpu.name.startswith('B') else 'an'} {self.gpu.name}"
+
+    def _parts(self) -> str:
+        """Return the parts of the memory of an update that take a GiB or more."""
+        sizes = {
+            "training state": self.state,
+            "rounded weights": self.casts,
+            "activations": self.activations,
+            "gathered weights": self.gathered,
+            "collected gradient": self.collected,
+            "vLLM": 0 if self.asleep else self.engine,
+        }
+        return ", ".join(f"{name} {size / GIB:.0f}" for name, size in sizes.items() if size >= GIB)
+
+    def _engine_remedy(self) -> str:
+        return " or vllm_gpu_memory_utilization" if self.engine and not self.asleep else ""
+
+    def _remedies(self) -> str:
+        """Return what makes an update smaller, of what is not done yet."""
+        training, remedies = self.training, []
+        if self.launch.sharding != "full":
+            remedies.append("shard the training state over GPUs (accelerate_configs/fsdp2.yaml)")
+        elif self.collected > self.state and not self.critic:
+            remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), without a collected gradient")
+        else:
+            remedies.append("use more GPUs")
+        if self.recomputation != "full" and not self.chooses:
+            remedies.append("set gradient_checkpointing: auto")
+        if training.max_tokens_per_micro_batch is None and training.per_device_train_batch_size > 1:
+            remedies.append("lower per_device_train_batch_size")
+        if not self.recipe.model.use_peft:
+            remedies.append("train an adapter (use_peft: true)")
+        return _alternatives(remedies)
 
     def passes(self) -> Passes:
         """Return the passes of the policy over a generation batch in all updates on it."""
@@ -337,6 +377,10 @@ def _compiles_layers(recipe: Recipe, launch: Launch, trains_routers: bool) -> bo
     quantization = "bitsandbytes" if model.load_in_4bit or model.load_in_8bit else None
     how = {"is_zero3": is_zero3, "quantization": quantization, "trains_routers": trains_routers}
     return obstacle_to_compilation(training, **how) is None
+
+
+def _alternatives(names: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
 
 
 def _rounded(seconds: float) -> str:

@@ -1,7 +1,10 @@
 """The model of a recipe, as far as a configuration on this machine tells. Nothing is downloaded, and no weights are
 loaded."""
 
+import re
+
 import torch
+from peft import get_peft_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -13,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from ..recipe import Recipe
+from ..recipe import Recipe, adapter_config
 from .cost import KNOWN_MODELS, ModelShape
 
 
@@ -85,3 +88,22 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape | None:
 def _setting(config: PreTrainedConfig, name: str, default: int) -> int:
     """Return a setting that only some architectures have; without layers that differ from the others in it."""
     return vars(config).get(name) or default
+
+
+def adapter_error(recipe: Recipe, model: PreTrainedModel) -> str | None:
+    """Return why the adapter of a recipe does not fit a model without weights, which is changed."""
+    config = adapter_config(recipe.model)
+    if config is None:
+        return None
+    try:
+        get_peft_model(model, config)
+    except re.error:  # which is refused before
+        return None
+    except ValueError as error:
+        linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+        names = {name.rpartition(".")[2] for name in linear}
+        return (
+            f"lora_target_modules={recipe.model.lora_target_modules}: {str(error).split('. ')[0]}. Choose among the "
+            f"linear layers of the model ({', '.join(sorted(names))}), or all-linear."
+        )
+    return None

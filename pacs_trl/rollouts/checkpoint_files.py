@@ -108,3 +108,27 @@ def check_complete(checkpoint: str) -> None:
             f"{checkpoint} is not complete: {wrong}. It is no checkpoint, or the process was stopped while it was "
             f"being written. {remedy}."
         )
+
+
+def check_output_dir(output_dir: str | Path, checkpoint: str | None, *, resumes: bool) -> None:
+    """
+    Raise a `ValueError` if a run would overwrite the checkpoints or the model of another one.
+
+    Args:
+        checkpoint (`str`, *optional*): The checkpoint from which the run continues.
+        resumes (`bool`): Whether the run was told to continue from a checkpoint in `output_dir`, if there is one.
+    """
+    output_dir = Path(output_dir)
+    steps = [re.fullmatch(r"checkpoint-(\d+)", path.name) for path in output_dir.glob("checkpoint-*") if path.is_dir()]
+    if checkpoint is None and not resumes and (numbers := [int(match[1]) for match in steps if match]):
+        raise UserError(
+            f"{output_dir} already contains checkpoint-{max(numbers)} of another run. Continue it with "
+            "`--resume_from_checkpoint last`, or choose another output_dir."
+        )
+    continues_run = checkpoint is not None and Path(checkpoint).resolve().parent == output_dir.resolve()
+    holds_model = any((output_dir / name).is_file() for name in ("config.json", "adapter_config.json"))
+    if holds_model and not continues_run:
+        raise UserError(
+            f"{output_dir} already contains a model, which this run would overwrite. Choose another output_dir, or "
+            "remove the directory; to train that model further, set it as model_name_or_path."
+        )

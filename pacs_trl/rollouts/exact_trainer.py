@@ -186,10 +186,10 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
             )
         self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
-        if trains_routers(config_of(model, args), args):
-            check_checkpointing_of_routers(args)
 
     def _choose_settings(self, model, args, arguments):
+        if trains_routers(config_of(model, args), args):
+            check_checkpointing_of_routers(args)
         if args.rollout_schedule == "continuous" and args.process_index == 0:
             check_server_of_continuous(args, model, training_dtype(args, model), self._longest_sequence)
         self._memory_is_chosen = chooses(args)

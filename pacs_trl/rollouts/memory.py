@@ -265,7 +265,7 @@ def _room(
         weight_bytes=4 if _dtype(args, model) == torch.float32 else 2,
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
-        is_fsdp=_uses(args, "FSDP"),
+        is_fsdp=uses_plugin(args, "FSDP"),
         processes=args.world_size,
         memory_bytes=memory.total,
     )
@@ -293,12 +293,14 @@ def _dtype(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> tor
 
 def _precision(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> str:
     is_mixed = args.bf16 or args.fp16
-    if _dtype(args, model) != torch.float32 or (is_mixed and (_uses(args, "FSDP") or _uses(args, "DEEPSPEED"))):
+    if _dtype(args, model) != torch.float32 or (
+        is_mixed and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"))
+    ):
         return "bfloat16"
     return "autocast" if is_mixed else "float32"
 
 
-def _uses(args: RolloutConfig, plugin: str) -> bool:
+def uses_plugin(args: RolloutConfig, plugin: str) -> bool:
     """Return whether the launch, or the configuration, uses `"FSDP"` or `"DEEPSPEED"`."""
     is_set = args.deepspeed if plugin == "DEEPSPEED" else args.fsdp
     return bool(is_set) or os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
@@ -306,9 +308,9 @@ def _uses(args: RolloutConfig, plugin: str) -> bool:
 
 def _sharding(args: RolloutConfig) -> str:
     """Return how the training state is sharded, see [`~cost.training_state_bytes`]."""
-    if _uses(args, "FSDP") or is_deepspeed_zero3_enabled():
+    if uses_plugin(args, "FSDP") or is_deepspeed_zero3_enabled():
         return "full"
-    return "gradients" if _uses(args, "DEEPSPEED") else "none"
+    return "gradients" if uses_plugin(args, "DEEPSPEED") else "none"
 
 
 def _recomputations(args: RolloutConfig, *, has_adapter: bool) -> tuple[Recomputation, ...]:
@@ -325,7 +327,7 @@ def _recomputations(args: RolloutConfig, *, has_adapter: bool) -> tuple[Recomput
 def _check_fsdp(args: RolloutConfig) -> None:
     """Raise a `ValueError` if FSDP is to recompute activations too."""
     by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
-    if args.gradient_checkpointing == "auto" and _uses(args, "FSDP") and by_launch:
+    if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and by_launch:
         raise UserError(
             "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes "
             "in any case. Set the latter to false in the accelerate file."

@@ -4,6 +4,7 @@ optimizer, and whether other processes and engines get the same model."""
 import inspect
 import logging
 import warnings
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 from ..errors import UserError
 from ..update.compiled_layers import missing_compiler
 from .checks import config_of
+from .memory import uses_plugin
 from .rollout_config import RolloutConfig
 
 
@@ -32,6 +34,7 @@ def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, a
     check_trainable(model, arguments["peft_config"])
     check_optimizers(model, arguments["peft_config"], arguments["optimizers"])
     check_quantization(model, args, arguments["quantization_config"])
+    warn_of_rounded_updates(model, args, arguments["peft_config"])
     if isinstance(model, str):
         check_attention(args)
     if args.rollout_lag and not args.use_vllm and not isinstance(model, str):
@@ -205,10 +208,58 @@ def flash_attention_4_error(args: RolloutConfig, loading: dict[str, Any], capabi
     return None
 
 
+# bfloat16 has 8 significant bits: adding less than 2^-9 of a weight has no effect. Adam moves a weight by about the
+# learning rate, and typical weights are 0.02.
+_SMALLEST_BF16_LEARNING_RATE = 2**-9 * 0.02
+
+
+def rounded_updates(dtype: Any, learning_rate: float, *, has_float32_copies: bool) -> str | None:
+    """Return a warning if weights in half precision would lose most of the updates, in two sentences."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in ("bfloat16", "float16", "auto") or learning_rate >= _SMALLEST_BF16_LEARNING_RATE:
+        return None
+    lost = f"dtype={name} with learning_rate={learning_rate:g}: half precision rounds away updates below about "
+    lost += f"{_SMALLEST_BF16_LEARNING_RATE:.0e} of typical weights. "
+    if has_float32_copies:
+        return lost + "FSDP and DeepSpeed train float32 copies; dtype: float32 makes that explicit."
+    return lost + "Set dtype: float32 and bf16: true (float32 weights, bfloat16 arithmetic)."
+
+
+def warn_of_rounded_updates(
+    model: str | PreTrainedModel | PeftModel, args: RolloutConfig, peft_config: PeftConfig | None
+) -> None:
+    """Log a warning, on the first process, if weights in half precision would lose most of the updates."""
+    if peft_config is not None or isinstance(model, PeftModel):
+        return
+    dtype = (args.model_init_kwargs or {}).get("dtype") if isinstance(model, str) else model.dtype
+    is_copied = (args.bf16 or args.fp16) and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"))
+    warning = rounded_updates(dtype, args.learning_rate, has_float32_copies=False)
+    if warning is not None and not is_copied and args.process_index == 0:
+        logger.warning(warning)
+
+
+# Packages of the attention implementations that transformers does not bring.
+_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def missing_attention(implementation: Any) -> str | None:
+    """Return which package an attention implementation lacks on this machine, and what to do; `None` if it lacks none.
+    The package `kernels` downloads another implementation instead."""
+    package = _ATTENTION_PACKAGES.get(str(implementation))
+    if package is None or find_spec(package) is not None or find_spec("kernels") is not None:
+        return None
+    return (
+        f"attn_implementation: {implementation} needs the package {package}, which is not installed here. Install it, "
+        "or set attn_implementation: sdpa, which packs completions, too."
+    )
+
+
 def check_attention(args: RolloutConfig) -> None:
-    """Raise a `ValueError` if a model to be loaded asks for FlashAttention 4 where it cannot train."""
+    """Raise a `ValueError` if a model to be loaded asks for an attention that is not installed, or cannot train."""
+    loading = args.model_init_kwargs or {}
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    if error := flash_attention_4_error(args, args.model_init_kwargs or {}, capability):
+    error = flash_attention_4_error(args, loading, capability) or missing_attention(loading.get("attn_implementation"))
+    if error:
         raise UserError(error)
 
 

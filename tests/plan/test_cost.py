@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from support.seeds import shifted
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 
 from pacs_trl.plan import cost
 from pacs_trl.plan.cost import RECOMPUTATIONS, Execution, ModelShape, Passes
@@ -19,8 +19,12 @@ SMALL = ModelShape(3, 64, 160, 4, 2, head_dim=16, vocabulary=300, tied=True, qk_
 def transformers_model(shape: ModelShape, attn_implementation: str = "sdpa"):
     names = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes = dict(zip(names, astuple(shape), strict=False), vocab_size=shape.vocabulary, tie_word_embeddings=shape.tied)
-    config = Qwen2Config(**sizes) if shape.qkv_bias else Qwen3Config(**sizes, head_dim=shape.head_dim)
+    config_class = Qwen2Config if shape.qkv_bias else Qwen3Config if shape.qk_norm else LlamaConfig
+    config = config_class(**sizes, **({} if shape.qkv_bias else {"head_dim": shape.head_dim}))
     return AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+
+
+LLAMAS = {"3.2-1B": 1.2, "3.2-3B": 3.2, "3.1-8B": 8.0, "3.3-70B": 70.6}  # 1e9 weights
 
 
 @pytest.mark.parametrize("name", cost.KNOWN_MODELS)
@@ -29,6 +33,8 @@ def test_parameters_equal_those_of_transformers_and_of_the_model_card(name):
         model = transformers_model(cost.KNOWN_MODELS[name])
     assert cost.KNOWN_MODELS[name].parameters == sum(p.numel() for p in model.parameters())
     cards = {"Qwen/Qwen3-0.6B": 0.6, "Qwen/Qwen3-4B": 4.0, "Qwen/Qwen3-8B": 8.2, "Qwen/Qwen2.5-7B": 7.6}
+    cards |= {"Qwen/Qwen3-14B": 14.8, "Qwen/Qwen3-32B": 32.8, "Qwen/Qwen2.5-0.5B-Instruct": 0.5}
+    cards |= {f"meta-llama/Llama-{name}-Instruct": size for name, size in LLAMAS.items()}
     assert name not in cards or round(cost.KNOWN_MODELS[name].parameters / 1e9, 1) == cards[name]
 
 

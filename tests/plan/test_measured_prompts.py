@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from support.architectures import build
 from transformers import GPT2Config, LlamaConfig, MambaConfig
 
 from experiments.miniature.model import build_model
@@ -91,13 +92,34 @@ def test_context_lengths():
     assert found(LlamaConfig(**sizes, rope_parameters=longrope)) == (128, 32)
 
 
-@pytest.mark.parametrize("has_gpu", [False, True])
-def test_bfloat16_without_hardware(small, monkeypatch, has_gpu):
-    """A note: the run may start on another machine."""
-    monkeypatch.setattr("pacs_trl.plan.check.is_torch_bf16_gpu_available", lambda: has_gpu)
-    status, output = small()
-    assert status == 0 and ("bf16" in output) != has_gpu
-    assert "bf16" not in small(bf16=False)[1] + small(use_cpu=True)[1]
+def test_bfloat16_needs_hardware_where_the_run_starts_only(small):
+    assert "bf16" not in small()[1]
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="bf16"):
             read_recipe(["--config", "recipes/miniature/pacs.yaml", "--bf16", "true", "--use_cpu", "false"])
+
+
+def test_a_directory_with_another_run_is_named_as_in_training(small, model, tmp_path):
+    """A model or a checkpoint in `output_dir`; not if the run continues from there, or is finished."""
+    output = tmp_path / "run"
+    output.mkdir()
+    assert small(output_dir=str(output))[0] == 0
+    (output / "config.json").write_text("{}")
+    status, text = small(output_dir=str(output))
+    assert status == 1 and "already contains a model" in text
+    (output / "trainer_state.json").write_text("{}")
+    assert small("--resume_from_checkpoint", "last", output_dir=str(output))[0] == 0
+    (output / "config.json").unlink()
+    (output / "checkpoint-7").mkdir()
+    status, text = small(output_dir=str(output))
+    assert status == 1 and "already contains checkpoint-7" in text
+
+
+def test_packed_weights_are_refused_as_in_training(small, model):
+    """MXFP4 weights of gpt-oss, which vLLM cannot replace."""
+    build("gpt_oss").config.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    assert small(bf16=False)[0] == 0
+    status, text = small(use_vllm=True, vllm_gpu_memory_utilization=0.3)
+    assert status == 1 and "vLLM would load the MXFP4 weights" in text

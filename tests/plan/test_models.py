@@ -56,6 +56,7 @@ def test_plan_counts_the_forward_pass_of_the_routers(plan, tmp_path):
     tiny_experts().config.save_pretrained(tmp_path / "model")
     TOKENIZER.save_pretrained(tmp_path / "model")
     local = {"model_name_or_path": str(tmp_path / "model"), "gradient_checkpointing": False, "bf16": False}
+    local |= {"max_completion_length": 500}
     status, output = plan(**local)
     assert status == 0 and "4.75 forward passes" in output, output
     assert "that a token uses" in output and "router_aux_loss_coef" in output
