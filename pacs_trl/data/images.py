@@ -73,14 +73,31 @@ def prompt_with_images(row: Mapping[str, Any]) -> Any:
     prompt, images = row["prompt"], images_of_columns(row)
     if not images and next(image_blocks(prompt), None) is None:
         return prompt
-    messages = checked_messages(prompt, images)
-    from trl.data_utils import prepare_multimodal_messages
-
-    filled = prepare_multimodal_messages(messages, images=[read_image(image) for image in images])
+    filled = with_image_blocks(prompt, images)
     for block in image_blocks(filled):
         if not _is_pil(block["image"]):
             block["image"] = read_image(block["image"])  # type: ignore[index]
     return filled
+
+
+def with_image_blocks(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the messages of a prompt with the images of its row in blocks, unread. Raises the errors of
+    [`checked_messages`]."""
+    from trl.data_utils import prepare_multimodal_messages
+
+    return prepare_multimodal_messages(checked_messages(prompt, images), images=list(images))
+
+
+def image_digest(value: Any) -> str:
+    """Return a hash of an image of a row, of the content of a file."""
+    if isinstance(value, Mapping) and value.get("bytes"):
+        content = value["bytes"]
+    elif _is_pil(value):
+        content = _digest(value)
+    else:
+        path = value["path"] if isinstance(value, Mapping) else str(value)
+        content = Path(path).read_bytes() if Path(path).is_file() else str(path).encode()
+    return hashlib.sha256(content).hexdigest()
 
 
 def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -214,7 +231,7 @@ def image_prompt_lengths(
             if images or next(image_blocks(prompt), None) is not None:
                 blocks = [block for block in image_blocks(checked_messages(prompt, images)) if "image" in block]
                 images = [*images, *(block["image"] for block in blocks)]
-            sizes.append([_size(image) for image in images])
+            sizes.append([image_size(image) for image in images])
         except ValueError as error:
             raise UserError(f"Row {i} of {name}: {error}") from error
         texts.append(prompt)
@@ -242,8 +259,9 @@ def _undecoded(dataset: Any) -> Any:
     return dataset
 
 
-def _size(value: Any) -> tuple[int, int]:
-    """Return the height and width of an image, of a file without reading its pixels."""
+def image_size(value: Any) -> tuple[int, int]:
+    """Return the height and width of an image, of a file without reading its pixels, and of an address 0. Raises a
+    `ValueError` if there is no image."""
     from PIL import Image, UnidentifiedImageError
 
     try:

@@ -24,7 +24,15 @@ from ..data.environments import (
     prepare_environments,
     reward_functions_of,
 )
-from ..data.images import image_blocks, images_of_columns
+from ..data.images import (
+    checked_messages,
+    image_blocks,
+    image_digest,
+    image_size,
+    images_of_columns,
+    with_absolute_paths,
+    with_image_blocks,
+)
 from ..data.prompts import read_problem
 from ..data.sets import FILE_FORMATS, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
 from ..errors import UserError
@@ -157,6 +165,15 @@ class Problem:
     solution: str | list[str]
     options: tuple[str, ...] = ()
     row: dict[str, Any] | None = None  # of an environment: the arguments of `reset`
+    images: tuple = ()  # of columns, as the row has them
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.images) or next(image_blocks(self.problem), None) is not None
+
+    def with_images(self, prompt: Any) -> Any:
+        """Return a prompt of this problem with its images in blocks."""
+        return with_image_blocks(prompt, self.images) if self.has_images else prompt
 
     def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
         """Return problem and gold answer of the sample with this seed, which has its own order of options."""
@@ -184,6 +201,10 @@ class LoadedBenchmark:
     is_code: bool = False
     is_prompt: bool = False
     environment: tuple[Any, list] | None = None
+
+    @property
+    def has_images(self) -> bool:
+        return any(problem.has_images for problem in self.problems)
 
     @property
     def is_gym(self) -> bool:
@@ -228,6 +249,8 @@ def load_benchmark(
         else:
             source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
             rows, source = load_rows(name, entry, path or None), {"file": Path(path).name} if path else source
+        folder = Path(path or name).parent
+        rows = [with_absolute_paths(row, folder) for row in rows] if path or Path(name).is_file() else rows
         problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     except KeyError as error:
         raise UserError(
@@ -239,7 +262,7 @@ def load_benchmark(
             f"Benchmark {spec} contains the id {repeated[0]!r} twice. Make ids unique: samples are stored by id."
         )
     is_code = json_of_tests(problems[0].solution) is not None
-    content = json.dumps([[p.id, p.problem, p.solution, *p.options] for p in problems], ensure_ascii=False)
+    content = json.dumps([_content(problem) for problem in problems], ensure_ascii=False)
     digest = hashlib.sha256(content.encode()).hexdigest()[:16]
     source |= {"version": entry.version, "num_problems": len(problems), "digest": digest}
     return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.is_prompt)
@@ -279,15 +302,32 @@ def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
     try:
         answer = gold_answer(row[entry.solution_column], entry.answer_in)
         problem = read_problem(row[entry.problem_column], entry.problem_column)
-        if images_of_columns(row) or next(image_blocks(problem), None) is not None:
-            raise UserError(
-                "it has images, and benchmarks are text. Hold examples out of the training data instead, with "
-                "eval_split_size."
-            )
+        images = tuple(images_of_columns(row))
+        if images or next(image_blocks(problem), None) is not None:
+            _check_images(problem, images, entry)
         if answer is None or problem is None:
             column = entry.problem_column if problem is None else entry.solution_column
             raise UserError(f"the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or complete it.")
     except ValueError as error:
         raise UserError(f"Benchmark {name}, row {index}: {error}") from error
     row_id = str(row[entry.id_column]) if entry.id_column else str(index)
-    return Problem(row_id, problem, answer, tuple(row["options"]) if entry.convert_rows is _gpqa else ())
+    options = tuple(row["options"]) if entry.convert_rows is _gpqa else ()
+    return Problem(row_id, problem, answer, options, images=images)
+
+
+def _check_images(problem: Any, images: Sequence[Any], entry: ProblemSet) -> None:
+    """Raise a `ValueError` if images cannot be read, or do not fit the placeholders of the problem."""
+    is_question = isinstance(problem, str) and not entry.is_prompt  # which becomes a message
+    messages = checked_messages([{"role": "user", "content": problem}] if is_question else problem, images)
+    for image in [*images, *(block["image"] for block in image_blocks(messages) if "image" in block)]:
+        image_size(image)
+
+
+def _content(problem: Problem) -> list:
+    """Return what identifies a problem as plain data; images by their hashes."""
+    text, hashes = problem.problem, [image_digest(image) for image in problem.images]
+    if isinstance(text, list) and problem.has_images:
+        images = [block["image"] for block in image_blocks(text) if block.get("image") is not None]
+        hashes += [image_digest(image) for image in images]
+        text = json.loads(json.dumps(text, default=lambda image: "image"))
+    return [problem.id, text, problem.solution, *problem.options, *([hashes] if hashes else [])]

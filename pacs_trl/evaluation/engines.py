@@ -9,18 +9,22 @@ caller can store each one. Reproducibility differs:
   change a token. A resumed run generates equally valid samples, not always the same text.
 """
 
+import base64
 import gc
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import cached_property, partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from ..data import check_chat_template_kwargs
+from ..data.images import image_blocks, prompt_with_images
 from ..errors import FailedRun, UserError
 from ..redaction import without_secrets
 from ..settings.names import check_model_path
@@ -36,8 +40,17 @@ Answers = Iterator[tuple[Request, Completion]]
 class TransformersEngine:
     """Batched `generate` of a causal language model, `batch_size` requests per call."""
 
-    def __init__(self, model, tokenizer, *, batch_size: int = 64, chat_template_kwargs: dict | None = None):
+    def __init__(
+        self,
+        model,
+        tokenizer,
+        *,
+        batch_size: int = 64,
+        chat_template_kwargs: dict | None = None,
+        load_processor: Callable[[], Any] | None = None,
+    ):
         self.model, self.tokenizer = model, tokenizer
+        self._load_processor = load_processor  # of images, which many models lack
         self.batch_size = batch_size
         self.chat_template_kwargs = chat_template_kwargs
         self.context_length = context_lengths(model.config)["max_position_embeddings"] or math.inf
@@ -51,6 +64,7 @@ class TransformersEngine:
 
         tokenizer = load_text_tokenizer(model, revision=revision)
         loaded: Any = _architecture(model, revision).from_pretrained(model, revision=revision, dtype=dtype)
+        kwargs["load_processor"] = partial(load_processor, model, revision)
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
@@ -61,14 +75,35 @@ class TransformersEngine:
         end = {"pad_token_id": pad_token_id, "stop_ids": stop_ids}
         for start in range(0, len(requests), self.batch_size):
             batch = requests[start : start + self.batch_size]
-            prompts = [tokenize_prompt(tokenizer, r.prompt, self.chat_template_kwargs) for r in batch]
+            prompts, images = self._tokenized(batch)
             seeds = [request.seed for request in batch]
-            generated, _ = generate_tokens(self.model, prompts, seeds, settings, **end, share_prompts=True)
+            generated, _ = generate_tokens(self.model, prompts, seeds, settings, **end, share_prompts=True, **images)
             for request, ids in zip(batch, generated, strict=True):
                 length = next((i + 1 for i, token in enumerate(ids) if token in stop_ids), None)
                 text = tokenizer.decode(ids[:length], skip_special_tokens=True)
                 reason = "stop" if length else "length"
                 yield request, Completion(text, length or len(ids), reason, ids[:length])
+
+    def _tokenized(self, batch: Sequence[Request]) -> tuple[list[list[int]], dict[str, Any]]:
+        """Return the token ids of prompts, and the inputs of the model for their images."""
+        if not any(has_images(request) for request in batch):
+            return [tokenize_prompt(self.tokenizer, r.prompt, self.chat_template_kwargs) for r in batch], {}
+        from ..update.prompt_images import left_padded_image_inputs, process_prompt
+
+        processed: dict[str, tuple[list[int], Any]] = {}  # by problem, of which a batch has several samples
+        for request in batch:
+            if request.problem_id not in processed:
+                prompt = prompt_with_images({"prompt": request.prompt})
+                how = {"chat_template_kwargs": self.chat_template_kwargs}
+                processed[request.problem_id] = process_prompt(self._processor, prompt, **how)
+        prompts, images = zip(*(processed[request.problem_id] for request in batch), strict=True)
+        inputs = left_padded_image_inputs(images, list(map(len, prompts)))
+        return list(prompts), {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
+
+    @cached_property
+    def _processor(self) -> Any:
+        assert self._load_processor is not None
+        return self._load_processor()
 
     def close(self) -> None:
         self.model = None
@@ -81,6 +116,7 @@ class VLLMEngine:
     def __init__(self, model: str, *, chat_template_kwargs: dict | None = None, **settings: Any):
         from vllm import LLM
 
+        self._model, self._revision = model, settings.get("revision")
         self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=sys.stderr.isatty(), **settings)
         self.chat_template_kwargs = chat_template_kwargs
         self.context_length = self.llm.llm_engine.model_config.max_model_len
@@ -93,7 +129,11 @@ class VLLMEngine:
 
         engine, tokenizer = self.llm.llm_engine, accepting_text(self.llm.get_tokenizer())
         for i, request in enumerate(requests):
-            token_ids = tokenize_prompt(tokenizer, request.prompt, self.chat_template_kwargs)
+            prompt: dict[str, Any]
+            if has_images(request):
+                prompt = self._prompt_with_images(request)
+            else:
+                prompt = {"prompt_token_ids": tokenize_prompt(tokenizer, request.prompt, self.chat_template_kwargs)}
             params = SamplingParams(
                 temperature=settings.temperature,
                 top_p=settings.top_p,
@@ -102,7 +142,7 @@ class VLLMEngine:
                 seed=request.seed,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            engine.add_request(str(i), {"prompt_token_ids": token_ids}, params)
+            engine.add_request(str(i), prompt, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -110,6 +150,19 @@ class VLLMEngine:
                     ids = found.token_ids
                     completion = Completion(found.text, len(ids), found.finish_reason, ids)
                     yield requests[int(output.request_id)], completion
+
+    def _prompt_with_images(self, request: Request) -> dict[str, Any]:
+        from ..update.prompt_images import ids_without_expansion
+
+        messages = prompt_with_images({"prompt": request.prompt})
+        how = {"chat_template_kwargs": self.chat_template_kwargs}
+        ids = ids_without_expansion(self._processor, messages, **how)
+        images = [block["image"] for block in image_blocks(messages)]
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
+
+    @cached_property
+    def _processor(self) -> Any:
+        return load_processor(self._model, self._revision)
 
     def close(self) -> None:
         """Drop the last reference, which ends vLLM's processes; some references are cyclic."""
@@ -182,7 +235,7 @@ class ServerEngine:
             body["prompt"] = prompt
         else:
             endpoint = "chat/completions"
-            body["messages"] = prompt
+            body["messages"] = openai_messages(prompt) if has_images(request) else prompt
             extensions["chat_template_kwargs"] = self.chat_template_kwargs
         body |= {key: value for key, value in extensions.items() if value}
         answer = self._post(endpoint, body)
@@ -210,6 +263,43 @@ class ServerEngine:
             f"A request failed {len(self.waits_seconds) + 1} times, last with {reason}. Fix the server and run the "
             "same command again; stored samples are kept."
         )
+
+
+def has_images(request: Request) -> bool:
+    """Return whether the prompt of a request has images."""
+    return next(image_blocks(request.prompt), None) is not None
+
+
+def openai_messages(prompt: Any) -> list[dict[str, Any]]:
+    """Return messages with images in the form of OpenAI's API: their content is in the request."""
+    messages = prompt_with_images({"prompt": prompt})
+    for block in image_blocks(messages):
+        content = BytesIO()
+        block.pop("image").save(content, format="PNG")  # type: ignore[attr-defined]
+        url = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
+        block |= {"type": "image_url", "image_url": {"url": url}}  # type: ignore[operator]
+    return messages
+
+
+def load_processor(model: str, revision: str | None = None) -> Any:
+    """Load the processor of a checkpoint. Raises a `ValueError` if it reads no images, or a package is missing."""
+    from transformers import AutoProcessor, ProcessorMixin
+
+    try:
+        processor = AutoProcessor.from_pretrained(model, revision=revision)
+    except (ImportError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"A benchmark has images, and the processor of {model} cannot be loaded ({reason:.200}). Install the "
+            "missing package, usually torchvision, or evaluate a checkpoint that reads images."
+        ) from error
+    if not isinstance(processor, ProcessorMixin):
+        raise UserError(
+            f"A benchmark has images, and {model} reads text alone. Evaluate a checkpoint that reads images, or "
+            "remove the images."
+        )
+    processor.chat_template = processor.chat_template or processor.tokenizer.chat_template
+    return processor
 
 
 def _architecture(model: str, revision: str | None) -> Any:

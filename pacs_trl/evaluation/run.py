@@ -30,7 +30,7 @@ from ..verification.code import CodeVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, Problem, load_benchmark
-from .engines import identify_model, start_engine
+from .engines import identify_model, load_processor, start_engine
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, read_samples
@@ -92,6 +92,9 @@ def evaluate(
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tools = None
+    with_images = [benchmark.title for benchmark in benchmarks if benchmark.has_images]
+    if with_images and args.calls_tools:
+        raise UserError(f"{', '.join(with_images)}: tools are not called in prompts with images. Remove the tools.")
     if args.calls_tools:
         from .conversations import ConversationEngine, load_tools  # imports TRL's trainer
 
@@ -169,7 +172,7 @@ def missing_requests(
     for problem in benchmark.problems:
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
-            prompt = args.prompt_of(problem.of_sample(seed)[0], benchmark)
+            prompt = problem.with_images(args.prompt_of(problem.of_sample(seed)[0], benchmark))
             requests.append(Request(problem.id, sample, seed, prompt))
     size = args.batch_size if args.engine == "transformers" else 1
     batches = [requests[start : start + size] for start in range(0, len(requests), size)]
@@ -202,6 +205,9 @@ def _check_messages(
         return
     messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
     for benchmark, of_benchmark in zip(benchmarks, requests, strict=True):
+        if benchmark.has_images and of_benchmark:  # whose processor is loaded before the model
+            processor = load_processor(args.model, args.revision)
+            messages = MessageCheck(processor, args.chat_template_kwargs, tools)
         for request in of_benchmark:
             messages.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
 

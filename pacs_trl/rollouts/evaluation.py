@@ -60,6 +60,12 @@ class BenchmarkEvaluation:
             )
         benchmark_args = _arguments_of(args)
         self._benchmarks = load_benchmarks(benchmark_args)
+        for benchmark in self._benchmarks:
+            if benchmark.has_images:
+                raise UserError(
+                    f"{benchmark.title} has images, and eval_benchmarks are text. Hold examples out of the training "
+                    "data instead, with eval_split_size, or evaluate checkpoints with `pacs-trl evaluate`."
+                )
         if PartialState().is_main_process:
             check_grading(self._benchmarks, shared_verifier(), shared_code_verifier())
         datasets = {}

@@ -6,16 +6,16 @@ does not depend on the other prompts of a batch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
 from PIL import Image
-from trl.data_utils import prepare_multimodal_messages
 
 from ..data.images import COLUMNS, image_blocks, prompt_with_images, share_equal_images
-from ..update.prompt_images import PromptImages, padded_image_inputs
+from ..update.prompt_images import PromptImages, ids_without_expansion, padded_image_inputs, process_prompt
 from ..update.rollout import Rollout
 from .checkpoint import indices_of_generation
 
@@ -57,7 +57,9 @@ class ImagePrompts:
         if self.use_vllm and self.vllm_mode == "colocate":
             distinct = {tuple(ids): prompt for ids, prompt in zip(prompt_ids, prompts, strict=True)}
             self._unexpanded_prompt_ids = {
-                ids: self._ids_without_expansion(prompt)
+                ids: ids_without_expansion(
+                    self.processing_class, prompt, self.chat_template, self.chat_template_kwargs
+                )
                 for ids, prompt in distinct.items()
                 if next(image_blocks(prompt), None) is not None
             }
@@ -78,38 +80,8 @@ class ImagePrompts:
 
     def _process(self, prompt: Any, row: int | None = None) -> tuple[list[int], PromptImages | None]:
         """Return the token ids of a prompt, and its images."""
-        if isinstance(prompt, str):
-            return self.processing_class(text=[prompt])["input_ids"][0], None
-        tokenized = self.processing_class.apply_chat_template(
-            [prepare_multimodal_messages(prompt)],
-            chat_template=self.chat_template,
-            add_generation_prompt=True,
-            tokenize=True,
-            return_dict=True,
-            return_tensors="pt",
-            **self.chat_template_kwargs,
-        )
-        ids = tokenized.pop("input_ids")
-        tokenized.pop("attention_mask", None)
-        if next(image_blocks(prompt), None) is None:
-            return ids[0].tolist(), None
-        tensors = {name: torch.as_tensor(value) for name, value in tokenized.items()}
-        types = {name: value[0].numpy() for name, value in tensors.items() if value.shape == ids.shape}
-        inputs = {name: value for name, value in tensors.items() if name not in types}
-        return ids[0].tolist(), PromptImages(inputs, types, row)
-
-    def _ids_without_expansion(self, prompt: Any) -> list[int]:
-        """Return the token ids of a prompt with one placeholder per image."""
-        (text,) = self.processing_class.apply_chat_template(
-            [prepare_multimodal_messages(prompt)],
-            chat_template=self.chat_template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **self.chat_template_kwargs,
-        )
-        bos = self._tokenizer.bos_token
-        has_bos = bos is not None and text.startswith(bos)  # the same rule as that of processors
-        return self._tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+        ids, images = process_prompt(self.processing_class, prompt, self.chat_template, self.chat_template_kwargs)
+        return ids, images and replace(images, row=row)
 
     def _prompt_for_startup_check(self) -> tuple[list[int], PromptImages | None]:
         """Return a prompt with one small image."""

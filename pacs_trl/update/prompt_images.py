@@ -1,13 +1,17 @@
 """Images of prompts as the processor returns them, kept once for all completions of a prompt."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from trl.data_utils import prepare_multimodal_messages
+
+from ..data.images import image_blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +40,60 @@ class PromptImages:
             for tensor in tensors
         ]
         return hashlib.sha256(b"".join(parts)).digest()
+
+
+def process_prompt(
+    processor: Any,
+    prompt: Any,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[list[int], PromptImages | None]:
+    """Return the token ids of a prompt, text or messages whose image blocks have PIL images, and its images."""
+    if isinstance(prompt, str):
+        return processor(text=[prompt])["input_ids"][0], None
+    tokenized = processor.apply_chat_template(
+        [prepare_multimodal_messages(prompt)],
+        chat_template=chat_template,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        return_tensors="pt",
+        **(chat_template_kwargs or {}),
+    )
+    ids = tokenized.pop("input_ids")
+    tokenized.pop("attention_mask", None)
+    if next(image_blocks(prompt), None) is None:
+        return ids[0].tolist(), None
+    tensors = {name: torch.as_tensor(value) for name, value in tokenized.items()}
+    types = {name: value[0].numpy() for name, value in tensors.items() if value.shape == ids.shape}
+    inputs = {name: value for name, value in tensors.items() if name not in types}
+    return ids[0].tolist(), PromptImages(inputs, types)
+
+
+def ids_without_expansion(
+    processor: Any,
+    prompt: Any,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """Return the token ids of messages with one placeholder per image, which vLLM repeats itself."""
+    (text,) = processor.apply_chat_template(
+        [prepare_multimodal_messages(prompt)],
+        chat_template=chat_template,
+        add_generation_prompt=True,
+        tokenize=False,
+        **(chat_template_kwargs or {}),
+    )
+    bos = processor.tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)  # the same rule as that of processors
+    return processor.tokenizer(text, add_special_tokens=not has_bos)["input_ids"]
+
+
+def left_padded_image_inputs(images: Sequence[PromptImages | None], lengths: Sequence[int]) -> dict[str, torch.Tensor]:
+    """Return the inputs of `generate` for the images of prompts of some `lengths`, padded on the left."""
+    longest = max(lengths)
+    places = [(i, longest - length) for i, length in enumerate(lengths)]
+    return _image_inputs(images, places, (len(images), longest))
 
 
 def padded_image_inputs(images: Sequence[PromptImages | None], num_tokens: int) -> dict[str, torch.Tensor]:

@@ -23,7 +23,6 @@ from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
 import pacs_trl
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.data.images import has_images, image_prompt_lengths, prompt_with_images, read_image
-from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.plan.check import measure
 from pacs_trl.recipe import Recipe
 from pacs_trl.rollouts.image_checkpoints import check_settings_for_images
@@ -446,6 +445,7 @@ def test_images_with_a_text_model_are_refused_from_a_recipe(tmp_path, recipe_wor
         run_recipe(tmp_path / "run", model_path, *recipe_words, max_completion_length=8)
 
 
-def test_benchmarks_with_images_are_refused(recipe_words):
-    with pytest.raises(ValueError, match="row 1: it has images"):
-        load_benchmark(recipe_words[1])
+def test_benchmarks_of_training_are_text(tmp_path, recipe_words):
+    words = [*recipe_words, "--eval_benchmarks", recipe_words[1], "--eval_strategy", "steps"]
+    with pytest.raises(ValueError, match="has images, and eval_benchmarks are text"):
+        run_recipe(tmp_path / "run", tmp_path / "model", *words, max_completion_length=8, recipe="grpo.yaml")

@@ -12,6 +12,8 @@ from support.runs import spy_on
 from transformers import AutoProcessor
 
 from pacs_trl.errors import FailedRun
+from pacs_trl.rollouts import image_prompts
+from pacs_trl.update.prompt_images import process_prompt
 
 
 pytestmark = [
@@ -102,8 +104,8 @@ def test_engine_reads_what_the_trainer_reads_after_every_update(trainer_on):
     assert max(moved.values()) > 1e-3
 
 
-def test_other_tokens_of_the_engine_are_an_error(trainer_on):
+def test_other_tokens_of_the_engine_are_an_error(trainer_on, monkeypatch):
     trainer = trainer_on(max_steps=1)
-    trainer._ids_without_expansion = lambda prompt: trainer._process(prompt)[0]
+    monkeypatch.setattr(image_prompts, "ids_without_expansion", lambda *args: process_prompt(*args)[0])
     with pytest.raises(FailedRun, match="vLLM reads a prompt with images as .* tokens, the trainer as"):
         trainer.train()
