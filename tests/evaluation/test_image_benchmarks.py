@@ -6,9 +6,9 @@ from io import BytesIO
 
 import pytest
 import torch
+from PIL import Image
 from support.image_checkpoints import image_model, image_processor
 from support.image_runs import picture
-from PIL import Image
 
 from pacs_trl.data.images import prompt_with_images
 from pacs_trl.evaluation.arguments import EvaluationArguments
