@@ -33,7 +33,7 @@ SMALL_MODELS = {
     "tiny": ModelShape(2, 64, 128, 2, 1, 32, 512, tied=True, qk_norm=True),
 }
 
-# What architectures need beside their size, by `model_type`. Completions exceed the windows of layers.
+# What architectures need beside their size, by `model_type`; types of layers repeat. Completions exceed windows.
 ARCHITECTURES: dict[str, dict] = {
     "qwen3": {},
     "gemma3_text": {"sliding_window": 128, "query_pre_attn_scalar": 64},  # one layer of six has full attention
@@ -42,11 +42,11 @@ ARCHITECTURES: dict[str, dict] = {
     "qwen3_5_text": {
         **{f"linear_num_{kind}_heads": 4 for kind in ("key", "value")},
         **{f"linear_{kind}_head_dim": 64 for kind in ("key", "value")},
-        "layer_types": [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2],
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
     },
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "conv", "full_attention"]},
     "granitemoehybrid": {
-        "layer_types": [*["linear_attention"] * 3, "full_attention", *["linear_attention"] * 2],
+        "layer_types": [*["linear_attention"] * 3, "full_attention"],
         "num_local_experts": 0,
         "shared_intermediate_size": 768,
         "mamba_n_heads": 8,
@@ -76,7 +76,10 @@ def config_of(shape: ModelShape, model_type: str = "qwen3", **more) -> PreTraine
         tie_word_embeddings=shape.tied,
         max_position_embeddings=16384,
     )
-    return AutoConfig.for_model(model_type, **sizes | ARCHITECTURES[model_type] | more)
+    settings = sizes | ARCHITECTURES[model_type] | more
+    if "layer_types" in settings:
+        settings["layer_types"] = (settings["layer_types"] * shape.num_layers)[: shape.num_layers]
+    return AutoConfig.for_model(model_type, **settings)
 
 
 def build_model(

@@ -264,6 +264,12 @@ CONVOLUTION = "causal_conv1d_fn"
 _ON_SEGMENTS = {CONVOLUTION: _convolve, "mamba2_split_conv1d_scan_combined": _nothing_fused, **RECURRENCES}
 
 
+@torch.compiler.disable
+def _not_compiled(on_segments: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call outside of graphs of compiled layers, which would depend on the number of segments."""
+    return on_segments(*args, **kwargs)
+
+
 class _OnSegments:
     """A function of a modeling file that computes [`Segments`] with another one. Layers pass them as `seq_idx`, the
     only argument of packed sequences that LFM2 hands on to its convolution in transformers 5.17."""
@@ -274,7 +280,7 @@ class _OnSegments:
 
     def __call__(self, *args: Any, seq_idx: Any = None, **kwargs: Any) -> Any:
         if isinstance(seq_idx, Segments):
-            return self.on_segments(self.function, seq_idx, *args, **kwargs)
+            return _not_compiled(self.on_segments, self.function, seq_idx, *args, **kwargs)
         return self.function(*args, seq_idx=seq_idx, **kwargs)
 
 

@@ -195,6 +195,20 @@ OTHER_STATES = {
 }
 
 
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_recomputation_has_the_same_gradient(use_reentrant):
+    model, micro = build_family("sdpa", "qwen3_5_text"), Micro()
+    expected_logps, expected_gradient = micro.packed(model, [0, 1, 2, 3])
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    model.enable_input_require_grads()
+    calls, recur = [], packed_states._recur
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(packed_states, "_recur", lambda *args: calls.append(args) or recur(*args))
+        logps, recomputed_gradient = micro.packed(model, [0, 1, 2, 3])
+    assert len(calls) == 2  # of one layer
+    assert torch.equal(logps, expected_logps) and error(recomputed_gradient, expected_gradient) < 1e-6
+
+
 @pytest.mark.parametrize(
     "model_type, mutation",
     [

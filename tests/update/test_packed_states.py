@@ -9,9 +9,11 @@ import transformers
 from support.architectures import build
 from support.seeds import shifted
 
-from pacs_trl.update.forward_pass import ForwardPass
+from pacs_trl.update import compiled_layers
+from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packed_states import Segments, packed_states, state_modules
 from pacs_trl.update.packing import PackedRollouts
+from pacs_trl.update.startup_check import compile_layers
 
 
 CPU = torch.device("cpu")
@@ -106,6 +108,17 @@ def test_kernels_see_segments_only(monkeypatch, qwen):
         ForwardPass(model, CPU).forward(model, [ids[0], ids[0]], ids[1:])
     settings = {"g", "beta", "initial_state", "output_final_state", "use_qk_l2norm_in_kernel", "chunk_size"}
     assert calls == [{"activation"}, *[settings] * 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_5_text"])
+def test_layers_are_compiled_around_convolutions_and_recurrences(monkeypatch, model_type):
+    torch._dynamo.reset()
+    monkeypatch.setattr(compiled_layers, "BACKEND", "aot_eager")
+    model = build(model_type)
+    with fused_head(model):
+        forward_pass = ForwardPass(model, CPU)
+        assert compile_layers(forward_pass, model) is None  # log-probs agree, and new lengths make no graph
 
 
 def test_layers_that_mamba_ssm_fuses_are_computed_in_parts(monkeypatch):
