@@ -5,6 +5,7 @@ that leads to the version that was built last.
 """
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -23,7 +24,10 @@ def build(site: Path) -> int:
     from pacs_trl import __version__
 
     folder = site / __version__
-    if status := sphinx(["-b", "html", "-q", "-W", "--keep-going", "-c", str(ROOT / "docs"), str(ROOT), str(folder)]):
+    options = ["-b", "html", "-q", "-W", "--keep-going", "-c", str(ROOT / "docs"), "-d", str(site) + "-doctrees"]
+    status = sphinx([*options, str(ROOT), str(folder)])
+    shutil.rmtree(site / "jupyter_execute", ignore_errors=True)  # myst-nb's copies of the notebooks
+    if status:
         return status
     if broken := broken_links(folder):
         print(*broken, sep="\n")

@@ -49,6 +49,7 @@ exclude_patterns = [
 
 nb_execution_mode = "off"  # their outputs are committed, and tests execute them
 nb_merge_streams = True
+nb_render_markdown_format = "myst"  # tables in outputs
 myst_heading_anchors = 4
 myst_enable_extensions = ["colon_fence"]
 suppress_warnings = ["mystnb.unknown_mime_type", "myst.header", "config.cache"]

@@ -62,22 +62,22 @@ def recipes_page(root: Path) -> str:
         folder = str(file.parent.relative_to(root / "recipes"))
         data = settings.get("dataset_name") or settings["environment"]
         cells = [f"[{file.stem}](../../{file.relative_to(root)})", f"`{settings.get('method', 'pacs')}`"]
-        cells += [f"`{settings.get('model_name_or_path', '')}`", f"`{data}`", first_sentence(file.read_text())]
+        cells += [first_sentence(file.read_text()), f"`{settings.get('model_name_or_path', '')}`", f"`{data}`"]
         folders.setdefault(folder, []).append(f"| {' | '.join(cells)} |")
     parts = [
-        "# Recipes",
+        "# All recipes",
         "One YAML file per run, with source, hardware, launch command, and expected numbers in its comment. "
         "[Which recipe is for which table of the paper, and how to launch them](../../recipes/README.md).",
     ]
     for folder, rows in folders.items():
-        header = "| recipe | `method` | model | data | what it is |\n| --- | --- | --- | --- | --- |"
+        header = "| recipe | `method` | what it is | model | data |\n| --- | --- | --- | --- | --- |"
         parts.append(f"## {folder}\n\n" + "\n".join([header, *rows]))
     return "\n\n".join(parts) + "\n"
 
 
 def first_sentence(text: str) -> str:
     comment = " ".join(line[1:].strip() for line in text.split("\n\n")[0].splitlines() if line.startswith("#"))
-    return re.split(r"(?<=[a-z0-9)`])[.:] ", comment + " ")[0].strip().rstrip(".")
+    return re.split(r"(?<=[\w)`])[.] ", comment + " ")[0].strip().rstrip(".")
 
 
 # Navigation -------------------------------------------------------------------------------------------------------

@@ -34,7 +34,8 @@ def test_the_api_has_every_exported_name():
 def test_recipes_are_listed_with_the_first_sentence_of_their_comment():
     page = site_pages.recipes_page(ROOT)
     assert len(re.findall(r"^\| \[", page, re.MULTILINE)) > 30
-    assert "| [sums](../../recipes/smollm2-135m/sums.yaml) | `pacs` | `outputs/models/SmolLM2-135M-Instruct` |" in page
+    (row,) = re.findall(r"^\| \[sums\].*$", page, re.MULTILINE)
+    assert "recipes/smollm2-135m/sums.yaml" in row and "`outputs/models/SmolLM2-135M-Instruct`" in row
     assert site_pages.first_sentence("# PACS on sums of\n# v1.5 numbers. Hardware: one core.\nmethod: pacs") == (
         "PACS on sums of v1.5 numbers"
     )
