@@ -46,7 +46,7 @@ def with_named_files(path: Path) -> list[Path]:
 
 def copy(names: Sequence[str], output_dir: Path) -> list[Path]:
     """Copy recipes and the files that they name to `output_dir`, and return the copies. Raises a `ValueError` for an
-    unknown name, and if a copy exists with other content."""
+    unknown name, if a copy exists with other content, and if the folder cannot be written."""
     known = recipes()
     files: list[Path] = []
     for name in names:
@@ -58,11 +58,17 @@ def copy(names: Sequence[str], output_dir: Path) -> list[Path]:
     for file, copied in copies.items():
         if copied.exists() and copied.read_bytes() != file.read_bytes():
             raise UserError(f"{copied} exists with other content. Rename it, or choose another --output_dir.")
-    for file, copied in copies.items():
-        copied.parent.mkdir(parents=True, exist_ok=True)
-        if not copied.exists():
-            shutil.copyfile(file, copied)
-            copied.chmod(file.stat().st_mode)
+    try:
+        for file, copied in copies.items():
+            copied.parent.mkdir(parents=True, exist_ok=True)
+            if not copied.exists():
+                shutil.copyfile(file, copied)
+                copied.chmod(file.stat().st_mode)
+    except OSError as error:
+        raise UserError(
+            f"Recipes cannot be copied to {output_dir} ({error.strerror}). Choose a folder that can be written as "
+            "--output_dir."
+        ) from error
     return list(copies.values())
 
 

@@ -17,6 +17,7 @@ from support.optional_packages import needs
 
 import pacs_trl
 from pacs_trl import recipe_files
+from pacs_trl.errors import UserError
 
 
 ROOT = Path(__file__).parents[1]
@@ -177,6 +178,12 @@ def test_a_changed_copy_is_not_overwritten(tmp_path):
     with pytest.raises(ValueError, match="pacs.yaml exists"):
         recipe_files.copy(["first_run/pacs"], tmp_path)
     assert copied.read_text() == "mine" and not (tmp_path / "evaluation").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be copied to .*/file .*Choose a folder"):
+        recipe_files.copy(["first_run/pacs"], tmp_path / "file")
 
 
 def test_an_unknown_recipe_is_named(tmp_path):
