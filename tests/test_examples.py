@@ -1,35 +1,19 @@
 """The scripts in examples/ run from start to end, with a tiny model, data on disk, and no vLLM."""
 
-import json
-import runpy
 import signal
-import sys
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.examples import EXAMPLES, MESSAGES, SMALL, check_finished, run_example
 from support.fake_llm import play_colocated
 from support.vllm_server import LoopbackVLLM, play_installed
 
 from pacs_trl import rewards
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-SMALL = {
-    "bf16": "false",
-    "use_cpu": "true",
-    "disable_tqdm": "true",
-    "report_to": "none",
-    "max_steps": 1,
-    "num_generations": 4,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "max_completion_length": 8,
-}
 QUESTIONS = [{"question": f"{a} plus 1?", "answer": f"One more than {a}.\n#### {a + 1}"} for a in range(8)]
-MESSAGES = [{"prompt": [{"role": "user", "content": f"{a} plus 1?"}], "solution": str(a + 1)} for a in range(8)]
 PROGRAMS = [
     {
         "text": f"Add {a}.",
@@ -42,31 +26,13 @@ PROGRAMS = [
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch, capsys, tool_model_path):
-    """Run an example as `python examples/NAME.py --OPTION VALUE ...` in an empty folder; returns its globals."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def run(tmp_path, monkeypatch, tool_model_path):
+    """Run an example with the tiny model."""
 
-    def run_example(name: str, rows: list[dict] | None = None, **options) -> dict:
-        if rows:
-            (tmp_path / "data").mkdir(exist_ok=True)
-            (tmp_path / "data/train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-            header = "---\nconfigs:\n- config_name: main\n  data_files: train.jsonl\n---\n"
-            (tmp_path / "data/README.md").write_text(header)
-            options = {"dataset": str(tmp_path / "data"), **options}
-        options = {"model": tool_model_path, **options}
-        words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
-        return runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    def run_tiny(name: str, rows: list[dict] | None = None, **options) -> dict:
+        return run_example(tmp_path, monkeypatch, name, rows, **{"model": tool_model_path, **options})
 
-    return run_example
-
-
-def check_finished(script: dict, steps: int = 1) -> None:
-    trainer = script["trainer"]
-    assert trainer.state.global_step == steps
-    assert any("reward" in log for log in trainer.state.log_history)
-    assert list(Path(trainer.args.output_dir).glob("*.safetensors"))
+    return run_tiny
 
 
 def reply(*texts: str) -> list[list[dict]]:
