@@ -18,8 +18,11 @@ if TYPE_CHECKING:  # the names below, for type checkers and editors
     from .baselines.ppo_trainer import PPOTrainer as PPOTrainer
     from .baselines.real_trainer import REALTrainer as REALTrainer
     from .baselines.rloo_trainer import RLOOTrainer as RLOOTrainer
+    from .evaluation.pass_at_k import pass_at_k as pass_at_k
     from .pacs_config import PACSConfig as PACSConfig
     from .pacs_trainer import PACSTrainer as PACSTrainer
+    from .rewards import math_reward as math_reward
+    from .verification import Verifier as Verifier
 
 __version__ = "0.2.0"
 
@@ -36,6 +39,9 @@ _PUBLIC_NAMES = {
     "REALTrainer": "pacs_trl.baselines.real_trainer",
     "RLOOConfig": "pacs_trl.baselines.grpo_config",
     "RLOOTrainer": "pacs_trl.baselines.rloo_trainer",
+    "Verifier": "pacs_trl.verification",
+    "math_reward": "pacs_trl.rewards",
+    "pass_at_k": "pacs_trl.evaluation.pass_at_k",
 }
 
 __all__ = [*_PUBLIC_NAMES, "__version__"]

@@ -48,10 +48,18 @@ def method_names() -> list[str]:
 
 
 def check_method(method: Any) -> None:
-    """Raise a `ValueError` if there is no such method."""
-    if method not in method_names():
+    """Raise a `ValueError` if there is no such method. The class of a user, `package.module:Class`, is checked when it
+    is imported."""
+    if method not in method_names() and not is_of_user(method):
         near = did_you_mean(str(method), method_names())
-        raise UserError(f"`method` must be one of {', '.join(method_names())}; got {method!r}.{near}")
+        raise UserError(
+            f"`method` must be one of {', '.join(method_names())}, or package.module:Class; got {method!r}.{near}"
+        )
+
+
+def is_of_user(method: Any) -> bool:
+    """Whether a method is the class of a user, `package.module:Class`."""
+    return isinstance(method, str) and ":" in method
 
 
 def check_recipe_keys(settings: Mapping[str, Any]) -> None:
@@ -59,6 +67,8 @@ def check_recipe_keys(settings: Mapping[str, Any]) -> None:
     cannot be found; reading the recipe checks them again."""
     method = settings.get("method", DEFAULT_METHOD)
     check_method(method)
+    if is_of_user(method):  # whose configuration is not known before it is imported
+        return
     known = _names(*_EVERY_RECIPE, _config(method))
     if known is not None:
         if errors := keys_of_other_methods(method, settings.keys() - known):

@@ -19,7 +19,7 @@ from . import rewards
 from .data import DataArguments
 from .data.text_tokenizer import load_text_tokenizer
 from .errors import UserError
-from .methods import DEFAULT_METHOD, METHODS, check_method, keys_of_other_methods
+from .methods import DEFAULT_METHOD, METHODS, check_method, is_of_user, keys_of_other_methods
 from .rewards import VerificationArguments
 from .rollouts.checkpoint_files import last_resumable_checkpoint
 from .rollouts.checks import shared_turns_error
@@ -28,7 +28,7 @@ from .rollouts.rollout_config import RolloutConfig
 from .settings import read_settings, set_environment, typed_values
 from .settings.checks import refuse_illegal_values, without_effect
 from .settings.fields import setting
-from .settings.names import function_of_user
+from .settings.names import function_of_user, object_of_user
 from .update.step_sizes import Step
 
 
@@ -45,18 +45,19 @@ class RunArguments:
     method: str = setting(
         "pacs",
         '`"pacs"`; another objective on the same update, data, and rewards: `"grpo"`, `"rloo"`, `"maxrl"` '
-        'or `"real"`; `"ppo"`; or the name of a module in `pacs_trl.experimental`.',
+        'or `"real"`; `"ppo"`; the name of a module in `pacs_trl.experimental`; or a trainer of your own, '
+        "`package.module:Class`.",
     )
     reward_funcs: list[str] = field(
         default_factory=lambda: ["math_reward"],
         metadata={
-            "help": "Names from `pacs_trl.rewards`, or `package.module.function` of your own, importable from the "
+            "help": "Names from `pacs_trl.rewards`, or `package.module:function` of your own, importable from the "
             "working directory. With several, `reward_weights` says how they add up."
         },
     )
     tools: list[str] | None = setting(
         None,
-        "Functions that the model may call before it answers: `run_python`, or `package.module.function` "
+        "Functions that the model may call before it answers: `run_python`, or `package.module:function` "
         "of your own, with type hints and a docstring that describes its arguments. The chat template must "
         "have tools.",
     )
@@ -245,15 +246,27 @@ def config_class(method: str) -> type:
     """Return the training configuration of a method."""
     if method in METHODS:
         return _import_class(METHODS[method].config)
+    if is_of_user(method):
+        return trainer_of_method(method)._config_class
     return _only_subclass(f"{__package__}.experimental.{method}", RolloutConfig)
 
 
 def trainer_of_method(method: str) -> type:
-    """Return the trainer of a method."""
+    """Return the trainer of a method: of this package, or the class of a user, `package.module:Class`."""
     from transformers import Trainer  # slow to import, and `plan` does not need it
 
     if method in METHODS:
         return _import_class(METHODS[method].trainer)
+    if is_of_user(method):
+        trainer_class = object_of_user(method, "method")
+        config = getattr(trainer_class, "_config_class", None)
+        is_trainer = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
+        if not (is_trainer and isinstance(config, type) and issubclass(config, RolloutConfig)):
+            raise UserError(
+                f"method: {method!r} is no trainer of this package. Name a subclass of one, such as PACSTrainer, with "
+                "its configuration as `_config_class`."
+            )
+        return trainer_class
     return _only_subclass(f"{__package__}.experimental.{method}", Trainer)
 
 
@@ -392,13 +405,14 @@ def load_tokenizer(recipe: Recipe, **kwargs: Any):
 
 
 def reward_function(name: str) -> Callable:
-    """Return a function of `pacs_trl.rewards` by name, or another by dotted path, also from the working directory."""
+    """Return a function of `pacs_trl.rewards` by name, or another as `package.module:function`, also from the working
+    directory."""
     names = sorted(key for key in vars(rewards) if key.endswith("_reward"))
     if name in names:
         return getattr(rewards, name)
-    if "." not in name:
+    if "." not in name and ":" not in name:
         raise UserError(
             f"There is no reward function {name!r} in pacs_trl.rewards, which has {', '.join(names)}. Write functions "
-            "of your own as package.module.function."
+            "of your own as package.module:function."
         )
     return function_of_user(name, "reward_funcs")

@@ -135,6 +135,13 @@ def test_a_misspelt_argument_is_found(tmp_path):
     assert all(f'"{wrong[i]}"' in message for i, message in found.items()), result.stdout
 
 
+def test_every_trainer_of_the_table_of_methods_is_exported_with_its_configuration():
+    table = (ROOT / "docs/index.md").read_text().split("## Methods and recipes")[1].split("\n## ")[0]
+    trainers = set(re.findall(r"`(\w+Trainer)`", table))
+    assert len(trainers) >= 6
+    assert {*trainers, *(name.replace("Trainer", "Config") for name in trainers)} <= set(pacs_trl.__all__)
+
+
 def test_the_names_are_those_that_are_loaded():
     source = Path(pacs_trl.__file__).read_text()
     seen = re.findall(r"^    from \.([\w.]+) import (\w+) as \w+$", source, re.MULTILINE)

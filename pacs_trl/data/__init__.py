@@ -24,7 +24,16 @@ from .images import dataset_prompt_lengths, has_images, with_absolute_paths
 from .messages import MessageCheck, content_as_text
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
-from .sets import FILE_FORMATS, ProblemSet, gold_answer, load_rows, named_sets, own_columns, require_columns
+from .sets import (
+    FILE_FORMATS,
+    ProblemSet,
+    gold_answer,
+    is_function,
+    load_rows,
+    named_sets,
+    own_columns,
+    require_columns,
+)
 
 
 if TYPE_CHECKING:  # slow to import, and `--help` needs this module
@@ -58,8 +67,8 @@ class DataArguments:
     dataset_name: str = field(
         metadata={
             "help": "A named set (`deepscaler`, `gsm8k`, `math`, `rlpr`; programs: `verifiable_coding`), "
-            "`reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a folder of a dataset, or a "
-            "dataset id on the Hub."
+            "`reasoning_gym`, a path to a `.jsonl`, `.json`, or `.parquet` file or to a folder of a dataset, a "
+            "dataset id on the Hub, or a function of your own that returns rows, `package.module:function`."
         }
     )
     dataset_path: str | None = setting(None, "Local file with the columns of the named set, read instead of the Hub.")
@@ -113,7 +122,7 @@ class DataArguments:
         refuse_illegal_values(self)
         is_gym, is_named = self.dataset_name == gym.NAME, self.dataset_name in TRAINING_SETS
         is_file = self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS
-        reads_hub = not (is_file or is_gym)
+        reads_hub = not (is_file or is_gym or is_function(self.dataset_name))
         used = {"dataset_config": reads_hub, "dataset_revision": reads_hub, "dataset_split": not is_file}
         used |= {"dataset_path": is_named, gym.NAME: is_gym, "dataset_size": is_gym}
         if ignored := [name for name in used if getattr(self, name) is not None and not used[name]]:

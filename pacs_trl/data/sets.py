@@ -16,7 +16,7 @@ from typing import Any, Literal
 import yaml
 
 from ..errors import UserError
-from ..settings.names import hub_suggestion, looks_like_path
+from ..settings.names import function_of_user, hub_suggestion, looks_like_path
 from ..verification import gold_texts, last_boxed
 from ..verification.cases import json_of_tests
 from .messages import content_as_text
@@ -109,11 +109,17 @@ def own_columns(
 
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Load the rows of a set from the file `path`, or from the Hub or a folder."""
+    """Load the rows of a set from the file `path`, a function of the user, the Hub, or a folder."""
     package, _, file = (entry.package_file or "").partition("/")
     found = find_spec(package) if package else None
     if path is not None or Path(name).is_file():
         rows = read_rows(Path(path or name))
+    elif is_function(name):
+        rows = list(function_of_user(name, "dataset_name")())
+        if not rows or not all(isinstance(row, dict) for row in rows):
+            raise UserError(
+                f"dataset_name: {name!r} must return rows, one dict with the columns per problem. Correct it."
+            )
     elif found is not None and found.origin:
         lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
@@ -137,6 +143,11 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
                 "evaluation."
             ) from error
     return entry.convert_rows(rows) if entry.convert_rows else rows
+
+
+def is_function(name: str) -> bool:
+    """Whether the name of a dataset is a function of the user, `package.module:function`."""
+    return ":" in name and "/" not in name and not Path(name).exists()
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

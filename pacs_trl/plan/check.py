@@ -18,7 +18,7 @@ from trl import get_quantization_config
 from ..data import TRAINING_SETS, gym, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
-from ..data.sets import FILE_FORMATS
+from ..data.sets import FILE_FORMATS, is_function
 from ..errors import UserError
 from ..recipe import LAST, NONE, Recipe, load_tokenizer, reward_function, settings_without_effect
 from ..rewards import tool_function
@@ -242,6 +242,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     data, training, prompts = recipe.data, recipe.training, UNKNOWN
     path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
     is_local = data.dataset_name == gym.NAME or path is not None and Path(path).exists()
+    is_local = is_local or is_function(data.dataset_name) and not recipe.run.environment
     try:
         tokenizer, contexts = _local_model(recipe)
         if tokenizer is None or not is_local:

@@ -13,9 +13,13 @@ minibatch come from one of three sources:
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from ..objective import Proxy, sequence_proxies
 from ..surrogate import kl_terms
 from .driver import MicroBatchResults, PassResults, StepResult
 from .groups import Groups
@@ -60,6 +64,53 @@ class GroupObjective(ABC):
     def kl(self, logps: torch.Tensor, ref_logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor):
         """Return the KL term of each token, `(B, T)`, differentiable in `logps`."""
         return kl_terms(logps, ref_logps, mask)
+
+
+@dataclass(frozen=True)
+class AutogradObjective(GroupObjective):
+    """
+    A loss whose coefficients autograd computes, for [`GroupLossUpdate`].
+
+    Attributes:
+        function (`Callable`): The loss, `function(proxies, labels, num_generations=..., **settings)`: a scalar from
+            the proxies and labels of some groups of equal size, both `(P * G,)`, with NaN as the label of a completion
+            without a verdict. A sum over groups with a gradient, divided by the number of groups with a label.
+        proxy (`str`): Kind of proxy, see [`sequence_proxies`]: `"log_ratio"`, `"mean_log_ratio"`, or `"mean_logp"`.
+        settings (`Mapping`): Keyword arguments of `function`.
+        kl_coef (`float`): Weight of the KL term.
+    """
+
+    function: Callable[..., torch.Tensor]
+    proxy: Proxy
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    kl_coef: float = 0.0
+
+    @property
+    def has_reference(self) -> bool:  # type: ignore[override]
+        return self.proxy != "mean_logp"
+
+    def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return sequence_proxies(logps.detach(), ref_logps, mask, proxy=self.proxy)
+
+    def loss(self, groups: Groups, proxies: torch.Tensor) -> torch.Tensor:
+        return groups.apply(self.function, proxies, **self.settings)
+
+    @torch.enable_grad()
+    def coefficients(self, groups: Groups, proxies: torch.Tensor, num_tokens: torch.Tensor) -> torch.Tensor:
+        proxies = proxies.detach().requires_grad_()
+        (derivatives,) = torch.autograd.grad(self.loss(groups, proxies), proxies)
+        return derivatives / (1 if self.proxy == "log_ratio" else num_tokens.clamp(min=1))
+
+    def size(self, groups: Groups) -> int:
+        return int(groups.labeled.sum())
+
+    def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
+        is_uniform = ~groups.mixed[groups.labeled]
+        metrics = {
+            "labels/uniform_group_fraction": is_uniform.float().mean().item(),
+            "labels/mean": groups.labels[groups.scorable].float().mean().item(),
+        }
+        return self.loss(groups, proxies).item(), metrics
 
 
 class GroupLossUpdate(PolicyUpdate[Minibatch]):
