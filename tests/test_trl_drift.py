@@ -14,6 +14,8 @@ from typing import get_type_hints
 import pytest
 from transformers import GenerationConfig, Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer
+from trl.experimental.async_grpo.async_grpo_trainer import WeightTransferProtocol
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
@@ -30,6 +32,8 @@ from pacs_trl.rollouts.generation_keys import _KEYS, refused_keys
 from pacs_trl.rollouts.publication import Publication
 from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
+from pacs_trl.rollouts.rollout_worker import RolloutLoop
+from pacs_trl.rollouts.weight_transfer import SharedMemoryTransfer
 from pacs_trl.settings.trl_settings import REFUSED, SHAPES_ONLY_GRPO
 
 
@@ -102,6 +106,19 @@ REPEATED = {
         "ba4ef3a6 dfc4c23c",
         "ConversationEngine of pacs_trl.evaluation, which has its rules",
     ),
+    (_AsyncRolloutLoop, "_generate_loop"): ("8b413c9c", "RolloutLoop: groups that wait, and ContinuousRollouts.take"),
+    (_AsyncRolloutLoop, "_score_loop"): ("91fb41de", "RolloutLoop._score_loop, which runs it several times"),
+    (_AsyncRolloutLoop, "_score_group"): ("7563d072", "RolloutLoop._score_group"),
+    (_AsyncRolloutLoop, "_generate_one"): ("38df5c16", "RolloutLoop._generate_one"),
+    (_AsyncRolloutLoop, "_generate_one_turn"): ("8137dd02", "RolloutLoop._post, which streams its request"),
+    (_AsyncRolloutLoop, "_run_loops"): ("f66f5921", "RolloutLoop._run_loops"),
+    (_AsyncRolloutLoop, "_repeat_iterator"): ("6f350444", "RolloutLoop._repeat_iterator"),
+    (_AsyncRolloutLoop, "_post"): ("a99e5999", "RolloutLoop._post"),
+    (_AsyncRolloutLoop, "_retry"): ("dc5123f4", "RolloutLoop._retry"),
+    (_AsyncRolloutLoop, "__init__"): ("769f3a6c", "RolloutLoop.__init__, which reads what is set here"),
+    (AsyncRolloutWorker, "__init__"): ("9147b862", "RolloutWorker.__init__, which replaces the shared version"),
+    (AsyncRolloutWorker, "start"): ("95f4f826", "RolloutWorker.start"),
+    (AsyncRolloutWorker, "stop"): ("e717146e", "RolloutWorker.stop"),
     (VLLMGeneration, "generate"): (
         "f902129a",
         "Engine.generate (what the other processes wait for), SeededLLM.generate",
@@ -220,6 +237,19 @@ def test_trainer_still_calls_the_hooks():
     ), "a step whose gradient is not finite is skipped between the gradient norm and the optimizer step"
     assert "_calculate_rewards" in calls(GRPOTrainer._generate_and_score_completions)
     assert "_generate_single_turn" in calls(GRPOTrainer._generate)
+
+
+def test_the_rollout_loop_overrides_methods_of_trl():
+    own = {"_takes_seed", "_stream", "_acknowledge", "_grader", "_grade"}
+    for name, method in vars(RolloutLoop).items():
+        if inspect.isfunction(method) and name != "__init__" and name not in own:
+            theirs = inspect.signature(vars(_AsyncRolloutLoop)[name]).parameters
+            assert [*inspect.signature(method).parameters] == [*theirs], name
+
+
+def test_transfers_of_weights_follow_the_protocol_of_trl():
+    for name in [name for name in vars(WeightTransferProtocol) if not name.startswith("_")]:
+        assert callable(getattr(SharedMemoryTransfer, name)), name
 
 
 def test_attributes_of_the_sampler():

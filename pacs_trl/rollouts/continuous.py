@@ -45,7 +45,8 @@ logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_CHECKS = 2.0
 _SECONDS_OF_A_CHECK = 7.0
-_SECONDS_TO_DRAIN = 10.0
+_MOST_SECONDS_OF_SILENCE = 180.0  # of a server that is connected: it may be busy
+_SECONDS_TO_DRAIN = 60.0
 
 
 class ServerWatch:
@@ -61,6 +62,7 @@ class ServerWatch:
     def __init__(self, url: str):
         self.url, self.version, self.checked_at = url, "", 0.0
         self.failure: tuple[str, str] | None = None
+        self._replaced_at = 0.0
         self._run = secrets.token_hex(4)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -72,18 +74,17 @@ class ServerWatch:
         with self._lock:
             self.version = f"{self._run}/{version}"
             yield self.version
+            self._replaced_at = time.time()
 
     def check(self) -> tuple[str, str] | None:
-        """Check now, and return the first failure."""
+        """Check now, and return the first failure. A server that is only busy fails after minutes."""
         with self._lock:
             if self.failure is None and self.version:
                 started = time.time()
                 self.failure = self._ask()
                 if self.failure is not None and time.time() - started < 1:  # not after a long wait
                     self.failure = self._ask()
-                if self.failure is None:
-                    self.checked_at = started
-                else:
+                if self.failure is not None:
                     logger.error("The vLLM server at %s %s (%s).", self.url, *self.failure)
         return self.failure
 
@@ -95,15 +96,20 @@ class ServerWatch:
             self.check()
 
     def _ask(self) -> tuple[str, str] | None:
+        started = time.time()
         try:
             response = requests.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
             response.raise_for_status()
             version = response.json()["weight_version"]
+        except requests.ReadTimeout:
+            silence = time.time() - max(self.checked_at, self._replaced_at)
+            return None if silence < _MOST_SECONDS_OF_SILENCE else ("stopped answering", f"for {silence:.0f} s")
         except (OSError, ValueError, KeyError) as error:  # OSError: base class of the exceptions of requests
             return "stopped answering", f"{type(error).__name__}: {error}"
         if version != self.version:
             cause = f"its weights are {version!r} instead of {self.version!r}"
             return "was restarted or got weights of another run", cause
+        self.checked_at = started
         return None
 
 
@@ -225,7 +231,8 @@ class ContinuousRollouts:
             if failure := self._failure():
                 return failure
             if len(self.waiting) >= number and self._watch.check() is None:
-                return None
+                if all(group.enqueued_at <= self._watch.checked_at for group in self.waiting[:number]):
+                    return None
             if self.trainer.control.should_training_stop or any(callback.received for callback in signals):
                 deadline = deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= deadline:

@@ -222,19 +222,16 @@ class RolloutLoop(_AsyncRolloutLoop):
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
         loops = asyncio.create_task(super()._run_loops(stop_event))
-        others = [asyncio.create_task(self._acknowledge()), asyncio.create_task(stop_event.wait())]
+        stopped, _ = [asyncio.create_task(each) for each in (stop_event.wait(), self._acknowledge())]
         try:
-            await asyncio.wait([loops, *others], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([loops, stopped], return_when=asyncio.FIRST_COMPLETED)
+            if loops.done():
+                await loops  # raises what has ended it
         finally:
-            is_stopped = stop_event.is_set()
-            stop_event.set()
-            for task in [*others, loops] if is_stopped else others:
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-        if is_stopped:
-            await asyncio.gather(loops, return_exceptions=True)
-        else:
-            await loops  # raises what has ended it
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # Prompts --------------------------------------------------------------------------------------------------------
 

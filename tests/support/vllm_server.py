@@ -93,6 +93,7 @@ class LoopbackVLLM(Loopback):
             }
         }
         self.weights: dict[str, torch.Tensor] = {}
+        self.vllm_version = "0.31.0"
         self.version, self.paused, self.seconds_per_token = "default", False, 0.0
         self.answers: dict[str, int] = {}  # path -> status, instead of an answer
         self.calls: list[str] = []
@@ -142,7 +143,7 @@ class LoopbackVLLM(Loopback):
         if path == "/weight_info":
             return 200, {"weight_version": self.version}
         if path == "/version":
-            return 200, {"version": "0.31.0"}
+            return 200, {"version": self.vllm_version}
         if path == "/update_weight_version":
             self.version = body["new_version"]
         if path == "/collective_rpc":

@@ -1,0 +1,160 @@
+"""Continuous rollouts with a real vLLM server on the CPU, and TRL's worker in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import requests
+import torch
+from support.models import load_weights
+from support.rollouts import addition_dataset
+from support.runs import Recorder, build_trainer, spy_on
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from pacs_trl import GRPOTrainer, PACSTrainer
+from pacs_trl.errors import FailedRun
+from pacs_trl.rollouts.checks import EXTENSION
+
+
+CONTEXT, SLOTS = 128, 16
+SETTINGS = {
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "rollout_schedule": "continuous",
+    "max_staleness": 2,
+    "max_completion_length": 80,
+    "optim": "adamw_torch",
+    "learning_rate": 3e-3,
+    "save_strategy": "no",
+    "vllm_server_timeout": 120,
+}
+
+
+def start_server(checkpoint: str, output) -> tuple[subprocess.Popen, str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT)]
+    command += ["--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(CONTEXT * SLOTS)]
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
+    return process, f"http://127.0.0.1:{port}"
+
+
+def wait_until_ready(process: subprocess.Popen, url: str) -> None:
+    deadline = time.monotonic() + 240
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            if requests.get(f"{url}/health", timeout=1).ok:
+                return
+        except requests.RequestException:
+            time.sleep(0.5)
+    raise RuntimeError("The server did not start.")
+
+
+def end(process: subprocess.Popen) -> None:
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, tmp_path_factory):
+    with open(tmp_path_factory.mktemp("server") / "output", "w") as output:
+        process, url = start_server(checkpoint, output)
+        try:
+            wait_until_ready(process, url)
+            yield process, url
+        finally:
+            if process.poll() is None:
+                end(process)
+
+
+def trainer_of(directory, checkpoint, url, trainer_class=PACSTrainer, callbacks=(), **settings):
+    return build_trainer(
+        directory,
+        model=checkpoint,
+        trainer_class=trainer_class,
+        more={"train_dataset": addition_dataset(12), "callbacks": list(callbacks)},
+        **(SETTINGS | {"vllm_server_base_url": url} | settings),
+    )
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_each_token_has_the_log_prob_of_the_weights_that_it_is_noted_with(tmp_path, checkpoint, server, trainer_class):
+    """Given the whole prefix, also where weights were replaced inside a completion."""
+    recorder, groups = Recorder(), []
+    trainer = trainer_of(tmp_path, checkpoint, server[1], trainer_class, [recorder], max_steps=8)
+    create = trainer._create_source
+
+    def create_source():
+        source = create()
+        spy_on(source, "_take", lambda taken: groups.append(taken))
+        return source
+
+    trainer._create_source = create_source
+    trainer.train()
+    policy = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    sequences = [(group, i) for step in groups for group in step for i in range(len(group.completions))]
+    assert len(sequences) == 8 * 8
+    num_tokens, num_mixed = 0, 0
+    for group, i in sequences:
+        prompt, completion = group.prompt_ids[i], group.completion_ids[i]
+        versions, logps = torch.tensor(group.versions[i]), torch.tensor(group.logps[i])
+        assert (versions[1:] >= versions[:-1]).all()
+        num_mixed += len(set(group.versions[i])) > 1
+        for version in set(group.versions[i]):
+            load_weights(policy, recorder.weights[version])
+            with torch.no_grad():
+                logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+            expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            is_of_version = versions == version
+            num_tokens += int(is_of_version.sum())
+            assert (expected - logps)[is_of_version].abs().max() < 1e-4
+    assert num_tokens == sum(len(group.completion_ids[i]) for group, i in sequences)
+    assert num_mixed > 0
+
+
+def test_a_server_that_is_killed_is_noticed_and_a_run_goes_on_with_another(tmp_path, checkpoint):
+    """Within ten seconds; the state after the last optimizer step is saved, and no prompt is lost or trained twice."""
+
+    class Kill(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            trained.extend(group.position for group in trainer._source._taken)
+            if state.global_step == 2 and len(processes) == 1:
+                end(processes[0])
+                self.killed_at = time.monotonic()
+
+    trained: list[int] = []
+    processes: list[subprocess.Popen] = []
+    with open(tmp_path / "output", "w") as output:
+        try:
+            process, url = start_server(checkpoint, output)
+            processes.append(process)
+            wait_until_ready(process, url)
+            kill = Kill()
+            trainer = trainer_of(tmp_path, checkpoint, url, callbacks=[kill], max_steps=6)
+            with pytest.raises(FailedRun, match="after optimizer step 2"):
+                trainer.train()
+            assert time.monotonic() - kill.killed_at < 30  # ten seconds, and those to save on a slow machine
+            process, url = start_server(checkpoint, output)
+            processes.append(process)
+            wait_until_ready(process, url)
+            requests.post(f"{url}/pause", params={"mode": "keep"}, timeout=10)
+            trainer = trainer_of(tmp_path, checkpoint, url, callbacks=[kill], max_steps=6)
+            trainer.train(resume_from_checkpoint=True)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    end(process)
+    assert sorted(trained) == list(range(12))
