@@ -35,7 +35,6 @@ from trl.trainer.utils import is_async_callable
 
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import readable_calls, safe_tools
-from ..errors import UserError
 from ..rewards import FUNCTIONS, VerificationArguments, configure_verification
 from ..update.rollout import as_numbers
 from .group_starts import takes_seed
@@ -333,7 +332,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         rewards, logged = [result[0] for result in results], [result[1] for result in results]
         for environment in self._env_reward_types:
             own = [reward if reward is not None and reward[0] is environment else None for reward in group.env_rewards]
-            rewards.append(as_numbers([None if r is None else r[1] for r in own], environment.__name__))
+            rewards.append(as_numbers([None if r is None else r[1] for r in own], environment.__name__, len(own)))
             logged.append([])
         # A conversation whose chat template has changed earlier tokens has several sequences.
         sequences = [max(parts, key=lambda part: sum(part.completion_mask)) for parts in group.completions_sequences]
@@ -360,13 +359,7 @@ class RolloutLoop(_AsyncRolloutLoop):
             return with_truncated(function, arguments, truncated)
 
         def convert(rewards: Any, arguments: dict[str, Any]) -> list[float | None]:
-            numbers = as_numbers(rewards, name)
-            if len(numbers) != len(arguments["completions"]):
-                raise UserError(
-                    f"The reward function {name!r} returned {len(numbers)} rewards for "
-                    f"{len(arguments['completions'])} completions. Return one for each."
-                )
-            return numbers
+            return as_numbers(rewards, name, len(arguments["completions"]))
 
         return with_result(never_exiting(function, f"The reward function {name!r}"), convert, adjust)
 
