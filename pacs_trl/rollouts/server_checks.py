@@ -21,7 +21,7 @@ _VERSIONS = ("0.31.",)  # of vLLM, that were tested
 
 
 def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the reward functions, tools, and environments of a run as the user has passed them. Raises a [`UserError`]
+    """Return reward functions, tools, and environments of a run as the user has passed them. Raises a [`UserError`]
     if the rollout worker, a process of its own, cannot use them, or if the dataset is not one that it can read."""
     functions = arguments["reward_funcs"]
     functions = list(functions) if isinstance(functions, list | tuple) else [functions] * (functions is not None)
