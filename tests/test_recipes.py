@@ -110,6 +110,7 @@ PRACTICAL = {
     "qwen3-1.7b/pacs_lora": 1e-5,
     "qwen3-4b/code": 1e-6,
     "qwen3-4b/pacs_reuse": 1e-6,
+    "qwen3-4b/pacs_continuous": 1e-6,
     "qwen2.5-7b/rlpr": 1e-6,
 }  # learning rates
 
@@ -149,7 +150,7 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     recipe, launch, text = read_without_conflicts(name)
     step = recipe.step
     assert recipe.run.expected_processes == launch.num_processes
-    several = {DARS: 2, "qwen3-4b/pacs_reuse": 2 * 4} | dict.fromkeys(GENAC, 1)
+    several = {DARS: 2, "qwen3-4b/pacs_reuse": 2 * 4, "qwen3-4b/pacs_continuous": 1} | dict.fromkeys(GENAC, 1)
     assert step.updates_per_generation == several.get(name, 4)
     assert recipe.training.save_steps % step.updates_per_generation == 0
     assert recipe.training.output_dir == f"outputs/{name}"
@@ -168,7 +169,8 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     other_model = ["--model_name_or_path", "org/model"]  # by a command that may not have been run
     recipe, _, text = read_without_conflicts(name, other_model, read_launch(None, 1)[0])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
-        f"miniature/{method}": 1 for method in ("agent", "environment", "code", "pacs", "grpo", *OBJECTIVES)
+        f"miniature/{method}": 1
+        for method in ("agent", "agent_continuous", "continuous", "environment", "code", "pacs", "grpo", *OBJECTIVES)
     }
     others |= {} if name.startswith("miniature/") else {name: 1}
     assert recipe.step.updates_per_generation == others.get(name, 4)

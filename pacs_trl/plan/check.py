@@ -34,6 +34,7 @@ from ..rollouts.model_checks import (
 )
 from ..rollouts.mxfp4 import check_mxfp4
 from ..rollouts.process_count import check_batch, check_processes, read_saved_run
+from ..rollouts.rollout_config import continuous_server_command
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
 from ..update.context_length import context_lengths
@@ -120,6 +121,11 @@ def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) ->
     print(f"One of these starts it, on {what}:")
     for command in commands:
         print(f"  {command}")
+    if recipe.training.rollout_schedule == "continuous":
+        training, model = recipe.training, recipe.model
+        dtype = "bfloat16" if training.bf16 else model.dtype or "float32"
+        print("A server on the same machine shares memory with the trainer instead of using NCCL:")
+        print(f"  {continuous_server_command(training, model.model_name_or_path, dtype)}")
     return []
 
 

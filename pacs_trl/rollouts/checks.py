@@ -34,7 +34,7 @@ from ..rewards import shared_verifier
 from ..settings.names import require_vllm
 from ..update.context_length import context_lengths
 from ..update.step_sizes import Step
-from .rollout_config import RolloutConfig
+from .rollout_config import RolloutConfig, continuous_server_command
 
 
 logger = logging.getLogger(__name__)
@@ -404,24 +404,13 @@ def server_url(args: RolloutConfig) -> str:
     return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
 
 
-EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"  # of the workers of a server that generates continuously
-
-
 def serve_command(
     model: str, lora_rank: int | None = None, args: RolloutConfig | None = None, dtype: str = "auto"
 ) -> str:
     """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters; with `args`
     of a run with `rollout_schedule: continuous` one that shares memory with the trainer, and computes in `dtype`."""
     if args is not None and args.rollout_schedule == "continuous":
-        server = f"vllm serve {model}"
-        if args.use_cpu:
-            slots = (args.max_staleness + 1) * args.generation_batch_size
-            server = f"python -m vllm.entrypoints.openai.api_server --model {model} --max-num-seqs {slots}"
-            if args.vllm_max_model_length is not None:
-                tokens = slots * args.vllm_max_model_length
-                server += f" --max-model-len {args.vllm_max_model_length} --max-num-batched-tokens {tokens}"
-        sharing = f"--dtype {dtype} --worker-extension-cls {EXTENSION}"
-        return f"VLLM_SERVER_DEV_MODE=1 {server} {sharing} --logprobs-mode processed_logprobs --max-logprobs -1"
+        return continuous_server_command(args, model, dtype)
     loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
     if lora_rank is not None:
         loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"

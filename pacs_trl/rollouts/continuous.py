@@ -31,12 +31,13 @@ from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 from ..errors import FailedRun
 from ..rewards import shared_arguments
 from .callbacks import StopOnSignal
-from .checks import EXTENSION, server_url
+from .checks import server_url
 from .engine import ServerFailure, WorkerFailure
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
 from .reward_functions import independent_copy
+from .rollout_config import EXTENSION
 from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
 from .weight_transfer import SharedMemoryTransfer
 

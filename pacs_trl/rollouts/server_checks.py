@@ -13,8 +13,8 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import is_conversational
 
 from ..errors import UserError
-from .checks import EXTENSION, name_of, serve_command, server_url
-from .rollout_config import RolloutConfig
+from .checks import name_of, serve_command, server_url
+from .rollout_config import EXTENSION, RolloutConfig
 
 
 _VERSIONS = ("0.31.",)  # of vLLM, that were tested

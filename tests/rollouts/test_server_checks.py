@@ -1,4 +1,4 @@
-"""What continuous rollouts refuse before the model is loaded: servers, code of the user, and data."""
+"""Refusals of continuous rollouts before the model is loaded: servers, code of the user, and data."""
 
 import copy
 

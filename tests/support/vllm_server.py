@@ -17,7 +17,7 @@ from trl.experimental.async_grpo import async_rollout_worker
 from trl.generation import vllm_client, vllm_generation
 
 from pacs_trl.rollouts import checks
-from pacs_trl.rollouts.checks import EXTENSION
+from pacs_trl.rollouts.rollout_config import EXTENSION
 from pacs_trl.rollouts.vllm_extension import SharedWeights
 from pacs_trl.settings import names
 from support.models import TOKENIZER

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.checks import EXTENSION
+from pacs_trl.rollouts.rollout_config import EXTENSION
 
 
 CONTEXT, SLOTS = 128, 16
