@@ -150,6 +150,7 @@ address:
 
 settings: env
 	$(BIN)/python -m pacs_trl.settings.help
+	$(BIN)/python docs/site_pages.py
 
 style: env
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,11 +1,12 @@
 """Pages of the documentation site that follow from the code: the API of the exported names, and the recipes.
 
-`docs/conf.py` calls `write` before each build; the pages are in docs/generated, which git ignores. `make settings`
-writes docs/settings.md, which is committed.
+`docs/conf.py` calls `write` before each build; the pages are in docs/generated, which git ignores. Two generated pages
+are committed, and `make settings` writes them: docs/settings.md, and docs/metrics.md from docs/metrics.yaml.
 """
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import yaml
@@ -80,6 +81,20 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=[\w)`])[.] ", comment + " ")[0].strip().rstrip(".")
 
 
+def metrics_page(root: Path) -> str:
+    """Format docs/metrics.yaml as the page on metrics."""
+    parts = []
+    for block in yaml.safe_load((root / "docs/metrics.yaml").read_text(encoding="utf-8")):
+        if "heading" in block:
+            parts.append(f"{'#' * block.get('level', 2)} {block['heading']}")
+        elif "text" in block:
+            parts.append(textwrap.fill(block["text"], 100, break_long_words=False, break_on_hyphens=False))
+        else:
+            rows = [block["columns"], ["---"] * len(block["columns"]), *block["rows"]]
+            parts.append("\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows))
+    return "\n\n".join(parts) + "\n"
+
+
 # Navigation -------------------------------------------------------------------------------------------------------
 
 
@@ -134,3 +149,8 @@ def _prose(text: str) -> str:
     text = re.sub(r"(?<![\w*])\*([\w ]+)\*(?![\w*])", lambda match: keep(match[0]), text)
     text = re.sub(r"([*|_])", r"\\\1", text)
     return re.sub(r"\0(\d+)\0", lambda match: spans[int(match[1])], text)
+
+
+if __name__ == "__main__":
+    ROOT = Path(__file__).resolve().parents[1]
+    (ROOT / "docs/metrics.md").write_text(metrics_page(ROOT), encoding="utf-8")

@@ -41,6 +41,12 @@ def test_recipes_are_listed_with_the_first_sentence_of_their_comment():
     )
 
 
+def test_the_page_on_metrics_is_that_of_its_data():
+    assert (ROOT / "docs/metrics.md").read_text() == site_pages.metrics_page(ROOT), (
+        "edit docs/metrics.yaml and run `make settings`"
+    )
+
+
 def test_every_page_is_in_the_navigation():
     source = [(ROOT / "docs/index.md").read_text()]
     site_pages.add_navigation(None, "docs/index", source)
