@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, dict] = {
         "mamba_d_state": 64,
     },
     "minimax": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},  # padded
-    "llama4_text": {"attention_chunk_size": 128, "num_local_experts": 8, "intermediate_size": 256},  # padded
+    "stablelm": {},  # padded
 }
 
 

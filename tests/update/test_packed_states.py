@@ -7,8 +7,12 @@ import pytest
 import torch
 import transformers
 from support.architectures import build
+from support.models import TOKENIZER
+from support.rollouts import Replay
+from support.runs import build_trainer
 from support.seeds import shifted
 
+from pacs_trl import GRPOTrainer
 from pacs_trl.update import compiled_layers
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 from pacs_trl.update.packed_states import Segments, packed_states, state_modules
@@ -134,3 +138,21 @@ def test_layers_that_mamba_ssm_fuses_are_computed_in_parts(monkeypatch):
     ForwardPass(model, CPU).forward(model, [[5, 6], [5, 6]], [[7, 8, 9], [10, 11]])
     with pytest.raises(AssertionError, match="fused kernel"), packed_states(state_modules(model)):
         model(torch.tensor([[5, 6, 7]]), use_cache=False)
+
+
+@pytest.mark.trains
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_5_text"])
+def test_training_on_packed_completions_has_the_weights_of_padded_ones(tmp_path, model_type):
+    weights = []
+    for packing in ("auto", "never"):
+        model = build(model_type, vocab_size=len(TOKENIZER))
+        initial = {name: value.clone() for name, value in model.state_dict().items()}
+        settings = {"packing": packing, "max_steps": 2, "learning_rate": 1e-3, "optim": "sgd", "beta": 0.1}
+        trainer = build_trainer(
+            tmp_path / packing, model=model, replay=Replay(), trainer_class=GRPOTrainer, **settings
+        )
+        trainer.train()
+        assert (trainer.forward_pass.packing is None) == (packing == "never")
+        weights.append(torch.cat([(value - initial[name]).flatten() for name, value in model.state_dict().items()]))
+    packed, padded = weights
+    assert padded.norm() > 0 and (packed - padded).norm() < 1e-3 * padded.norm()
