@@ -4,7 +4,7 @@ An image is a PIL image, what a dataset with an `Image` column has undecoded, a 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,13 @@ COLUMNS = ("image", "images")
 def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
     """Return the images in the columns of a dataset row; `images` comes first, as in TRL."""
     if "images" in row:
-        return list(row["images"] or [])
+        images = row["images"]
+        if images is not None and not isinstance(images, list | tuple):
+            raise UserError(
+                f"The column `images` has {images!r:.80}, which is no list. Write a list of images, or call the "
+                "column `image`."
+            )
+        return list(images or [])
     return [] if row.get("image") is None else [row["image"]]
 
 
@@ -61,10 +67,10 @@ def _has_values(column: Any) -> bool:
     return len(values) > 0
 
 
-def prompt_with_images(row: Mapping[str, Any]) -> Any:
+def prompt_with_images(row: Mapping[str, Any], read: Callable[[Any], Any] | None = None) -> Any:
     """
     Return the prompt of a dataset row with its images as RGB images in blocks of its messages. Prompts without images
-    are returned as they are.
+    are returned as they are. `read` is by default [`read_image`].
 
     Raises:
         `ValueError`: if the number of images is not that of the placeholders, an image cannot be read, or the prompt
@@ -75,9 +81,24 @@ def prompt_with_images(row: Mapping[str, Any]) -> Any:
         return prompt
     filled = with_image_blocks(prompt, images)
     for block in image_blocks(filled):
-        if not _is_pil(block["image"]):
-            block["image"] = read_image(block["image"])  # type: ignore[index]
+        block["image"] = (read or read_image)(block["image"])  # type: ignore[index]
     return filled
+
+
+class ImageReader:
+    """Reads images as [`read_image`], and each file, address, and content once."""
+
+    def __init__(self) -> None:
+        self._images: dict[Any, Any] = {}
+
+    def __call__(self, value: Any) -> Any:
+        is_content = isinstance(value, Mapping)
+        if not is_content and not isinstance(value, str):
+            return read_image(value)
+        key = (value.get("path"), value.get("bytes")) if is_content else value
+        if key not in self._images:
+            self._images[key] = read_image(value)
+        return self._images[key]
 
 
 def with_image_blocks(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -164,11 +185,15 @@ def read_image(value: Any) -> Any:
 def share_equal_images(prompts: Sequence[Any]) -> list[Any]:
     """Return prompts in which equal images are one object, and equal prompts are one object."""
     images: dict[bytes, Any] = {}
+    digests: dict[int, bytes] = {}  # by object
     distinct: dict[tuple, Any] = {}
     shared = []
     for prompt in prompts:
         for block in image_blocks(prompt):
-            block["image"] = images.setdefault(_digest(block["image"]), block["image"])  # type: ignore[index]
+            image = block["image"]
+            if id(image) not in digests:
+                digests[id(image)] = _digest(image)
+            block["image"] = images.setdefault(digests[id(image)], image)  # type: ignore[index]
         shared.append(distinct.setdefault(_key(prompt), prompt))
     return shared
 
@@ -226,8 +251,10 @@ def image_prompt_lengths(
     """
     texts, sizes = [], []
     for i, row in enumerate(_undecoded(dataset)):
-        prompt, images = row["prompt"], images_of_columns(row)
+        prompt = row["prompt"]
         try:
+            images = images_of_columns(row)
+            check_no_placeholders(prompt, processor)
             if images or next(image_blocks(prompt), None) is not None:
                 blocks = [block for block in image_blocks(checked_messages(prompt, images)) if "image" in block]
                 images = [*images, *(block["image"] for block in blocks)]
@@ -238,10 +265,34 @@ def image_prompt_lengths(
     how = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
     number_of_tokens = _ImageTokens(processor, how)
     lengths = []
-    for prompt, prompt_sizes in zip(texts, sizes, strict=True):
+    for i, (prompt, prompt_sizes) in enumerate(zip(texts, sizes, strict=True)):
         without = prompt if isinstance(prompt, str) else [_without_images(message) for message in prompt]
-        lengths.append(number_of_tokens.of_text(without) + sum(map(number_of_tokens.of_image, prompt_sizes)))
+        try:
+            number = sum(map(number_of_tokens.of_image, prompt_sizes))
+        except ValueError as error:  # of a processor
+            height, width = max(prompt_sizes, key=lambda size: max(size) / max(min(size), 1))
+            raise UserError(
+                f"Row {i} of {name}: the processor rejects an image ({error}; the longest one has {width} x {height} "
+                "pixels). Crop it, or remove the row."
+            ) from error
+        lengths.append(number_of_tokens.of_text(without) + number)
     return lengths
+
+
+def check_no_placeholders(prompt: Any, processor: Any) -> None:
+    """Raise a `UserError` if the text of a prompt has a placeholder of images, which would stand for none."""
+    tokens = {getattr(processor, name, None) for name in ("image_token", "boi_token")} - {None, ""}
+    texts = [prompt] if isinstance(prompt, str) else []
+    for message in prompt if isinstance(prompt, list | tuple) else ():
+        content = message.get("content")
+        blocks = content if isinstance(content, list | tuple) else ()
+        texts += [content] if isinstance(content, str) else [block.get("text") or "" for block in blocks]
+    for token in tokens:
+        if any(token in text for text in texts):
+            raise UserError(
+                f"The text of a prompt has {token!r}, for which the processor expects an image. Write a block "
+                "`{'type': 'image'}` in its place, or remove it."
+            )
 
 
 def _undecoded(dataset: Any) -> Any:
@@ -262,7 +313,7 @@ def _undecoded(dataset: Any) -> Any:
 def image_size(value: Any) -> tuple[int, int]:
     """Return the height and width of an image, of a file without reading its pixels, and of an address 0. Raises a
     `ValueError` if there is no image."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
 
     try:
         if isinstance(value, Mapping):
@@ -271,14 +322,18 @@ def image_size(value: Any) -> tuple[int, int]:
             from transformers.image_utils import load_image
 
             value = load_image(value)
-    except (OSError, ValueError, UnidentifiedImageError, Image.DecompressionBombError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, Image.DecompressionBombError) as error:
         raise UserError(
             f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
             "or remove the row."
         ) from error
     if isinstance(value, str):
         return 0, 0  # read when it is needed
-    return (value.height, value.width) if _is_pil(value) else tuple(value.shape[:2])
+    if not _is_pil(value) and not isinstance(value, np.ndarray):
+        raise UserError(
+            f"{value!r:.100} is not an image. Write a path, an address, or the content of a file, or remove the row."
+        )
+    return (value.height, value.width) if _is_pil(value) else value.shape[:2]
 
 
 def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:

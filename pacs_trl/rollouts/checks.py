@@ -280,7 +280,7 @@ def check_loaded(
         targets = targets if isinstance(targets, set | list) else ()
         names = getattr(model.base_model, "targeted_module_names", [])
         if names and (missing := [t for t in targets if not any(f".{name}".endswith(f".{t}") for name in names)]):
-            where = "model" if model.config.get_text_config() is model.config else "language model"
+            where = "model" if model.config.get_text_config() is model.config else "trained part of the model"
             raise UserError(
                 f"LoRA's target_modules (in a recipe: lora_target_modules) has {', '.join(sorted(missing))}, and the "
                 f"{where} has no such module. Correct the name, or use all-linear."

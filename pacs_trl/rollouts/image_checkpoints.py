@@ -166,7 +166,18 @@ def lora_of_language_model(
         with torch.device("meta"):
             architecture = getattr(transformers, (config.architectures or [""])[0], None)
             model = AutoModelForImageTextToText.from_config(config) if architecture is None else architecture(config)
-    outside = "|".join(re.escape(name) for name in names_outside_language_model(model))
+    names_outside = names_outside_language_model(model)
+    is_outside = re.compile("|".join(rf"{re.escape(name)}(\..*)?" for name in names_outside)).fullmatch
+    inside = [f".{name}" for name, _ in model.named_modules() if not is_outside(name)]
+    targets = peft_config.target_modules
+    if isinstance(targets, set | list) and not any(
+        name.endswith(f".{target}") for name in inside for target in targets
+    ):
+        raise UserError(
+            f"LoRA's target_modules (in a recipe: lora_target_modules) has {', '.join(sorted(targets))}, and the "
+            "trained part of the model has no such module. Correct the name, or use all-linear."
+        )
+    outside = "|".join(map(re.escape, names_outside))
     patterns = [rf"(?:{outside})(?:\..*)?"]
     if excluded := peft_config.exclude_modules:
         is_pattern = isinstance(excluded, str)

@@ -14,7 +14,14 @@ from accelerate.utils import gather_object
 from datasets import Dataset
 from PIL import Image
 
-from ..data.images import COLUMNS, image_blocks, prompt_with_images, share_equal_images
+from ..data.images import (
+    COLUMNS,
+    ImageReader,
+    check_no_placeholders,
+    image_blocks,
+    prompt_with_images,
+    share_equal_images,
+)
 from ..update.prompt_images import PromptImages, ids_without_expansion, padded_image_inputs, process_prompt
 from ..update.rollout import Rollout
 from .checkpoint import indices_of_generation
@@ -38,7 +45,8 @@ class ImagePrompts:
         rows = [{name: value for name, value in row.items() if name not in COLUMNS} for row in inputs]
         if not self._reads_images:
             return rows
-        prompts = share_equal_images([prompt_with_images(row) for row in inputs])
+        read = ImageReader()
+        prompts = share_equal_images([prompt_with_images(row, read) for row in inputs])
         self._rows_of_prompts = {}
         is_from_sampler = self._continued_groups is None and self._shares is None
         if self.model.training and isinstance(self.train_dataset, Dataset) and is_from_sampler:
@@ -52,6 +60,7 @@ class ImagePrompts:
         processed: dict[int, tuple[list[int], PromptImages | None]] = {}
         for i, prompt in enumerate(prompts):
             if id(prompt) not in processed:
+                check_no_placeholders(prompt, self.processing_class)  # of a stream
                 processed[id(prompt)] = self._process(prompt, self._rows_of_prompts.get(i))
         prompt_ids = [processed[id(prompt)][0] for prompt in prompts]
         if self.use_vllm and self.vllm_mode == "colocate":

@@ -96,7 +96,7 @@ def test_adapters_are_in_the_language_model_alone(tmp_path, targets, in_memory):
 def test_adapters_outside_of_the_language_model_are_refused(tmp_path):
     checkpoint = save_checkpoint("gemma3", tmp_path / "model")
     more = {"peft_config": LoraConfig(target_modules=["q_proj", "fc1"], r=2)}
-    with pytest.raises(ValueError, match="fc1.*language model has no such module"):
+    with pytest.raises(ValueError, match="fc1.*trained part of the model has no such module"):
         train(tmp_path / "run", checkpoint, more=more)
 
 

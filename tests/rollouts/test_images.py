@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+import trl
 from datasets import Dataset
 from peft import LoraConfig
 from PIL import Image as Picture
@@ -19,10 +20,12 @@ from support.scripted import run_recipe
 from support.seeds import shifted
 from support.trls_update import difference
 from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
+from transformers.image_utils import load_image
 
 import pacs_trl
 from pacs_trl.data import PROMPT_INSTRUCTION
 from pacs_trl.data.images import has_images, image_prompt_lengths, prompt_with_images, read_image
+from pacs_trl.errors import UserError
 from pacs_trl.plan.check import measure
 from pacs_trl.recipe import Recipe
 from pacs_trl.rollouts.image_checkpoints import check_settings_for_images
@@ -51,6 +54,16 @@ def test_weights_are_those_of_trl(model_type):
     changed = {name for name in before if not torch.equal(before[name], ours[name])}
     assert any("vis" in name for name in changed)  # the tower
     assert trainer.forward_pass.packing == (None if model_type == "gemma3" else "sdpa")
+
+
+@pytest.mark.parametrize("settings", [{}, {"beta": 0.1}], ids=["without", "with a reference"])
+@pytest.mark.slow
+def test_weights_of_rloo_are_those_of_trl(tmp_path, settings):
+    image_model("qwen2_5_vl", image_processor("qwen2_5_vl").tokenizer).save_pretrained(tmp_path / "model")
+    settings = settings | {"model": str(tmp_path / "model")}
+    before, trls, _ = trained((trl.RLOOTrainer, trl.RLOOConfig), "qwen2_5_vl", **settings)
+    _, ours, _ = trained((pacs_trl.RLOOTrainer, pacs_trl.RLOOConfig), "qwen2_5_vl", **settings)
+    assert difference(ours, trls, before) < 3e-5
 
 
 @pytest.mark.slow
@@ -361,6 +374,10 @@ BROKEN = {
     ),
     "a broken file": ({"content": "?", "images": ["broken.png"]}, "broken.png.* cannot be read"),
     "no file": ({"content": "?", "images": ["absent.png"]}, "absent.png.* cannot be read"),
+    "null among images": ({"content": "?", "images": ["a.png", None]}, "None is not an image"),
+    "a placeholder in the text": ({"content": "<|image_pad|>?", "images": ["a.png"]}, "has '<.image_pad.>'"),
+    "a placeholder in a text": ({"content": "<|image_pad|>?", "images": []}, "has '<.image_pad.>'"),
+    "a long image": ({"content": "?", "images": ["long.png"]}, "processor rejects an image .*300 x 1 pixels"),
 }
 
 
@@ -368,13 +385,39 @@ BROKEN = {
 def test_broken_rows_are_named_before_the_model_is_loaded(tmp_path, monkeypatch, row, words):
     monkeypatch.chdir(tmp_path)
     picture(0).save("a.png")
+    Picture.new("L", (300, 1)).save("long.png")
     Path("broken.png").write_bytes(Path("a.png").read_bytes()[:20])
-    good = {"prompt": [{"role": "user", "content": row["content"]}], "images": ["a.png"]}
+    good = {"prompt": [{"role": "user", "content": "?"}], "images": ["a.png"]}
     if isinstance(row["content"], list):
         good["prompt"] = [{"role": "user", "content": [BLOCK]}]
     bad = {"prompt": [{"role": "user", "content": row["content"]}], "images": row["images"]}
     with pytest.raises(ValueError, match=f"Row 1 of train_dataset: .*{words}"):
         build(OURS["GRPO"], "qwen2_5_vl", dataset=Dataset.from_list([good, bad]))
+
+
+@pytest.mark.parametrize("value", [3, [["a.png"]], "a.png", {"bytes": None, "path": None}])
+def test_values_that_are_no_images_are_named(tmp_path, monkeypatch, value):
+    monkeypatch.chdir(tmp_path)
+    picture(0).save("a.png")
+    column = "images" if isinstance(value, list | str) else "image"
+    row = {"prompt": [{"role": "user", "content": "?"}], column: value}
+    with pytest.raises(UserError, match="Row 0 of train_dataset: .*(no list|not an image|cannot be read)"):
+        build(OURS["GRPO"], "qwen2_5_vl", dataset=Dataset.from_list([row] * 8))
+
+
+def test_adapters_of_the_tower_alone_are_an_error_where_it_is_frozen():
+    lora = LoraConfig(target_modules=["qkv"])
+    with pytest.raises(UserError, match="has qkv, and the trained part of the model has no such module"):
+        build(OURS["GRPO"], "qwen2_5_vl", more={"peft_config": lora}, freeze_vision_tower=True)
+
+
+def test_files_are_read_once_per_batch(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    row = {"prompt": [{"role": "user", "content": "?"}], "image": str(tmp_path / "a.png")}
+    trainer = build(OURS["GRPO"], "idefics3", dataset=Dataset.from_list([row] * 8), max_steps=1)
+    with patch("transformers.image_utils.load_image", wraps=load_image) as load:
+        trainer.train()
+    load.assert_called_once()
 
 
 def test_unreachable_address_is_an_error_before_generation():

@@ -47,7 +47,7 @@ def with_recorded_completions(trainer):
     """Let a trainer generate completions that depend on the call alone."""
     calls = []
 
-    def generate(prompt_ids, images, fields, num_generations, **kwargs):
+    def generate(prompt_ids, images, fields, num_generations=None, **kwargs):  # TRL's RLOO passes no number
         calls.append(prompt_ids)
         completions = []
         for i in range(len(prompt_ids)):
@@ -55,7 +55,7 @@ def with_recorded_completions(trainer):
             completions.append(
                 [*rng.integers(0, 255, int(rng.integers(1, 9))).tolist(), trainer._tokenizer.eos_token_id]
             )
-        return completions, None
+        return completions if num_generations is None else (completions, None)
 
     trainer._generate_single_turn = generate
     return trainer
