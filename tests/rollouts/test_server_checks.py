@@ -80,7 +80,7 @@ def test_the_command_of_the_message_starts_such_a_server(tmp_path, server, model
     assert "python -m vllm.entrypoints.openai.api_server --model model --max-num-seqs 16" in command
     assert "--max-num-batched-tokens 1024" in command
     args.use_cpu = False
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve model --dtype bfloat16" in serve_command(
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve model --max-model-len 64 --dtype bfloat16" in serve_command(
         "model", args=args, dtype="bfloat16"
     )
 
