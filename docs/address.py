@@ -10,6 +10,13 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).resolve().parents[1]
+INSTALL_FROM_INDEX = """\
+```bash
+pip install pacs-trl               # Python 3.11 or later; Linux, or macOS without the sandbox
+pacs-trl recipes first_run/pacs    # copies a recipe and its data to ./recipes
+pacs-trl train --config recipes/first_run/pacs.yaml    # SmolLM2-135M learns sums; about 8 minutes on two CPU cores
+```
+"""
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\((?!https?:|mailto:|#)([^()\s]+)\)")
 
 
@@ -60,10 +67,12 @@ def with_absolute_links(text: str, address: str | None, version: str) -> str:
 
 
 def description_for_index() -> str:
-    """Return the description of the package on an index."""
+    """Return the description of the package on an index: README.md, installed without a clone."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    return with_absolute_links((ROOT / "README.md").read_text(), read_address(), config["metadata"]["version"])
+    readme = (ROOT / "README.md").read_text()
+    text = re.sub(r"(?<=\n## Install\n\n).*?(?=\n## )", INSTALL_FROM_INDEX, readme, flags=re.S)
+    return with_absolute_links(text, read_address(), config["metadata"]["version"])
 
 
 if __name__ == "__main__":

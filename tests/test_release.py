@@ -125,6 +125,7 @@ def test_the_wheel_has_the_package_the_recipes_and_nothing_else(wheel):
     assert "License-File: LICENSE" in metadata and "Description-Content-Type: text/markdown" in metadata
     description = metadata.split("\n\n", 1)[1]
     assert description.startswith("# pacs_trl") and not address.LINK.search(description)
+    assert "pip install pacs-trl" in description and "In a clone" not in description
 
 
 @pytest.mark.slow
@@ -211,7 +212,7 @@ def test_an_address_makes_badges_clone_command_and_links():
     assert "actions/workflows/tests.yml/badge.svg" in text
     assert "git clone https://github.com/owner/name pacs_trl" in text
     assert "colab.research.google.com/github/owner/name/blob/main/notebooks/01_objective_by_hand.ipynb" in text
-    assert address.with_regions(text, None) == README
+    assert address.with_regions(text, None) == address.with_regions(README, None)
 
 
 def test_links_of_the_description_are_absolute_or_text():
