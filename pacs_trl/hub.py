@@ -34,7 +34,8 @@ from .data.sets import FILE_FORMATS
 from .errors import FailedRun, UserError
 from .evaluation.provenance import checkpoint_digest
 from .evaluation.results import read_json, read_results
-from .redaction import published
+from .methods import settings_to_publish
+from .redaction import published, published_recipe
 from .report.tables import benchmark_table, one_line, to_markdown
 from .settings import Parser, read_mapping
 
@@ -217,7 +218,7 @@ def published_contents(
     if recipe is not None or RECIPE_FILE in contents:
         file = recipe or model_dir / RECIPE_FILE
         settings = read_mapping(file / RECIPE_FILE if file.is_dir() else file, "recipe")
-        contents[RECIPE_FILE] = yaml.safe_dump(published(settings), allow_unicode=True).encode()
+        contents[RECIPE_FILE] = yaml.safe_dump(published_recipe(settings), allow_unicode=True).encode()
     training = None
     if TRAINING_FACTS_FILE in contents:
         training = read_json(model_dir / TRAINING_FACTS_FILE, _TRAINING_FACTS)
@@ -278,8 +279,8 @@ def build_card(
     Build the README of one checkpoint from its results.json, recipe.yaml, and provenance.json, without secrets and
     local paths. `name` is `USER/NAME` on the Hub, or a local name.
     """
-    given = recipe or (training or {}).get("settings", {})
-    settings, training = published(given), published(training or {})
+    local_settings = settings_to_publish(recipe)[0] if recipe else (training or {}).get("settings", {})
+    settings, training = published(local_settings), published(training or {})
     settings |= {key: training[key] for key in ("dataset_name",) if key in training}  # given to `create_model_card`
     title, base = one_line(name.split("/")[-1]), settings.get("model_name_or_path")
     method, paper = one_line(str(settings.get("method", "pacs"))), training.get("paper", {})
@@ -294,7 +295,7 @@ def build_card(
         pipeline_tag=training.get("pipeline_tag", "text-generation"),
         tags=sorted({"trl", method.lower(), *papers, *training.get("tags", ())}),
         eval_results=model_index(results) if results else None,
-        **license_of(str(given.get("model_name_or_path") or "")),
+        **license_of(str(local_settings.get("model_name_or_path") or "")),
     )
     shown = {key: value for key, value in settings.items() if not _NOT_SHOWN.match(key)}
     facts = {"settings": settings, "recipe": recipe, "training": training, "results": results, "paper": paper}

@@ -1,6 +1,7 @@
 """Methods by name, and a check of the keys of their recipes that imports no library."""
 
 from collections.abc import Iterable, Mapping, Set
+from dataclasses import fields
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ METHODS = {
     "ppo": Method("baselines.ppo_config.PPOConfig", "baselines.ppo_trainer.PPOTrainer"),
 }
 DEFAULT_METHOD = "pacs"
+_NEVER_PUBLISHED = {"env", "hub_token"}
 
 # Dataclasses of every recipe, beside the configuration of its method; and those of an evaluation.
 _EVERY_RECIPE = (
@@ -93,6 +95,22 @@ def keys_of_other_methods(method: str, unknown: Set[str]) -> list[str]:
         "change `method`."
         for name in sorted(methods_of)
     ]
+
+
+def settings_to_publish(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Split the settings of a recipe into those that may be uploaded, which are the declared settings of its method
+    but `env` and `hub_token`, and the names of the others. The settings that a user's method adds are among the
+    others."""
+    method = settings.get("method", DEFAULT_METHOD)
+    configs = [_config(method)] if method in method_names() else [_config(name) for name in METHODS]
+    allowed = _names(*_EVERY_RECIPE, *configs)
+    if allowed is None:  # a library has moved its source
+        from .recipe import settings_classes
+
+        classes = settings_classes(method if method in method_names() else DEFAULT_METHOD)
+        allowed = {declared.name for part in classes for declared in fields(part)}
+    kept = {name: value for name, value in settings.items() if name in allowed - _NEVER_PUBLISHED}
+    return kept, sorted(settings.keys() - kept.keys())
 
 
 def _config(method: str) -> Declaration:

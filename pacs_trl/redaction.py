@@ -1,11 +1,13 @@
 """Removal of secrets and local paths from settings, for the recipe on the Hub, the model card, and the trackers.
 
-Secrets are detected by the name of a setting, by their form, or as part of a URL; local paths become names. Settings
-with similar names (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay. A secret without a known form under
-another name is not detected, so secrets belong in environment variables.
+Of a recipe only declared settings are uploaded ([`published_recipe`]). Inside them, in results, and in logs, secrets
+are detected by the name of a setting, by their form, or as part of a URL; local paths become names. Settings with
+similar names (`pad_token`, `max_new_tokens`, `num_key_value_heads`) stay. A secret without a known form inside a
+declared setting of another name is not detected, so secrets belong in environment variables.
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,7 +15,11 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
+from .methods import settings_to_publish
 from .settings.names import looks_like_path
+
+
+logger = logging.getLogger(__name__)
 
 
 REMOVED = "<removed>"
@@ -60,6 +66,18 @@ def published(settings: Mapping[str, Any]) -> dict[str, Any]:
     named like secrets, without credentials in URLs and strings, and with the last part of local paths, so that they do
     not look like Hub ids."""
     return _cleaned(settings, "", lambda name, text: _without_paths(name, _without_credentials(name, text)))
+
+
+def published_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the declared settings of a recipe, [`published`]; a warning names those that are left out. Keys that no
+    class declares may hold anything, so they are not uploaded, whatever their name."""
+    kept, left_out = settings_to_publish(settings)
+    if unknown := [name for name in left_out if name not in ("env", "hub_token")]:
+        logger.warning(
+            f"{', '.join(unknown)} of the recipe will not be uploaded: no class of this package declares them. Write "
+            "what others may read into README.md by hand."
+        )
+    return published(kept)
 
 
 def without_secrets(settings: Mapping[str, Any]) -> dict[str, Any]:

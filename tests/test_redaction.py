@@ -11,8 +11,8 @@ from support.seeds import shifted
 
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.methods import method_names
-from pacs_trl.recipe import RunArguments, config_class, read_recipe
-from pacs_trl.redaction import REMOVED, clean_url, is_secret, published, without_secrets
+from pacs_trl.recipe import RunArguments, config_class, read_recipe, settings_classes
+from pacs_trl.redaction import REMOVED, clean_url, is_secret, published, published_recipe, without_secrets
 
 
 SECRET = "s3cr3tValue42"
@@ -119,3 +119,20 @@ def test_trackers_get_what_others_may_see(method, tmp_path):
     assert SECRET not in repr(shown) and shown[0]["output_dir"] == "run"
     assert shown[0]["vllm_server_base_url"] == "http://host:8000"
     assert shown[0]["model_init_kwargs"]["attn_implementation"] == "sdpa"
+
+
+def test_only_declared_settings_of_a_recipe_are_uploaded(caplog):
+    """Whatever the names of the others, and whatever they hold."""
+    recipe = {"method": "grpo", "epsilon": 0.2, "dataset_name": "org/sums", "model_name_or_path": "org/model"}
+    private = {"hub_token": SECRET, "env": {"A": SECRET}, "note": SECRET, "pacs_beta": 4242424242}
+    assert published_recipe(recipe | private) == recipe
+    assert "note, pacs_beta of the recipe will not be uploaded" in caplog.text and SECRET not in caplog.text
+    mine = recipe | {"method": "mine.methods:Trainer", "pacs_beta": 1.0}
+    assert published_recipe(mine | {"mine": SECRET}) == mine  # settings of the core methods are declared
+
+
+@pytest.mark.parametrize("method", method_names())
+def test_every_setting_of_a_method_is_uploaded_but_the_token_and_the_environment(method):
+    names = {field.name for part in settings_classes(method) for field in fields(part)}
+    recipe = dict.fromkeys(names, 1) | {"method": method}
+    assert names - published_recipe(recipe).keys() == names & {"hub_token", "env"}

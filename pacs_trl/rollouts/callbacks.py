@@ -34,7 +34,7 @@ from transformers import ProgressCallback, TrainerCallback
 from trl import GRPOConfig
 
 from ..errors import UserError
-from ..redaction import published
+from ..redaction import published, published_recipe
 from . import interruption
 from .checkpoint import random_states, restore_random_states
 
@@ -247,7 +247,7 @@ class TrackingCallback(TrainerCallback):
     it calls callbacks, so they are sent with the next log."""
 
     def __init__(self, settings: dict[str, Any]):
-        self.settings = published(settings)
+        self.settings = published_recipe(settings)
         self._first_step = 0  # completions of earlier steps were sent before
         self._sent: set[str] = set()  # files of completions
 
