@@ -50,7 +50,8 @@ def directive(module, name: str) -> str:
     options = ""
     if kind == "autoclass" and not name.endswith(("Config", "Trainer")):
         options = "\n   :members:\n"
-    return f"```{{eval-rst}}\n.. {kind}:: {module.__name__}.{name}\n{options}```"
+    signature = "(output_dir, **settings)" if name.endswith("Config") else ""  # instead of about 200 settings
+    return f"```{{eval-rst}}\n.. {kind}:: {module.__name__}.{name}{signature}\n{options}```"
 
 
 def recipes_page(root: Path) -> str:
