@@ -38,7 +38,9 @@ def regions(address: str | None) -> dict[str, str]:
         "badges": f"[![PyPI](https://img.shields.io/pypi/v/pacs-trl)](https://pypi.org/project/pacs-trl/) "
         f"[![tests]({address}/actions/workflows/tests.yml/badge.svg)]({address}/actions/workflows/tests.yml)",
         "clone": f"```bash\ngit clone {address} pacs_trl && cd pacs_trl\n```",
-        "notebooks": "Open in Colab: " + ", ".join(f"[{name[:2]}]({colab}/{name})" for name in notebooks) + ".",
+        "notebooks": "Open in Colab: "
+        + ", ".join(f"[{name[:2]}]({colab}/{name})" for name in notebooks)
+        + f"; first `!git clone {address} pacs_trl && pip install -e 'pacs_trl[report,dev]'` and `%cd pacs_trl/notebooks`.",
     }
 
 
