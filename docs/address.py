@@ -40,7 +40,8 @@ def regions(address: str | None) -> dict[str, str]:
         "clone": f"```bash\ngit clone {address} pacs_trl && cd pacs_trl\n```",
         "notebooks": "Open in Colab: "
         + ", ".join(f"[{name[:2]}]({colab}/{name})" for name in notebooks)
-        + f"; first `!git clone {address} pacs_trl && pip install -e 'pacs_trl[report,dev]'` and `%cd pacs_trl/notebooks`.",
+        + f"; first `!git clone {address} pacs_trl && pip install -e 'pacs_trl[report,dev]'`, "
+        "then `%cd pacs_trl/notebooks`.",
     }
 
 
