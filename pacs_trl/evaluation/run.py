@@ -85,7 +85,6 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
-    make_directory(args.output_dir, "output_dir")
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks, model = load_benchmarks(args), identify_model(args)
@@ -99,6 +98,7 @@ def evaluate(
         from .conversations import ConversationEngine, load_tools  # imports TRL's trainer
 
         tools = load_tools(args)
+    make_directory(args.output_dir, "output_dir")
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]

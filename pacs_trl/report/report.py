@@ -37,7 +37,7 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
 
     from . import plots  # needs matplotlib
 
-    output_dir.mkdir(parents=True, exist_ok=True)
+    make_directory(output_dir, "--output_dir")
     file = output_dir / "tables.md"
     file.write_text(text + "\n", encoding="utf-8")
     return [file, *plots.pass_at_k_figure(results, names, output_dir / "pass_at_k")]
@@ -54,14 +54,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     require_matplotlib("A report")
     if not (args.results or args.training):
         raise UserError("There is nothing to report. Name results files, or runs with --training METHOD=DIR.")
-    make_directory(args.output_dir, "--output_dir")
     from . import plots
 
     files = []
     if args.results:
         files += build_report(args.results, args.output_dir, baseline=args.baseline)
     if args.training:
-        files += plots.training_figure(training_histories(args.training), args.output_dir / "training")
+        histories = training_histories(args.training)
+        make_directory(args.output_dir, "--output_dir")
+        files += plots.training_figure(histories, args.output_dir / "training")
     print("\n".join(map(str, files)))
     return 0
 

@@ -306,7 +306,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return
         for name in changed:
             before, value = self._copied_settings[name], values[name]
-            loads_reference = name == "beta" and (before == 0 or value == 0)
+            loads_reference = name == "beta" and self.args.beta == 0
             if name not in self.live_attributes or loads_reference:
                 raise FailedRun(
                     f"trainer.{name} was changed from {before!r} to {value!r} after the trainer was constructed, and "

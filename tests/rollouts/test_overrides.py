@@ -205,13 +205,14 @@ def changing(path, name, value, trainer_class=GRPOTrainer, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("name", ["epsilon_low", "epsilon_high", "beta"])
-def test_attributes_that_the_objective_reads_take_effect(tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "value"), [("epsilon_low", 1e-6), ("epsilon_high", 1e-6), ("beta", 5.0), ("beta", 0.0)]
+)
+def test_attributes_that_the_objective_reads_take_effect(tmp_path, name, value):
     """From the second step on: as a run that was constructed with the value, whose first step is the same: its ratios
     are 1, and its policy is the reference."""
     setting = {"epsilon_low": "epsilon", "epsilon_high": "epsilon_high", "beta": "beta"}[name]
     settings = {"beta": 0.5, "epsilon": 0.2, "epsilon_high": 0.2}
-    value = 1e-6 if name != "beta" else 5.0
     changed = changing(tmp_path, name, value, **settings)
     expected = changing(tmp_path, "unused", 0, **settings | {setting: value})
     unchanged = changing(tmp_path, "unused", 0, **settings)
@@ -247,6 +248,20 @@ def test_attributes_that_nothing_reads_anew_are_refused(tmp_path, trainer_class,
     with pytest.raises(FailedRun, match=rf"trainer.{name} was changed from .* to {value!r}"):
         trainer.train()
     assert trainer.state.global_step == 1
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, RLOOTrainer, REALTrainer])
+def test_a_beta_that_is_annealed_to_0_and_raised_again_takes_effect(tmp_path, trainer_class):
+    """The KL to the reference is logged in the steps with a coefficient."""
+
+    class Anneal(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.beta = (0.5, 0.0, 0.5)[state.global_step]
+
+    more = {"callbacks": [Anneal()]}
+    trainer = build_trainer(tmp_path, replay=Replay(), trainer_class=trainer_class, more=more, beta=0.5, max_steps=3)
+    trainer.train()
+    assert ["kl" in log for log in trainer.state.log_history if "loss" in log] == [True, False, True]
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan])
