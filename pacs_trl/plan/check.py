@@ -43,6 +43,7 @@ from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
 from .launch import Launch, launch_commands, read_launch
 from .models import adapter_error
+from .workload import FSDP_RECOMPUTES
 
 
 def main(argv: Sequence[str]) -> int:
@@ -177,11 +178,13 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     if lost is not None and not recipe.model.use_peft:
         notes.append(lost)
     loading = {"attn_implementation": recipe.model.attn_implementation, "dtype": dtype}
-    if error := flash_attention_4_error(training, loading | (training.model_init_kwargs or {}), capability=None):
+    loading |= training.model_init_kwargs or {}
+    if error := flash_attention_4_error(training, loading, estimate.gpu.compute_capability, estimate.gpu.name):
         conflicts.append(error)
-    implementation = (loading | (training.model_init_kwargs or {}))["attn_implementation"]
-    if missing := missing_attention(implementation):
+    if missing := missing_attention(loading["attn_implementation"]):
         notes.append(missing)
+    if training.gradient_checkpointing == "auto" and launch.fsdp_recomputes:
+        conflicts.append(FSDP_RECOMPUTES)
     conflicts += _model_errors(estimate)
     if estimate.critic_name and (launch.kind == "DEEPSPEED" or launch.fsdp_version == 1):
         conflicts.append(
@@ -196,7 +199,7 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
         )
         if obstacle is not None and training.compile_layers is True:
             conflicts.append(refusal_of_compilation(obstacle))
-        elif obstacle is not None:
+        elif obstacle is not None and training.needs_gpu:
             notes.append(f"Decoder layers are not compiled, so updates are slower: {obstacle.reason}.")
     if training.max_completion_length is None:
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")

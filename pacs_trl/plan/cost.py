@@ -36,14 +36,15 @@ _OPTIMIZER_BYTES = 28  # read and written per trained weight: weight, gradient, 
 
 
 class Gpu(NamedTuple):
-    """Data sheet of a GPU (bytes, dense bfloat16 FLOP/s, bytes/s), and the share of `bandwidth` that decoding and the
-    optimizer reach."""
+    """Data sheet of a GPU (bytes, dense bfloat16 FLOP/s, bytes/s), the share of `bandwidth` that decoding and the
+    optimizer reach, and the major compute capability."""
 
     name: str
     memory_bytes: float
     flops: float
     bandwidth: float
     bandwidth_share: float = 0.6
+    compute_capability: int = 9
 
 
 class Execution(NamedTuple):

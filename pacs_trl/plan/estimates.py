@@ -24,6 +24,7 @@ from .workload import (
     choose,
     chooses,
     occupied_bytes,
+    recomputations_of,
 )
 
 
@@ -160,7 +161,9 @@ class Estimate:
         elif self.approximated and self.chooses:  # as in a run
             self.choice = choice_of_unknown_model(training, self.approximated)
         else:
-            self.choice = choose(workload, self.usable - occupied.in_update)
+            is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
+            recomputations = recomputations_of(training, has_adapter=bool(model.use_peft), is_zero3=is_zero3)
+            self.choice = choose(workload, self.usable - occupied.in_update, recomputations)
         chosen = self.choice or MemoryChoice("full", self.longest, "does not fit")
         self.recomputation: Recomputation = chosen.recomputation
         self.tokens = chosen.max_tokens or workload.largest(training.per_device_train_batch_size)

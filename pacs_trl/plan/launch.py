@@ -17,8 +17,8 @@ _ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
 class Launch:
     """
     Number of GPUs; sharding of the training state (`"none"`, `"gradients"`, or `"full"`); a description; and of the
-    accelerate file `distributed_type`, FSDP version (1 or 2), and mixed precision, which applies if the recipe sets
-    neither `bf16` nor `fp16`.
+    accelerate file `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets
+    neither `bf16` nor `fp16`, and whether it sets `fsdp_activation_checkpointing`.
     """
 
     num_processes: int
@@ -27,6 +27,7 @@ class Launch:
     kind: str = "NO"
     fsdp_version: int | None = None
     mixed_precision: str = "no"
+    fsdp_recomputes: bool = False
 
 
 def read_launch(accelerate_config: str | None, num_processes: int | None) -> tuple[Launch | None, list[str]]:
@@ -64,7 +65,9 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         return None, [f"{accelerate_config}: {type(error).__name__}: {error}"]
     description = f"{count} process{'es' * (count != 1)}, {words} ({accelerate_config})"
-    return Launch(count, sharding, description, kind, version, str(config.mixed_precision or "no").lower()), []
+    precision = str(config.mixed_precision or "no").lower()
+    recomputes = str(section.get("fsdp_activation_checkpointing", False)).lower() == "true"
+    return Launch(count, sharding, description, kind, version, precision, recomputes), []
 
 
 def launch_commands(recipe: str, num_processes: int, nodes: int, *, served_model: str | None = None) -> list[str]:

@@ -223,6 +223,23 @@ def chooses(training: Any) -> bool:
     return "auto" in (training.gradient_checkpointing, training.max_tokens_per_micro_batch)
 
 
+def recomputations_of(training: Any, *, has_adapter: bool, is_zero3: bool) -> tuple[Recomputation, ...]:
+    """Return what a configuration leaves open, from most memory to least. TRL sets `use_reentrant` for adapters with
+    ZeRO-3, which excludes selective recomputation, as the user may."""
+    if training.gradient_checkpointing != "auto":
+        return (set_recomputation(training),)
+    is_reentrant = bool((training.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
+    if is_reentrant or (has_adapter and is_zero3):
+        return ("none", "full")
+    return cost.RECOMPUTATIONS
+
+
+FSDP_RECOMPUTES = (
+    "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes in any "
+    "case. Set the latter to false in the accelerate file."
+)
+
+
 def set_recomputation(training: Any) -> Recomputation:
     """Return the recomputation of a configuration that does not leave it open."""
     return "full" if training.gradient_checkpointing is True else "none"

@@ -27,6 +27,7 @@ from peft import PeftModel
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun, UserError
+from ..plan.cost import RECOMPUTATIONS
 from ..plan.workload import MemoryChoice, chooses
 from ..update.compiled_layers import CompiledLayers
 from ..update.driver import OutOfMemoryElsewhere, StepResult, UpdateDriver
@@ -358,8 +359,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         self.accelerator.print(f"Out of memory in optimizer step {step}, which is repeated with {self._memory}.")
 
     def _recompute_more(self, step: int) -> None:
-        choices = self._memory_plan.recomputations
-        later = choices[choices.index(self._memory.recomputation) + 1 :]
+        done = RECOMPUTATIONS.index(self._memory.recomputation)  # a resumed run may have another one than the plan's
+        later = [choice for choice in self._memory_plan.recomputations if RECOMPUTATIONS.index(choice) > done]
         if not later:
             raise FailedRun(
                 f"The device ran out of memory in optimizer step {step} with micro-batches of the longest completion. "

@@ -24,6 +24,7 @@ from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
 from ..plan.workload import (
+    FSDP_RECOMPUTES,
     MEAN_SHARE,
     MemoryChoice,
     Workload,
@@ -32,7 +33,7 @@ from ..plan.workload import (
     choose,
     chooses,
     occupied_bytes,
-    set_recomputation,
+    recomputations_of,
 )
 from ..update.groups import Groups
 from ..update.minibatch import Minibatch
@@ -121,7 +122,8 @@ def plan_memory(
     execution = Execution(_precision(args, model), compiled=compiled)
     workload = _workload(args, memory, execution, shape, longest)
     room = min(gather_object([_room(model, args, peft_config, memory, config, shape)]))
-    recomputations = _recomputations(args, has_adapter=_has_adapter(model, peft_config))
+    has_adapter = _has_adapter(model, peft_config)
+    recomputations = recomputations_of(args, has_adapter=has_adapter, is_zero3=is_deepspeed_zero3_enabled())
     choice = choose(workload, room, recomputations)
     if choice is None:
         raise UserError(
@@ -313,22 +315,8 @@ def _sharding(args: RolloutConfig) -> str:
     return "gradients" if uses_plugin(args, "DEEPSPEED") else "none"
 
 
-def _recomputations(args: RolloutConfig, *, has_adapter: bool) -> tuple[Recomputation, ...]:
-    """Return what can be chosen. TRL sets `use_reentrant` for adapters with ZeRO-3, which excludes selective
-    recomputation, as the user may."""
-    if args.gradient_checkpointing != "auto":
-        return (set_recomputation(args),)
-    is_reentrant = bool((args.gradient_checkpointing_kwargs or {}).get("use_reentrant"))
-    if is_reentrant or (has_adapter and is_deepspeed_zero3_enabled()):
-        return ("none", "full")
-    return cost.RECOMPUTATIONS
-
-
 def _check_fsdp(args: RolloutConfig) -> None:
     """Raise a `ValueError` if FSDP is to recompute activations too."""
     by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
     if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and by_launch:
-        raise UserError(
-            "gradient_checkpointing: auto cannot be used with fsdp_activation_checkpointing: true, which recomputes "
-            "in any case. Set the latter to false in the accelerate file."
-        )
+        raise UserError(FSDP_RECOMPUTES)

@@ -187,10 +187,12 @@ def warn_of_eager_layers(args: RolloutConfig, reason: str) -> None:
 # Engines and copies --------------------------------------------------------------------------------------------
 
 
-def flash_attention_4_error(args: RolloutConfig, loading: dict[str, Any], capability: int | None) -> str | None:
+def flash_attention_4_error(
+    args: RolloutConfig, loading: dict[str, Any], capability: int, planned_gpu: str | None = None
+) -> str | None:
     """Return why FlashAttention 4 cannot train, if a model would be loaded with it. `loading` are the arguments of
-    `from_pretrained`, `capability` is the major compute capability of the GPU (0 without one), or `None` if another
-    machine trains."""
+    `from_pretrained`, `capability` is the major compute capability of the GPU (0 without one), and `planned_gpu` its
+    name if another machine trains."""
     if loading.get("attn_implementation") != "flash_attention_4":
         return None
     dtype = loading.get("dtype")
@@ -199,11 +201,12 @@ def flash_attention_4_error(args: RolloutConfig, loading: dict[str, Any], capabi
             "attn_implementation: flash_attention_4 computes in half precision, and the weights are float32 without "
             "autocast. Set bf16: true, or attn_implementation: sdpa."
         )
-    if capability is not None and capability < 9:
+    if capability < 9:
         device = f"a GPU of compute capability {capability}" if capability else "no GPU"
+        device = f"the plan is for an {planned_gpu}" if planned_gpu else f"this machine has {device}"
         return (
-            f"attn_implementation: flash_attention_4 is for Hopper and Blackwell GPUs, and this machine has {device}. "
-            "Set attn_implementation: sdpa."
+            f"attn_implementation: flash_attention_4 is for Hopper and Blackwell GPUs, and {device}. Set "
+            "attn_implementation: sdpa."
         )
     return None
 

@@ -68,13 +68,17 @@ SAID = {
     "three processes": (THREE, {"steps_per_generation": 5}, 1, "gradient_accumulation_steps=4"),
     "bfloat16": ((), BF16, 0, "dtype=bfloat16 with learning_rate=1e-06", "Set dtype: float32"),
     "bfloat16, LoRA": ((), BF16 | {"use_peft": True}, 0),
-    "on a CPU": ((), {"use_cpu": True, "bf16": False}, 0, "not estimated on a CPU", "no: H200", "no: hours"),
+    "on a CPU": ((), {"use_cpu": True, "bf16": False}, 0, "not estimated on a CPU", "no: H200", "no: hours",
+                 "no: not compiled"),
     "as many processes as the recipe says": (WHOLE, {"expected_processes": 8}, 0, "no: prompts instead of"),
     "long completions": ((), LONG, 1, "max_prompt_length=512", "does not fit into vllm_max_model_length=1400"),
     "fitting completions": ((), LONG | {"vllm_max_model_length": 1512}, 0),
     "unknown LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_prj"]}, 1, "q_prj", "q_proj"),
     "LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_proj"]}, 0),
     "no flash-attn": ((), {"attn_implementation": "flash_attention_2"}, 0, "needs the package flash_attn", "sdpa"),
+    "FlashAttention 4": ((), {"attn_implementation": "flash_attention_4"}, 0),
+    "FlashAttention 4, A100": (("--gpu", "a100-80"), {"attn_implementation": "flash_attention_4"}, 1,
+                               "Hopper and Blackwell GPUs, and the plan is for an A100"),
     "no such problems": ((), GYM | {"reasoning_gym": {"chain_sums": None}}, 1, "chain_sums", "chain_sum"),
     "no saving": ((), GRPO | {"save_strategy": "no"}, 0, "no: checkpoint"),
     "vLLM beside training": ((), LARGE, 1, "vllm_gpu_memory_utilization=0.75 takes 98 of 131 GiB on an H200", "0.45 or less", "no: sleep_mode: true"),  # noqa: E501
@@ -139,3 +143,11 @@ def test_ppo_with_fsdp_1(plan, launch_file, config):
     status, output = plan("--accelerate-config", file, method="ppo")
     assert status == 1 and "FSDP 1" in output
     assert plan("--accelerate-config", file)[0] == 0
+
+
+def test_recomputation_that_the_launch_sets_excludes_automatic_recomputation(plan, launch_file):
+    lines = ("distributed_type: FSDP", "num_processes: 8", "mixed_precision: bf16")
+    file = launch_file(*lines, "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true}")
+    assert plan("--accelerate-config", file)[0] == 0
+    status, output = plan("--accelerate-config", file, gradient_checkpointing="auto")
+    assert status == 1 and "fsdp_activation_checkpointing: true" in output

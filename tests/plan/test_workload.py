@@ -7,7 +7,7 @@ import pytest
 from pacs_trl.plan.cost import GIB, GPUS, RECOMPUTATIONS
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import Launch
-from pacs_trl.plan.workload import EFFICIENT_TOKENS, choose
+from pacs_trl.plan.workload import EFFICIENT_TOKENS, choose, recomputations_of
 from pacs_trl.recipe import Recipe
 
 
@@ -69,6 +69,16 @@ def test_small_micro_batches_cost_time():
     seconds = [workload.seconds("none", size) for size in (4096, 8192, 16384, 32768)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] - seconds[1] > 2 * (seconds[1] - seconds[2])  # above 8,192 tokens little is gained
+
+
+def test_reentrant_recomputation_is_never_selective():
+    """As a run chooses; TRL sets it for adapters with ZeRO-3."""
+    reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    assert estimate("l40s").choice.recomputation == "selective"
+    assert estimate("l40s", **reentrant).choice.recomputation == "full"
+    automatic = Recipe.from_settings({**SETTINGS, **AUTO}, 1).training
+    for has_adapter, is_zero3, number in ((False, True, 3), (True, False, 3), (True, True, 2)):
+        assert len(recomputations_of(automatic, has_adapter=has_adapter, is_zero3=is_zero3)) == number
 
 
 def test_what_is_set_is_not_chosen():

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, FineGrainedFP8Config
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
+from pacs_trl.rollouts import model_checks
 from pacs_trl.rollouts.model_checks import (
     changes_in_place,
     check_adapter_of_tied_weights,
@@ -20,6 +21,8 @@ from pacs_trl.rollouts.model_checks import (
     check_quantization,
     check_trainable,
     flash_attention_4_error,
+    missing_attention,
+    warn_of_rounded_updates,
 )
 
 
@@ -206,12 +209,11 @@ def test_an_adapter_that_keeps_weights_tied_can_be_merged():
     "implementation, dtype, bf16, capability, words",
     [
         ("flash_attention_4", "float32", False, 9, "half precision"),
-        ("flash_attention_4", None, False, None, "half precision"),
+        ("flash_attention_4", None, False, 9, "half precision"),
         ("flash_attention_4", "bfloat16", False, 8, "a GPU of compute capability 8"),
         ("flash_attention_4", "float32", True, 0, "no GPU"),
         ("flash_attention_4", "float32", True, 9, None),
         ("flash_attention_4", torch.bfloat16, False, 10, None),
-        ("flash_attention_4", "bfloat16", False, None, None),  # `plan` for another machine
         ("sdpa", "float32", False, 0, None),
     ],
 )
@@ -219,3 +221,36 @@ def test_where_flash_attention_4_cannot_train(implementation, dtype, bf16, capab
     args = SimpleNamespace(bf16=bf16, fp16=False)
     error = flash_attention_4_error(args, {"attn_implementation": implementation, "dtype": dtype}, capability)
     assert error is None if words is None else words in error and "attn_implementation: sdpa" in error
+
+
+def test_an_attention_that_is_not_installed_is_refused_before_loading(tmp_path, model_path, monkeypatch):
+    installed = {"flash_attn"}
+    monkeypatch.setattr(model_checks, "find_spec", lambda name: True if name in installed else None)
+    assert missing_attention("flash_attention_2") is None and missing_attention("sdpa") is None
+    assert "flash_attn_interface" in missing_attention("flash_attention_3")
+    installed.clear()
+    with pytest.raises(ValueError, match="flash_attention_2 needs the package flash_attn.*sdpa"):
+        build_trainer(tmp_path, model=model_path, model_init_kwargs={"attn_implementation": "flash_attention_2"})
+    installed.add("kernels")  # transformers downloads a kernel in its place
+    assert missing_attention("flash_attention_2") is None
+
+
+def test_updates_that_half_precision_rounds_away_are_named(caplog):
+    """2^-9 of a weight of 0.02 is 3.9e-5. An adapter has its own precision, and FSDP trains copies in float32."""
+    args = SimpleNamespace(
+        learning_rate=1e-6, model_init_kwargs=None, bf16=True, fp16=False, process_index=0, fsdp="", deepspeed=None
+    )
+    half = tiny_model().bfloat16()
+
+    def warnings(model, peft_config=None, **settings):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            warn_of_rounded_updates(model, SimpleNamespace(**vars(args) | settings), peft_config)
+        return caplog.text
+
+    expected = "dtype=bfloat16 with learning_rate=1e-06: half precision rounds away updates below about 4e-05"
+    assert expected in warnings(half)
+    assert expected in warnings("a/model", model_init_kwargs={"dtype": "bfloat16"})
+    assert "Set dtype: float32 and bf16: true" in warnings("a/model", model_init_kwargs={"dtype": torch.bfloat16})
+    assert warnings(half, learning_rate=4e-5) == warnings(half, LORA) == warnings(tiny_model()) == ""
+    assert warnings("a/model") == warnings(half, fsdp="full_shard") == ""
