@@ -109,10 +109,18 @@ def add_navigation(app, docname: str, source: list[str]) -> None:
             if caption == "Look up":
                 names += ["generated/recipes", "generated/api"]
             source[0] += contents(names, caption)
+        source[0] = source[0].replace("\n\n| page |", "\n\n" + front_page() + "\n\n## Pages\n\n| page |", 1)
     elif docname == "docs/results/README":
         source[0] += contents(["*/README"])
     elif docname == "docs/results/miniature/README":
         source[0] += contents(["figure_*", "table_*"])
+
+
+def front_page() -> str:
+    """Return README from "Train" on, without its links at the end, as part of a page in docs/."""
+    text = (Path(__file__).resolve().parents[1] / "README.md").read_text(encoding="utf-8")
+    text = "## Train" + text.split("\n## Train", 1)[1].split("\n## Read on", 1)[0]
+    return re.sub(r"\]\((?!https?:)(docs/)?", lambda match: "](" if match[1] else "](../", text).strip()
 
 
 def contents(names: list[str], caption: str = "") -> str:

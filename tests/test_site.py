@@ -55,6 +55,7 @@ def test_every_page_is_in_the_navigation():
     names = {os.path.relpath(page.with_suffix(""), ROOT / "docs") for page in pages}
     assert names - {"index"} <= set(contents)
     assert {":caption: Tutorials", "generated/api", "results/README"} <= set(contents)
+    assert "\n## Train\n" in source[0] and "](images/pretrained.png)" in source[0] and "](speed.md)" in source[0]
 
 
 def test_a_docstring_in_markdown_becomes_restructured_text():
