@@ -48,12 +48,17 @@ ARCHITECTURES: dict[str, dict] = {
     "granitemoehybrid": {
         "layer_types": [*["linear_attention"] * 3, "full_attention"],
         "num_local_experts": 0,
+        "router_aux_loss_coef": 0.0,
         "shared_intermediate_size": 768,
         "mamba_n_heads": 8,
-        "mamba_d_head": 64,
+        "mamba_d_head": "auto",
         "mamba_d_state": 64,
+        "mamba_chunk_size": 32,  # the padded passes of PyTorch's function take gigabytes with 256
     },
-    "minimax": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},  # padded
+    "minimax": {  # padded
+        **{"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
+        "router_aux_loss_coef": 0.0,  # otherwise the exact update counts the loads of experts in one more forward pass
+    },
     "stablelm": {},  # padded
 }
 

@@ -1,5 +1,7 @@
 """Packed completions against padded ones, forward and backward, in three precisions and with each attention kernel."""
 
+from importlib.util import find_spec
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,12 @@ MAX_LOGP_ERROR, MAX_GRADIENT_ERROR = 1e-3, 1e-4
 
 
 def compare_layouts(
-    device: str, model: str, attention: str, completion_max: int, layouts: tuple[str, ...] = ("padded", "packed")
+    device: str,
+    model: str,
+    attention: str,
+    completion_max: int,
+    layouts: tuple[str, ...] = ("padded", "packed"),
+    model_type: str = "qwen3",
 ) -> list[dict]:
     """Compute log-probs, entropies, and gradients, padded, packed, and packed in compiled layers; `attention` is that
     of packed completions."""
@@ -33,7 +40,8 @@ def compare_layouts(
         compiled_layers.BACKEND = "aot_eager"
     size = Size(shape_of(model), completion_max, 4, 2, bf16=False)
     rollouts = recorded_rollouts(size, 2, num_generations=4)
-    policy = build_model(size.shape, device, initializer_range=0.05, attn_implementation="sdpa").eval()
+    settings = {"initializer_range": 0.05, "attn_implementation": "sdpa", "model_type": model_type}
+    policy = build_model(size.shape, device, **settings).eval()
     rows, reference = [], None
     for precision in ("float32", "autocast", "bfloat16"):
         if precision == "bfloat16":
@@ -110,6 +118,16 @@ def test_packed_equals_padded(alone, device, record_property, model, attention):
     rows = alone(compare_layouts, device, *sizes)
     record_property("rows", rows)
     check(rows, "packed", attention)
+
+
+@pytest.mark.skipif(find_spec("fla") is not None, reason="flash-linear-attention takes no float32")
+@pytest.mark.parametrize("model_type", ["granitemoehybrid", "lfm2", "qwen3_5_text"])
+def test_states_of_packed_completions_equal_padded_ones(alone, device, record_property, model_type):
+    """The same of convolutions and recurrences, in float32 and in half precision."""
+    model, longest = ("small", 512) if device == "cuda" else ("tiny", 24)
+    rows = alone(compare_layouts, device, model, "sdpa", longest, ("padded", "packed"), model_type)
+    record_property("rows", rows)
+    check(rows, "packed", "sdpa")
 
 
 @pytest.mark.slow
