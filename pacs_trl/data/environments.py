@@ -68,7 +68,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
     from datasets import Dataset
     from transformers.utils import get_json_schema
 
-    from ..rollouts.group_starts import takes_seed
+    from ..rollouts.group_starts import check_observation, takes_seed
 
     is_single = not isinstance(factories, dict)
     row: dict[str, Any] = {}
@@ -91,7 +91,9 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
                 row = {column: row[column] for column in row if is_single or column != "environment"}
                 if takes_seed(first[name].reset):
                     row = {"seed": 0, **row}
-                first[name].reset(**row)
+                observation = first[name].reset(**row)
+                if observation is not None:
+                    check_observation(observation, type(first[name]).__name__)
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # no `reset`, another signature, code of a user, or its server

@@ -34,9 +34,9 @@ def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
 
 
 def image_blocks(prompt: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield the image blocks of a prompt."""
+    """Yield the image blocks of a prompt: text, messages, or token ids."""
     for message in prompt if isinstance(prompt, list | tuple) else ():
-        content = message.get("content")
+        content = message.get("content") if isinstance(message, Mapping) else None
         for block in content if isinstance(content, list | tuple) else ():
             if isinstance(block, Mapping) and block.get("type") == "image":
                 yield block

@@ -94,7 +94,7 @@ class NoSignalCallback(TrainerCallback):
     were truncated, after the first `PATIENCE_AT_START` if no step before had a signal; once per run, resumed runs
     included."""
 
-    _none_in = 0
+    _none_in, _patience = 0, PATIENCE_AT_START  # of an evaluation before training
 
     def __init__(self, method: str):
         self.method = method  # its name

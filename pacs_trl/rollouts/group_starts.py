@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import wraps
+from types import MethodType
 from typing import Any
 
 import numpy as np
@@ -65,6 +66,8 @@ class GroupStarts:
         self._started: list[Any] = []  # environments that have been reset
         self._first: dict[int, tuple[Any, Any]] = {}  # first environment of each group, and its observation
         self._in_memory: dict[type, bool] = {}
+        self._subclasses: dict[type, type] = {}  # of classes with `__slots__` alone
+        self._awaited: dict[int, Callable] = {}  # the next `reset` of their environments, by id
         self.observations: list[tuple[int, int]] = []
         self.differing: dict[int, str] = {}
         self.unknown: set[int] = set()
@@ -90,20 +93,44 @@ class GroupStarts:
         @wraps(factory, updated=())
         def create() -> Any:
             environment = factory()
-            if not hasattr(environment, "__dict__"):
-                raise UserError(
-                    f"Environments of the class {type(environment).__name__} have only `__slots__`, so that their "
-                    "`reset` cannot get the seed of a group. Remove `__slots__`, or add '__dict__' to it."
-                )
             if type(environment) not in self._in_memory:
                 self._in_memory[type(environment)] = keeps_state_in_memory(environment)
+            if not hasattr(environment, "__dict__"):
+                self._replace_class(environment)
             self._await_reset(environment)
             return environment
 
         return create
 
+    def _replace_class(self, environment: Any) -> None:
+        """Give an environment that has only `__slots__`, and so no attribute `reset` of its own, a subclass of its
+        class, whose `reset` is that of the trainer where one is awaited."""
+        cls = type(environment)
+        if cls not in self._subclasses:
+
+            @wraps(cls.reset)
+            def reset(environment: Any, *args: Any, **row: Any) -> Any:
+                reset_for_group = self._awaited.pop(id(environment), None)
+                if reset_for_group is None:
+                    return cls.reset(environment, *args, **row)
+                return reset_for_group(*args, **row)
+
+            names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+            self._subclasses[cls] = type(cls.__name__, (cls,), {"__slots__": (), "reset": reset, **names})
+            self._in_memory[self._subclasses[cls]] = self._in_memory[cls]
+        object.__setattr__(environment, "__class__", self._subclasses[cls])  # also of frozen classes
+
     def _await_reset(self, environment: Any) -> None:
         """Take the next call of the `reset` of an environment as that of the trainer."""
+        if not hasattr(environment, "__dict__"):
+            reset = MethodType(type(environment).__mro__[1].reset, environment)
+
+            def reset_of_slots(**row: Any) -> Any:
+                self._started.append(environment)
+                return self._reset(environment, reset, row)
+
+            self._awaited[id(environment)] = reset_of_slots
+            return
         attributes, reset = vars(environment), environment.reset
         before = {"reset": attributes["reset"]} if "reset" in attributes else {}
 
@@ -127,7 +154,10 @@ class GroupStarts:
             self.unknown.add(group)
         with _seeded(seed) if in_memory else nullcontext():
             observation = reset(**row)
+        if observation == []:
+            observation = None
         if observation is not None:
+            check_observation(observation, type(environment).__name__)
             observation = as_observation(observation, takes_images=True)
         first, first_observation = self._first.setdefault(group, (environment, observation))
         has_same_observation = _checksum(observation) == _checksum(first_observation)
@@ -141,6 +171,27 @@ class GroupStarts:
             self.differing[group] = "its state may lie outside of this process, where it cannot be copied"
         self.observations.append((group, _checksum(observation)))
         return observation
+
+
+def check_observation(observation: Any, name: str) -> None:
+    """Raise a `ValueError` unless what the `reset` of an environment of class `name` returned can be appended to a
+    prompt, as TRL does: text or content blocks."""
+    is_blocks = isinstance(observation, list) and all(
+        isinstance(part, dict) and "type" in part for part in observation
+    )
+    if isinstance(observation, str) or is_blocks:
+        return
+    if inspect.isawaitable(observation):
+        if inspect.iscoroutine(observation):
+            observation.close()
+        raise UserError(
+            f"`reset` of the environment {name} is asynchronous, and TRL does not await it. Write it as `def reset`; "
+            "tools may be asynchronous."
+        )
+    raise UserError(
+        f"`reset` of the environment {name} returned {observation!r:.100}. It must return text, a list of content "
+        "blocks, or None."
+    )
 
 
 def takes_seed(reset: Callable) -> bool:
@@ -185,17 +236,27 @@ def _copy_differences(source: Any, target: Any) -> bool:
         # One copy of all attributes, also the equal ones: several may refer to one object.
         copied = copy.deepcopy(state, {id(source): target} | _not_to_copy(state))
     for name in other_state.keys() - state.keys():
-        delattr(target, name)
-    vars(target).update(copied)
+        object.__delattr__(target, name)  # also of frozen classes
+    slots = _slots(target)
+    for name, value in copied.items():
+        if name in slots:
+            object.__setattr__(target, name, value)
+        else:
+            vars(target)[name] = value
     return True
 
 
 def _attributes(value: Any) -> dict[str, Any]:
     """Return the attributes of an object in its `__dict__` and `__slots__`."""
-    members = [member for each in type(value).__mro__ for member in vars(each).items()]
-    slots = [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
-    state = {name: getattr(value, name) for name in slots if hasattr(value, name)} | getattr(value, "__dict__", {})
+    slots = {name: getattr(value, name) for name in _slots(value) if hasattr(value, name)}
+    state = slots | getattr(value, "__dict__", {})
     return {name: each for name, each in state.items() if name != "reset"}
+
+
+def _slots(value: Any) -> list[str]:
+    """Return the names in the `__slots__` of the class of an object and of its bases."""
+    members = [member for each in type(value).__mro__ for member in vars(each).items()]
+    return [name for name, member in members if isinstance(member, types.MemberDescriptorType)]
 
 
 _LOCKS = {type(create()): create for create in (threading.Lock, threading.RLock)}
@@ -292,12 +353,10 @@ def keeps_state_in_memory(environment: Any) -> bool:
     consists of plain data and of code that could not keep a part of it elsewhere, on a server, in a folder, or in an
     object of the module. Two environments with copies of one session id or path would play one episode. A class with
     `__deepcopy__` says itself how it is copied."""
-    if not hasattr(environment, "__dict__"):
-        return False
     if hasattr(environment, "__deepcopy__"):
         return True
     seen: set[int] = set()
-    return all(_is_in_memory(value, seen) for value in (type(environment), *vars(environment).values()))
+    return all(_is_in_memory(value, seen) for value in (type(environment), *_attributes(environment).values()))
 
 
 def _is_in_memory(value: Any, seen: set[int]) -> bool:

@@ -18,6 +18,7 @@ from support.runs import build_trainer
 
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSTrainer, RLOOTrainer
+from pacs_trl.data.environments import prepare_environments
 from pacs_trl.rollouts.group_starts import GroupStarts, keeps_state_in_memory
 
 
@@ -248,6 +249,8 @@ def test_a_copy_of_an_environment_resets_itself(copy_of):
 
 
 def test_frozen_classes_and_slots():
+    """Also slots of a base class, beside attributes in `__dict__`."""
+
     @dataclasses.dataclass(frozen=True)
     class Frozen:
         numbers: list = dataclasses.field(default_factory=list)
@@ -256,15 +259,62 @@ def test_frozen_classes_and_slots():
             self.numbers[:] = [random.SystemRandom().random()]
 
     class Slots:
-        __slots__ = ("number",)
+        __slots__ = ("number", "text")
 
         def reset(self, **columns):
-            self.number = 1
+            self.number = random.SystemRandom().random()
+
+        def guess(self) -> float:
+            """Tell the number."""
+            return self.number
+
+    class SlotsAndMore(Slots):
+        def reset(self, **columns):
+            super().reset()
+            self.more = [self.number]
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class FrozenSlots:
+        numbers: list = dataclasses.field(default_factory=list)
+
+        def reset(self, **columns):
+            self.numbers[:] = [random.SystemRandom().random()]
 
     _, (first, second, *_), _ = reset_groups(Frozen)
     assert first.numbers == second.numbers and first.numbers is not second.numbers
-    with pytest.raises(ValueError, match="Environments of the class Slots have only `__slots__`"):
-        reset_groups(Slots)
+    for cls in (Slots, SlotsAndMore):
+        _, (first, second, *others), _ = reset_groups(cls)
+        assert first.number == second.number == first.guess() and isinstance(first, cls)
+        assert {first.number} != {each.number for each in others}
+        before = first.number
+        first.reset()  # its own, which is no start of a group
+        assert first.number != before
+    _, (first, second, *_), _ = reset_groups(FrozenSlots)
+    assert first.numbers == second.numbers and first.numbers is not second.numbers
+
+
+@pytest.mark.parametrize(
+    ("observation", "words"),
+    [(7, "returned 7. It must return text"), (["a"], r"returned \['a'\]"), ({"a": 1}, "{'a': 1}")],
+)
+def test_observations_that_are_no_content_of_a_message_are_refused(observation, words):
+    class Returning:
+        def reset(self, **columns):
+            return observation
+
+    with pytest.raises(ValueError, match=words):
+        reset_groups(Returning)
+    with pytest.raises(ValueError, match=words):
+        prepare_environments(Returning, {"train_dataset": Dataset.from_dict({"prompt": ["a"]})})
+
+
+def test_an_asynchronous_reset_is_refused_as_trl_does_not_await_it():
+    class Later:
+        async def reset(self, **columns):
+            return "text"
+
+    with pytest.raises(ValueError, match="`reset` of the environment Later is asynchronous"):
+        prepare_environments(Later, {"train_dataset": Dataset.from_dict({"prompt": ["a"]})})
 
 
 def test_states_are_compared_by_their_attributes():

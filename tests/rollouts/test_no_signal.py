@@ -5,7 +5,7 @@ import logging
 
 import pytest
 from support.models import TOKENIZER
-from support.rollouts import Replay
+from support.rollouts import Replay, addition_dataset
 from support.runs import build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
@@ -93,4 +93,10 @@ def test_only_the_first_process_speaks(tmp_path, caplog):
     trainer.is_world_process_zero = lambda: False
     with caplog.at_level(logging.WARNING):
         trainer.train()
+    assert not warnings(caplog)
+
+
+def test_an_evaluation_before_training_counts_as_no_step(tmp_path, caplog):
+    more = {"eval_dataset": addition_dataset(2)}
+    build_trainer(tmp_path, reward=zeros, more=more, num_generations_eval=4, per_device_eval_batch_size=8).evaluate()
     assert not warnings(caplog)
