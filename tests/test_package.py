@@ -136,7 +136,7 @@ def test_a_misspelt_argument_is_found(tmp_path):
 
 
 def test_every_trainer_of_the_table_of_methods_is_exported_with_its_configuration():
-    table = (ROOT / "docs/index.md").read_text().split("## Methods and recipes")[1].split("\n## ")[0]
+    table = (ROOT / "recipes/README.md").read_text().split("## By method")[1].split("\n## ")[0]
     trainers = set(re.findall(r"`(\w+Trainer)`", table))
     assert len(trainers) >= 6
     assert {*trainers, *(name.replace("Trainer", "Config") for name in trainers)} <= set(pacs_trl.__all__)
