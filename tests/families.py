@@ -93,7 +93,7 @@ def image_prompt(model_type: str) -> tuple[list[int], PromptImages | None]:
         None,
         {},
     )
-    return prompts._prompt_for_startup_check()
+    return prompts._small_image_prompt()
 
 
 def lora(family: dict[str, Any]) -> str:

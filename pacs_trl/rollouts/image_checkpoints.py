@@ -109,9 +109,12 @@ def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) ->
         unsupported.append("vllm_sync_adapter without freeze_vision_tower")
     if not args.supports_images:
         unsupported.append(type(args).__name__)
-    is_sharded = any(os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED"))
-    if is_sharded or args.deepspeed or args.fsdp:
-        unsupported.append("FSDP and DeepSpeed")
+    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        unsupported.append("DeepSpeed")
+    fsdp_config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
+    version = fsdp_config.get("version") or fsdp_config.get("fsdp_version") or os.environ.get("FSDP_VERSION")
+    if (args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true") and str(version) != "2":
+        unsupported.append("FSDP 1 (set fsdp_version: 2)")
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         if callable(function) and not isinstance(function, nn.Module):

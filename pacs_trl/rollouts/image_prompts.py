@@ -92,7 +92,18 @@ class ImagePrompts:
         ids, images = process_prompt(self.processing_class, prompt, self.chat_template, self.chat_template_kwargs)
         return ids, images and replace(images, row=row)
 
-    def _prompt_for_startup_check(self) -> tuple[list[int], PromptImages | None]:
+    def _with_image_filler(self, prompt_ids: list[list[int]], args: tuple) -> tuple[list[list[int]], tuple]:
+        """Append a prompt with an image to prompts without, and to the other arguments of a generation: processes with
+        sharded weights run the encoder of images together."""
+        ids, part = self._small_image_prompt()
+        assert part is not None
+        fields: dict[str, Any] = dict(inputs_of_generation([part]))
+        for name, types in part.token_types.items():
+            fields[name] = [*([0] * len(prompt) for prompt in prompt_ids), types.tolist()]
+        images = [*[None] * len(prompt_ids), []]
+        return [*prompt_ids, ids], (images, fields, *args[2:])
+
+    def _small_image_prompt(self) -> tuple[list[int], PromptImages | None]:
         """Return a prompt with one small image."""
         image = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
         content = [{"type": "image", "image": image}, {"type": "text", "text": "What does the picture show?"}]

@@ -209,6 +209,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             autocast=self.accelerator.autocast,
             reads_images=self._reads_images,
         )
+        if self._reads_images and self.is_fsdp_enabled:
+            forward_pass.image_filler = self._small_image_prompt()
         forward_pass.on_pass = self.timer.counter_of(model, self.accelerator, is_policy=model is self.model)
         return forward_pass
 
@@ -233,7 +235,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 self.model_wrapped,
                 training=self.args.disable_dropout,
                 longest=self._longest_sequence,
-                image_prompt=self._prompt_for_startup_check() if self._reads_images else None,
+                image_prompt=self._small_image_prompt() if self._reads_images else None,
             )
             if self.ref_model is not None:
                 self.ref_pass.packing, self.ref_pass.fused = self.forward_pass.packing, self.forward_pass.fused
@@ -418,8 +420,14 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if fast or dtype is not None or converts:
             model = self.accelerator.unwrap_model(self.model_wrapped)
             faster = faster_generation(model, fast=fast, dtype=None if dtype is None else getattr(torch, dtype))
+        needs_image = self._reads_images and self.is_fsdp_enabled and not self.use_vllm
         with faster:
-            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            if needs_image and args[0] is None:
+                prompt_ids, args = self._with_image_filler(prompt_ids, args)
+                completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+                completion_ids = completion_ids[:-1]
+            else:
+                completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         self._end_empty(completion_ids, logprobs)
         return completion_ids, logprobs
 

@@ -8,7 +8,7 @@ vocabulary of 151,936 would take 319 GB. `startup_check.py` chooses a pass that 
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +17,8 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
@@ -79,6 +81,8 @@ class ForwardPass:
         compiled_layers ([`CompiledLayers`], *optional*): Layers that are compiled in the passes; `None`: none.
         reads_routers (`bool`): Whether passes sum the outputs of the routers in a mixture of experts.
         router_sums ([`RouterSums`], *optional*): Those of the last pass of [`compute_logps`], differentiable.
+        image_filler (token ids and [`PromptImages`], *optional*): Prompt that is added, with weight zero, to passes
+            without images: with sharded weights all processes must run the encoder of images together.
         on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
             their lengths without padding) and the number of completion tokens.
     """
@@ -125,6 +129,7 @@ class ForwardPass:
         self.compiled_layers: CompiledLayers | None = None
         self.reads_routers = False
         self.router_sums: RouterSums | None = None
+        self.image_filler: tuple[list[int], PromptImages | None] | None = None
         self.on_pass: Callable[[list[list[int]], int], None] | None = None
 
     @contextmanager
@@ -176,6 +181,11 @@ class ForwardPass:
         """Run the model, and return its outputs (with `logps` log-probs and entropies) at all completion tokens, `(1,
         M, ...)`, and a function that splits them into one tensor per rollout. Raises a `ValueError` if a rollout is so
         long that RoPE frequencies would depend on its batch."""
+        if self.image_filler is not None and not (images and any(images)):
+            filler_ids, filler_images = self.image_filler
+            with_filler = [*prompt_ids, filler_ids], [*completion_ids, [self.pad_token_id]]
+            outputs, split = self.forward(model, *with_filler, [*[None] * len(prompt_ids), filler_images], logps)
+            return outputs, lambda values: _without_filler(split(values))
         prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
         if self.max_length is not None and longest > self.max_length:
@@ -206,6 +216,8 @@ class ForwardPass:
 
         def after_backbone(backbone, arguments, output):  # TRL's head would run on all tokens on a CPU
             output.last_hidden_state = at_predictions(output.last_hidden_state)
+            if logps:
+                sharded_head.enter_context(whole_head(self.model.get_output_embeddings()))
 
         self.router_sums = None
         reads_routers = self._reading_routers(token_weights) if logps and self.reads_routers else nullcontext()
@@ -218,7 +230,14 @@ class ForwardPass:
             hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
         else:
             hook = self.backbone.register_forward_hook(after_backbone)
-        with self.autocast(), self.attention(), reads_routers, hook, self._passing(to_language_model):
+        with (
+            self.autocast(),
+            self.attention(),
+            reads_routers,
+            hook,
+            self._passing(to_language_model),
+            ExitStack() as sharded_head,
+        ):
             outputs = model(**inputs)
         if uses_model_head:
             logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
@@ -321,6 +340,31 @@ class ForwardPass:
         if images:
             inputs |= padded_image_inputs(images, ids.shape[1])
         return inputs, mask.numpy(), np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
+
+
+@contextmanager
+def whole_head(head: torch.nn.Module) -> Iterator[None]:
+    """
+    Gather the weights of a head that FSDP2 shards alone, for TRL's fused head, which reads them without calling it.
+
+    Accelerate shards it together with the last norm of a text model, which gathers both, but alone in a checkpoint
+    that also reads images. TRL would gather it without summing its gradient over processes.
+    """
+    if not isinstance(head, FSDPModule) or not isinstance(head.weight, DTensor):
+        yield
+        return
+    head.unshard()
+    try:
+        yield
+    finally:
+        if not torch.is_grad_enabled():  # otherwise the backward pass does
+            head.reshard()
+
+
+def _without_filler(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return values of completions without the last one, whose gradient stays, times 0."""
+    first, *others, filler = values
+    return [first + 0.0 * filler.sum(), *others]
 
 
 @contextmanager

@@ -120,7 +120,7 @@ class Micro:
         self.completions = [draw(2 + i) for i in range(len(self.prompts))]
         self.weights = [torch.randn(2 + i, generator=generator) for i in range(len(self.prompts))]
         self.model = image_model(model_type, processor.tokenizer).eval()
-        self.image_prompt = prompts_of._prompt_for_startup_check()
+        self.image_prompt = prompts_of._small_image_prompt()
 
     def together(self, **how):
         """Log-probs and gradient of one micro-batch, and its forward pass."""

@@ -1,5 +1,6 @@
 """Runs on datasets with images, on recorded completions."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pacs_trl
 from support.image_checkpoints import image_model, image_processor
 from support.rollouts import digit_reward
 from support.runs import SETTINGS
+from support.sharding import full, let_accelerate_shard_on_cpu
 
 
 OURS = {"GRPO": (pacs_trl.GRPOTrainer, pacs_trl.GRPOConfig), "PACS": (pacs_trl.PACSTrainer, pacs_trl.PACSConfig)}
@@ -86,9 +88,15 @@ def trained(*args, **settings):
     return before, weights(trainer), trainer
 
 
-def trained_in_processes(directory: Path, method: str, model_type: str, num_processes: int) -> dict[str, dict]:
-    """Weights before and after a run with texts among prompts of one and two images, of any number of processes."""
-    size = {"per_device_train_batch_size": 8 // num_processes, "generation_batch_size": 8}
+def trained_in_processes(
+    directory: Path, method: str, model_type: str, num_processes: int, recorded: bool = True
+) -> dict[str, dict]:
+    """Weights before and after a run with texts among prompts of one and two images, of any number of processes. The
+    second process has texts alone in some passes."""
+    settings = {"per_device_train_batch_size": 8 // num_processes, "generation_batch_size": 8, "recorded": recorded}
+    if os.environ.get("ACCELERATE_USE_FSDP"):
+        let_accelerate_shard_on_cpu()
     mixed = rows((0, 2, 1, 0, 2, 1, 0, 1))
-    before, after, _ = trained(OURS[method], model_type, dataset=mixed, output_dir=str(directory / method), **size)
-    return {"before": before, "after": after}
+    before, after, _ = trained(OURS[method], model_type, dataset=mixed, output_dir=str(directory / method), **settings)
+    both = {"before": before, "after": after}
+    return {name: {key: full(value) for key, value in weights.items()} for name, weights in both.items()}
