@@ -88,7 +88,7 @@ class ConversationEngine:
         self.starts = GroupStarts()
         self.factories = {name: each and self.starts.wrap(each) for name, each in factories.items()}
         self.number_of = {problem.id: i for i, problem in enumerate(benchmark.problems)}
-        self.has_warned = False
+        self.has_warned = self.has_warned_of_unknown = False
         self.pools: dict[str | None, list] = {name: [] for name in self.factories}
         self.max_rounds = math.inf if args.max_tool_calling_iterations is None else args.max_tool_calling_iterations
         self.processing_class = self._tokenizer = tokenizer
@@ -134,6 +134,13 @@ class ConversationEngine:
                 f"The completions of problem {number} start from different states, as `reset` of the environment does "
                 f"not return to one: {reason}. pass@k then counts different problems as one; let `reset` choose the "
                 "example by a column of the dataset or by `seed`."
+            )
+        if (unknown := sorted(self.starts.unknown - self.starts.differing.keys())) and not self.has_warned_of_unknown:
+            self.has_warned_of_unknown = True
+            logger.warning(
+                f"It is not known whether the completions of problem {unknown[0]} start from one state: the "
+                "environment may keep a part of its state outside of this process, and `reset` got no seed. If "
+                "`reset` chooses at random, give it the seed of the problem: `def reset(self, seed, **kwargs)`."
             )
         return batch
 

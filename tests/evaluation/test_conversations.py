@@ -158,3 +158,24 @@ def test_kinds_of_environments(run, settings, tmp_path, monkeypatch):
     assert entry["unscorable"] == ["1", "3"] and entry["pass_at_k"]["1"]["value"] == 1
     asked = {record["problem"]: record["conversation"][0]["content"] for record in records(settings["output_dir"])}
     assert asked == {"0": "so w?", "1": "so x1", "2": "so y?", "3": "so z3"}
+
+
+def test_starts_that_are_not_known_to_be_equal_are_warned_of_once(run, settings, tmp_path, monkeypatch, caplog):
+    """Of an environment whose state may be outside of this process, unless `reset` gets a seed."""
+    (tmp_path / "outside.py").write_text(
+        "import os\n"
+        "from datasets import Dataset\n"
+        "class Outside:\n    def reset(self, **columns):\n        os.getpid()\n"
+        "    def get_reward(self):\n        return 1\n"
+        "class Seeded(Outside):\n    def reset(self, seed, **columns):\n        os.getpid()\n"
+        "class Spec:\n    environment_factory = Outside\n"
+        "    train_dataset = Dataset.from_dict({'prompt': [[{'role': 'user', 'content': 'so'}]] * 2})\n"
+        "class SeededSpec(Spec):\n    environment_factory = Seeded\n"
+        "spec, seeded = Spec(), SeededSpec()\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    words = "It is not known whether the completions of problem 0 start from one state"
+    for name, expected in (("seeded", 0), ("spec", 1)):
+        caplog.clear()
+        run(settings | {"output_dir": str(tmp_path / name)}, benchmarks=f"outside:{name}", max_problems=2, n=2, k="1")
+        assert sum(words in message for message in caplog.messages) == expected
