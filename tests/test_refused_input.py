@@ -20,9 +20,6 @@ from trl import GRPOConfig
 
 from pacs_trl import PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
-from pacs_trl.experimental.guidance import GuidanceTrainer
-from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
-from pacs_trl.rewards import run_python
 from pacs_trl.rollouts import checks
 from pacs_trl.update.rollout import as_numbers
 
@@ -98,11 +95,6 @@ def needs_solution(completions, solution, **kwargs):
     """A reward function."""
 
 
-class Environment:
-    def reset(self, **kwargs) -> None:
-        """Start."""
-
-
 def streamed() -> dict:
     return {"train_dataset": addition_dataset().to_iterable_dataset()}
 
@@ -120,10 +112,6 @@ def with_column(name: str, value: object = "x") -> Dataset:
     return addition_dataset().add_column(name, [value] * 32)
 
 
-HINTS, FEEDBACK = ({"trainer_class": GuidanceTrainer, "guidance": guidance} for guidance in ("hint", "feedback"))
-TEXTS = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
-RLPR = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
-BLANK = addition_dataset().map(lambda row, i: {"solution": " " * (i == 5) or row["solution"]}, with_indices=True)
 LAG, TINY = {"rollout_lag": 1}, {"model": None}
 LATE_EVALUATION = {"rollout_func": two_at_a_time, "eval_dataset": addition_dataset()}
 # Settings, and words of the message. Before the model is loaded, which does not exist, but for the tiny one.
@@ -166,14 +154,6 @@ REFUSED = {
         LAG | {"use_transformers_continuous_batching": True},
         "use_transformers_continuous_batching.* Remove rollout_lag",
     ),
-    "no hints": (HINTS, "guidance='hint'"),
-    "guidance in an environment": (HINTS | {"more": {"environment_factory": Environment}}, "environment_factory"),
-    "feedback with tools": (FEEDBACK | {"more": {"tools": [run_python]}}, "guidance='feedback'"),
-    "feedback on texts": (FEEDBACK | {"more": {"train_dataset": TEXTS}}, "guidance='feedback'"),
-    "probabilities with tools": (RLPR | {"more": {"tools": [run_python]}}, "probability_reward"),
-    "a reference answer that is blank": (RLPR | {"more": {"train_dataset": BLANK}}, "solution"),
-    "no reference answers": (RLPR | {"more": {"train_dataset": BLANK.remove_columns("solution")}}, "solution"),
-    "reference answers in a stream": (RLPR | {"more": streamed()}, "solution"),
     "FlashAttention 4 in float32": (
         {"model_init_kwargs": {"attn_implementation": "flash_attention_4"}},
         "flash_attention_4 computes in half precision.* Set bf16: true, or attn_implementation: sdpa",

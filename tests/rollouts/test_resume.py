@@ -26,7 +26,6 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, rewards
 from pacs_trl.errors import FailedRun
-from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.rollouts.checkpoint import check_same_adapter, check_same_model
 from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_checkpoint
 
@@ -87,20 +86,10 @@ def test_every_offset_of_two_generations(tmp_path):
     assert moved == [False, True, True, True, False, True, True, True, False]
 
 
-def digit_steps(completions, completion_ids, **kwargs):
-    """Labels of the first tokens, and of the text."""
-    outcomes = digit_reward(completions)
-    return [
-        [*((t, ids[t] % 2) for t in range(min(ids[0] % 4, len(ids) - 1))), (len(ids) - 1, y)]
-        for ids, y in zip(completion_ids, outcomes, strict=True)
-    ]
-
-
 SNAPSHOT = {"reference": "snapshot", "max_steps": 6}
 RENEWED = SNAPSHOT | {"reference_reset_steps": 3, "reset_optimizer_on_reference_reset": True}
 SEVERAL = {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_prompts": 10, "max_steps": 5}
 SPLIT = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 16}
-LABELS = {"reward": digit_steps, "trainer_class": ProcessLabelsTrainer, "lora": True, "max_steps": 6}
 SHUFFLED = {"trainer_class": GRPOTrainer, "shuffle_minibatches": True, "max_steps": 6}
 VARIANTS = {  # settings, and the steps after which a run is resumed
     "snapshot with resets": (RENEWED, [2, 3, 4]),
@@ -112,7 +101,6 @@ VARIANTS = {  # settings, and the steps after which a run is resumed
     "epochs that drop prompts": ({"num_prompts": 19, "steps_per_generation": 2}, [3, 4, 8]),
     "groups over micro-batches": (SPLIT | {"max_steps": 6}, [2, 5]),
     "several generations in one update": (SEVERAL, [1, 2, 3]),
-    "labels in several places, LoRA": (LABELS, [2, 4, 5]),
     "GRPO, shuffled minibatches": (
         {"trainer_class": GRPOTrainer, "shuffle_minibatches": True, "max_steps": 6},
         [1, 3, 4],

@@ -1,0 +1,40 @@
+"""Input that related methods refuse before the model is loaded."""
+
+import pytest
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
+
+from pacs_trl.experimental.guidance import GuidanceTrainer
+from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
+from pacs_trl.rewards import run_python
+
+
+class Environment:
+    def reset(self, **kwargs) -> None:
+        """Start."""
+
+
+def streamed() -> dict:
+    return {"train_dataset": addition_dataset().to_iterable_dataset()}
+
+
+HINTS, FEEDBACK = ({"trainer_class": GuidanceTrainer, "guidance": guidance} for guidance in ("hint", "feedback"))
+TEXTS = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
+RLPR = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
+BLANK = addition_dataset().map(lambda row, i: {"solution": " " * (i == 5) or row["solution"]}, with_indices=True)
+REFUSED = {
+    "no hints": (HINTS, "guidance='hint'"),
+    "guidance in an environment": (HINTS | {"more": {"environment_factory": Environment}}, "environment_factory"),
+    "feedback with tools": (FEEDBACK | {"more": {"tools": [run_python]}}, "guidance='feedback'"),
+    "feedback on texts": (FEEDBACK | {"more": {"train_dataset": TEXTS}}, "guidance='feedback'"),
+    "probabilities with tools": (RLPR | {"more": {"tools": [run_python]}}, "probability_reward"),
+    "a reference answer that is blank": (RLPR | {"more": {"train_dataset": BLANK}}, "solution"),
+    "no reference answers": (RLPR | {"more": {"train_dataset": BLANK.remove_columns("solution")}}, "solution"),
+    "reference answers in a stream": (RLPR | {"more": streamed()}, "solution"),
+}
+
+
+@pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
+def test_refused_before_training(tmp_path, settings, words):
+    with pytest.raises(ValueError, match=words):
+        build_trainer(tmp_path, **({"model": "no/model"} | settings))
