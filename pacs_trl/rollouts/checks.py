@@ -404,13 +404,22 @@ def server_url(args: RolloutConfig) -> str:
     return (args.vllm_server_base_url or f"http://{args.vllm_server_host}:{args.vllm_server_port}").rstrip("/")
 
 
+def training_dtype(args: RolloutConfig, model: Any) -> str:
+    """Return the precision in which a run computes."""
+    if args.bf16 or args.fp16:
+        return "bfloat16" if args.bf16 else "float16"
+    if isinstance(model, str):
+        return str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
+    return str(model.dtype).removeprefix("torch.")
+
+
 def serve_command(
-    model: str, lora_rank: int | None = None, args: RolloutConfig | None = None, dtype: str = "auto"
+    model: str, lora_rank: int | None = None, args: RolloutConfig | None = None, dtype: str | None = None
 ) -> str:
     """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters; with `args`
     of a run with `rollout_schedule: continuous` one that shares memory with the trainer, and computes in `dtype`."""
     if args is not None and args.rollout_schedule == "continuous":
-        return continuous_server_command(args, model, dtype)
+        return continuous_server_command(args, model, dtype or training_dtype(args, model))
     loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
     if lora_rank is not None:
         loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"

@@ -62,7 +62,7 @@ from .overrides import check_batch, check_overrides, replaced
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
-from .server_checks import check_server_of_continuous, check_user_code, training_dtype
+from .server_checks import check_server_of_continuous, check_user_code
 from .sources import RolloutSource
 from .uneven_shares import UnevenSampler, UnevenShares
 
@@ -192,7 +192,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if trains_routers(config_of(model, args), args):
             check_checkpointing_of_routers(args)
         if args.rollout_schedule == "continuous" and args.process_index == 0:
-            check_server_of_continuous(args, model, training_dtype(args, model), self._longest_sequence)
+            check_server_of_continuous(args, model, self._longest_sequence)
         self._memory_is_chosen = chooses(args)
         self._memory_settings = [args.gradient_checkpointing, args.max_tokens_per_micro_batch]
         self._memory_plan = plan_memory(

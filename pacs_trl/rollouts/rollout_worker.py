@@ -35,7 +35,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import readable_calls, safe_tools
-from ..rewards import FUNCTIONS, VerificationArguments, configure_verification
+from ..rewards import FUNCTIONS, VerificationArguments, configure_verification, run_python
 from ..update.rollout import as_numbers
 from .group_starts import takes_seed
 from .request_seeds import request_seed
@@ -206,7 +206,8 @@ class RolloutLoop(_AsyncRolloutLoop):
         pools = self._environment_pool if self.environment_factories is not None else {}
         self._seeded = {name: takes_seed(pool[0].reset) for name, pool in pools.items()}
         self._num_graders = loop_kwargs["max_inflight_tasks"]
-        if any(inspect.unwrap(function) in FUNCTIONS for function in self.reward_funcs):
+        functions = [inspect.unwrap(function) for function in (*self.reward_funcs, *self._standalone_tools)]
+        if any(function in (*FUNCTIONS, run_python) for function in functions):
             configure_verification(verification)
         names = self.reward_func_names[: len(self.reward_funcs)]
         self._graders = [self._grader(function, name) for function, name in zip(self.reward_funcs, names, strict=True)]

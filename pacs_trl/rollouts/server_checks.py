@@ -13,7 +13,7 @@ from trl.chat_template_utils import add_response_schema
 from trl.data_utils import is_conversational
 
 from ..errors import UserError
-from .checks import name_of, serve_command, server_url
+from .checks import name_of, serve_command, server_url, training_dtype
 from .rollout_config import EXTENSION, RolloutConfig
 
 
@@ -88,14 +88,14 @@ def _check_reads_calls(model: Any, args: RolloutConfig, tokenizer: Any) -> None:
         ) from error
 
 
-def check_server_of_continuous(args: RolloutConfig, model: Any, dtype: str, longest: int | None) -> None:
+def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | None) -> None:
     """
     Raise a [`UserError`] unless the vLLM server of a run, which answers, can generate continuously.
 
     Args:
-        dtype (`str`): Precision of training, such as `bfloat16`.
         longest (`int`, *optional*): Tokens of the longest prompt and a completion of it, if they are known.
     """
+    dtype = training_dtype(args, model)
     url, command = server_url(args), serve_command(name_of(model), args=args, dtype=dtype)
 
     def refuse(problem: str, remedy: str = "Start it with") -> None:
@@ -130,12 +130,3 @@ def check_server_of_continuous(args: RolloutConfig, model: Any, dtype: str, long
             f"{scheduler['max_num_batched_tokens']}: it would end after weights are replaced",
             f"Add --max-num-batched-tokens {room} to",
         )
-
-
-def training_dtype(args: RolloutConfig, model: Any) -> str:
-    """Return the precision in which a run computes."""
-    if args.bf16 or args.fp16:
-        return "bfloat16" if args.bf16 else "float16"
-    if isinstance(model, str):
-        return str((args.model_init_kwargs or {}).get("dtype", "float32")).removeprefix("torch.")
-    return str(model.dtype).removeprefix("torch.")

@@ -328,6 +328,7 @@ def forked_worker(server):
         async_rollout_worker.mp = multiprocessing
 
 
+@pytest.mark.slow
 def test_the_process_of_a_worker_delivers_groups_and_ends_with_its_parent(server, tmp_path):
     server.seconds_per_token = 0.001
     ready = CONTEXT.Queue()
@@ -335,10 +336,15 @@ def test_the_process_of_a_worker_delivers_groups_and_ends_with_its_parent(server
     pid = ready.get(timeout=60)
     os.kill(parent.pid, signal.SIGKILL)
     parent.join()
-    deadline = time.monotonic() + 20
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    when_gone(pid)
     assert not alive(pid)
+
+
+def when_gone(*pids: int) -> None:
+    """Wait until processes have ended, at most 20 seconds."""
+    deadline = time.monotonic() + 20
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def alive(pid: int) -> bool:
