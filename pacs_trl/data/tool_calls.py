@@ -96,6 +96,8 @@ def readable_calls(tokenizer: Any) -> Iterator[None]:
     def parse_readable(*args: Any, **kwargs: Any) -> Any:
         try:
             message = parse(*args, **kwargs)
+            if isinstance(message, list):  # of an empty completion, which looks like an empty batch
+                raise ValueError("an empty message")
             if isinstance(message, dict) and message.get("tool_calls"):
                 _check_calls(message["tool_calls"])
         except (RecursionError, KeyError, AttributeError) as error:

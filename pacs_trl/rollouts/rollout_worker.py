@@ -403,8 +403,14 @@ class RolloutWorker(AsyncRolloutWorker):
 
     def __init__(self, **loop_kwargs: Any):
         super().__init__(**loop_kwargs)
-        self._model_version_value = self._mp_ctx.Value(SharedState)
-        self.shared: Any = self._model_version_value
+        # Without a lock, which a process that is killed may hold forever.
+        self.shared: Any = self._mp_ctx.Value(SharedState, lock=False)
+        self._model_version_value = self.shared
+
+    def start(self) -> None:
+        super().start()
+        for results in (self.rollout_buffer, self.metrics_queue, self._exception_info_queue):
+            results._writer.close()  # so that a message of which a process that is killed has sent a part ends
 
     def receive(self, timeout: float) -> list[GradedGroup]:
         """Return the groups that were delivered, and wait up to `timeout` seconds for the first one."""
@@ -413,7 +419,7 @@ class RolloutWorker(AsyncRolloutWorker):
             groups.append(self.rollout_buffer.get(timeout=timeout) if timeout else self.rollout_buffer.get_nowait())
             while True:
                 groups.append(self.rollout_buffer.get_nowait())
-        except queue.Empty:
+        except (queue.Empty, EOFError):
             return groups
 
     @property
@@ -427,7 +433,7 @@ class RolloutWorker(AsyncRolloutWorker):
             try:
                 name, message, _ = self._exception_info_queue.get(timeout=1.0)
                 return name, message
-            except queue.Empty:
+            except (queue.Empty, EOFError):
                 return "RuntimeError", "see the error above"
         if self.has_failed and self._process is not None:
             return "RuntimeError", f"its process has ended with exit code {self._process.exitcode}"
@@ -440,7 +446,7 @@ class RolloutWorker(AsyncRolloutWorker):
             try:
                 for name, value in self.metrics_queue.get_nowait().items():
                     values.setdefault(name, []).append(value)
-            except queue.Empty:
+            except (queue.Empty, EOFError):
                 return values
 
     def stop(self) -> None:

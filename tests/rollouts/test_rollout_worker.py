@@ -19,6 +19,7 @@ from support.processes import CONTEXT, ensure_server, start
 from support.vllm_server import LoopbackVLLM, draw_tokens, play_installed
 from trl.experimental.async_grpo import async_rollout_worker
 
+from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl.rewards import VerificationArguments, math_reward
 from pacs_trl.rollouts.request_seeds import request_seed
 from pacs_trl.rollouts.rollout_worker import PromptOrder, RolloutLoop, RolloutWorker, VersionedLogp
@@ -229,6 +230,22 @@ def test_turns_share_the_length_of_a_completion_and_tokens_of_tools_are_masked(s
     assert mask == [1] * len(calls) + [0] * (len(ids) - len(calls) - len(answer)) + [1] * len(answer)
     assert "3" in TOKENIZER.decode(ids[len(calls) : -len(answer)])
     assert [version == -1 for version in versions] == [m == 0 for m in mask]
+
+
+def test_a_turn_without_room_is_empty_and_ends_the_conversation(server, monkeypatch):
+    """Prompt and results of tools have used all tokens of the completion."""
+    tokenizer = build_tokenizer(tools=True)
+    given = arguments_of(server, tools=[adds], num_generations=1, max_inflight_tasks=1, max_tokens=20)
+    called = [*tokenizer("12@adds|a=1|b=2")["input_ids"], tokenizer.eos_token_id]
+    monkeypatch.setattr(vllm_server, "draw_tokens", lambda *arguments: called)
+    with Loop(**given | {"reward_funcs": [none_reward], "processing_class": tokenizer}) as loop:
+        loop.shared.admitted = 1
+        (group,) = loop.take(1)
+    assert len(server.requests) == 1
+    assert group.tool_calls == [1]
+    assert group.completion_ids == [called]
+    assert [message["role"] for message in group.completions[0]] == ["assistant", "tool", "assistant"]
+    assert group.completions[0][-1]["content"] == ""
 
 
 def call(name, arguments):
