@@ -150,7 +150,7 @@ def gradient(model) -> torch.Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in model.parameters()])
 
 
-PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"]
+PACKED = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "idefics3", "smolvlm"]
 
 
 @pytest.mark.parametrize(

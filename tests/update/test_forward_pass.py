@@ -129,7 +129,8 @@ def test_a_shared_prompt_is_computed_once():
         packed(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4)
         with torch.no_grad():
             list(compute_logps(model, [list(range(20, 80))] * 4, [[20, 21, 22]] * 4))
-    check = [11, 11, 6, 5 + 2 * 5 + 5]  # the startup check: three sequences alone, and packed
+    # the startup check: three sequences alone, packed, and packed with other neighbors
+    check = [11, 11, 6, *[5 + 2 * 5 + 5] * 3]
     assert seen == [60 + 4 * 2, *check, 60 + 4 * 2]
 
 
