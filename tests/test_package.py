@@ -68,6 +68,16 @@ def test_what_is_imported_is_asked_for():
     assert outside - {spelled.get(name, name) for name in asked} - with_them == set()
 
 
+def test_optional_packages_are_imported_where_they_are_used():
+    """Not at the top of a module, where every run would need them; figures alone need matplotlib."""
+    optional = {"PIL", "vllm", "deepspeed", "flash_attn", "reasoning_gym", "openenv", "sentence_transformers", "wandb"}
+    for file in sorted((ROOT / "pacs_trl").rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
+            assert not {name.split(".")[0] for name in names} & optional, file
+
+
 PLAN = "from pacs_trl.plan.check import main; main(['--config', 'recipes/miniature/pacs.yaml'])"
 LIGHT = [  # what is run, one after the other in one interpreter, and what is not imported by then
     ("import pacs_trl", "torch trl transformers vllm"),

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from datasets import Dataset
-from PIL import Image
 
 from ..data.images import (
     COLUMNS,
@@ -105,6 +104,8 @@ class ImagePrompts:
 
     def _small_image_prompt(self) -> tuple[list[int], PromptImages | None]:
         """Return a prompt with one small image."""
+        from PIL import Image
+
         image = Image.linear_gradient("L").resize((64, 48)).convert("RGB")
         content = [{"type": "image", "image": image}, {"type": "text", "text": "What does the picture show?"}]
         return self._process([{"role": "user", "content": content}])
