@@ -83,10 +83,10 @@ def hub_suggestion(kind: str, name: str, known: Iterable[str] = ()) -> str:
     return "" if identifier == name else f" Did you mean `{identifier}`?"
 
 
-def unloadable_model(name: str, error: OSError) -> ValueError:
+def unloadable_model(name: str, error: OSError) -> UserError:
     """Return the error of a model that libraries could not load from the Hub."""
     reason = " ".join(str(error).split("\n")[0].split()).rstrip(".")
-    return ValueError(
+    return UserError(
         f"The model {name!r} cannot be loaded from the Hub ({reason}).{hub_suggestion('models', name)} Correct the "
         "name; without a connection, name the directory of a checkpoint."
     )

@@ -5,7 +5,9 @@ import socket
 
 import pytest
 
+from pacs_trl.errors import UserError
 from pacs_trl.settings.connection import work_offline_without_connection
+from pacs_trl.settings.names import unloadable_model
 
 
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
@@ -71,3 +73,11 @@ def test_an_endpoint_a_proxy_and_a_connection(asked, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", lambda address, timeout: socket.socket())
     work_offline_without_connection("train", settings)
     assert os.environ["HF_HUB_OFFLINE"] == "0"
+
+
+def test_a_model_that_is_not_in_the_cache_is_named_with_the_nearest_one_that_is(monkeypatch, tmp_path):
+    (tmp_path / "models--Qwen--Qwen3-0.6B").mkdir()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    error = unloadable_model("Qwen3-0.6b", OSError("We couldn't connect.\nCheck your connection."))
+    assert isinstance(error, UserError) and "(We couldn't connect). Did you mean `Qwen/Qwen3-0.6B`?" in str(error)
+    assert "Did you mean" not in str(unloadable_model("org/other", OSError("no")))
