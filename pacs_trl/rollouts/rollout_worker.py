@@ -452,7 +452,8 @@ class RolloutWorker(AsyncRolloutWorker):
     def stop(self) -> None:
         if self._process is None:
             return
-        self._stop_event_mp.set()
+        if self._process.is_alive():  # else the event would wait for the process that waits for it
+            self._stop_event_mp.set()
         self._process.join(timeout=_SECONDS_TO_STOP)
         if self._process.is_alive():
             self._process.kill()  # what it still does is not needed
