@@ -341,6 +341,8 @@ class ContinuousRollouts:
     def _send(self, weights: Iterator, step: int) -> tuple[str, str] | None:
         assert self._watch is not None
         transfer = self._transfer
+        if (failure := self._watch.check()) is not None:  # new weights would hide that the server was restarted
+            return failure
         is_staged = isinstance(transfer, SharedMemoryTransfer)
         if is_staged:
             transfer.stage(weights)
