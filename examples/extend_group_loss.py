@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 
 from pacs_trl.objective import scorable_completions
-from pacs_trl.pacs_config import ExactUpdateConfig
+from pacs_trl.pacs_config import GroupLossConfig
 from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
 from pacs_trl.settings.fields import setting
 from pacs_trl.update.group_loss_update import AutogradObjective
@@ -27,9 +27,7 @@ def pairwise_loss(proxies, labels, *, num_generations: int, margin: float):
 
 
 @dataclass
-class PairwiseConfig(ExactUpdateConfig):
-    scores_groups = True
-    group_comparison = "The loss compares correct with wrong completions of a group"
+class PairwiseConfig(GroupLossConfig):
     margin: float = setting(0.0, "Nats by which a correct completion should be ahead.", least=0)
 
 

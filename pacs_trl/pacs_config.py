@@ -98,18 +98,48 @@ class ExactUpdateConfig(RolloutConfig):
 
 
 @dataclass
-class PACSConfig(ExactUpdateConfig):
+class GroupLossConfig(ExactUpdateConfig):
+    """
+    Settings of a loss that compares the completions of a group, whose rewards are labels in [0, 1]. Inherits every
+    parameter of [`ExactUpdateConfig`]; those that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`,
+    ...) are rejected unless they have their default value.
+    """
+
+    scores_groups = True
+    rewards_are_labels = True
+    group_comparison = "The loss compares correct with wrong completions of a group"
+
+    # Parameters with another default than in GRPOConfig
+    disable_dropout: bool = setting(
+        True,
+        "Whether to disable dropout. The proxy compares two forward passes of the same tokens; dropout would fill it "
+        "with noise.",
+    )
+    vllm_importance_sampling_correction: bool = setting(
+        False,
+        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's "
+        "probability, truncated or masked as `vllm_importance_sampling_mode` and `..._clip_min` and "
+        "`..._clip_max` say. Proxies, scores, and loss keep their values. Off as in the authors' code; the "
+        "mismatch is logged as `sampling/*` in any case. It costs a forward pass only with "
+        '`reference="snapshot"` or `proxy="mean_logp"` and several updates per generation.',
+    )
+
+    def errors(self, step: Step) -> list[str]:
+        reason = "the loss compares the completions of a group, without probability ratios, clipping, and advantages"
+        return [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO, reason)]
+
+
+@dataclass
+class PACSConfig(GroupLossConfig):
     """
     Configuration class for the [`PACSTrainer`].
 
-    Inherits every parameter of [`ExactUpdateConfig`] and [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and
+    Inherits every parameter of [`GroupLossConfig`] and [`~trl.GRPOConfig`]. Generation, vLLM, data, logging and
     optimization keep their meaning, and so does `beta`, the weight of the KL term (k3 estimator, mean over the tokens
     of the optimizer step). Parameters that only shape GRPO's loss (`epsilon`, `loss_type`, `scale_rewards`, ...) are
     rejected unless they have their default value.
     """
 
-    scores_groups = True
-    rewards_are_labels = True
     group_comparison = "PACS scores a completion relative to the implicit rewards of the others of its group"
 
     # Parameters that control the objective
@@ -173,25 +203,8 @@ class PACSConfig(ExactUpdateConfig):
         "cheaper one by tokens; the others are for tests.",
     )
 
-    # Parameters with another default than in GRPOConfig
-    disable_dropout: bool = setting(
-        True,
-        "Whether to disable dropout. The proxy compares two forward passes of the same tokens; dropout would fill it "
-        "with noise.",
-    )
-    vllm_importance_sampling_correction: bool = setting(
-        False,
-        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's "
-        "probability, truncated or masked as `vllm_importance_sampling_mode` and `..._clip_min` and "
-        "`..._clip_max` say. Proxies, scores, and loss keep their values. Off as in the authors' code; the "
-        "mismatch is logged as `sampling/*` in any case. It costs a forward pass only with "
-        '`reference="snapshot"` or `proxy="mean_logp"` and several updates per generation.',
-    )
-
     def errors(self, step: Step) -> list[str]:
-        reason = "the loss is binary cross-entropy on the score, without probability ratios, clipping, and advantages"
-        errors = [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO, reason)]
-        errors += _first_update_errors(self, step)
+        errors = super().errors(step) + _first_update_errors(self, step)
         if self.reference == "rollout":
             names = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
             reason = "the policy that generated is the reference, which changes with every generation"

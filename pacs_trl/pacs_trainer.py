@@ -16,7 +16,6 @@ from .update.groups import Groups
 from .update.minibatch import Minibatch
 from .update.policy_update import PolicyUpdate
 from .update.reference import SnapshotReference
-from .update.rollout import labels_from_rewards
 
 
 # For |psi| above this, sigmoid(psi) * (1 - sigmoid(psi)) is below 0.7 %: the completion has almost no gradient.
@@ -174,9 +173,6 @@ class PACSTrainer(ExactUpdateTrainer):
         update = super().create_update()
         update.reference_is_rollout_policy = self.args.reference == "rollout"
         return update
-
-    def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
 
     # Snapshot reference ---------------------------------------------------------------------------------------------
 

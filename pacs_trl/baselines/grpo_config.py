@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ..objective import GROUP_LOSSES
-from ..pacs_config import ExactUpdateConfig
+from ..pacs_config import ExactUpdateConfig, GroupLossConfig
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
@@ -98,15 +98,10 @@ class RLOOConfig(ExactUpdateConfig):
 
 
 @dataclass
-class REALConfig(ExactUpdateConfig):
+class REALConfig(GroupLossConfig):
     """
-    Configuration class for the [`REALTrainer`]. Inherits every parameter of [`ExactUpdateConfig`]; those that only
-    affect GRPO's loss raise an error unless they have their default value.
+    Configuration class for the [`REALTrainer`]. Inherits every parameter of [`GroupLossConfig`].
     """
-
-    scores_groups = True
-    rewards_are_labels = True
-    group_comparison = "The loss compares correct with wrong completions of a group"
 
     group_loss: str = setting(
         "real",
@@ -116,17 +111,3 @@ class REALConfig(ExactUpdateConfig):
     tau: float = setting(
         0.5, "Temperature of the loss; 0.5 is that of REAL's authors. DisCO's authors recommend 10.", above=0
     )
-    disable_dropout: bool = setting(
-        True,
-        "Whether to disable dropout. The loss compares two forward passes of the same tokens; dropout would add "
-        "noise.",
-    )
-    vllm_importance_sampling_correction: bool = setting(
-        False,
-        "Whether the gradient of each token is weighted by the ratio of the trainer's to the engine's probability, as "
-        "`vllm_importance_sampling_mode` says.",
-    )
-
-    def errors(self, step: Step) -> list[str]:
-        reason = "the loss compares the completions of a group and has no advantage"
-        return [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO, reason)]

@@ -6,7 +6,6 @@ from ..errors import UserError
 from ..objective import GROUP_LOSSES
 from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..update.group_loss_update import AutogradObjective, GroupObjective
-from ..update.rollout import labels_from_rewards
 from .grpo_config import REALConfig
 
 
@@ -28,7 +27,7 @@ class REALTrainer(ExactUpdateTrainer):
         return AutogradObjective(function, proxy, {"tau": self.args.tau}, self.beta)
 
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+        labels = super()._compute_labels(rewards_per_func)
         if ((labels > 0) & (labels < 1)).any():
             raise UserError(
                 "REAL needs rewards of 0 or 1, but some rewards are between 0 and 1. Use a binary reward function, or "

@@ -26,7 +26,7 @@ from ..rollouts.request_seeds import request_seed
 from ..rollouts.timing import PARTS
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
-from ..update.rollout import labels_from_rewards, without_padding
+from ..update.rollout import without_padding
 from ..update.step_sizes import Step
 from . import _critic
 from ._critic import State
@@ -139,9 +139,6 @@ class GenACTrainer(ActorCriticTrainer):
         size = sum(parameter.numel() for parameter in self.model.parameters())
         size_text = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
         self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {size_text} parameters"
-
-    def _compute_labels(self, rewards_per_func):
-        return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
 
     def _value_tokens(self, inputs, batch):
         mask = self._value_mask(batch)

@@ -30,7 +30,7 @@ from ..errors import FailedRun, UserError
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
-from ..update.rollout import Rollout, as_numbers, unpad_rollouts, weighted_rewards
+from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from . import checkpoint, checks, completion_columns, image_checkpoints, model_checks, mxfp4
 from .callbacks import NoSignalCallback, StepStart, shorten_console
@@ -508,6 +508,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Return the labels `(B,)` of the completions of all processes from their rewards `(B, F)`."""
+        if self.args.rewards_are_labels:
+            return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
         return weighted_rewards(rewards_per_func, self.reward_weights)
 
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
