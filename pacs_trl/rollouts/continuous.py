@@ -228,7 +228,7 @@ class ContinuousRollouts:
         self._num_dropped, deadline = 0, None
         while True:
             self._drop_stale()
-            self._admit(number)
+            self._admit(is_taken=False)
             if failure := self._failure():
                 return failure
             if len(self.waiting) >= number and self._watch.check() is None:
@@ -278,15 +278,14 @@ class ContinuousRollouts:
         self._num_dropped += len(self.waiting) - len(fresh)
         self.waiting = fresh
 
-    def _admit(self, number_taken_next: int) -> None:
-        """Let the worker start groups while fewer are decoded or wait than `max_staleness + 1` steps need, or the
-        remaining steps."""
+    def _admit(self, *, is_taken: bool) -> None:
+        """Let the worker start groups while fewer are decoded, wait, or are trained than `max_staleness + 1` steps
+        need, or the remaining steps. A group that starts now has at best the current weights, so one more step would
+        drop it. `is_taken` tells whether the groups of the current step are taken."""
         assert self._worker is not None
         args, state = self.trainer.args, self.trainer.state
-        remaining = (state.max_steps - state.global_step) * self.groups_per_step
-        if number_taken_next == 0:  # the groups of the current step are taken
-            remaining -= self.groups_per_step
-        bound = min((args.max_staleness + 1) * self.groups_per_step, remaining)
+        steps = min(args.max_staleness + 1, state.max_steps - state.global_step) - is_taken
+        bound = steps * self.groups_per_step
         self._worker.shared.admitted = self._num_delivered + max(0, bound - len(self.waiting))
 
     def _take(self) -> list[GradedGroup]:
@@ -294,7 +293,7 @@ class ContinuousRollouts:
         trainer, step = self.trainer, self.trainer.state.global_step
         groups, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
         self._taken, self._taken_at = groups, step
-        self._admit(0)
+        self._admit(is_taken=True)
         ages = [_staleness(group, step) for group in groups]
         num_completions = sum(len(group.completions) for group in groups)
         metrics = {

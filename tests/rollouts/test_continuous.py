@@ -89,7 +89,7 @@ def test_each_prompt_of_an_epoch_is_trained_once_in_the_order_of_a_batch(tmp_pat
 
 
 def test_generation_runs_ahead_by_the_largest_staleness(tmp_path, worker):
-    """Fewer groups are started and not taken than `max_staleness + 1` steps need, or the steps that remain."""
+    """With those in training, `max_staleness + 1` steps need all groups, or the steps that remain; none is dropped."""
     sizes = []
 
     class Measure(TrainerCallback):
@@ -102,7 +102,10 @@ def test_generation_runs_ahead_by_the_largest_staleness(tmp_path, worker):
     with server_of(tiny_model()) as server:
         trainer, _ = trainer_of(tmp_path, server, callbacks=[Measure()], max_steps=6, save_strategy="no")
         trainer.train()
-    assert sizes == [6, 6, 6, 4, 2, 0]
+    logs = [log for log in trainer.state.log_history if "async/dropped_groups" in log]
+    assert sum(log["async/dropped_groups"] for log in logs) == 0
+    assert max(log["async/largest_lag"] for log in logs) == 2
+    assert sizes == [4, 4, 4, 4, 2, 0]
 
 
 def test_old_groups_are_dropped_and_counted_and_their_prompts_not_repeated(tmp_path, worker):
