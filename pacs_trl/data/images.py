@@ -117,7 +117,7 @@ def image_digest(value: Any) -> str:
         content = _digest(value)
     else:
         path = value["path"] if isinstance(value, Mapping) else str(value)
-        content = Path(path).read_bytes() if Path(path).is_file() else str(path).encode()
+        content = Path(path).read_bytes() if _is_file(Path(path)) else str(path).encode()
     return hashlib.sha256(content).hexdigest()
 
 
@@ -158,28 +158,60 @@ def _is_pil(value: Any) -> bool:
 
 
 def read_image(value: Any) -> Any:
-    """Return an image as a PIL image in RGB. Raises a `ValueError` if it cannot be read."""
-    from PIL import Image
+    """Return an image as a PIL image in RGB, upright as its EXIF data say. Raises a `ValueError` if it cannot be
+    read."""
+    image = _opened(value)
+    if image.mode.startswith(("I", "F")):
+        image = _with_8_bits(image)
+    return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def _opened(value: Any) -> Any:
+    """Return an image as an upright PIL image with its pixels, in any mode."""
+    from PIL import Image, ImageOps
 
     try:
         if isinstance(value, Mapping):
-            value = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
+            image = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
         elif isinstance(value, np.ndarray):
-            value = Image.fromarray(value)
-        elif isinstance(value, str):
+            image = Image.fromarray(value)
+        elif isinstance(value, str) and _is_file(Path(value)):
+            image = Image.open(value)
+        elif isinstance(value, str):  # an address, or content as base64
             from transformers.image_utils import load_image
 
-            value = load_image(value)
-        value.load()
+            image = load_image(value)
+        else:
+            image = value
+        image.load()
+        return ImageOps.exif_transpose(image)
     except Exception as error:  # of Pillow, of the file system, and of connections
         raise UserError(
             f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
             "or remove the row."
         ) from error
-    if value.mode.startswith(("I", "F")):  # 16 bits per pixel, of which a conversion would keep the lower half
-        pixels = np.asarray(value, dtype=np.float64)
-        value = Image.fromarray((pixels / (257 if pixels.max(initial=0) > 255 else 1)).astype(np.uint8))
-    return value if value.mode == "RGB" else value.convert("RGB")
+
+
+def _with_8_bits(image: Any) -> Any:
+    """Return a gray image of integers or floats per pixel with 8 bits: of 16 bits the upper half is kept, floats up to
+    1 are stretched. `convert` would keep the lower half."""
+    from PIL import Image
+
+    pixels = np.asarray(image, dtype=np.float64)
+    largest = pixels.max(initial=0)
+    if image.mode.startswith("I;16") or largest > 255:
+        pixels = pixels / 257
+    elif image.mode == "F" and largest <= 1:
+        pixels = pixels * 255
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+
+
+def _is_file(path: Path) -> bool:
+    """Return whether `path` is a file; base64 content is longer than a name may be."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def share_equal_images(prompts: Sequence[Any]) -> list[Any]:
@@ -230,7 +262,7 @@ def with_absolute_paths(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a row whose images in columns, if they are paths of files in `folder`, have absolute paths."""
 
     def absolute(image: Any) -> Any:
-        if isinstance(image, str) and "://" not in image and (folder / image).is_file():
+        if isinstance(image, str) and "://" not in image and _is_file(folder / image):
             return str((folder / image).resolve())
         return image
 
@@ -311,29 +343,16 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def image_size(value: Any) -> tuple[int, int]:
-    """Return the height and width of an image, of a file without reading its pixels, and of an address 0. Raises a
-    `ValueError` if there is no image."""
-    from PIL import Image
-
-    try:
-        if isinstance(value, Mapping):
-            value = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
-        elif isinstance(value, str) and not value.startswith(("http://", "https://")):
-            from transformers.image_utils import load_image
-
-            value = load_image(value)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError, Image.DecompressionBombError) as error:
-        raise UserError(
-            f"The image {value!r:.100} cannot be read ({type(error).__name__}: {error}). Correct the file or address, "
-            "or remove the row."
-        ) from error
-    if isinstance(value, str):
+    """Return the height and width of an image, and of an address 0. Raises a `ValueError` if there is no image, or a
+    file is broken anywhere."""
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
         return 0, 0  # read when it is needed
-    if not _is_pil(value) and not isinstance(value, np.ndarray):
+    if not isinstance(value, str | Mapping | np.ndarray) and not _is_pil(value):
         raise UserError(
             f"{value!r:.100} is not an image. Write a path, an address, or the content of a file, or remove the row."
         )
-    return (value.height, value.width) if _is_pil(value) else value.shape[:2]
+    image = _opened(value)
+    return image.height, image.width
 
 
 def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:

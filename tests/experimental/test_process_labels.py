@@ -189,7 +189,7 @@ def too_few(completions, **kwargs):
     ("reward", "settings", "words"),
     [
         (mixed, {"trainer_class": ProcessLabelsTrainer}, "completion 2"),
-        (too_few, {"trainer_class": ProcessLabelsTrainer}, "returned 1 "),
+        (too_few, {"trainer_class": ProcessLabelsTrainer}, "1 entries for 8 completions"),
         ([halves, halves], {"trainer_class": ProcessLabelsTrainer, "reward_weights": [0.5, 0.5]}, "'halves_2'"),
         (halves, {}, "'halves'"),  # another method
     ],

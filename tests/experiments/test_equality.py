@@ -178,7 +178,6 @@ def test_scenarios_cover_every_choice():
         if choice != each.default
     }
     # The commit before does not have these settings, or has them under a former name.
-    added = {
-        (name, value) for name, value in choices if name in ("compile_layers", "gradient_checkpointing", "packing")
-    }
+    names = ("compile_layers", "gradient_checkpointing", "packing", "rollout_schedule")
+    added = {(name, value) for name, value in choices if name in names}
     assert choices - covered - added == {("rollout_engine", "vllm"), ("padding_free", "auto")}

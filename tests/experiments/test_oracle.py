@@ -47,7 +47,7 @@ def test_a_critic_is_fine_tuned_on_traces(tmp_path, model_path, capsys):
     traces = [Trace(State(f"1+{i}", "", 0), 0.5, f"fine<{i}>") for i in range(8)]
     write_traces(tmp_path / "traces.jsonl", traces)
     words = ["--model", model_path, "--traces", str(tmp_path / "traces.jsonl"), "--output", str(tmp_path / "critic")]
-    words += ["--epochs", "10", "--learning_rate", "1e-2", "--token_limit", "16"]
+    words += ["--epochs", "10", "--learning_rate", "1e-2", "--token_limit", "16", "--critic_prompt", CRITIC_PROMPT]
     main(words)
     first, last = map(float, re.search(r"from ([\d.]+) to ([\d.]+);", capsys.readouterr().out).groups())
     assert last < first / 2

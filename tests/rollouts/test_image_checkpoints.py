@@ -159,7 +159,7 @@ def test_what_is_outside_of_the_language_model(model_type):
     model = image_model(model_type, image_tokenizer(model_type))
     names = names_outside_language_model(model)
     assert has_language_model_inside(model.config) and not has_language_model_inside(Qwen2Config())
-    assert names and all(name.count(".") == 1 and any(part in name for part in OUTSIDE) for name in names)
+    assert names and all(name.count(".") <= 1 and any(part in name for part in OUTSIDE) for name in names)
 
 
 def test_tool_loop_finds_the_context_of_the_language_model():

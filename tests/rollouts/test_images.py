@@ -1,5 +1,6 @@
 """Datasets with images: the exact update against TRL's, splits into micro-batches, resumption, and strange images."""
 
+import base64
 import json
 import tempfile
 from pathlib import Path
@@ -20,11 +21,18 @@ from support.scripted import run_recipe
 from support.seeds import shifted
 from support.trls_update import difference
 from transformers import AutoProcessor, GenerationConfig, ProcessorMixin
-from transformers.image_utils import load_image
 
 import pacs_trl
 from pacs_trl.data import PROMPT_INSTRUCTION
-from pacs_trl.data.images import has_images, image_prompt_lengths, prompt_with_images, read_image
+from pacs_trl.data.images import (
+    has_images,
+    image_digest,
+    image_prompt_lengths,
+    image_size,
+    prompt_with_images,
+    read_image,
+    with_absolute_paths,
+)
 from pacs_trl.errors import UserError
 from pacs_trl.plan.check import measure
 from pacs_trl.recipe import Recipe
@@ -341,9 +349,44 @@ def test_strange_images_are_read(model_type):
         trainer.train()
 
 
-def test_sixteen_bits_keep_their_upper_half():
-    deep = np.array([[0, 257, 65535]], dtype=np.uint16)
-    assert np.asarray(read_image(Picture.fromarray(deep)))[0, :, 0].tolist() == [0, 1, 255]
+def stored_forms(image: Picture.Image, path: Path, **settings) -> list:
+    """An image as a PIL image, a path, content, and what a column of images has of a path."""
+    image.save(path, **settings)
+    return [Picture.open(path), str(path), {"bytes": path.read_bytes()}, {"path": str(path), "bytes": None}]
+
+
+def test_sixteen_bits_keep_their_upper_half_in_any_form(tmp_path):
+    deep = Picture.fromarray(np.array([[0, 257, 65535]], dtype=np.uint16))
+    dim = Picture.fromarray(np.array([[0, 1, 255]], dtype=np.uint16))
+    for form in stored_forms(deep, tmp_path / "deep.png"):
+        assert np.asarray(read_image(form))[0, :, 0].tolist() == [0, 1, 255]
+    assert not np.asarray(read_image(dim)).any()  # nothing in the upper half, as in a picture with one bright pixel
+
+
+def test_photos_are_upright_in_any_form(tmp_path):
+    exif = Picture.Exif()
+    exif[0x0112] = 6  # the camera was turned
+    for form in stored_forms(Picture.new("RGB", (30, 60)), tmp_path / "photo.jpg", exif=exif):
+        assert read_image(form).size == (60, 30) and image_size(form) == (30, 60)
+
+
+def test_half_a_file_is_named_in_any_form(tmp_path):
+    picture(1).resize((64, 64)).save(tmp_path / "whole.png")
+    content = (tmp_path / "whole.png").read_bytes()
+    half = tmp_path / "half.png"
+    half.write_bytes(content[: len(content) // 2])
+    for form in (str(half), {"bytes": half.read_bytes()}, {"path": str(half), "bytes": None}):
+        with pytest.raises(UserError, match="cannot be read"):
+            image_size(form)
+
+
+def test_content_in_base64_is_longer_than_a_name_of_a_file(tmp_path):
+    rng = np.random.default_rng(0)
+    noise = Picture.fromarray(rng.integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    noise.save(tmp_path / "noise.png")
+    text = base64.b64encode((tmp_path / "noise.png").read_bytes()).decode()
+    assert len(text) > 255 and with_absolute_paths({"image": text}, tmp_path) == {"image": text}
+    assert np.array_equal(np.asarray(read_image(text)), np.asarray(noise)) and image_digest(text)
 
 
 def test_null_and_empty_images_are_text():
@@ -415,9 +458,9 @@ def test_files_are_read_once_per_batch(tmp_path):
     picture(0).save(tmp_path / "a.png")
     row = {"prompt": [{"role": "user", "content": "?"}], "image": str(tmp_path / "a.png")}
     trainer = build(OURS["GRPO"], "idefics3", dataset=Dataset.from_list([row] * 8), max_steps=1)
-    with patch("transformers.image_utils.load_image", wraps=load_image) as load:
+    with patch("PIL.Image.open", wraps=Picture.open) as opened:
         trainer.train()
-    load.assert_called_once()
+    opened.assert_called_once()
 
 
 def test_unreachable_address_is_an_error_before_generation():

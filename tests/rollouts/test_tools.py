@@ -98,7 +98,7 @@ def test_what_a_tool_says_has_no_gradient(tmp_path, monkeypatch):
     trainer = built(tmp_path, monkeypatch, TURNS, reward=digit, max_completion_length=200)
     scored = []
 
-    def note(scores, model, prompt_ids, completion_ids):
+    def note(scores, model, prompt_ids, completion_ids, images=None):
         if torch.is_grad_enabled():
             for ids, logps in zip(completion_ids, scores.logps, strict=True):
                 logps.retain_grad()
