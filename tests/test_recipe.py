@@ -46,6 +46,12 @@ def test_what_is_refused(changes, words):
         read(**changes)
 
 
+def test_a_launch_with_deepspeed_needs_it(monkeypatch):
+    monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="DeepSpeed, which is not installed. Run `pip install"):
+        read(deepspeed={"zero_optimization": {"stage": 2}})
+
+
 def test_their_neighbors_are_legal():
     read(**EVALUATES, load_best_model_at_end=True, eval_steps=40, save_steps=80, eval_delay=1)
     best = {"load_best_model_at_end": True, "eval_steps": 40, "save_steps": 80}
