@@ -10,6 +10,8 @@ from support.tolerances import rounding_atol
 from support.vllm_server import server_settings
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl.rewards import VerificationArguments
+
 
 class Taken(TrainerCallback):
     def __init__(self):
@@ -40,7 +42,7 @@ def train(directory, model, url, batch_size, max_steps, resume=None, patch=setat
 
 
 def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkeypatch):
-    monkeypatch.setattr("pacs_trl.rewards._arguments", {})  # of this process, which other tests may have set
+    monkeypatch.setattr("pacs_trl.rewards._arguments", VerificationArguments())  # of this process, which other tests may have set
     model = AutoModelForCausalLM.from_pretrained(model_path)
     with server_of(model) as server:
         on_two(
