@@ -42,7 +42,8 @@ def train(directory, model, url, batch_size, max_steps, resume=None, patch=setat
 
 
 def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkeypatch):
-    monkeypatch.setattr("pacs_trl.rewards._arguments", VerificationArguments())  # of this process, which other tests may have set
+    # This process resumes; other tests may have changed its settings.
+    monkeypatch.setattr("pacs_trl.rewards._arguments", VerificationArguments())
     model = AutoModelForCausalLM.from_pretrained(model_path)
     with server_of(model) as server:
         on_two(

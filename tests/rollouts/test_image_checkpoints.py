@@ -26,7 +26,11 @@ from pacs_trl.rollouts.image_checkpoints import (
 from pacs_trl.update.packing import packing_backend
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TOKENS if name not in ("qwen2_5_vl", "gemma3", "gemma4", "llama4")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in IMAGE_TOKENS
+    if name not in ("qwen2_5_vl", "gemma3", "gemma4", "llama4")
+]
 OUTSIDE = ("visual", "vision", "projector", "connector")
 
 
