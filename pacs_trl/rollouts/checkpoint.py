@@ -238,11 +238,11 @@ def check_same_model(checkpoint: str, config: PreTrainedConfig) -> None:
         return
     saved = json.loads(Path(checkpoint, CONFIG_NAME).read_text(encoding="utf-8"))
     saved = saved.get("text_config", saved)
-    now = config.get_text_config()
+    now = config.get_text_config().to_dict()  # attributes of layers that differ cannot be read
     differing = [
-        f"{name}: {saved[name]!r} in the checkpoint, {getattr(now, name)!r} now"
+        f"{name}: {saved[name]!r} in the checkpoint, {now[name]!r} now"
         for name in _SHAPES
-        if name in saved and hasattr(now, name) and saved[name] != getattr(now, name)
+        if name in saved and name in now and saved[name] != now[name]
     ]
     if differing:
         raise UserError(

@@ -67,6 +67,7 @@ class RankWatch:
         self._count = 0
         self._failure: str | None = None  # of this rank
         self._last: dict[int, tuple[dict, float]] = {}  # last sign of each rank, and when it was new
+        self._has_told: bool | None = None  # None: not asked yet
         self._ended, self._has_problem = threading.Event(), threading.Event()
         self.problem: str | None = None
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -91,7 +92,7 @@ class RankWatch:
         """Wait until it is known which rank caused an error of a collective operation. Returns `None` if all live."""
         if not self._has_problem.wait(SILENCE + 2 * INTERVAL):
             return None
-        return FailedElsewhere(self._message(), prints=self._is_first_alive())
+        return FailedElsewhere(self._message(), prints=self._tells())
 
     # Thread ---------------------------------------------------------------------------------------------------------
 
@@ -110,7 +111,7 @@ class RankWatch:
                 return
 
     def _end_process(self) -> None:
-        if self._is_first_alive():
+        if self._tells():
             print(f"pacs-trl train: {self._message()}", file=sys.stderr, flush=True)
         os._exit(1)
 
@@ -154,6 +155,18 @@ class RankWatch:
         if sign["host"] == socket.gethostname() and _has_ended(sign["pid"]):
             return True
         return time.monotonic() - seen > SILENCE
+
+    def _tells(self) -> bool:
+        """Return whether this rank says why all end: the first that lives, unless one did that has ended since."""
+        if self._has_told is None:
+            self._has_told = self._is_first_alive() and self._is_first_to_tell()
+        return self._has_told
+
+    def _is_first_to_tell(self) -> bool:
+        try:
+            return self._store.add("pacs_trl/rank_watch/told", 1) == 1
+        except (RuntimeError, OSError):  # the store has ended, and with it the rank that holds it
+            return True
 
     def _is_first_alive(self) -> bool:
         others = [r for r, (sign, _) in self._last.items() if r < self._rank and sign["state"] == "running"]

@@ -92,7 +92,10 @@ class StepTimer(TrainerCallback):
             whole, longer = (compute_flops_per_token(config, length) / 3 for length in (0, 1))
             head = 2 * config.vocab_size * config.hidden_size
             body, pair, head = whole - head, longer - whole, head * (model.get_output_embeddings() is not None)
-        except AttributeError:  # an architecture that TRL's formula does not know
+        except (
+            AttributeError,
+            RuntimeError,
+        ):  # an architecture that TRL's formula does not know, or whose layers differ
             peak = None
         passes = 2 if isinstance(model, PeftModel) else 3
 

@@ -12,7 +12,7 @@ import pytest
 from support.processes import start
 from support.rollouts import digit_reward
 from support.runs import build_trainer
-from torch.distributed import TCPStore
+from torch.distributed import HashStore, TCPStore
 
 from pacs_trl.errors import during_run, exit_code
 from pacs_trl.rollouts import checkpoint, rank_watch
@@ -101,6 +101,16 @@ def test_the_other_ranks_end_with_one_message(tmp_path, failure):
     message = next(line for rank in others for line in printed[rank].splitlines() if MESSAGES[failure][0] in line)
     assert "continue with `--resume_from_checkpoint last`, from " in message
     assert Path(last_checkpoint(tmp_path / "run")).name == "checkpoint-2"
+
+
+def test_a_rank_that_told_and_ended_is_not_repeated(monkeypatch):
+    store = HashStore()
+    first, second = (rank_watch.RankWatch(store, rank, NUM_RANKS, limit=6, output_dir="absent") for rank in range(2))
+    first._write("running")
+    second._read()
+    assert first._tells() and first._tells()  # its main thread and its watch ask
+    monkeypatch.setattr(second, "_is_dead", lambda rank: True)  # the first one has ended meanwhile
+    assert second._is_first_alive() and not second._tells()
 
 
 @pytest.mark.slow

@@ -26,11 +26,7 @@ from pacs_trl.rollouts.image_checkpoints import (
 from pacs_trl.update.packing import packing_backend
 
 
-SLOW = [
-    pytest.param(name, marks=pytest.mark.slow)
-    for name in IMAGE_TOKENS
-    if name not in ("qwen2_5_vl", "gemma3", "gemma4", "llama4")
-]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TOKENS if name not in ("qwen2_5_vl", "gemma3")]
 OUTSIDE = ("visual", "vision", "projector", "connector")
 
 
@@ -53,9 +49,11 @@ def changed(before: Path, after: Path) -> dict[str, bool]:
 def test_language_model_is_trained_and_the_rest_saved_unchanged(tmp_path, model_type):
     checkpoint = save_checkpoint(model_type, tmp_path / "model")
     trainer = train(tmp_path / "run", checkpoint)
+    constants = dict(trainer.model.named_buffers())  # Gemma 4 has one per layer
     for name, is_changed in changed(tmp_path / "model", tmp_path / "run").items():
-        assert is_changed != any(part in name for part in OUTSIDE), name
-    assert trainer.forward_pass.fused and trainer.forward_pass.packing == packing_backend(trainer.model)
+        assert is_changed != (name in constants or any(part in name for part in OUTSIDE)), name
+    assert trainer.forward_pass.fused == (model_type != "llama4")  # on which TRL's fused head fails
+    assert trainer.forward_pass.packing == packing_backend(trainer.model)
     assert (tmp_path / "run" / "preprocessor_config.json").read_text() == (
         tmp_path / "model" / "preprocessor_config.json"
     ).read_text()
