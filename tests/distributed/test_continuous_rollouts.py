@@ -1,5 +1,6 @@
 """Continuous rollouts on two processes: the first one has the worker, and both train on its groups."""
 
+import pytest
 import torch
 from support.models import trainable_weights
 from support.processes import on_two, run_and_save
@@ -41,6 +42,7 @@ def train(directory, model, url, batch_size, max_steps, resume=None, patch=setat
     return {"weights": trainable_weights(trainer.model), "positions": taken.positions}
 
 
+@pytest.mark.slow
 def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkeypatch):
     # This process resumes; other tests may have changed its settings.
     monkeypatch.setattr("pacs_trl.rewards._arguments", VerificationArguments())

@@ -80,6 +80,7 @@ def one_process(tmp_path_factory, model_path) -> dict:
 
 
 @pytest.mark.parametrize("mode", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.slow
 def test_two_processes_equal_one_and_resume(tmp_path, model_path, one_process, mode):
     on_two(run_and_save, train_all, (tmp_path, model_path, 2), tmp_path, outputs=tmp_path, **mode)
     for method, two in torch.load(tmp_path / "result.0").items():

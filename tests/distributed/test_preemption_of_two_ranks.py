@@ -7,6 +7,7 @@ import re
 import signal
 from pathlib import Path
 
+import pytest
 from support.models import TOKENIZER, tiny_model
 from support.processes import start
 from support.rollouts import digit_reward
@@ -58,6 +59,7 @@ def launch(tmp_path, target, after=0) -> str:
     return output.read_text()
 
 
+@pytest.mark.slow
 def test_both_ranks_stop_after_the_same_step(tmp_path):
     tiny_model().save_pretrained(tmp_path / "start")
     TOKENIZER.save_pretrained(tmp_path / "start")

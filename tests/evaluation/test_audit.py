@@ -27,6 +27,7 @@ def path(tmp_path):
     return str(file)
 
 
+@pytest.mark.slow
 def test_protocols_side_by_side(path, capsys):
     assert main(["--completions", path, "--protocols", "authors", "trl"]) == 0
     output = capsys.readouterr().out
@@ -126,6 +127,7 @@ def test_completions_are_counted_by_kind_and_shown(tmp_path, capsys):
     assert capsys.readouterr().out.endswith("5 of 10 are listed: 0.5000 is above --max_share 0.4.\n")
 
 
+@pytest.mark.slow
 def test_twenty_examples_of_all_kinds_are_shown(tmp_path, capsys):
     rows = [{"completion": r"\boxed{}", "solution": "1"}] * 30 + [{"completion": "1", "solution": None}]
     file = tmp_path / "completions.jsonl"

@@ -9,6 +9,7 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
 from support.processes import start
 from support.seeds import shifted
 
@@ -26,6 +27,7 @@ def evaluate_to_the_end(arguments):
         evaluate(EvaluationArguments(**arguments), verifier, progress=False)
 
 
+@pytest.mark.slow
 def test_counts_survive_any_kill(arguments, tmp_path):
     output = tmp_path / "output"
     arguments = {**arguments, "n": 64, "k": "1,64", "batch_size": 8}

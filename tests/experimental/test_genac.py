@@ -195,6 +195,7 @@ def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):
     assert trainer.state.log_history[0]["genac/critic_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_order_when_the_server_dies_while_the_critic(tmp_path, model_path, monkeypatch):
     """The state after the last optimizer step is saved, and a run that goes on comes to the same weights."""
     play_installed(monkeypatch.setattr)

@@ -295,6 +295,7 @@ def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[in
     return codes
 
 
+@pytest.mark.slow
 def test_kills_in_later_draws(tmp_path, model_path):
     codes = run_with_kills(tmp_path / "killed", model_path, 3, seed=1, max_steps=6)
     assert codes[-1] == 0 and -signal.SIGKILL in codes

@@ -55,6 +55,7 @@ def test_a_model_whose_own_generation_reshapes_the_policy(tmp_path, caplog):
     assert not any("generation_config" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_continuous_batching_does_not_round_the_trained_weights(tmp_path):
     """TRL converts the model to bfloat16 before it generates."""
     model = tiny_model()

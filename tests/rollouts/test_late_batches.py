@@ -137,6 +137,7 @@ ONCE_MORE = [pytest.param(1, 9, 4, marks=pytest.mark.slow), pytest.param(2, 50, 
 
 
 @pytest.mark.parametrize(("lag", "steps", "times"), [(2, 9, 4), *ONCE_MORE])
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path, lag, steps, times):
     settings = {"rollout_lag": lag, "max_steps": steps}
     with forked_engine():
@@ -172,6 +173,7 @@ def train_and_resume(directory, settings):
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("engine", ["process", "server"])
+@pytest.mark.slow
 def test_two_processes(tmp_path, model_path, engine):
     with LoopbackVLLM(model_path) as server:
         server.wait = lambda number: time.sleep(0.5 * (number % 2))  # slow for one of the processes
@@ -193,6 +195,7 @@ class EndEngine(TrainerCallback):
                 threading.Timer(0.2, os.kill, (os.getpid(), self.to_self)).start()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_stops_the_run_after_a_step(tmp_path):
     """Batches that it did not finish are generated after the resume, with weights from the checkpoint."""
     with forked_engine():
@@ -328,6 +331,7 @@ def test_server(tmp_path, model_path, monkeypatch):
 
 
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+@pytest.mark.slow
 def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer_class):
     """They are computed with a copy of the weights that the server had, also after a resume."""
     play_installed(monkeypatch.setattr)

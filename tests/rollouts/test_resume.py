@@ -274,6 +274,7 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="ther
 @pytest.mark.parametrize(
     "file", ["checkpoint-3/optimizer.pt", "checkpoint-3/pacs_state_0.pt", "completions/completions_00003.parquet"]
 )
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path, file):
     straight, history, _ = trained(tmp_path / "straight", max_steps=4)
     directory = tmp_path / "full"

@@ -1,6 +1,7 @@
 """TRL's rollout worker as continuous rollouts use it, against a server without a model."""
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import queue
@@ -96,7 +97,7 @@ class Loop:
         return self
 
     def __exit__(self, *exc_info):
-        if self.thread.is_alive():
+        with contextlib.suppress(RuntimeError):  # it has ended by itself and closed its event loop
             self.loop._loop.call_soon_threadsafe(self.loop._stop_event.set)
         self.thread.join(20)
         assert not self.thread.is_alive()

@@ -68,6 +68,7 @@ class NotedPrompts:
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.slow
 def test_a_stream_that_is_read_several_times_continues_in_its_place(tmp_path, accumulation):
     """A pass has three generation batches; an optimizer step has one or two, and the third waits for the next pass."""
     rewards = []

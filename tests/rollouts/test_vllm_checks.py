@@ -104,6 +104,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize(("schedule", "fails", "step", "drawn"), SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.slow
 def test_server_that_dies(tmp_path, installed, server, model_path, schedule, fails, step, drawn):
     """The run stops with its state saved, and goes on from there as if nothing had happened."""
     straight = trainer_with(server, model_path, tmp_path / "straight", **schedule)
@@ -145,6 +146,7 @@ def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model_p
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_server_that_dies_during_evaluation(tmp_path, installed, server, model_path):
     """The optimizer step before it is over, and what it drew stays drawn."""
     settings = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 2}

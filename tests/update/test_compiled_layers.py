@@ -170,6 +170,7 @@ def test_half_precision(dtype, autocasts):
 # Graphs -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_passes_of_all_kinds_run_one_graph():
     """With and without gradient, in training and evaluation mode, checkpointed or not, in any number and length. The
     startup check has made it."""

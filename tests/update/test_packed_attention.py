@@ -443,6 +443,7 @@ def compiled_layers(request, monkeypatch):
         yield CompiledLayers(model)
 
 
+@pytest.mark.slow
 def test_compiled_layers_have_the_same_graph_for_all_lengths(compiled_layers):
     """With or without shared prompts; the filler too."""
     assert compiled_layers.new_graphs(2, 3) == 1

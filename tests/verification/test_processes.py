@@ -183,6 +183,7 @@ class TestBothVerifiers:
             kind.grade(0)
 
     @pytest.mark.parametrize("is_grading", [False, True])
+    @pytest.mark.slow
     def test_a_forked_process_has_workers_of_its_own(self, kind, monkeypatch, is_grading):
         """Also if another thread holds the lock, which nobody would release in the child."""
         workers, (started, answer) = workers_of(kind.verifier), (threading.Event(), threading.Event())
@@ -289,6 +290,7 @@ def grade_on_a_rank(directory):
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_two_ranks_have_a_pool_each(tmp_path):
     on_two(grade_on_a_rank, tmp_path, outputs=tmp_path)
     pools = [int((tmp_path / f"pid.{rank}").read_text()) for rank in range(2)]

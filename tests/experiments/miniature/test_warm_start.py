@@ -147,6 +147,7 @@ def test_accuracy_is_the_share_of_boxed_right_answers(monkeypatch):
 
 
 class TestCache:
+    @pytest.mark.slow
     def test_is_made_once_in_a_process_of_its_own(self, tmp_path, monkeypatch, capfd):
         # As inside torchrun: with these variables a trainer would wait for a second process for ever.
         for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "29501"}.items():
