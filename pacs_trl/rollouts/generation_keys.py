@@ -89,6 +89,8 @@ def _shared_cache_errors(args: Any) -> list[str]:
         settings.append(f"generation_kwargs={{'prefill_chunk_size': {kwargs['prefill_chunk_size']!r}}}")
     if kwargs.get("use_cache") is False:
         settings.append("generation_kwargs={'use_cache': False}")
+    if (kwargs.get("num_beams") or 1) > 1:
+        settings.append(f"generation_kwargs={{'num_beams': {kwargs['num_beams']!r}}}")
     return [
         f"{setting} cannot be used with fast_generation, which passes a cache with the prompts. Remove one of them."
         for setting in settings

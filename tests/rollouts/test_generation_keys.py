@@ -30,6 +30,12 @@ def test_completions_end_at_the_tokens_of_generation_kwargs(tmp_path, settings):
         assert len(ids) == MAX_COMPLETION_LENGTH or not truncated
 
 
+def test_beams_train_as_in_trl_and_warn(tmp_path):
+    with pytest.warns(UserWarning, match="'num_beams': 2.*not sampled from the policy.*biased"):
+        trainer = build_trainer(tmp_path, generation_kwargs={"num_beams": 2, "length_penalty": -0.1}, max_steps=1)
+    assert trainer.train().global_step == 1
+
+
 def model_with(**keys):
     model = tiny_model()
     for name, value in keys.items():
@@ -37,7 +43,7 @@ def model_with(**keys):
     return model
 
 
-@pytest.mark.parametrize("key", ["num_beams", "guidance_scale", "forced_eos_token_id"])
+@pytest.mark.parametrize("key", ["penalty_alpha", "guidance_scale", "forced_eos_token_id"])
 def test_a_model_whose_own_generation_does_not_sample_the_policy_is_refused(tmp_path, key):
     with pytest.raises(ValueError, match=f"generation_config has {key}=2"):
         build_trainer(tmp_path, model=model_with(**{key: 2}))
