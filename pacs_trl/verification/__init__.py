@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,12 +36,12 @@ class Outcome(IntEnum):
     Result of grading one completion. As a label: 1.0, 0.0, or `None` for a completion that is masked out.
 
     `TIMEOUT`, `KILLED`, and `TOO_LONG` count as wrong, because a policy must not leave its group by writing an answer
-    that cannot be graded. They have their own metrics, because the verifier may be the cause.
+    that cannot be graded. They have separate metrics, because the verifier may be the cause.
     """
 
     CORRECT = 0
     WRONG = 1  # the answer differs from the gold
-    NO_ANSWER = 2  # no answer was found, the extractor failed, or the completion is not text
+    NO_ANSWER = 2  # the completion has no answer or is not text, or the extractor failed
     GOLD_UNPARSEABLE = 3  # missing or unreadable gold answer
     TIMEOUT = 4  # over the CPU time or wall-clock limit
     KILLED = 5  # the worker ran out of memory, crashed, or was killed from outside
@@ -165,16 +166,26 @@ def default_num_workers() -> int:
     return min(16, max(1, usable_processors() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
-def connection_of(own: socket.socket, send_seconds: float) -> Connection:
-    """Return a connection that owns a socket. Sending raises an `OSError` if the peer receives nothing for
-    `send_seconds`."""
-    own.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(send_seconds) + 1, 0))
-    return Connection(own.detach())
+def connect(end: socket.socket, send_seconds: float) -> Connection:
+    """Return a connection that takes over this end of a socket pair. Sending raises an `OSError` if the peer receives
+    nothing for `send_seconds`."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", int(send_seconds) + 1, 0))
+    return Connection(end.detach())
 
 
 class ChildProcess:
-    """A running `main` of a module of this folder, in a fresh interpreter with settings as JSON, and the connection
-    to it; it exits when the connection closes. `end` runs when the object is collected or the interpreter exits."""
+    """
+    A module of this folder that runs its `main` in a fresh interpreter, until the connection to it closes. `end`
+    closes it and waits; it is also called when the object is collected or the interpreter exits.
+
+    Args:
+        module (`str`): Name of the module.
+        connection (`Any`): This side's end of the connection, with a method `close`.
+        settings (`dict`): Passed to the process as JSON, with the id of this process as `parent_pid`.
+        flags (sequence of `str`, *optional*): Options of the interpreter.
+        env (`dict`, *optional*): Environment variables, by default those of this process.
+        **popen_arguments: Streams and inherited files, see [`subprocess.Popen`].
+    """
 
     def __init__(
         self,
@@ -183,20 +194,20 @@ class ChildProcess:
         settings: dict[str, Any],
         flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
-        **how: Any,
+        **popen_arguments: Any,
     ):
         self.connection = connection
         # The package of this process, last on the path, where it hides no other module.
         package_root = str(Path(__file__).resolve().parents[2])
-        start = f"import sys; sys.path.append({package_root!r}); "
-        start += f"from pacs_trl.verification.{module} import main; sys.path.pop(); main()"
-        # Ctrl-C in the terminal reaches only the trainer, which then ends the process. The variable makes the order
-        # of sets equal in every run, hence sympy's rewriting and the outputs of programs.
+        code = f"import sys; sys.path.append({package_root!r}); "
+        code += f"from pacs_trl.verification.{module} import main; sys.path.pop(); main()"
+        # The order of sets is then equal in every run, hence sympy's rewriting and the outputs of programs.
+        env = {**(os.environ if env is None else env), "PYTHONHASHSEED": "0"}
         process = subprocess.Popen(
-            [sys.executable, *flags, "-P", "-c", start, json.dumps(settings | {"parent_pid": os.getpid()})],
-            start_new_session=True,
-            env={**(os.environ if env is None else env), "PYTHONHASHSEED": "0"},
-            **how,
+            [sys.executable, *flags, "-P", "-c", code, json.dumps(settings | {"parent_pid": os.getpid()})],
+            start_new_session=True,  # Ctrl-C in the terminal reaches only the trainer, which then ends the process
+            env=env,
+            **popen_arguments,
         )
         self.pid = process.pid
         self.end = weakref.finalize(self, _end_process, process, connection, os.getpid())
@@ -226,11 +237,10 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 @dataclass(eq=False)
-class BaseVerifier:
+class BaseVerifier(ABC):
     """
-    Lock and cache of a verifier. A subclass turns a completion into a grade, or a key and a job
-    (`_prepare`), runs jobs in parallel (`_run_jobs`), and starts and ends the workers (`_start`, `_end`). All methods
-    are thread-safe; batches of different threads queue. A forked process gets its own workers.
+    Lock and cache of a verifier; subclasses provide the four abstract methods. All public methods are thread-safe:
+    batches of different threads queue. A forked process starts other workers.
     """
 
     # Outcomes of which the verifier or the data may be the cause instead of the model.
@@ -263,6 +273,22 @@ class BaseVerifier:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @abstractmethod
+    def _prepare(self, completion: Any, solution: Any, is_truncated: bool) -> Grade | tuple[bytes, Any]:
+        """Return the grade of a completion that needs no worker; otherwise the key of the cache, and a job."""
+
+    @abstractmethod
+    def _run_jobs(self, jobs: list[Any]) -> list[Grade]:
+        """Return the grades of jobs, which run in parallel."""
+
+    @abstractmethod
+    def _start(self) -> Any:
+        """Start the workers, unless they run."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """End the workers, if they run."""
 
     def start(self) -> Any:
         """Start the worker processes."""
@@ -299,18 +325,25 @@ class BaseVerifier:
         """Return a [`Grade`] per completion, see [`grade`]."""
         truncated = [False] * len(completions) if truncated is None else truncated
         with self._lock:
-            # For each completion its grade, if no worker is needed, or key and job.
-            prepared = [self._prepare(*row) for row in zip(completions, solutions, truncated, strict=True)]
-            keys = [None if isinstance(item, Grade) else item[0] for item in prepared]
-            known = {key: self._cache[key]._replace(seconds=0.0) for key in keys if key in self._cache}
-            jobs = dict(item for item in prepared if not isinstance(item, Grade) and item[0] not in known)
-            for key, grade in zip(jobs, self._run_jobs(list(jobs.values())) if jobs else (), strict=True):
-                known[key] = grade
-                if grade.outcome is not Outcome.KILLED:  # the completion may not be the cause
-                    self._cache[key] = grade
+            prepared = [self._prepare(*each) for each in zip(completions, solutions, truncated, strict=True)]
+            grades: dict[bytes, Grade] = {}
+            jobs: dict[bytes, Any] = {}
+            for item in prepared:
+                if isinstance(item, Grade):
+                    continue
+                key, job = item
+                if key in self._cache:
+                    grades[key] = self._cache[key]._replace(seconds=0.0)
+                else:
+                    jobs[key] = job
+            if jobs:
+                grades |= zip(jobs, self._run_jobs(list(jobs.values())), strict=True)
+            for key in jobs:
+                if grades[key].outcome is not Outcome.KILLED:  # the completion may not be the cause
+                    self._cache[key] = grades[key]
             while len(self._cache) > self.cache_size:
                 self._cache.popitem(last=False)
-            return [known.get(key, item) for key, item in zip(keys, prepared, strict=True)]
+            return [item if isinstance(item, Grade) else grades[item[0]] for item in prepared]
 
     def _key(self, *texts: str) -> bytes:
         digest = blake2b(digest_size=16)
@@ -361,43 +394,55 @@ class Verifier(BaseVerifier):
         """Return the indices of solutions that are missing or not parsed as a mathematical expression, so that at most
         a completion with the same text in its box is graded correct. Of other than plain numbers, which take 5 ms
         each, at most `_MAX_GOLDS` are parsed, evenly spaced."""
-        rows_of_golds: dict[tuple[str, ...], list[int]] = {}
-        found = []
+        unreadable = []
+        indices: dict[tuple[str, ...], list[int]] = {}  # of the solutions with the same golds
         for index, golds in enumerate(map(gold_texts, solutions)):
             if not golds:
-                found.append(index)
+                unreadable.append(index)
             elif not any(map(_NUMBER.fullmatch, golds)):
-                rows_of_golds.setdefault(golds, []).append(index)
-        with self._lock:
-            items = [("", golds) for golds in rows_of_golds]
-            items = items[:: -(-len(items) // _MAX_GOLDS) or 1]
-            for (_, golds), grade in zip(items, self._run_jobs(items) if items else (), strict=True):
-                found += rows_of_golds[golds] if grade.outcome is not Outcome.NO_ANSWER else []
-        return sorted(found)
+                indices.setdefault(golds, []).append(index)
+        stride = -(-len(indices) // _MAX_GOLDS) or 1
+        sample = list(indices)[::stride]
+        if sample:
+            with self._lock:
+                grades = self._run_jobs([("", golds) for golds in sample])
+            for golds, grade in zip(sample, grades, strict=True):
+                if grade.outcome is not Outcome.NO_ANSWER:  # an empty completion has none, unless the golds are bad
+                    unreadable += indices[golds]
+        return sorted(unreadable)
 
     def _prepare(
         self, completion: Any, solution: Any, is_truncated: bool
     ) -> Grade | tuple[bytes, tuple[str, tuple[str, ...]]]:
-        text, golds = _plain(completion) if isinstance(completion, str) else "", gold_texts(solution)
+        text = _plain(completion) if isinstance(completion, str) else ""
+        golds = gold_texts(solution)
         if not golds:
             return Grade(Outcome.GOLD_UNPARSEABLE)
         if len(text) > self.max_characters:
             return Grade(Outcome.TOO_LONG)
-        answer = self._answer(text, is_truncated and not self.grade_truncated)
-        return (self._key(answer, *golds), (answer, golds)) if answer.strip() else Grade(Outcome.NO_ANSWER)
+        graded_part = self._graded_part(text, is_truncated and not self.grade_truncated)
+        if not graded_part.strip():
+            return Grade(Outcome.NO_ANSWER)
+        return self._key(graded_part, *golds), (graded_part, golds)
 
-    def _answer(self, text: str, is_cut: bool) -> str:
-        """Return the part of a completion that is graded."""
+    def _graded_part(self, text: str, only_marked: bool) -> str:
+        """Return the part of a completion that is graded; with `only_marked` the last answer in tags or a closed box,
+        empty without one."""
         if self.protocol == "reasoning_gym":
-            answer = final_answer(text, with_braces=is_cut)
-            return (text if answer is None and not is_cut else answer or "").strip()
-        content = last_boxed(text, with_braces=True) if is_cut else None
-        return text if not is_cut else "" if content is None else f"\\boxed{{{content}}}"
+            answer = final_answer(text, with_braces=only_marked)
+            if answer is None:
+                answer = "" if only_marked else text
+            return answer.strip()
+        if not only_marked:
+            return text
+        content = last_boxed(text, with_braces=True)
+        return "" if content is None else f"\\boxed{{{content}}}"
 
     def _run_jobs(self, jobs: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
-        """Send jobs to the pool and return its answer. If the pool fails, try once more with a new one."""
+        """Send jobs to the pool and return its grades. If the pool fails, try once more with a new one."""
         for _ in range(2):
-            connection, failure = self._start().connection, "it does not answer"
+            connection = self._start().connection
+            failure = "it does not answer"
             try:
                 connection.send(jobs)
                 # The pool enforces its limits. If it stalls (a suspended process), the trainer must not.
@@ -419,8 +464,8 @@ class Verifier(BaseVerifier):
             names = ("num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "protocol")
             settings = {name: getattr(self, name) for name in names}
             ours, theirs = socket.socketpair()
-            with theirs:
-                self._pool = ChildProcess("pool", connection_of(ours, 120.0), settings, stdin=theirs.fileno())
+            with theirs:  # only the pool keeps this end open
+                self._pool = ChildProcess("pool", connect(ours, 120.0), settings, stdin=theirs.fileno())
         return self._pool
 
     def _end(self) -> None:

@@ -57,35 +57,35 @@ class AssertsConnection(Connection):
         would be equal, unless the calls are equal too (a class with one instance)."""
         made_by = json.dumps([kind._remote_key, self.hand_over(args), self.hand_over(kwargs)])
         value = self.request("call", (kind, *args), kwargs)["value"]
-        key = _key_of_object(value)
+        key = _object_key(value)
         if key is None:
             return self.decode(value)
-        known = self.objects.get(key)
-        if known is None:
-            known = self.objects[key] = Instance(self, key, made_by=made_by)
-        elif vars(known).get("_remote_made_by") != made_by:
+        if key not in self.objects:
+            self.objects[key] = Instance(self, key, made_by=made_by)
+        instance = self.objects[key]
+        if vars(instance).get("_remote_made_by") != made_by:
             raise RuntimeError("a new object is one that the asserts know already")
-        return known
+        return instance
 
     def get_named(self, owner: "Namespace", name: str) -> Any:
         """Return what has a name in a module or class of the program. It must not be an object that a function
         returned before, except a member of an enumeration, whose key is its name."""
         value = self.request("getattr", (owner, name), {})["value"]
-        key = _key_of_object(value)
+        key = _object_key(value)
         if key is None or key == f"{owner._remote_name}.{name}":
             return self.decode(value)
-        known = self.objects.get(key)
-        if known is None:
-            return self.decode(value) if _data_of_object(value) else self.name_object(key, name)
-        if type(known) is Remote:
+        if key not in self.objects:
+            return self.decode(value) if _object_data(value) else self.name_object(key, name)
+        remote = self.objects[key]
+        if type(remote) is Remote:
             raise RuntimeError(f"{name} of the program is an object that was returned before")
-        return known
+        return remote
 
     def name_object(self, key: int | str, name: str) -> "Remote":
         """Return the object of the program with a key and a name, which tells whether it is a class."""
         is_class = name.lstrip("_")[:1].isupper()
-        self.objects[key] = remote = ProgramClass(self, key, name=name) if is_class else NamedObject(self, key)
-        return remote
+        self.objects[key] = ProgramClass(self, key, name=name) if is_class else NamedObject(self, key)
+        return self.objects[key]
 
     def request(self, operation: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, or raise the exception that it reports."""
@@ -126,14 +126,14 @@ class AssertsConnection(Connection):
             value = value._remote
         if isinstance(value, Remote):
             return {"yours": value._remote_key}
-        if _is_of_standard_library(value):  # the program uses its own
+        if _is_standard(value):  # the program looks it up by its name
             return {"standard": [value.__module__, value.__name__]}
         self.handed_over[id(value)] = value
         return {"object": id(value)}
 
     def _encode_known_object(self, value: Any) -> dict[str, Any]:
-        is_of_program = isinstance(value, Remote | _WithAttributes)
-        if is_of_program or _is_of_standard_library(value) or id(value) in self.handed_over:
+        is_remote = isinstance(value, Remote | _WithAttributes)
+        if is_remote or _is_standard(value) or id(value) in self.handed_over:
             return self._encode_object(value)
         raise TypeError("the value of a function that asserts hand over must be plain")
 
@@ -142,17 +142,17 @@ class AssertsConnection(Connection):
             return self.handed_over[content]
         if kind == "type" and content in _TYPES:
             return _TYPES[content]
-        key = _key_of_object({kind: content})
+        key = _object_key({kind: content})
         if key is None:
             raise TypeError(f"{kind!r:.80} is no kind of value")
         remote = self.objects.setdefault(key, Remote(self, key))
-        data = _data_of_object({kind: content})
+        data = _object_data({kind: content})
         if data and type(remote) is Remote:
             return _with_attributes(self.decode(data[0]), remote)
         return remote
 
 
-def _key_of_object(data: Any) -> int | str | None:
+def _object_key(data: Any) -> int | str | None:
     """Return the key of an encoded object of the program; `None` for a value of another kind."""
     if not isinstance(data, dict) or "object" not in data:
         return None
@@ -162,14 +162,15 @@ def _key_of_object(data: Any) -> int | str | None:
     return key
 
 
-def _data_of_object(data: dict[str, Any]) -> list:
+def _object_data(data: dict[str, Any]) -> list:
     """Return the data that an encoded object of the program inherits from a standard type, in a list; empty for
     none."""
     _, content = data["object"]
     return content or []
 
 
-def _is_of_standard_library(value: Any) -> bool:
+def _is_standard(value: Any) -> bool:
+    """Whether a value is a class or function of the standard library."""
     if not isinstance(value, type | FunctionType | BuiltinFunctionType) or value.__module__ is None:
         return False
     module = sys.modules.get(value.__module__)
@@ -387,7 +388,8 @@ class _Names(dict):
 def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
     """Run asserts, also `check(candidate)` and `test...()`, on the program that is connected to standard input, and
     print "passed", "no call", or "failed". The exit code is 1 after exceptions other than a failed assert."""
-    connection, names, exit_code = AssertsConnection(), _Names(__name__="asserts"), 0
+    connection = AssertsConnection()
+    names = _Names(__name__="asserts")
     sys.stdout = sys.stderr = io.StringIO()
     module = connection.objects[""] = Namespace(connection, "", name="")
     sys.modules["solution"] = module  # type: ignore[assignment]
@@ -396,17 +398,21 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
         names_before = dict(names)
         names[name] = function = connection.name_object(name, name)
         exec(compile(code, "asserts.py", "exec"), names)
-        for key, test in [item for item in names.items() if item[0] not in names_before]:
+        tests = {key: value for key, value in names.items() if key not in names_before}
+        for key, test in tests.items():
             if not isinstance(test, FunctionType):
                 continue
-            if key == "check":
-                test(*[function][: test.__code__.co_argcount])
-            elif key.startswith("test"):
+            takes_candidate = test.__code__.co_argcount > 0
+            if key == "check" and takes_candidate:
+                test(function)
+            elif key == "check" or key.startswith("test"):
                 test()
         connection.ask("_ping", "")  # fails if the program has ended, in whatever an assert has caught
         report = "passed" if connection.has_called else "no call"
+        exit_code = 0
     except BaseException as error:
-        report, exit_code = "failed", 1 - isinstance(error, AssertionError)
+        report = "failed"
+        exit_code = 0 if isinstance(error, AssertionError) else 1
         if not isinstance(error, EOFError | OSError):  # else the program has written why it ended
             os.write(2, f"\n{type(error).__name__}".encode())
     os.write(1, report.encode())

@@ -80,7 +80,7 @@ class ProgramConnection(Connection):
         super().__init__()
         self.operations = {function.__name__: function for function in _FUNCTIONS}
         self.objects: dict[Any, Any] = {}
-        self.objects_of_asserts: dict[int, ObjectOfAsserts] = {}
+        self.asserts_objects: dict[int, AssertsObject] = {}
 
     def perform(self, operation: str, data: Any, named: Any) -> dict[str, Any]:
         args, kwargs = decode(data, self._decode_object), decode(named, self._decode_object)
@@ -101,7 +101,7 @@ class ProgramConnection(Connection):
         return value
 
     def _encode_object(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, ObjectOfAsserts):
+        if isinstance(value, AssertsObject):
             return {"yours": value._key}
         if isinstance(value, type) and value.__module__ == "builtins":
             return {"type": value.__name__}
@@ -118,10 +118,10 @@ class ProgramConnection(Connection):
         if kind == "standard":
             module, name = content
             return getattr(importlib.import_module(module), name)
-        return self.objects_of_asserts.setdefault(content, ObjectOfAsserts(self, content))
+        return self.asserts_objects.setdefault(content, AssertsObject(self, content))
 
 
-class ObjectOfAsserts:
+class AssertsObject:
     """An object that the asserts handed over: a function can be called, an iterator iterated over."""
 
     def __init__(self, connection: ProgramConnection, key: int):

@@ -60,7 +60,7 @@ class UnusableTests(ValueError):
     """Tests for a language other than Python, or asserts that cannot be run."""
 
 
-def _mapping_of(value: Any) -> Mapping:
+def _read_mapping(value: Any) -> Mapping:
     if isinstance(value, str):
         with suppress(ValueError, RecursionError):
             value = json.loads(value)
@@ -74,7 +74,7 @@ def _mapping_of(value: Any) -> Mapping:
 def read_tests(value: Any) -> ProblemTests:
     """Read tests from a mapping or JSON. Raises a `ValueError` if they are missing, for another language, or not in
     the form above."""
-    value = _mapping_of(value)
+    value = _read_mapping(value)
     kind, name, cases = value.get("type"), value.get("name"), value.get("cases")
     compare, prelude = value.get("compare", "floats"), value.get("prelude") or ""
     if kind == "asserts":
@@ -95,11 +95,11 @@ def read_tests(value: Any) -> ProblemTests:
 
 def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
     try:
-        given, expected = case["input"], case["output"]
-        if is_function and isinstance(given, list | tuple):
-            return json.dumps(given), json.loads(json.dumps(expected))
-        if not is_function and isinstance(given, str) and isinstance(expected, str):
-            return given, expected
+        argument, expected = case["input"], case["output"]
+        if is_function and isinstance(argument, list | tuple):
+            return json.dumps(argument), json.loads(json.dumps(expected))
+        if not is_function and isinstance(argument, str) and isinstance(expected, str):
+            return argument, expected
         problem = "other types"
     except (KeyError, TypeError, RecursionError) as error:  # a set, deep nesting
         problem = repr(error)
@@ -114,8 +114,9 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     try:
         tree = ast.parse(code)
         ast.parse(prelude)
-        read = [(_case_of(statement, name), statement) for statement in tree.body]
-        cases, tree.body = [case for case, _ in read if case], [statement for case, statement in read if not case]
+        read = [(_case_from_assert(statement, name), statement) for statement in tree.body]
+        cases = [case for case, _ in read if case]
+        tree.body = [statement for case, statement in read if not case]
         source = ast.unparse(tree)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise UnusableTests(f"Asserts do not parse ({error}): {code!r:.80}. Correct or remove them.") from error
@@ -128,11 +129,13 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
     if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
         raise UserError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
-    rest = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
-    return ProblemTests(name, (*cases, *[(rest, PASSED)] * has_rest), "tokens", prelude, are_asserts=True)
+    if has_rest:
+        run_rest = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
+        cases.append((run_rest, PASSED))
+    return ProblemTests(name, tuple(cases), "tokens", prelude, are_asserts=True)
 
 
-def _case_of(statement: Any, name: str) -> tuple[str, Any] | None:
+def _case_from_assert(statement: Any, name: str) -> tuple[str, Any] | None:
     """Return arguments and value of `assert name(literals) == literal`; `None` for another statement."""
     try:
         called, (operator,), (expected,) = statement.test.left, statement.test.ops, statement.test.comparators
@@ -149,7 +152,7 @@ def json_of_tests(value: Any) -> str | None:
     """Return tests as JSON, from a mapping or JSON in the form above, or from the `verification_info` of open-r1's
     sets; `None` without a case, or if they cannot be read. Raises [`UnusableTests`]."""
     try:
-        value = _mapping_of(value)
+        value = _read_mapping(value)
         if (cases := value.get("test_cases")) is not None:
             if any(case["type"] != "stdin_stdout" for case in cases):
                 return None
@@ -187,7 +190,7 @@ _PACKAGE = "pacs_trl.verification"
 
 
 def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
-    """Return a program with standard input and output: the given one, or one that calls its function."""
+    """Return a program with standard input and output: the source, or one that calls its function."""
     source = f"{tests.prelude}\n{source}" if tests.prelude else source
     if tests.function is None:
         return source

@@ -1,9 +1,9 @@
 """Grading of programs by tests, in confined processes.
 
-A program gets the input of one case at a time, in its own process, which a worker forks and confines (`sandbox.py`).
-Its output is compared here: no expected output enters a process that runs or forks programs. At the start a program
-that tries to break out measures the confinement. Not supported: languages other than Python, packages outside the
-standard library, and problems with several correct outputs.
+A program gets the input of one case at a time, in a separate process, which a worker forks and confines
+(`sandbox.py`). Its output is compared here: no expected output enters a process that runs or forks programs. At the
+start a program that tries to break out measures the confinement. Not supported: languages other than Python, packages
+outside the standard library, and problems with several correct outputs.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ from .confinement import LAYERS, landlock_version, missing_layers
 
 logger = logging.getLogger(__name__)
 
-_tests_of = lru_cache(maxsize=256)(read_tests)  # the completions of a prompt share their tests
+_read_tests_cached = lru_cache(maxsize=256)(read_tests)  # the completions of a prompt share their tests
 _LIMITS = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
 
 
@@ -86,9 +86,17 @@ class ProgramProcess(ChildProcess):
         ours.settimeout(settings["timeout_seconds"] + 60.0)  # if it stalls, the trainer must not
         settings = settings | {"connection": theirs.fileno(), "folder": tempfile.gettempdir()}
         flags = ["-s", "-S", "-X", "utf8"]  # as `python -I -S`, except for the variable that fixes the order of sets
-        how = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "pass_fds": [theirs.fileno()]}
-        with theirs:
-            super().__init__("sandbox", ours, settings, flags, env={}, **how)
+        with theirs:  # only the worker keeps this end open
+            super().__init__(
+                "sandbox",
+                ours,
+                settings,
+                flags,
+                env={},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+            )
 
     def run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         """Run a program on an input, or on asserts. Raises an `OSError` if the worker has ended or does not answer."""
@@ -112,8 +120,9 @@ class ProgramProcess(ChildProcess):
         outcome = None if report["code"] == 0 else Outcome.KILLED if report["code"] < 0 else Outcome.ERROR
         if report["timed_out"]:
             outcome = Outcome.TIMEOUT
-        words = messages.decode("utf-8", "replace") or "timeout" * report["timed_out"]
-        return Execution(outcome, output.decode("utf-8", "replace"), words, report["seconds"])
+            messages = messages or b"timeout"
+        texts = output.decode("utf-8", "replace"), messages.decode("utf-8", "replace")
+        return Execution(outcome, *texts, report["seconds"])
 
 
 @dataclass(eq=False)
@@ -172,7 +181,7 @@ class CodeVerifier(BaseVerifier):
     ) -> Grade | tuple[bytes, tuple[str, ProblemTests]]:
         try:
             text = solution if isinstance(solution, str) else json.dumps(solution)
-            tests = _tests_of(text)
+            tests = _read_tests_cached(text)
         except (TypeError, ValueError, RecursionError) as error:  # a set, a circle, depth, or unreadable tests
             return Grade(Outcome.GOLD_UNPARSEABLE, error=str(error))
         if isinstance(completion, str) and len(completion) > MAX_CHARACTERS:

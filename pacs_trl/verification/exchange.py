@@ -60,21 +60,22 @@ def decode(data: Any, decode_object: Callable[[str, Any], Any]) -> Any:
     if kind in _FROM_PAIRS:
         return _FROM_PAIRS[kind]({decode(key, decode_object): decode(item, decode_object) for key, item in content})
     if kind in _FROM_ITEMS:
-        return _FROM_ITEMS[kind]([decode(item, decode_object) for item in _of_type(list, content)])
+        return _FROM_ITEMS[kind]([decode(item, decode_object) for item in _require(list, content)])
     if kind in _FROM_TEXT:
-        return _FROM_TEXT[kind](_of_type(str, content))
+        return _FROM_TEXT[kind](_require(str, content))
     if kind == "range":
-        return range(*(_of_type(int, part) for part in content))
+        return range(*(_require(int, part) for part in content))
     if kind == "slice":
         start, stop, step = content
         return slice(start, stop, step)
     if kind == "Fraction":
-        numerator, denominator = (_of_type(int, part) for part in content)
+        numerator, denominator = (_require(int, part) for part in content)
         return Fraction(numerator, denominator)
     return decode_object(kind, content)
 
 
-def _of_type(kind: type, value: Any) -> Any:
+def _require(kind: type, value: Any) -> Any:
+    """Return a value of a type, or raise a `TypeError`."""
     if not isinstance(value, kind):
         raise TypeError(f"{value!r:.80} is no {kind.__name__}")
     return value

@@ -1,7 +1,7 @@
 """Problems of reasoning-gym: entries named by (task, config, seed, index), rebuilt and scored in worker processes.
 
-Some of its scorers evaluate the answer of the model as Python, so each answer is scored in a process of its own, which
-is confined as programs are, and must be a literal, because code could write a score of its own.
+Some of its scorers evaluate the answer of the model as Python, so each answer is scored in a separate process, which
+is confined as programs are, and must be a literal, because code could write any score.
 """
 
 import ast
@@ -47,13 +47,13 @@ def grade_entry(answer: str, solution: str, cpu_seconds: float) -> tuple[Outcome
         finally:
             os._exit(0)
     os.close(writer)
-    found = os.read(reader, 64)  # empty if the child has ended
+    report = os.read(reader, 64)  # the score as text; empty if the child has ended without one
     os.close(reader)
-    if found:
+    if report:
         os.kill(pid, signal.SIGKILL)
     status = os.waitpid(pid, 0)[1]
     try:
-        share = float(found)
+        share = float(report)
     except ValueError:
         timed_out = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF
         return (Outcome.TIMEOUT if timed_out else Outcome.KILLED), 0.0

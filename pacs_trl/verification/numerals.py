@@ -17,10 +17,13 @@ CURRENCIES = "$\u20ac\u00a3\u00a5\u20b9\u20bd\u20a9\u20ba\u20ab\u0e3f"
 # A number with a larger exponent is no answer, and its digits would fill the memory.
 MAX_EXPONENT = 1000
 
+_OTHER_SIGNS = "\uff0b\uff0c\uff0e\uff0f\u2044\uff05\ufe6a\u066a\u066b\u066c"
+_ASCII_SIGNS = "+,.//%%%.,"
+
 _REPLACEMENTS = {ord(character): "-" for character in MINUS_SIGNS}
 _REPLACEMENTS |= {ord(character): " " for character in SPACES}
 _REPLACEMENTS |= {ord(character): "" for character in INVISIBLE}
-_REPLACEMENTS |= str.maketrans("\uff0b\uff0c\uff0e\uff0f\u2044\uff05\ufe6a\u066a\u066b\u066c", "+,.//%%%.,")
+_REPLACEMENTS |= {ord(other): sign for other, sign in zip(_OTHER_SIGNS, _ASCII_SIGNS, strict=True)}
 _DIGIT_OF_OTHER_SCRIPT = re.compile(r"(?![0-9])\d")
 
 

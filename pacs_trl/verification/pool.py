@@ -20,7 +20,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 
-from . import Grade, Outcome, connection_of
+from . import Grade, Outcome, connect
 from .worker import grade_one, serve
 
 
@@ -74,8 +74,10 @@ class _Pool:
         if pid == 0:
             try:
                 # Inherited ends would keep connections open after their owner has exited.
-                for connection in (ours, self.connection, *(worker.connection for worker in self.workers)):
-                    connection.close()
+                ours.close()
+                self.connection.close()
+                for worker in self.workers:
+                    worker.connection.close()
                 os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
                 serve(Connection(theirs.detach()), **self.worker_settings)
             except (EOFError, ConnectionError, MemoryError):  # the pool has exited, or the item needs too much memory
@@ -85,7 +87,7 @@ class _Pool:
             finally:  # skips the exit handlers of the parent
                 os._exit(0)
         theirs.close()
-        return _Worker(pid, connection_of(ours, self.timeout_seconds))
+        return _Worker(pid, connect(ours, self.timeout_seconds))
 
     def _grade(self, items: list[tuple[str, tuple[str, ...]]]) -> list[Grade]:
         for slot, worker in enumerate(self.workers):  # killed between two batches, not by an item
@@ -157,7 +159,7 @@ def main() -> None:
     settings = json.loads(sys.argv[1])
     # schedulers send it to all processes; the pool ends after its parent
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limits are disabled
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its time limits are disabled
     connection = Connection(os.dup(0))
     os.dup2(2, 1)  # stray output must not reach the connection
     if settings["protocol"] == "reasoning_gym":

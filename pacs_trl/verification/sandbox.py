@@ -135,7 +135,7 @@ class Worker:
         """Give up all rights that a program does not need."""
         os.setsid()
         confinement.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed with the worker
-        confinement.prctl(4, is_readable)  # a program may read its own /proc/self, but not that of asserts
+        confinement.prctl(4, is_readable)  # a program may read its /proc/self, but not that of asserts
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.chdir(folder)
         os.environ.clear()

@@ -30,7 +30,7 @@ math_verify.parser.parse_latex_cached = lru_cache(maxsize=4096)(math_verify.pars
 
 
 class Protocol(NamedTuple):
-    """Parsers of a gold answer and of a completion; an empty list means that none was found."""
+    """Parsers of a gold answer and of a completion; an empty list means that there is none."""
 
     parse_gold: Callable[[str], list]
     parse_completion: Callable[[str], list]
@@ -42,7 +42,7 @@ def _parse(text: str, *configs: Any, **kwargs: Any) -> list:
         return parse(text, list(configs), parsing_timeout=None, raise_on_error=True, **kwargs)
     except MemoryError:
         raise
-    except Exception:  # as in math-verify, an extractor that raises has found no answer
+    except Exception:  # as in math-verify, an extractor that raises finds no answer
         return []
 
 
@@ -108,9 +108,9 @@ def _equal(gold: tuple, answer: tuple) -> bool:
     """Call `math_verify.verify` pair by pair, and raise `MemoryError` instead of returning inequality."""
     if is_out_of_scale(gold, answer):
         return False
-    for expected, found in product(gold, answer):
+    for gold_item, answer_item in product(gold, answer):
         try:
-            if verify(expected, found, timeout_seconds=None, raise_on_error=True):
+            if verify(gold_item, answer_item, timeout_seconds=None, raise_on_error=True):
                 return True
         except MemoryError:
             raise
@@ -127,14 +127,14 @@ _ROUNDED_DOWN = 1.0 - 1e-9  # rounding must not lift a lower bound
 def is_out_of_scale(gold: Sequence, answer: Sequence) -> bool:
     """Whether the parsed gold is an ordinary number and the parsed answer, a power tower or factorial, is provably too
     large to equal it. math-verify would compute its digits until the time limit, with the same verdict."""
-    expected = [item for item in gold if not isinstance(item, str)]
-    found = [item for item in answer if not isinstance(item, str)]
-    return (
-        bool(expected and found)
-        and all(isinstance(item, Number) and item.is_finite and abs(item) <= _LARGEST_ORDINARY for item in expected)
-        and all((log2_lower_bound(item) or 0.0) > _SMALLEST_HUGE_LOG2 for item in found)
-        and not {item for item in gold if isinstance(item, str)} & {item for item in answer if isinstance(item, str)}
-    )
+    gold_values = [item for item in gold if not isinstance(item, str)]
+    answer_values = [item for item in answer if not isinstance(item, str)]
+    if not gold_values or not answer_values:
+        return False
+    if {item for item in gold if isinstance(item, str)} & {item for item in answer if isinstance(item, str)}:
+        return False  # equal as texts
+    is_ordinary = all(isinstance(v, Number) and v.is_finite and abs(v) <= _LARGEST_ORDINARY for v in gold_values)
+    return is_ordinary and all((log2_lower_bound(v) or 0.0) > _SMALLEST_HUGE_LOG2 for v in answer_values)
 
 
 def log2_lower_bound(expression: Any) -> float | None:

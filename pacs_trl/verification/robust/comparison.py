@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from sympy import Add, Basic, Mul, pi
+from sympy import Add, Basic, Expr, Mul, pi
 
 from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
 from .intervals import intervals_of, is_label, is_same_intervals
@@ -194,8 +194,8 @@ def _is_equal_clock(gold: Any, answer: Any) -> bool:
     if isinstance(gold, Clock) and isinstance(answer, Clock):
         return gold_minutes == answer_minutes
     without_half = answer_minutes if isinstance(gold, Clock) else gold_minutes
-    is_of_24_hours = without_half >= 13 * 60
-    period = 24 * 60 if is_of_24_hours else 12 * 60
+    counts_24_hours = without_half >= 13 * 60
+    period = 24 * 60 if counts_24_hours else 12 * 60
     return gold_minutes % period == answer_minutes % period
 
 
@@ -225,8 +225,8 @@ _UNORDERED = ("", "{}", "\u00b1")
 _NAMED = re.compile(r"^(?:[A-Z]'?(?=\()|(?=[A-H]{2,6}$))(\(.*\)|[A-H]+)$")
 
 
-def _letters_of(sequence: Sequence) -> list[str]:
-    """Return the letters of a list of choices in order; empty if an item is no letter."""
+def _sorted_letters(sequence: Sequence) -> list[str]:
+    """Return the letters of a list of choices, sorted; empty if an item is no letter."""
     letters = [_letter(item) if isinstance(item, Leaf) else "" for item in sequence.items]
     return sorted(letters) if all(letters) and sequence.brackets in ("", "{}") else []
 
@@ -238,9 +238,9 @@ def _is_equal_sequence(gold: Any, answer: Any) -> bool:
         if isinstance(answer, Sequence) and len(answer.items) == 1 and answer.brackets in ("{}", "[]"):
             return is_equal(gold, answer.items[0])
         if isinstance(gold, Sequence) and isinstance(answer, Leaf) and (named := _NAMED.match(answer.text)):
-            return _letters_of(gold) == sorted(answer.text) or is_equal(gold, read_value(named[1], True))
+            return _sorted_letters(gold) == sorted(answer.text) or is_equal(gold, read_value(named[1], True))
         if isinstance(gold, Leaf) and isinstance(answer, Sequence) and (named := _NAMED.match(gold.text)):
-            return _letters_of(answer) == sorted(gold.text) or is_equal(read_value(named[1], True), answer)
+            return _sorted_letters(answer) == sorted(gold.text) or is_equal(read_value(named[1], True), answer)
         if isinstance(gold, Sequence) and not gold.items:
             return isinstance(answer, Leaf) and is_same_words("emptyset", answer.text)
         if isinstance(answer, Sequence) and not answer.items:
@@ -415,17 +415,23 @@ def _same_equation(gold: Relation, answer: Relation) -> bool:
     if len(gold.sides) != 2 or len(answer.sides) != 2:
         texts = [re.sub(r"\s", "", "".join(each.sides) + "".join(each.operators)) for each in (gold, answer)]
         return texts[0] == texts[1]
-    differences = []
-    for relation in (gold, answer):
-        left, right = (parse_expression(side) for side in relation.sides)
-        if left is None or right is None:
-            return gold == answer
-        differences.append(Add(left, Mul(-1, right, evaluate=False), evaluate=False))
-    operators = gold.operators[0], answer.operators[0]
-    if operators[0] == operators[1] in ("=", r"\neq"):
-        return is_proportional(*differences) or is_equal_expression(*differences, None, None)
-    if operators[0] == operators[1]:
-        return is_equal_expression(*differences, None, None)
-    if _FLIPPED.get(operators[0]) == operators[1]:
-        return is_equal_expression(differences[0], Mul(-1, differences[1], evaluate=False), None, None)
+    gold_difference, answer_difference = _difference(gold), _difference(answer)
+    if gold_difference is None or answer_difference is None:
+        return gold == answer
+    gold_operator, answer_operator = gold.operators[0], answer.operators[0]
+    if gold_operator == answer_operator:
+        is_two_sided = gold_operator in ("=", r"\neq")
+        if is_two_sided and is_proportional(gold_difference, answer_difference):
+            return True
+        return is_equal_expression(gold_difference, answer_difference, None, None)
+    if _FLIPPED.get(gold_operator) == answer_operator:
+        return is_equal_expression(gold_difference, Mul(-1, answer_difference, evaluate=False), None, None)
     return False
+
+
+def _difference(relation: Relation) -> Expr | None:
+    """Return the left side minus the right one, not evaluated; `None` if one of them cannot be read."""
+    left, right = (parse_expression(side) for side in relation.sides)
+    if left is None or right is None:
+        return None
+    return Add(left, Mul(-1, right, evaluate=False), evaluate=False)

@@ -75,7 +75,7 @@ _MAX_TOWER = 3
 def _has_large_number(expression: Basic) -> bool:
     """Whether a part of an expression has too many digits to evaluate it: a power, a factorial, or a power tower."""
     try:
-        if _height_of_tower(expression) > _MAX_TOWER:
+        if _tower_height(expression) > _MAX_TOWER:
             return True
         for part in sympy.preorder_traversal(expression):
             if isinstance(part, Pow | factorial | binomial):
@@ -85,13 +85,13 @@ def _has_large_number(expression: Basic) -> bool:
     return False
 
 
-def _height_of_tower(expression: Basic) -> int:
+def _tower_height(expression: Basic) -> int:
     """Return how many exponents of an expression stand above each other."""
     if isinstance(expression, sympy.exp):
-        return 1 + _height_of_tower(expression.args[0])
+        return 1 + _tower_height(expression.args[0])
     if isinstance(expression, Pow) and not isinstance(expression.exp, Rational):
-        return 1 + _height_of_tower(expression.exp)
-    return max((_height_of_tower(argument) for argument in expression.args), default=0)
+        return 1 + _tower_height(expression.exp)
+    return max((_tower_height(argument) for argument in expression.args), default=0)
 
 
 def is_equal_number(gold: Fraction, answer: Fraction, gold_decimals: int | None, answer_decimals: int | None) -> bool:
@@ -150,8 +150,7 @@ def _is_equal_constant(gold: Expr, answer: Expr, gold_decimals: int | None, answ
     if gold_decimals is not None or answer_decimals is not None:
         if not (left.is_real and right.is_real):
             return False
-        as_fractions = [Fraction(str(each)) for each in (left, right)]
-        return is_equal_number(*as_fractions, gold_decimals, answer_decimals)
+        return is_equal_number(Fraction(str(left)), Fraction(str(right)), gold_decimals, answer_decimals)
     return _is_close(left, right)
 
 

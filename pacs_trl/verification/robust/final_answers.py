@@ -34,7 +34,7 @@ _SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f]\s|[.!?\u3002]$|\n")
 _WORD = re.compile(r"[^\W\d_]+")
 
 
-# Tokens that end a turn, and tags of thoughts around text in which no other answer was found.
+# Tokens that end a turn, and tags of thoughts around text that has no other answer.
 _TOKENS = re.compile(r"<\|[^<>|\n]{1,30}\|>|</?s>|</?(?:think|thinking|thought|reasoning)>")
 
 
@@ -83,7 +83,7 @@ def _boxes(text: str) -> list[_Box]:
     return boxes
 
 
-def _answer_of_boxes(text: str, boxes: list[_Box]) -> list[str]:
+def _boxed_answers(text: str, boxes: list[_Box]) -> list[str]:
     """Return the content of the last box and of those listed with it: no sentence that corrects them in between."""
     last = boxes[-1]
     if last.content is None or not last.content.strip():
@@ -155,7 +155,8 @@ def _first_statement(text: str) -> str:
     for opening, closing in (("$$", "$$"), (r"\[", r"\]")):
         if text.startswith(opening) and (end := text.find(closing, len(opening))) > 0:
             return text[len(opening) : end]
-    statement = text[: end.start()] if (end := _END_OF_STATEMENT.search(text)) else text
+    stop = _END_OF_STATEMENT.search(text)
+    statement = text[: stop.start()] if stop else text
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
     statement = ROUNDED_AFTER.sub("", _REMARK.sub("", statement))
@@ -175,7 +176,7 @@ def _answer_in(text: str) -> FinalAnswers:
     """Return the final answer of a text without thoughts and tags."""
     boxes = _boxes(text)
     if boxes:
-        return FinalAnswers(_answer_of_boxes(text, boxes))
+        return FinalAnswers(_boxed_answers(text, boxes))
     end = _TOKENS.sub("\n", text[-20_000:])
     phrase = last_match(_PHRASE, end)
     if phrase:

@@ -48,7 +48,7 @@ def last_values(text: str) -> list[str]:
         return [side[1]]
     formulas = list(_FORMULA.finditer(tail))
     formula, bold = formulas[-1] if formulas else None, last_match(_BOLD, tail)
-    number = _result_of_last_line(tail) or last_match(_NUMBERS, tail)
+    number = _result_in_last_line(tail) or last_match(_NUMBERS, tail)
     if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:
         bold = None
     ends = [match.end() for match in (formula, bold, number) if match]
@@ -137,7 +137,7 @@ def _number_in_context(text: str, number: re.Match) -> list[str]:
 
 
 _SPACE = re.compile(r"\s")
-_BRACKETS = ("()", "[]", "{}")
+_BRACKETS = (("(", ")"), ("[", "]"), ("{", "}"))
 
 
 def _expression_around(text: str, number: re.Match) -> str | None:
@@ -162,7 +162,7 @@ def _expression_around(text: str, number: re.Match) -> str | None:
     return expression if _MATH_CHARACTER.search(expression) and not has_words else None
 
 
-def _result_of_last_line(text: str) -> re.Match | None:
+def _result_in_last_line(text: str) -> re.Match | None:
     """Return the number after the last equals sign of the last line, as in "5 + 3 = 8 limbs after 15 days"."""
     end = len(text.rstrip())
     start = text.rfind("\n", 0, end) + 1
@@ -170,8 +170,10 @@ def _result_of_last_line(text: str) -> re.Match | None:
     if equals < 0:
         return None
     result = _NUMBERS.search(text, equals + 1, end)
-    is_direct = result and not text[equals + 1 : result.start()].strip(" *$<>\\(")
-    return result if is_direct and not re.match(r"\s*[-+*/^\u00d7\u00f7]\s*[\d(]", text[result.end() :]) else None
+    if result is None or text[equals + 1 : result.start()].strip(" *$<>\\("):
+        return None
+    is_operand = re.match(r"\s*[-+*/^\u00d7\u00f7]\s*[\d(]", text[result.end() :])
+    return None if is_operand else result
 
 
 def last_match(pattern: re.Pattern, text: str) -> re.Match | None:

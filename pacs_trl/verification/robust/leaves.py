@@ -176,8 +176,8 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
         is_percent = True
         expression = text[:-1]
     elif match := re.search(r"(?<=[\s}\d)])\s*([A-Za-z]{2,}(?:/[A-Za-z]+)?)(\s*\^\s*\{?\d\}?)?$", text):
-        words = match[1].split("/")
-        if all(is_unit_word(word) for word in words) and not text[: match.start()].rstrip().endswith(("\\", "_", "^")):
+        is_unit = all(is_unit_word(word) for word in match[1].split("/"))
+        if is_unit and not text[: match.start()].rstrip().endswith(("\\", "_", "^")):
             unit = read_unit(match[1] + (match[2] or ""))
             expression = text[: match.start()]
     if expression.endswith(r"^{\circ}"):
@@ -217,11 +217,13 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
             return None
         return Leaf(compact, value, num_decimals, None, True, is_quotient)
     if rest.startswith(r"^{\circ}"):
-        scale = rest.removeprefix(r"^{\circ}").strip()
-        scale = re.sub(r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\1", scale)
-        if scale in ("C", "F"):
-            return Leaf(compact, value, num_decimals, Unit(f"temperature {scale}", Fraction(1)))
-        return Leaf(compact, value, num_decimals, read_unit("degree"), False, is_quotient) if not scale else None
+        after_degree = rest.removeprefix(r"^{\circ}").strip()
+        after_degree = re.sub(r"\\text\s*\{\s*([^{}]*?)\s*\}", r"\1", after_degree)
+        if after_degree in ("C", "F"):
+            return Leaf(compact, value, num_decimals, Unit(f"temperature {after_degree}", Fraction(1)))
+        if after_degree:
+            return None
+        return Leaf(compact, value, num_decimals, read_unit("degree"), is_quotient=is_quotient)
     if not rest:
         return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
     if in_text := _UNIT_IN_TEXT.fullmatch(rest) or _UNIT_IN_TEXT.fullmatch(" " + rest):
@@ -247,7 +249,7 @@ def _is_unit(rest: str, has_space: bool) -> bool:
 _TWO_NUMBERS = re.compile(r"(?<![_\d.])[\d.]+\s+\d")
 
 
-def parse_expression(text: str) -> Basic | None:
+def parse_expression(text: str) -> Expr | None:
     """Return the expression that latex2sympy reads, not evaluated; `None` if it cannot be read."""
     if not text or text.count("{") != text.count("}"):
         return None

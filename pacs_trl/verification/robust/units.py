@@ -69,8 +69,8 @@ _PREFIXES = re.compile(r"^(?:of|in|per)\s+")
 
 
 def read_unit(text: str) -> Unit | None:
-    """Return the unit that a text names; `None` if the text is empty or `units`. Words that are not in the table are
-    units of a dimension of their own: "apples" is "apple"."""
+    """Return the unit that a text names; `None` if the text is empty or `units`. Every word that is not in the
+    table is a unit with another dimension: "apples" is "apple"."""
     name = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     name = re.sub(r"\\mu\s*(?=[mgs])", "u", name)
     name = re.sub(r"\\[,;:! ]|\\cdot|[.~]", " ", name)
