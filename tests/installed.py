@@ -18,7 +18,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 CHAT_TEMPLATE = """\
 {% for message in messages %}{{ message.role + ': ' + message.content + '<end>' }}{% endfor %}
 {%- if add_generation_prompt %}assistant: {% endif %}"""
@@ -56,7 +55,7 @@ def main() -> None:
     import pacs_trl
     from pacs_trl import cli  # light: the commands import the rest
 
-    assert not Path(pacs_trl.__file__).is_relative_to(REPOSITORY), pacs_trl.__file__
+    assert Path(pacs_trl.__file__).is_relative_to(sys.prefix), pacs_trl.__file__
     for module in walk_packages(pacs_trl.__path__, "pacs_trl."):
         import_module(module.name)
     os.environ["HF_HUB_OFFLINE"] = "1"

@@ -23,8 +23,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import requests
 from accelerate.utils import broadcast_object_list
+from huggingface_hub.utils import httpx
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
@@ -99,13 +99,13 @@ class ServerWatch:
     def _ask(self) -> tuple[str, str] | None:
         started = time.time()
         try:
-            response = requests.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
+            response = httpx.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
             response.raise_for_status()
             version = response.json()["weight_version"]
-        except requests.ReadTimeout:
+        except httpx.ReadTimeout:
             silence = time.time() - max(self.checked_at, self._replaced_at)
             return None if silence < _MOST_SECONDS_OF_SILENCE else ("stopped answering", f"for {silence:.0f} s")
-        except (OSError, ValueError, KeyError) as error:  # OSError: base class of the exceptions of requests
+        except (httpx.HTTPError, ValueError, KeyError) as error:
             return "stopped answering", f"{type(error).__name__}: {error}"
         if version != self.version:
             cause = f"its weights are {version!r} instead of {self.version!r}"
@@ -357,7 +357,7 @@ class ContinuousRollouts:
                     self._drain(self._worker)
                     self._worker.shared.value = step
                 body = {"new_version": version}
-                requests.post(f"{self._watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
+                httpx.post(f"{self._watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
                 transfer.resume()
                 self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
         except Exception as error:  # TRL's client raises bare exceptions

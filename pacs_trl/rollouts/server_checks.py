@@ -5,8 +5,8 @@ import pickle
 from importlib.util import find_spec
 from typing import Any
 
-import requests
 from datasets import Dataset
+from huggingface_hub.utils import httpx
 from torch import nn
 from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema
@@ -101,11 +101,11 @@ def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | N
     def refuse(problem: str, remedy: str = "Start it with") -> None:
         raise UserError(f"The vLLM server at {url} {problem}. {remedy}: {command}")
 
-    answer = requests.get(f"{url}/version", timeout=10)
-    version = answer.json().get("version", "") if answer.ok else ""
+    answer = httpx.get(f"{url}/version", timeout=10)
+    version = answer.json().get("version", "") if answer.is_success else ""
     if not version.startswith(_VERSIONS):
         refuse(f"has version {version or 'unknown'}, and rollout_schedule: continuous is tested with 0.31 only")
-    answer = requests.get(f"{url}/server_info", params={"config_format": "json"}, timeout=10)
+    answer = httpx.get(f"{url}/server_info", params={"config_format": "json"}, timeout=10)
     if answer.status_code != 200:
         refuse("has no development endpoints, with which weights are replaced")
     config = answer.json()["vllm_config"]

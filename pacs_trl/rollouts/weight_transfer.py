@@ -5,8 +5,8 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import requests
 import torch
+from huggingface_hub.utils import httpx
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 
@@ -65,6 +65,6 @@ class SharedMemoryTransfer:
             self._fd = None
 
     def _call(self, body: dict[str, Any]) -> None:
-        response = requests.post(f"{self.client.server_url}/collective_rpc", json=body, timeout=_TIMEOUT)
+        response = httpx.post(f"{self.client.server_url}/collective_rpc", json=body, timeout=_TIMEOUT)
         if response.status_code != 200:
             raise RuntimeError(f"POST /collective_rpc has status {response.status_code}: {response.text:.300}")
