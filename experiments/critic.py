@@ -79,7 +79,7 @@ def critic_records(
         for sample, grade in enumerate(grades[problem.id]):
             record = samples[problem.id, sample]
             prompt = build_prompt(
-                problem.of_sample(record["seed"])[0],
+                problem.for_seed(record["seed"])[0],
                 instruction=instruction_for(loaded, prompt_facts["instruction"]),
                 system_prompt=prompt_facts["system_prompt"],
             )

@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Required, TypedDict, TypeGuard
 from urllib.parse import quote
 
 import huggingface_hub.constants
@@ -100,41 +100,53 @@ def push(
         dry_run (`bool`): List the files without any connection.
 
     Raises:
-        `ValueError`: if the repository is not `USER/NAME`, or [`published_contents`] refuses the directory.
+        `ValueError`: if the repository is not `USER/NAME`, or [`collect_upload`] refuses the directory.
         [`FailedRun`]: if the upload failed.
     """
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
         raise UserError(f"The repository must be USER/NAME, got {repo_id!r}. Set --repo.")
     validate_repo_id(repo_id)
-    contents, known = published_contents(model_dir, results, recipe)
-    warn_of_local_base(model_dir, known)
+    upload = collect_upload(model_dir, results, recipe)
+    contents = upload.contents
+    warn_of_local_base(model_dir, upload)
     if dry_run:
         return sorted({*contents, README_FILE})
     ours = kept_readme(model_dir)
     if ours is None:
-        contents[README_FILE] = build_card(repo_id, **known).encode()
+        card = build_card(
+            repo_id,
+            results=upload.results,
+            recipe=upload.recipe,
+            training=upload.training,
+            is_adapter=upload.is_adapter,
+        )
+        contents[README_FILE] = card.encode()
     else:
         logger.warning(f"{model_dir / README_FILE} is not generated and is uploaded instead of a model card.")
         contents[README_FILE] = _LOCAL_BASE.sub(b"", ours)
     api = api or HfApi()
-    uploaded = "Nothing was uploaded"
+    progress = "Nothing was uploaded"
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         theirs = _fetch_readme(repo_id, api.endpoint, revision, api.token)
         if theirs is not None and _MARK not in theirs and theirs.encode() != contents[README_FILE]:
             del contents[README_FILE]
             logger.warning(f"README.md of {repo_id} is not generated and is kept. Delete it there to replace it.")
-        uploaded = "Files that were transferred are not sent again, but no commit is confirmed"
+        progress = "Files that were transferred are not sent again, but no commit is confirmed"
         operations = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
         title = commit_message or "Upload model, card, recipe and results"
         api.create_commit(repo_id, operations, commit_message=title, revision=revision)
     except (OSError, RuntimeError, httpx.HTTPError) as error:
         reason = " ".join(str(error).split()).rstrip(".")
-        command = ["pacs-trl", "push", "--model", str(model_dir), "--repo", repo_id, *["--private"] * private]
-        for option, file in (("--results", results), ("--recipe", recipe)):
-            command += [] if file is None else [option, str(file)]
+        command = ["pacs-trl", "push", "--model", str(model_dir), "--repo", repo_id]
+        if private:
+            command.append("--private")
+        if results is not None:
+            command += ["--results", str(results)]
+        if recipe is not None:
+            command += ["--recipe", str(recipe)]
         raise FailedRun(
-            f"The upload to {repo_id} failed: {reason}. {uploaded}; the model is complete in {model_dir}. "
+            f"The upload to {repo_id} failed: {reason}. {progress}; the model is complete in {model_dir}. "
             f"{_log_in(error, api.token)}Upload it with `{shlex.join(command)}`."
         ) from error
     return sorted(contents)
@@ -150,45 +162,79 @@ def _log_in(error: Exception, token: str | bool | None) -> str:
     return ""
 
 
-def warn_of_local_base(model_dir: Path, known: dict[str, Any]) -> None:
+def warn_of_local_base(model_dir: Path, upload: "Upload") -> None:
     """Log a warning if the base model of a push is a local directory, which others do not have."""
-    settings = known["recipe"] or (known["training"] or {}).get("settings", {})
-    base, place = settings.get("model_name_or_path"), f"model_name_or_path of {RECIPE_FILE}"
-    consequence = "the card names it without a link"
-    if known["is_adapter"]:
+    settings = upload.recipe or (upload.training or {}).get("settings", {})
+    base = settings.get("model_name_or_path")
+    place, consequence = f"model_name_or_path of {RECIPE_FILE}", "the card names it without a link"
+    if upload.is_adapter:
         base = read_json(model_dir / "adapter_config.json").get("base_model_name_or_path") or base
         place, consequence = "base_model_name_or_path of adapter_config.json", "others cannot load the adapter"
-    if base and not is_hub_id(published({"model_name_or_path": base})["model_name_or_path"]):
+    if base and not is_hub_id(_shortened(base)):
         logger.warning(
             f"The base model {base!r} is a local directory, so {consequence}. If the model is on the Hub, write its "
             f"id as {place} in {model_dir} before you push."
         )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `pacs-trl push`."""
-    parser = Parser("push", "Upload a checkpoint with card and results.")
-    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
-    parser.add_argument("--repo", required=True, help="USER/NAME")
-    parser.add_argument("--private", action="store_true", help="make a private repository")
-    parser.add_argument("--results", type=Path, default=None, help="results.json or its directory")
-    parser.add_argument("--recipe", type=Path, default=None, help="recipe of the training run")
-    parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded")
-    options = vars(parser.parse_args(argv))
-    files = push(options.pop("model"), repo := options.pop("repo"), **options)
-    print(*files, sep="\n")
-    sent = "would be uploaded; nothing was sent" if options["dry_run"] else "uploaded"
-    print(f"{repo}: {len(files)} files {sent}.")
-    return 0
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
-def published_contents(
-    model_dir: Path, results: Path | None = None, recipe: Path | None = None
-) -> tuple[dict[str, Path | bytes], dict[str, Any]]:
-    """Return the files of a push without the README, as path in the repository and local file or redacted content; and
-    the arguments of [`build_card`]. Raises a `ValueError` if there is no model, a file cannot be read, or the results
+class Upload(NamedTuple):
+    """
+    Files of a push, and what its card is made from.
+
+    Attributes:
+        contents (`dict`): By path in the repository, a local file or redacted content; without the README.
+        results, recipe, training (`dict`, *optional*): Content of results.json, recipe.yaml, and provenance.json.
+        is_adapter (`bool`): Whether the weights are those of an adapter.
+    """
+
+    contents: dict[str, Path | bytes]
+    results: dict[str, Any] | None
+    recipe: dict[str, Any] | None
+    training: dict[str, Any] | None
+    is_adapter: bool
+
+
+def collect_upload(model_dir: Path, results: Path | None = None, recipe: Path | None = None) -> Upload:
+    """Collect the files of a push. Raises a `ValueError` if there is no model, a file cannot be read, or the results
     belong to other weights."""
-    present = [path.relative_to(model_dir).as_posix() for path in model_dir.glob("*") if path.is_file()]
+    contents = _files_of_model(model_dir)
+    for name in (LOG_FILE, TRAINING_FACTS_FILE, *CONFIGS):
+        if name in contents:
+            content = read_json(model_dir / name)
+            clean = _without_paths(content) if name in CONFIGS else published(content)
+            if clean != content:  # otherwise byte for byte
+                contents[name] = (json.dumps(clean, indent=2, ensure_ascii=False) + "\n").encode()
+
+    published_results = None
+    if results is not None or RESULTS_FILE in contents:
+        published_results = published(read_results(results or model_dir / RESULTS_FILE))
+        _check_same_weights(published_results, model_dir)
+        contents[RESULTS_FILE] = (json.dumps(published_results, indent=1) + "\n").encode()
+
+    settings = None
+    if recipe is not None or RECIPE_FILE in contents:
+        file = recipe or model_dir / RECIPE_FILE
+        settings = read_mapping(file / RECIPE_FILE if file.is_dir() else file, "recipe")
+        contents[RECIPE_FILE] = yaml.safe_dump(published_recipe(settings), allow_unicode=True).encode()
+
+    training = None
+    if TRAINING_FACTS_FILE in contents:
+        training = read_json(model_dir / TRAINING_FACTS_FILE, _TRAINING_FACTS)
+
+    is_adapter = "adapter_config.json" in contents
+    if is_adapter and settings is not None:
+        base = read_json(model_dir / "adapter_config.json").get("base_model_name_or_path")
+        if is_hub_id(base):  # which may have been corrected there, but not in the recipe
+            settings["model_name_or_path"] = base
+    return Upload(contents, published_results, settings, training, is_adapter)
+
+
+def _files_of_model(model_dir: Path) -> dict[str, Path | bytes]:
+    """Return the files to upload, by their path in the folder. Raises a `ValueError` if it contains no model."""
+    present = [path.name for path in model_dir.glob("*") if path.is_file()]
     has_config = "config.json" in present or "adapter_config.json" in present
     if not has_config or not list(filter_repo_objects(present, allow_patterns=list(WEIGHTS))):
         raise UserError(
@@ -196,37 +242,20 @@ def published_contents(
             f"{' or '.join(WEIGHTS)} files. Push the directory of one checkpoint."
         )
     present += [f"{path.parent.name}/{path.name}" for path in model_dir.glob("additional_chat_templates/*.jinja")]
-    contents: dict[str, Path | bytes] = {
-        name: model_dir / name for name in filter_repo_objects(present, allow_patterns=UPLOADED)
-    }
-    for name in (LOG_FILE, TRAINING_FACTS_FILE, *CONFIGS):
-        if name in contents:
-            content = read_json(model_dir / name)
-            clean = _without_paths(content) if name in CONFIGS else published(content)
-            if clean != content:  # otherwise byte for byte
-                contents[name] = (json.dumps(clean, indent=2, ensure_ascii=False) + "\n").encode()
-    measured = settings = None
-    if results is not None or RESULTS_FILE in contents:
-        measured = published(read_results(results or model_dir / RESULTS_FILE))
-        digest, present_digest = measured["model"].get("digest"), checkpoint_digest(model_dir)
-        if digest not in (None, present_digest):
-            raise UserError(
-                f"The results were measured on another checkpoint (digest {digest}) than {model_dir} "
-                f"({present_digest}). Evaluate this checkpoint, or push the other one."
-            )
-        contents[RESULTS_FILE] = (json.dumps(measured, indent=1) + "\n").encode()
-    if recipe is not None or RECIPE_FILE in contents:
-        file = recipe or model_dir / RECIPE_FILE
-        settings = read_mapping(file / RECIPE_FILE if file.is_dir() else file, "recipe")
-        contents[RECIPE_FILE] = yaml.safe_dump(published_recipe(settings), allow_unicode=True).encode()
-    training = None
-    if TRAINING_FACTS_FILE in contents:
-        training = read_json(model_dir / TRAINING_FACTS_FILE, _TRAINING_FACTS)
-    is_adapter = "adapter_config.json" in contents
-    if is_adapter and settings is not None:
-        base = read_json(model_dir / "adapter_config.json").get("base_model_name_or_path")
-        settings |= {"model_name_or_path": base} if is_hub_id(base) else {}
-    return contents, {"results": measured, "recipe": settings, "training": training, "is_adapter": is_adapter}
+    return {name: model_dir / name for name in filter_repo_objects(present, allow_patterns=UPLOADED)}
+
+
+def _check_same_weights(results: dict[str, Any], model_dir: Path) -> None:
+    """Raise a `ValueError` if results name the digest of other weights; those of a server name none."""
+    measured, present = results["model"].get("digest"), checkpoint_digest(model_dir)
+    if measured not in (None, present):
+        raise UserError(
+            f"The results were measured on another checkpoint (digest {measured}) than {model_dir} ({present}). "
+            "Evaluate this checkpoint, or push the other one."
+        )
+
+
+# Model card ----------------------------------------------------------------------------------------------------------
 
 
 def kept_readme(model_dir: Path) -> bytes | None:
@@ -242,11 +271,19 @@ def _without_paths(content: Any, key: str = "") -> Any:
         return {name: _without_paths(value, name) for name, value in content.items()}
     if isinstance(content, list):
         return [_without_paths(item, key) for item in content]
-    is_path = isinstance(content, str) and _NAMES_A_PATH.search(key)
-    return published({"path": content})["path"] if is_path else content
+    if isinstance(content, str) and _NAMES_A_PATH.search(key):
+        return _shortened(content)
+    return content
 
 
-def _fetch_readme(repo_id: str, endpoint: str, revision: str | None = None, token=None) -> str | None:
+def _shortened(path: str) -> str:
+    """Return the last part of a local path, and any other name unchanged."""
+    return published({"path": path})["path"]
+
+
+def _fetch_readme(
+    repo_id: str, endpoint: str, revision: str | None = None, token: str | bool | None = None
+) -> str | None:
     """Download README.md of a repository; `None` if the file or the branch does not exist."""
     url = f"{endpoint}/{repo_id}/resolve/{quote(revision or 'main', safe='')}/{README_FILE}"
     response = get_session().get(url, headers=build_hf_headers(token=token), follow_redirects=True, timeout=10)
@@ -281,26 +318,28 @@ def build_card(
     """
     local_settings = settings_to_publish(recipe)[0] if recipe else (training or {}).get("settings", {})
     settings, training = published(local_settings), published(training or {})
-    settings |= {key: training[key] for key in ("dataset_name",) if key in training}  # given to `create_model_card`
+    if "dataset_name" in training:  # an argument of `create_model_card`
+        settings["dataset_name"] = training["dataset_name"]
     title, base = one_line(name.split("/")[-1]), settings.get("model_name_or_path")
     method, paper = one_line(str(settings.get("method", "pacs"))), training.get("paper", {})
-    papers = [f"arxiv:{paper['id']}"] if "id" in paper else []
+    tags = {"trl", method.lower(), *training.get("tags", ())}
+    if "id" in paper:
+        tags.add(f"arxiv:{paper['id']}")
     dataset = settings.get("dataset_name")
-    dataset = TRAINING_SETS[dataset].hub_id if str(dataset) in TRAINING_SETS else dataset
+    if str(dataset) in TRAINING_SETS:
+        dataset = TRAINING_SETS[str(dataset)].hub_id
     data = ModelCardData(
         model_name=title,
         base_model=base if is_hub_id(base) else None,
         datasets=[dataset] if is_hub_id(dataset) else None,
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag=training.get("pipeline_tag", "text-generation"),
-        tags=sorted({"trl", method.lower(), *papers, *training.get("tags", ())}),
+        tags=sorted(tags),
         eval_results=model_index(results) if results else None,
         **license_of(str(local_settings.get("model_name_or_path") or "")),
     )
     shown = {key: value for key, value in settings.items() if not _NOT_SHOWN.match(key)}
-    facts = {"settings": settings, "recipe": recipe, "training": training, "results": results, "paper": paper}
     example = example_of_use(training)
-    helpers = {"linked": _linked, "block": _block, "one_line": one_line, "table": _table}
     card = ModelCard.from_template(
         data,
         str(TEMPLATE),
@@ -312,8 +351,15 @@ def build_card(
         method=one_line(str(training.get("method_name", method.upper()))),
         dataset=dataset,
         shown=shown and yaml.safe_dump(shown, allow_unicode=True).strip(),
-        **facts,
-        **helpers,
+        settings=settings,
+        recipe=recipe,
+        training=training,
+        results=results,
+        paper=paper,
+        linked=_linked,
+        block=_block,
+        one_line=one_line,
+        table=_table,
     )
     return f"{card.content.rstrip()}\n\n{_MARK}\n"
 
@@ -324,28 +370,40 @@ def example_of_use(training: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": question, "max_new_tokens": 1024} | training.get("example", {})
 
 
-def is_hub_id(name: Any) -> bool:
+def is_hub_id(name: Any) -> TypeGuard[str]:
     """Whether a published setting names a repository; redacted local paths have no slash, or a file suffix."""
-    is_name = isinstance(name, str) and bool(_HUB_ID.fullmatch(name))
-    return is_name and Path(name).suffix not in FILE_FORMATS
+    return isinstance(name, str) and bool(_HUB_ID.fullmatch(name)) and Path(name).suffix not in FILE_FORMATS
+
+
+class License(TypedDict, total=False):
+    """License of a model, under the keys of a card's metadata."""
+
+    license: Required[str]
+    license_name: str
+    license_link: str
 
 
 @lru_cache
-def license_of(model: str) -> dict[str, str]:
+def license_of(model: str) -> License:
     """Read the license from the card of the base model; `"unknown"` if it has none or cannot be reached."""
+    text = None
     try:
         if Path(model).is_absolute():
             text = (Path(model) / README_FILE).read_text(encoding="utf-8")
-        else:
-            text = _fetch_readme(model, huggingface_hub.constants.ENDPOINT) if is_hub_id(model) else None
-        card = ModelCard(text or "---\n---\n").data
+        elif is_hub_id(model):
+            text = _fetch_readme(model, huggingface_hub.constants.ENDPOINT)
+        metadata = ModelCard(text or "---\n---\n").data
     except (OSError, ValueError, yaml.YAMLError, httpx.HTTPError):
         return {"license": "unknown"}
-    stated = {key: card.get(key) for key in ("license", "license_name", "license_link") if card.get(key)}
-    if "://" not in stated.get("license_link", "://"):
-        file = stated.pop("license_link")
-        stated |= {"license_link": f"{HUB}/{model}/blob/main/{file}"} if is_hub_id(model) else {}
-    return {"license": "unknown"} | stated
+    stated: License = {"license": metadata.get("license") or "unknown"}
+    if name := metadata.get("license_name"):
+        stated["license_name"] = name
+    link = metadata.get("license_link")
+    if link and "://" in link:
+        stated["license_link"] = link
+    elif link and is_hub_id(model):  # a file of its repository
+        stated["license_link"] = f"{HUB}/{model}/blob/main/{link}"
+    return stated
 
 
 def _linked(name: Any, kind: str = "") -> str:
@@ -382,3 +440,27 @@ def _block(text: str, language: str) -> str:
     """Return a code block with a fence longer than any in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}{language}\n{text}\n{fence}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `pacs-trl push`."""
+    parser = Parser("push", "Upload a checkpoint with card and results.")
+    parser.add_argument("--model", type=Path, required=True, help="checkpoint directory")
+    parser.add_argument("--repo", required=True, help="USER/NAME")
+    parser.add_argument("--private", action="store_true", help="make a private repository")
+    parser.add_argument("--results", type=Path, default=None, help="results.json or its directory")
+    parser.add_argument("--recipe", type=Path, default=None, help="recipe of the training run")
+    parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded")
+    args = parser.parse_args(argv)
+    files = push(
+        args.model,
+        args.repo,
+        private=args.private,
+        results=args.results,
+        recipe=args.recipe,
+        dry_run=args.dry_run,
+    )
+    print(*files, sep="\n")
+    outcome = "would be uploaded; nothing was sent" if args.dry_run else "uploaded"
+    print(f"{args.repo}: {len(files)} files {outcome}.")
+    return 0

@@ -73,9 +73,10 @@ def published_recipe(settings: Mapping[str, Any]) -> dict[str, Any]:
     class declares may hold anything, so they are not uploaded, whatever their name."""
     kept, left_out = settings_to_publish(settings)
     if unknown := [name for name in left_out if name not in ("env", "hub_token")]:
+        them = "them" if len(unknown) > 1 else "it"
         logger.warning(
-            f"{', '.join(unknown)} of the recipe will not be uploaded: no class of this package declares them. Write "
-            "what others may read into README.md by hand."
+            f"{', '.join(unknown)} of the recipe will not be uploaded: no class of this package declares {them}. "
+            "Write what others may read into README.md by hand."
         )
     return published(kept)
 

@@ -127,6 +127,10 @@ def test_only_declared_settings_of_a_recipe_are_uploaded(caplog):
     private = {"hub_token": SECRET, "env": {"A": SECRET}, "note": SECRET, "pacs_beta": 4242424242}
     assert published_recipe(recipe | private) == recipe
     assert "note, pacs_beta of the recipe will not be uploaded" in caplog.text and SECRET not in caplog.text
+    assert "declares them. Write" in caplog.text
+    caplog.clear()
+    published_recipe({"note": "text"})
+    assert "note of the recipe will not be uploaded" in caplog.text and "declares it. Write" in caplog.text
     mine = recipe | {"method": "mine.methods:Trainer", "pacs_beta": 1.0}
     assert published_recipe(mine | {"mine": SECRET}) == mine  # settings of the core methods are declared
 

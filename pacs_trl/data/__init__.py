@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Number
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pyarrow import ArrowException
 
@@ -135,19 +135,34 @@ class DataArguments:
             gym.check_settings(self)
 
 
-def instruction_for(entry: Any, given: str) -> str:
-    """Return the instruction of a set of problems, unless the user gives another than the default."""
-    return entry.instruction if entry.instruction is not None and given == PROMPT_INSTRUCTION else given
+class HasInstruction(Protocol):
+    """A set of problems, or a benchmark, that may have an instruction in place of the default one."""
+
+    @property
+    def instruction(self) -> str | None: ...
 
 
-def check_chat_template_kwargs(tokenizer: Any, given: Mapping[str, Any] | None, template: str | None = None) -> None:
+def instruction_for(problems: HasInstruction, prompt_instruction: str) -> str:
+    """Return the instruction of a set of problems, unless the user has set another than the default."""
+    if problems.instruction is not None and prompt_instruction == PROMPT_INSTRUCTION:
+        return problems.instruction
+    return prompt_instruction
+
+
+def check_chat_template_kwargs(
+    tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, template: str | None = None
+) -> None:
     """Raise a `ValueError` on a key that neither the chat template (by default the tokenizer's) nor
     `apply_chat_template` reads, so that it would be ignored."""
     template = template or getattr(tokenizer, "chat_template", None)
-    if not given or template is None:
+    if not chat_template_kwargs or template is None:
         return
-    known = inspect.signature(tokenizer.apply_chat_template).parameters
-    unknown = [key for key in given if key not in known and not re.search(rf"\b{re.escape(key)}\b", str(template))]
+    parameters = inspect.signature(tokenizer.apply_chat_template).parameters
+    unknown = [
+        key
+        for key in chat_template_kwargs
+        if key not in parameters and not re.search(rf"\b{re.escape(key)}\b", str(template))
+    ]
     if unknown:
         raise UserError(
             f"chat_template_kwargs: the chat template would ignore {', '.join(unknown)}. Correct or remove it, or "
@@ -178,20 +193,10 @@ def load_training_data(
         ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or if too few rows are left.
     """
     check_chat_template_kwargs(tokenizer, chat_template_kwargs)
-    given = {
-        "revision": args.dataset_revision,
-        "config": args.dataset_config,
-        "split": args.dataset_split,
-        "problem_column": args.problem_column,
-        "solution_column": args.solution_column,
-        "answer_in": "column" if args.solution_column else None,
-    }
-    is_gym = args.dataset_name == gym.NAME
-    entry = ProblemSet(args.dataset_name, revision="main", instruction=gym.INSTRUCTION if is_gym else None)
-    entry = TRAINING_SETS.get(args.dataset_name, entry)
-    entry = replace(entry, **{key: value for key, value in given.items() if value is not None})
+    entry = _problem_set(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
-    if is_gym:
+    if args.dataset_name == gym.NAME:
+        assert args.reasoning_gym is not None  # checked by `DataArguments`
         rows = gym.gym_rows(args.reasoning_gym, args.dataset_size or gym.DEFAULT_SIZE, args.dataset_seed)
     else:
         rows = load_rows(args.dataset_name, entry, path)
@@ -214,6 +219,24 @@ def load_training_data(
     return shuffled_and_split(dataset, args)
 
 
+def _problem_set(args: DataArguments) -> ProblemSet:
+    """Return the named set, or a description of the user's data, with what the settings say otherwise."""
+    if args.dataset_name == gym.NAME:
+        entry = ProblemSet(gym.NAME, instruction=gym.INSTRUCTION)
+    else:
+        entry = TRAINING_SETS.get(args.dataset_name) or ProblemSet(args.dataset_name, revision="main")
+    settings: dict[str, Any] = {
+        "revision": args.dataset_revision,
+        "config": args.dataset_config,
+        "split": args.dataset_split,
+        "problem_column": args.problem_column,
+        "solution_column": args.solution_column,
+    }
+    if args.solution_column:
+        settings["answer_in"] = "column"
+    return replace(entry, **{field: value for field, value in settings.items() if value is not None})
+
+
 def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Dataset, Dataset | None]":
     """Return training and evaluation examples; the second is `None` if `eval_split_size` is 0."""
     if len(dataset) <= args.eval_split_size:
@@ -233,12 +256,14 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     """Build `prompt` and `solution`; drop and count rows without a problem or gold."""
     from datasets import Dataset
 
-    names, source = list(dict.fromkeys(name for row in rows for name in row)), args.dataset_path or args.dataset_name
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    source = args.dataset_path or args.dataset_name
     if args.dataset_name not in TRAINING_SETS:
         entry = own_columns(entry, names, args.problem_column, args.solution_column)
     require_columns(source, rows, {key: getattr(entry, key) for key in ("problem_column", "solution_column")})
     instruction = instruction_for(entry, args.prompt_instruction)
-    usable, prompts, solutions = [], [], []
+    usable, prompts = [], []
+    solutions: list[str | list[str]] = []
     for index, row in enumerate(rows):
         try:
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
@@ -252,8 +277,8 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
             turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # rows of verl
             system_turns = [content_as_text(turn) for turn in turns if turn["role"] == "system"]
             system_prompt = system_turns[0].get("content") if system_turns else None
-        made = {"is_prompt": entry.is_prompt, "instruction": instruction, "system_prompt": system_prompt}
-        prompts.append(prompt_of(problem, **made))
+        prompt = prompt_of(problem, is_prompt=entry.is_prompt, instruction=instruction, system_prompt=system_prompt)
+        prompts.append(prompt)
         usable.append(row)
         solutions.append(gold)
     if len(usable) < len(rows):
@@ -261,7 +286,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
         logger.warning(f"{dropped} that have no problem or no gold answer.")
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
-    columns = {name: [row.get(name) for row in usable] for name in names}
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in usable] for name in names}
     golds = columns.get(entry.solution_column, [])
     if any(_holds_number(gold) for gold in golds) or _type_error(golds) is not None:
         columns[entry.solution_column] = solutions  # also of text, numbers, and lists together
@@ -270,11 +295,11 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
             del columns[name]
     columns |= {"prompt": prompts, "solution": solutions}
     for name, values in columns.items():
-        if (error := _type_error(values)) is not None:
+        if (type_error := _type_error(values)) is not None:
             raise UserError(
-                f"The column `{name}` of {source!r} has values of mixed types ({error}). Write all of them alike, for "
-                "example as text."
-            ) from error
+                f"The column `{name}` of {source!r} has values of mixed types ({type_error}). Write all of them "
+                "alike, for example as text."
+            ) from type_error
     return Dataset.from_dict(columns)
 
 

@@ -21,19 +21,20 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]  # an observation is appended
 
 def environment_of_user(name: str, key: str = "environment") -> Any:
     """Import an environment by `module:attribute`. Raises a `ValueError`, also if it is none; `key` is the setting."""
-    found = object_of_user(name, key)
-    if inspect.getattr_static(found, "environment_factory", None) is None:  # without loading what properties load
+    environment = object_of_user(name, key)
+    # `getattr_static` does not load what properties load.
+    if inspect.getattr_static(environment, "environment_factory", None) is None:
         raise UserError(
-            f"{key}: {name!r} is no environment, but a {type(found).__name__} without `environment_factory`. Name an "
-            "object with `environment_factory`, `train_dataset`, and `reward_funcs`."
+            f"{key}: {name!r} is no environment, but a {type(environment).__name__} without `environment_factory`. "
+            "Name an object with `environment_factory`, `train_dataset`, and `reward_funcs`."
         )
-    return found
+    return environment
 
 
 def reward_functions_of(environment: Any) -> list[Callable]:
     """Return the reward functions of an environment as a list, which is empty if its objects have `get_reward`."""
-    given = getattr(environment, "reward_funcs", None) or []
-    return list(given) if isinstance(given, list | tuple) else [given]
+    reward_funcs = getattr(environment, "reward_funcs", None) or []
+    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
 
 
 def examples_of(environment: Any, num_examples: int, num_held_out: int = 0, first_seed: int = 0) -> "Dataset":

@@ -21,7 +21,7 @@ KINDS = {
 _MAX_SHOWN = 10
 _E_NOTATION = re.compile(r"[-+]?\d+(?:\.\d*)?[eE][-+]?\d+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_OF_FORMULAS = re.compile(r"[\d\\$=]")
+_FORMULA_SIGN = re.compile(r"[\d\\$=]")
 
 
 def is_in_e_notation(gold: Any) -> bool:
@@ -30,8 +30,8 @@ def is_in_e_notation(gold: Any) -> bool:
 
 
 def golds_by_kind(golds: Sequence[Any], unreadable: Sequence[int]) -> dict[str, list[int]]:
-    """Return the indices of golds of each of `KINDS`, given the golds that a verifier cannot read. A gold may be of
-    several kinds."""
+    """Return the indices of golds of each of `KINDS`. Those that a verifier cannot read are `unreadable`; a gold may
+    be of several kinds."""
     kinds: dict[str, list[int]] = {kind: [] for kind in KINDS}
     for index in unreadable:
         kind = "unreadable" if gold_texts(golds[index]) else "missing"
@@ -45,7 +45,7 @@ def golds_by_kind(golds: Sequence[Any], unreadable: Sequence[int]) -> dict[str, 
 
 
 def _are_words(text: str) -> bool:
-    return len(_WORD.findall(text)) >= 3 and not _OF_FORMULAS.search(text)
+    return len(_WORD.findall(text)) >= 3 and not _FORMULA_SIGN.search(text)
 
 
 def report_golds(name: str, golds: Sequence[Any], verifier: Verifier, rows: Sequence[Any] | None = None) -> None:

@@ -5,7 +5,8 @@ Entry i of a dataset with seed s has the random numbers of s + i, so benchmarks 
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from ..errors import UserError
 from ..settings import did_you_mean
@@ -49,36 +50,48 @@ def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) 
         ) from error
 
 
-def task_settings(task: str, given: Any) -> dict[str, Any]:
-    """Return `weight`, `config`, and, if the last number of a completion is its answer, `answer` of a task. Raises a
-    `ValueError` for other keys or values."""
-    found: dict[str, Any] = {"weight": 1, "config": {}}
-    if isinstance(given, dict):
-        found |= {key: value for key, value in given.items() if value is not None}
-    is_legal = isinstance(found["weight"], int | float) and found["weight"] > 0 and isinstance(found["config"], dict)
-    is_legal = is_legal and isinstance(given, dict | None) and found.get("answer", "last_number") == "last_number"
-    if not is_legal or found.keys() - {"weight", "config", "answer"}:
-        raise UserError(
-            f"`reasoning_gym`: {task} has {given!r}. Its keys are weight, above 0; config, a mapping; and answer: "
-            "last_number."
-        )
-    return found
+class TaskSettings(NamedTuple):
+    """Settings of a task: its share of the problems, its configuration, and which part of a completion is graded
+    (`"last_number"`, or `None` for all of it)."""
+
+    weight: float = 1
+    config: Mapping[str, Any] = MappingProxyType({})
+    answer: str | None = None
+
+
+def task_settings(task: str, settings: Any) -> TaskSettings:
+    """Read the settings of a task, a mapping or `None`. Raises a `ValueError` for other keys or values."""
+    if isinstance(settings, dict | None):
+        written = {key: value for key, value in (settings or {}).items() if value is not None}
+        if written.keys() <= set(TaskSettings._fields):
+            read = TaskSettings(**written)
+            has_weight = isinstance(read.weight, int | float) and read.weight > 0
+            if has_weight and isinstance(read.config, Mapping) and read.answer in (None, "last_number"):
+                return read
+    raise UserError(
+        f"`reasoning_gym`: {task} has {settings!r}. Its keys are weight, above 0; config, a mapping; and answer: "
+        "last_number."
+    )
 
 
 def gym_rows(tasks: Mapping[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
     """Return `size` problems with `question` and `solution`, the name of the entry as JSON; of each task as many as
     its `weight` (default 1) says. With `answer: last_number`, the last number of an answer is graded."""
-    settings = {task: task_settings(task, given) for task, given in tasks.items()}
-    total, weight, rows = sum(own["weight"] for own in settings.values()), 0.0, []
-    for task, own in settings.items():
-        weight += own.pop("weight")
-        count = round(weight / total * size) - len(rows)
-        name = {"task": task, "config": own.pop("config"), "seed": seed, "size": max(count, 1), **own}
-        entries = checked_dataset(task, name["config"], seed, max(count, 1))
-        rows += [
-            {"question": entries[i]["question"], "solution": json.dumps(name | {"index": i}), "task": task}
-            for i in range(count)
-        ]
+    settings = {task: task_settings(task, written) for task, written in tasks.items()}
+    total_weight = sum(each.weight for each in settings.values())
+    weight_so_far = 0.0
+    rows: list[dict[str, Any]] = []
+    for task, each in settings.items():
+        weight_so_far += each.weight
+        count = round(weight_so_far / total_weight * size) - len(rows)  # the counts of all tasks sum to `size`
+        dataset_size = max(count, 1)
+        entries = checked_dataset(task, each.config, seed, dataset_size)
+        name: dict[str, Any] = {"task": task, "config": dict(each.config), "seed": seed, "size": dataset_size}
+        if each.answer is not None:
+            name["answer"] = each.answer
+        for i in range(count):
+            solution = json.dumps(name | {"index": i})
+            rows.append({"question": entries[i]["question"], "solution": solution, "task": task})
     return rows
 
 

@@ -4,7 +4,7 @@ An image is a PIL image, what a dataset with an `Image` column has undecoded, a 
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -33,12 +33,12 @@ def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
     return [] if row.get("image") is None else [row["image"]]
 
 
-def image_blocks(prompt: Any) -> Iterator[Mapping[str, Any]]:
+def image_blocks(prompt: Any) -> Iterator[MutableMapping[str, Any]]:
     """Yield the image blocks of a prompt: text, messages, or token ids."""
     for message in prompt if isinstance(prompt, list | tuple) else ():
         content = message.get("content") if isinstance(message, Mapping) else None
         for block in content if isinstance(content, list | tuple) else ():
-            if isinstance(block, Mapping) and block.get("type") == "image":
+            if isinstance(block, MutableMapping) and block.get("type") == "image":
                 yield block
 
 
@@ -81,7 +81,7 @@ def prompt_with_images(row: Mapping[str, Any], read: Callable[[Any], Any] | None
         return prompt
     filled = with_image_blocks(prompt, images)
     for block in image_blocks(filled):
-        block["image"] = (read or read_image)(block["image"])  # type: ignore[index]
+        block["image"] = (read or read_image)(block["image"])
     return filled
 
 
@@ -170,6 +170,7 @@ def _opened(value: Any) -> Any:
     """Return an image as an upright PIL image with its pixels, in any mode."""
     from PIL import Image, ImageOps
 
+    image: Any
     try:
         if isinstance(value, Mapping):
             image = Image.open(BytesIO(value["bytes"]) if value.get("bytes") else value["path"])
@@ -225,7 +226,7 @@ def share_equal_images(prompts: Sequence[Any]) -> list[Any]:
             image = block["image"]
             if id(image) not in digests:
                 digests[id(image)] = _digest(image)
-            block["image"] = images.setdefault(digests[id(image)], image)  # type: ignore[index]
+            block["image"] = images.setdefault(digests[id(image)], image)
         shared.append(distinct.setdefault(_key(prompt), prompt))
     return shared
 
@@ -294,33 +295,34 @@ def image_prompt_lengths(
         except ValueError as error:
             raise UserError(f"Row {i} of {name}: {error}") from error
         texts.append(prompt)
-    how = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
-    number_of_tokens = _ImageTokens(processor, how)
+    counter = _TokenCounter(processor, {"add_generation_prompt": True, **(chat_template_kwargs or {})})
     lengths = []
     for i, (prompt, prompt_sizes) in enumerate(zip(texts, sizes, strict=True)):
-        without = prompt if isinstance(prompt, str) else [_without_images(message) for message in prompt]
+        text_prompt = prompt if isinstance(prompt, str) else [_without_images(message) for message in prompt]
         try:
-            number = sum(map(number_of_tokens.of_image, prompt_sizes))
+            image_tokens = sum(map(counter.image_tokens, prompt_sizes))
         except ValueError as error:  # of a processor
             height, width = max(prompt_sizes, key=lambda size: max(size) / max(min(size), 1))
             raise UserError(
                 f"Row {i} of {name}: the processor rejects an image ({error}; the longest one has {width} x {height} "
                 "pixels). Crop it, or remove the row."
             ) from error
-        lengths.append(number_of_tokens.of_text(without) + number)
+        lengths.append(counter.text_tokens(text_prompt) + image_tokens)
     return lengths
 
 
 def check_no_placeholders(prompt: Any, processor: Any) -> None:
     """Raise a `UserError` if the text of a prompt has a placeholder of images, which would stand for none."""
-    tokens = {getattr(processor, name, None) for name in ("image_token", "boi_token")} - {None, ""}
     texts = [prompt] if isinstance(prompt, str) else []
     for message in prompt if isinstance(prompt, list | tuple) else ():
         content = message.get("content")
-        blocks = content if isinstance(content, list | tuple) else ()
-        texts += [content] if isinstance(content, str) else [block.get("text") or "" for block in blocks]
-    for token in tokens:
-        if any(token in text for text in texts):
+        if isinstance(content, str):
+            texts.append(content)
+        elif isinstance(content, list | tuple):
+            texts += [block.get("text") or "" for block in content]
+    for name in ("image_token", "boi_token"):
+        token: str | None = getattr(processor, name, None)
+        if token and any(token in text for text in texts):
             raise UserError(
                 f"The text of a prompt has {token!r}, for which the processor expects an image. Write a block "
                 "`{'type': 'image'}` in its place, or remove it."
@@ -362,31 +364,35 @@ def _without_images(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**message, "content": content}
 
 
-class _ImageTokens:
-    """Numbers of tokens of prompts and images; those of an image follow from its size."""
+class _TokenCounter:
+    """Counts the tokens of prompts and of images; those of an image follow from its size (height, width)."""
 
-    def __init__(self, processor: Any, how: dict[str, Any]):
-        self.processor, self.how = processor, how
-        self.of_sizes: dict[tuple[int, int], int] = {(0, 0): 0}
+    def __init__(self, processor: Any, template_kwargs: dict[str, Any]):
+        self.processor, self.template_kwargs = processor, template_kwargs
+        self._tokens_by_size: dict[tuple[int, int], int] = {(0, 0): 0}
 
-    def of_text(self, prompt: Any) -> int:
+    def text_tokens(self, prompt: str | list[dict[str, Any]]) -> int:
         if isinstance(prompt, str):
             return len(self.processor(text=[prompt])["input_ids"][0])
         return self._count(prompt)
 
-    def of_image(self, size: tuple[int, int]) -> int:
-        if size not in self.of_sizes:
+    def image_tokens(self, size: tuple[int, int]) -> int:
+        if size not in self._tokens_by_size:
             from PIL import Image
 
+            height, width = size
             text = {"type": "text", "text": "x"}
-            image = {"type": "image", "image": Image.new("RGB", size[::-1])}
-            with_image, without = ([{"role": "user", "content": c}] for c in ([image, text], [text]))
-            self.of_sizes[size] = self._count(with_image) - self._count(without)
-        return self.of_sizes[size]
+            image = {"type": "image", "image": Image.new("RGB", (width, height))}
+            with_image = self._count([{"role": "user", "content": [image, text]}])
+            without_image = self._count([{"role": "user", "content": [text]}])
+            self._tokens_by_size[size] = with_image - without_image
+        return self._tokens_by_size[size]
 
-    def _count(self, messages: Sequence[Mapping[str, Any]]) -> int:
+    def _count(self, messages: list[dict[str, Any]]) -> int:
         from trl.data_utils import prepare_multimodal_messages
 
-        messages = prepare_multimodal_messages(list(messages))
-        tokenized = self.processor.apply_chat_template([messages], tokenize=True, return_dict=True, **self.how)
+        conversation = prepare_multimodal_messages(messages)
+        tokenized = self.processor.apply_chat_template(
+            [conversation], tokenize=True, return_dict=True, **self.template_kwargs
+        )
         return len(tokenized["input_ids"][0])

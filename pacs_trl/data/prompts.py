@@ -1,7 +1,7 @@
 """Prompts, built from problems or taken from the data, and their lengths."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 from ..errors import UserError
 from .messages import content_as_text
@@ -34,7 +34,7 @@ def prompt_of(problem: str | list, *, is_prompt: bool, instruction: str, system_
             f"{key} would be ignored, because the data contains whole prompts. Remove it, or name a column of "
             "problems with problem_column (problem_column: prompt, if text there is only a problem)."
         )
-    if system_prompt is None:
+    if system_prompt is None or isinstance(problem, str):
         return problem
     return [{"role": "system", "content": system_prompt}, *(turn for turn in problem if turn["role"] != "system")]
 
@@ -51,10 +51,12 @@ def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     messages = [content_as_text(turn) for turn in cell]
     if column == "prompt":
         return messages or None
-    return messages[: max((i + 1 for i, turn in enumerate(cell) if turn["role"] == "user"), default=0)] or None
+    end = max((i + 1 for i, turn in enumerate(messages) if turn["role"] == "user"), default=0)
+    return messages[:end] or None
 
 
-def is_conversation(cell: Any) -> bool:
+def is_conversation(cell: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether a cell, or a prompt, is a list of messages."""
     return isinstance(cell, list) and all(isinstance(turn, Mapping) and turn.get("role") for turn in cell)
 
 

@@ -94,13 +94,13 @@ def own_columns(
     entry: ProblemSet, names: Sequence[str], problem_column: str | None, solution_column: str | None
 ) -> ProblemSet:
     """Choose the columns of the user's own data that the user does not name."""
-    found = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
-    column = problem_column or found[0]
+    candidates = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
+    column = problem_column or candidates[0]
     is_prompt = column == "prompt" and not problem_column
-    if is_prompt and len(found) > 1:
+    if is_prompt and len(candidates) > 1:
         logger.warning(
-            f"The column `prompt` of {entry.title or entry.hub_id} is used unchanged, and `{found[1]}` is not. Set "
-            f"problem_column: {found[1]} to use the other."
+            f"The column `prompt` of {entry.title or entry.hub_id} is used unchanged, and `{candidates[1]}` is not. "
+            f"Set problem_column: {candidates[1]} to use the other."
         )
     golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
     default = column if column == "messages" else golds[0]
@@ -111,7 +111,7 @@ def own_columns(
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
     """Load the rows of a set from the file `path`, a function of the user, the Hub, or a folder."""
     package, _, file = (entry.package_file or "").partition("/")
-    found = find_spec(package) if package else None
+    installed = find_spec(package) if package else None
     if path is not None or Path(name).is_file():
         rows = read_rows(Path(path or name))
     elif is_function(name):
@@ -120,8 +120,8 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
             raise UserError(
                 f"dataset_name: {name!r} must return rows, one dict with the columns per problem. Correct it."
             )
-    elif found is not None and found.origin:
-        lines = gzip.decompress((Path(found.origin).parent / file).read_bytes()).decode().splitlines()
+    elif installed is not None and installed.origin:
+        lines = gzip.decompress((Path(installed.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
     elif (looks_like_path(name) or Path(name).suffix in _OTHER_FILES) and not Path(name).exists():
         raise UserError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
@@ -129,12 +129,11 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
         from datasets import load_dataset
 
         files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files or ()]
-        how = {"split": entry.split, "revision": entry.revision}
         try:
             if files:
                 rows = load_dataset("json", data_files=files, split="train").to_list()
             else:
-                rows = load_dataset(entry.hub_id, entry.config, **how).to_list()
+                rows = load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
         except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
             near = hub_suggestion("datasets", entry.hub_id, hub_ids())
             raise UserError(
@@ -155,10 +154,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     if path.suffix not in FILE_FORMATS:
-        how = ": `from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
+        command = "`from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
         raise UserError(
             f"The data file {str(path)!r} is not in a format that is read, which are {', '.join(FILE_FORMATS)}. "
-            f"Convert it{how if path.suffix == '.csv' else ''}."
+            f"Convert it{f': {command}' if path.suffix == '.csv' else ''}."
         )
     import pyarrow.parquet
 
@@ -172,7 +171,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             rows = []
             for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # other line ends may be inside a text
                 where = f", line {number}"
-                rows += [json.loads(line)] if line.strip() else []
+                if line.strip():
+                    rows.append(json.loads(line))
             where = ""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise UserError("it has no rows" if rows == [] else "it must be a list of JSON objects")
@@ -187,14 +187,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def require_columns(source: str, rows: Sequence[dict[str, Any]], columns: Mapping[str, str | None]) -> list[str]:
     """Return the columns of rows. Raises a `ValueError` if one of those that settings name is not among them."""
-    found = list(dict.fromkeys(column for row in rows for column in row))
+    present = list(dict.fromkeys(column for row in rows for column in row))
     for setting, column in columns.items():
-        if column is not None and column not in found:
+        if column is not None and column not in present:
             raise UserError(
-                f"`{setting}` {column!r} is not a column of {source!r}. Columns found: {', '.join(found)}. Set "
+                f"`{setting}` {column!r} is not a column of {source!r}, which has {', '.join(present)}. Set "
                 f"`{setting}` to one of them."
             )
-    return found
+    return present
 
 
 def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None:

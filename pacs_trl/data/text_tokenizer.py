@@ -22,9 +22,15 @@ def load_text_tokenizer(name: str, **kwargs: Any) -> Any:
     """
     tokenizer = AutoTokenizer.from_pretrained(name, **kwargs)
     if tokenizer.chat_template is None:
-        where = {key: kwargs[key] for key in ("revision", "local_files_only") if key in kwargs}
-        where |= {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        if (file := cached_file(name, "chat_template.json", **where)) is not None:
+        file = cached_file(
+            name,
+            "chat_template.json",
+            revision=kwargs.get("revision"),
+            local_files_only=kwargs.get("local_files_only", False),
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        if file is not None:
             tokenizer.chat_template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
     return accepting_text(tokenizer)
 

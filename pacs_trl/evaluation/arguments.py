@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..data import PROMPT_INSTRUCTION, instruction_for, prompt_of
 from ..errors import UserError
@@ -11,6 +11,10 @@ from ..settings import read_settings, set_environment, typed_values
 from ..settings.checks import illegal_values
 from ..settings.fields import setting
 from .requests import SamplingSettings
+
+
+if TYPE_CHECKING:  # slow to import, and `--help` needs this module
+    from .benchmarks import LoadedBenchmark
 
 
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
@@ -81,12 +85,10 @@ class EvaluationArguments:
     def __post_init__(self):
         if self.k is None:
             self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
-        self.k = ",".join(map(str, self.k)) if isinstance(self.k, list) else str(self.k)
-        if isinstance(self.benchmarks, list):
-            self.benchmarks = ",".join(self.benchmarks)
         errors = illegal_values(self)
-        if not all(k.strip().isdecimal() and 1 <= int(k) <= self.n for k in self.k.split(",")):
-            errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {self.k}.")
+        ks = _comma_separated(self.k)
+        if not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
+            errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}.")
         if self.base_url != type(self).base_url and self.engine != "server":
             errors.append(
                 f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "
@@ -102,16 +104,24 @@ class EvaluationArguments:
     @property
     def calls_tools(self) -> bool:
         """Whether completions may have several turns."""
-        return bool(self.tools) or any(":" in spec and "=" not in spec for spec in self.benchmarks.split(","))
+        return bool(self.tools) or any(":" in spec and "=" not in spec for spec in self.benchmark_specs)
+
+    @property
+    def benchmark_specs(self) -> list[str]:
+        """The benchmarks, each as [`~benchmarks.load_benchmark`] takes it."""
+        return _comma_separated(self.benchmarks)
 
     @property
     def ks(self) -> list[int]:
-        return sorted({int(k) for k in self.k.split(",")})
+        """The values of k, without repetition, from the smallest to the largest."""
+        assert self.k is not None  # set by `__post_init__`
+        return sorted({int(k) for k in _comma_separated(self.k)})
 
-    def prompt_of(self, problem: str | list, benchmark: Any = None) -> str | list:
+    def prompt_of(self, problem: str | list, benchmark: "LoadedBenchmark | None" = None) -> str | list:
         """Build the prompt of a problem, with the instruction of its benchmark unless the user sets one."""
-        instruction = instruction_for(benchmark, self.prompt_instruction) if benchmark else self.prompt_instruction
-        is_prompt = benchmark is not None and benchmark.is_prompt
+        instruction, is_prompt = self.prompt_instruction, False
+        if benchmark is not None:
+            instruction, is_prompt = instruction_for(benchmark, instruction), benchmark.is_prompt
         return prompt_of(problem, is_prompt=is_prompt, instruction=instruction, system_prompt=self.system_prompt)
 
     @property
@@ -121,8 +131,16 @@ class EvaluationArguments:
 
 def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, VerificationArguments]:
     """Read `--config RECIPE.yaml [--key value ...]`; raises a `ValueError` for an unknown, missing, or illegal key."""
-    parts = (EvaluationArguments, VerificationArguments)
     settings = read_settings(argv)
-    values = typed_values(settings, parts, "pacs-trl evaluate")
+    values = typed_values(settings, (EvaluationArguments, VerificationArguments), "pacs-trl evaluate")
     set_environment(settings)
-    return tuple(part(**{f.name: values[f.name] for f in fields(part)}) for part in parts)
+    return (
+        EvaluationArguments(**{declared.name: values[declared.name] for declared in fields(EvaluationArguments)}),
+        VerificationArguments(**{declared.name: values[declared.name] for declared in fields(VerificationArguments)}),
+    )
+
+
+def _comma_separated(entries: str | Sequence[Any]) -> list[str]:
+    """Return the entries of text with commas between them, or of a list, which may have such texts."""
+    text = entries if isinstance(entries, str) else ",".join(map(str, entries))
+    return [entry.strip() for entry in text.split(",")]

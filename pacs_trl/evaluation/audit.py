@@ -108,14 +108,15 @@ def share(text: str) -> float:
 
 def _audit_completions(args: argparse.Namespace) -> tuple[int, int]:
     """Print outcomes, disagreements, kinds, and examples; return the number of listed completions, and of all."""
-    rows, column = read_rows(Path(args.completions)), args.completion_column
+    rows_of_file = read_rows(Path(args.completions))
     args.solution_column = args.solution_column or "solution"
     named = {name: getattr(args, name) for name in ("completion_column", "solution_column", "true_column")}
-    require_columns(args.completions, rows, named)
-    # a cell with a list of completions, but not a conversation, becomes several rows
-    cells = [(row, row.get(column)) for row in rows]
-    cells = [(row, c if isinstance(c, list) and not (c and isinstance(c[0], dict)) else [c]) for row, c in cells]
-    rows, texts = [row for row, cell in cells for _ in cell], [completion_text(c) for _, cell in cells for c in cell]
+    require_columns(args.completions, rows_of_file, named)
+    rows, texts = [], []  # one per completion
+    for row in rows_of_file:
+        for completion in _completions(row.get(args.completion_column)):
+            rows.append(row)
+            texts.append(completion_text(completion))
     golds = [row.get(args.solution_column) for row in rows]
     labels = [str(row.get(args.true_column)).lower() for row in rows] if args.true_column else []
     if unknown := [label for label in labels if label not in _LABELS]:
@@ -140,6 +141,12 @@ def _audit_completions(args: argparse.Namespace) -> tuple[int, int]:
         print(f"    gold       {str(golds[i])[:200]!r}")
         print(f"    completion ...{(texts[i] or '')[-200:]!r}")
     return len({i for indices in kinds.values() for i in indices}), len(texts)
+
+
+def _completions(cell: Any) -> list[Any]:
+    """Return the completions in a cell: a list of them, or one, which is text or a conversation."""
+    is_conversation = isinstance(cell, list) and bool(cell) and isinstance(cell[0], dict)
+    return cell if isinstance(cell, list) and not is_conversation else [cell]
 
 
 def _completions_by_kind(
@@ -186,13 +193,12 @@ def _differing(graded: dict[str, list[Outcome]], protocols: Sequence[str], by_ha
 def _print_disagreement(first: str, second: str, graded: dict[str, list[Outcome]]) -> None:
     pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
     num_differing = sum(one != other for one, other in pairs)
-    of_wrong, of_correct = (
-        [one for one, other in pairs if other == truth and one is not None] for truth in (0.0, 1.0)
-    )
+    rejected = [one for one, other in pairs if other == 0.0 and one is not None]  # by the second
+    accepted = [one for one, other in pairs if other == 1.0 and one is not None]
     print(f"\n{first} and {second} disagree on the label of {num_differing} of {len(pairs)} completions")
     print(
-        f"  {first} accepts {of_wrong.count(1.0)} of {len(of_wrong)} that {second} rejects, and rejects "
-        f"{of_correct.count(0.0)} of {len(of_correct)} that it accepts"
+        f"  {first} accepts {rejected.count(1.0)} of {len(rejected)} that {second} rejects, and rejects "
+        f"{accepted.count(0.0)} of {len(accepted)} that it accepts"
     )
 
 
@@ -203,7 +209,7 @@ def _print_kinds(kinds: dict[str, list[int]], noun: str, num_rows: int) -> list[
     print(f"\n{num_listed} of {num_rows} {noun} are listed")
     for kind, indices in kinds.items():
         print(f"  {kind:36}{len(indices):10}")
-    in_turn = [i for round_of_kinds in zip_longest(*kinds.values()) for i in round_of_kinds if i is not None]
+    in_turn = [i for one_of_each_kind in zip_longest(*kinds.values()) for i in one_of_each_kind if i is not None]
     examples = sorted(list(dict.fromkeys(in_turn))[:NUM_EXAMPLES])
     if examples:
         print("\nExamples:")
@@ -238,8 +244,8 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
     kinds = golds_by_kind(golds, sorted(by_none))
     kinds["no protocol reads it"] = kinds.pop("unreadable")
     for i in _print_kinds(kinds, "gold answers", len(golds)):
-        own_kinds = ", ".join(kind for kind, indices in kinds.items() if i in indices)
-        print(f"  row {i} ({own_kinds}): {golds[i]!r:.200}")
+        kinds_of_gold = ", ".join(kind for kind, indices in kinds.items() if i in indices)
+        print(f"  row {i} ({kinds_of_gold}): {golds[i]!r:.200}")
     return len({i for indices in kinds.values() for i in indices}), len(golds)
 
 
@@ -265,13 +271,16 @@ def _audit_programs(args: argparse.Namespace) -> tuple[int, int]:
     columns = {"solution_column": entry.solution_column, "reference_column": args.reference_column}
     require_columns(args.programs, rows, columns)
     tests, problems = [], []  # `None` and the reason, where tests cannot be read
-    for cell in (row.get(entry.solution_column) for row in rows):
+    for row in rows:
+        cell = row.get(entry.solution_column)
         try:
-            tests.append(gold_answer(cell, "tests"))
-            problems.append(f"tests missing or malformed: {json.dumps(cell, default=str)[:80]}" * (not tests[-1]))
+            readable, problem = gold_answer(cell, "tests"), ""
+            if not readable:
+                problem = f"tests missing or malformed: {json.dumps(cell, default=str)[:80]}"
         except ValueError as error:
-            tests.append(None)
-            problems.append(str(error))
+            readable, problem = None, str(error)
+        tests.append(readable)
+        problems.append(problem)
     solutions = [row.get(args.reference_column) for row in rows]
     fenced = [f"```python\n{s}\n```" if isinstance(s, str) and last_program(s) is None else s for s in solutions]
     with CodeVerifier() as verifier:

@@ -95,8 +95,10 @@ def _unpack(texts: list[str]) -> Iterator[str]:
     """Yield the text in each pickle. A pickle can run any program, so they are unpacked in the sandbox."""
     if not texts:
         return
-    limits = {"cpu_seconds": 60.0, "timeout_seconds": 120.0, "memory_limit_mb": 4096, "output_limit_mb": 1024}
-    with CodeVerifier(num_workers=2, **limits) as verifier:
+    verifier = CodeVerifier(
+        num_workers=2, cpu_seconds=60.0, timeout_seconds=120.0, memory_limit_mb=4096, output_limit_mb=1024
+    )
+    with verifier:
         for start in range(0, len(texts), 8):  # some are a hundred megabytes
             part = texts[start : start + 8]
             for execution in verifier.run([_UNPACK] * len(part), part):
@@ -175,7 +177,7 @@ class Problem:
         """Return a prompt of this problem with its images in blocks."""
         return with_image_blocks(prompt, self.images) if self.has_images else prompt
 
-    def of_sample(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
+    def for_seed(self, seed: int) -> tuple[str | list[dict], str | list[str]]:
         """Return problem and gold answer of the sample with this seed, which has its own order of options."""
         if not self.options:
             return self.problem, self.solution
@@ -224,33 +226,46 @@ def load_benchmark(
 
     `spec` is a name in `BENCHMARKS`; `name=PATH` to read its columns from a local `.jsonl`, `.json`, or `.parquet`
     file; a PATH alone (or with another name) for a file of your own, with `problem_column` and `solution_column` in
-    `columns`; `reasoning_gym/<task>` for 100 problems of
-    it, with its `config` and `answer` in `gym_tasks`; or `module:attribute` for an environment. Raises a `ValueError`
-    for an unknown name, a missing file or column, an empty benchmark, problem, or answer, or two rows with one id.
+    `columns`; `reasoning_gym/<task>` for 100 problems of it, with its `config` and `answer` in `gym_tasks`; or
+    `module:attribute` for an environment. Raises a `ValueError` for an unknown name, a missing file or column, an
+    empty benchmark, problem, or answer, or two rows with one id.
     """
     if ":" in spec and not name_and_path(spec)[1]:
         return _environment(spec, max_problems)
     name, path = checked_name(spec)
-    entry, given, kind = BENCHMARKS.get(name), dict(columns or {}), name.partition("/")[0] if not path else ""
+    columns = columns or {}
+    source: dict[str, Any]
     try:
-        if kind == gym.NAME:
+        if name.startswith(f"{gym.NAME}/") and not path:
             task = name.partition("/")[2]
-            settings = gym.task_settings(task, (gym_tasks or {}).get(task))
-            columns_of_gym = {"problem_column": "question", "solution_column": "solution"}
-            entry = ProblemSet("", title=task.replace("_", " "), instruction=gym.INSTRUCTION, **columns_of_gym)
-            facts = {key: value for key, value in settings.items() if key != "weight"}
-            source = {"generator": gym.NAME, "seed": gym.BENCHMARK_SEED, **facts}
-            rows = gym.benchmark(task, settings, max_problems)
-        elif entry is None and path:
-            rows, source = read_rows(Path(path)), {"file": Path(path).name} | given
-            names = list(dict.fromkeys(column for row in rows for column in row))
-            chosen = given.get("problem_column"), given.get("solution_column")
-            entry = own_columns(ProblemSet("", title=name), names, *chosen)
-        else:
+            written = (gym_tasks or {}).get(task)
+            settings = gym.task_settings(task, written)
+            entry = ProblemSet(
+                "",
+                title=task.replace("_", " "),
+                instruction=gym.INSTRUCTION,
+                problem_column="question",
+                solution_column="solution",
+            )
+            source = {"generator": gym.NAME, "seed": gym.BENCHMARK_SEED, "config": dict(settings.config)}
+            if settings.answer is not None:
+                source["answer"] = settings.answer
+            rows = gym.benchmark(task, written, max_problems)
+        elif name in BENCHMARKS:
+            entry = BENCHMARKS[name]
             source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
-            rows, source = load_rows(name, entry, path or None), {"file": Path(path).name} if path else source
-        folder = Path(path or name).parent
-        rows = [with_absolute_paths(row, folder) for row in rows] if path or Path(name).is_file() else rows
+            if path:
+                source = {"file": Path(path).name}
+            rows = load_rows(name, entry, path or None)
+        else:  # a file of the user
+            source = {"file": Path(path).name, **columns}
+            rows = read_rows(Path(path))
+            names = list(dict.fromkeys(column for row in rows for column in row))
+            entry = own_columns(
+                ProblemSet("", title=name), names, columns.get("problem_column"), columns.get("solution_column")
+            )
+        if path or Path(name).is_file():
+            rows = [with_absolute_paths(row, Path(path or name).parent) for row in rows]
         problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     except KeyError as error:
         raise UserError(
@@ -281,15 +296,15 @@ def checked_name(spec: str) -> tuple[str, str]:
 
 def _environment(name: str, max_problems: int | None) -> LoadedBenchmark:
     """Return the examples of an environment; without a dataset, 100 with the seeds of benchmarks."""
-    given = environment_of_user(name, "benchmarks")
-    dataset = examples_of(given, max_problems or gym.BENCHMARK_SIZE, first_seed=gym.BENCHMARK_SEED)
-    factories = prepare_environments(given.environment_factory, {name: dataset})
+    environment = environment_of_user(name, "benchmarks")
+    dataset = examples_of(environment, max_problems or gym.BENCHMARK_SIZE, first_seed=gym.BENCHMARK_SEED)
+    factories = prepare_environments(environment.environment_factory, {name: dataset})
     rows = list(dataset)[:max_problems]
     problems = [Problem(str(i), row.get("prompt") or EMPTY_PROMPT, "", row=row) for i, row in enumerate(rows)]
     digest = hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()[:16]
     source = {"environment": name, "version": 1, "num_problems": len(problems), "digest": digest}
-    own = (factories, reward_functions_of(given))
-    return LoadedBenchmark(name, name, problems, source, is_prompt=True, environment=own)
+    factories_and_rewards = (factories, reward_functions_of(environment))
+    return LoadedBenchmark(name, name, problems, source, is_prompt=True, environment=factories_and_rewards)
 
 
 def name_and_path(spec: str) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from trl.chat_template_utils import (
 from trl.trainer.utils import get_callable_name
 
 from ..data.environments import environment_tools
+from ..data.prompts import is_conversation
 from ..data.text_tokenizer import load_text_tokenizer
 from ..data.tool_calls import readable_calls
 from ..errors import UserError
@@ -76,7 +77,8 @@ class ConversationEngine:
     """
 
     _is_vlm = False
-    _suffix_ids = GRPOTrainer._get_tool_suffix_ids  # results of tools and the start of the next turn, as in training
+    # Results of tools and the start of the next turn, as in training. TRL's method reads attributes of this class.
+    _suffix_ids: Any = GRPOTrainer._get_tool_suffix_ids
 
     def __init__(
         self, engine: Any, tokenizer: Any, tools: list[Callable], args: EvaluationArguments, benchmark: LoadedBenchmark
@@ -113,6 +115,7 @@ class ConversationEngine:
         numbers = [self.number_of[request.problem_id] for request in requests]
         self.starts.begin(numbers, numbers)
         for request in requests:
+            assert is_conversation(request.prompt)  # checked by `evaluate`
             row, prompt, environment = self.rows[request.problem_id] or {}, request.prompt, None
             kind = row.get("environment") if None not in self.factories else None
             if (factory := self.factories[kind]) is not None:
@@ -123,9 +126,14 @@ class ConversationEngine:
                 observation = environment.reset(**{k: v for k, v in row.items() if kind is None or k != "environment"})
                 prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + (observation or "")}]
             tools = [*self.tools, *(environment_tools(environment) if environment is not None else [])]
-            how = {"chat_template": self.chat_template, "add_generation_prompt": True, "return_dict": False}
-            how |= {"tools": tools or None, **self.chat_template_kwargs}
-            prompt_ids = self._tokenizer.apply_chat_template(prompt, **how)
+            prompt_ids = self._tokenizer.apply_chat_template(
+                prompt,
+                chat_template=self.chat_template,
+                add_generation_prompt=True,
+                return_dict=False,
+                tools=tools or None,
+                **self.chat_template_kwargs,
+            )
             batch.append(_Conversation(request, prompt, row, environment, tools, prompt_ids))
         if self.starts.differing and not self.has_warned:
             self.has_warned = True
@@ -157,7 +165,7 @@ class ConversationEngine:
                 ids = list(completion.token_ids[: limit - len(each.ids)])
                 prefix = each.prompt_ids + each.ids
                 with readable_calls(self._tokenizer):
-                    each.messages.append(parse_response(self._tokenizer, ids, prefix=prefix, tools=each.tools))
+                    each.messages.append(parse_response(self._tokenizer, ids, prefix=prefix, tools=[*each.tools]))
                 each.ids, each.num_tokens = each.ids + ids, each.num_tokens + len(ids)
                 each.is_truncated = completion.finish_reason == "length" or len(ids) < len(completion.token_ids)
             turn += 1
@@ -177,7 +185,7 @@ class ConversationEngine:
     def _rewards(self, batch: list[_Conversation]) -> list[float | None]:
         names = batch[0].row.keys() - {"prompt", "completion", "completion_ids"}
         truncated = [each.is_truncated for each in batch]
-        given = {name: [each.row[name] for each in batch] for name in names} | {
+        columns = {name: [each.row[name] for each in batch] for name in names} | {
             "prompts": [each.prompt for each in batch],
             "completions": [each.messages for each in batch],
             "completion_ids": [each.ids for each in batch],
@@ -188,13 +196,20 @@ class ConversationEngine:
         }
         rewards = []
         for function in self.reward_funcs:
-            arguments = with_truncated(function, given, truncated)
+            arguments = with_truncated(function, columns, truncated)
             result = _awaited(function(**independent_copy(arguments)))
             rewards.append(as_numbers(result, get_callable_name(function), len(batch)))
-        own = [getattr(each.environment, "get_reward", lambda: None) for each in batch]
-        rewards.append([_awaited(get_reward()) for get_reward in own])
-        known = [[reward for reward in several if reward is not None] for several in zip(*rewards, strict=True)]
-        return [sum(several) if several else None for several in known]
+        rewards.append([_reward_of_environment(each.environment) for each in batch])
+        totals: list[float | None] = []
+        for rewards_of_completion in zip(*rewards, strict=True):
+            known = [reward for reward in rewards_of_completion if reward is not None]
+            totals.append(sum(known) if known else None)
+        return totals
+
+
+def _reward_of_environment(environment: Any) -> float | None:
+    """Return the reward that an environment computes; `None` if it computes none."""
+    return _awaited(environment.get_reward()) if hasattr(environment, "get_reward") else None
 
 
 def _result(tools: list[Callable], call: dict) -> dict[str, Any]:

@@ -94,8 +94,9 @@ class TransformersEngine:
         for request in batch:
             if request.problem_id not in processed:
                 prompt = prompt_with_images({"prompt": request.prompt})
-                how = {"chat_template_kwargs": self.chat_template_kwargs}
-                processed[request.problem_id] = process_prompt(self._processor, prompt, **how)
+                processed[request.problem_id] = process_prompt(
+                    self._processor, prompt, chat_template_kwargs=self.chat_template_kwargs
+                )
         prompts, images = zip(*(processed[request.problem_id] for request in batch), strict=True)
         inputs = left_padded_image_inputs(images, list(map(len, prompts)))
         return list(prompts), {name: tensor.to(self.model.device) for name, tensor in inputs.items()}
@@ -146,17 +147,16 @@ class VLLMEngine:
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    found = output.outputs[0]
-                    ids = found.token_ids
-                    completion = Completion(found.text, len(ids), found.finish_reason, ids)
+                    sample = output.outputs[0]
+                    ids = sample.token_ids
+                    completion = Completion(sample.text, len(ids), sample.finish_reason, ids)
                     yield requests[int(output.request_id)], completion
 
     def _prompt_with_images(self, request: Request) -> dict[str, Any]:
         from ..update.prompt_images import ids_without_expansion
 
         messages = prompt_with_images({"prompt": request.prompt})
-        how = {"chat_template_kwargs": self.chat_template_kwargs}
-        ids = ids_without_expansion(self._processor, messages, **how)
+        ids = ids_without_expansion(self._processor, messages, chat_template_kwargs=self.chat_template_kwargs)
         images = [block["image"] for block in image_blocks(messages)]
         return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
@@ -275,9 +275,9 @@ def openai_messages(prompt: Any) -> list[dict[str, Any]]:
     messages = prompt_with_images({"prompt": prompt})
     for block in image_blocks(messages):
         content = BytesIO()
-        block.pop("image").save(content, format="PNG")  # type: ignore[attr-defined]
+        block.pop("image").save(content, format="PNG")
         url = f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"
-        block |= {"type": "image_url", "image_url": {"url": url}}  # type: ignore[operator]
+        block.update({"type": "image_url", "image_url": {"url": url}})
     return messages
 
 
@@ -310,9 +310,8 @@ def _architecture(model: str, revision: str | None) -> Any:
     base = model
     if (adapter := find_adapter_config_file(model, revision=revision)) is not None:
         base, revision = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"], None
-    reads_images = (
-        type(AutoConfig.from_pretrained(base, revision=revision)) in AutoModelForImageTextToText._model_mapping
-    )
+    config = AutoConfig.from_pretrained(base, revision=revision)
+    reads_images = type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
@@ -338,5 +337,11 @@ def start_engine(args: EvaluationArguments) -> Any:
     common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "transformers":
         return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)
-    own = ("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager")
-    return VLLMEngine(args.model, **{name: getattr(args, name) for name in own}, **common)
+    return VLLMEngine(
+        args.model,
+        tensor_parallel_size=args.tensor_parallel_size,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        max_model_len=args.max_model_len,
+        enforce_eager=args.enforce_eager,
+        **common,
+    )

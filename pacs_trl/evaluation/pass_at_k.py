@@ -126,9 +126,11 @@ def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
         x, y = (values - values.mean(axis=0) for values in (baseline, candidate))
         products.append([(a * b).sum(axis=0) / len(x) ** 2 for a, b in ((x, y), (x, x), (y, y))])
     first, second = (pass_interval(*which, confidence=confidence) for which in zip(*arrays, strict=True))
-    both, of_first, of_second = np.sum(products, axis=0)
-    spread = np.sqrt(of_first * of_second)
-    r = np.clip(np.divide(both, spread, out=np.zeros_like(both), where=spread > 1e-25), -1, 1)  # less is rounding
+    covariance, first_variance, second_variance = np.sum(products, axis=0)
+    spread = np.sqrt(first_variance * second_variance)
+    r = np.clip(
+        np.divide(covariance, spread, out=np.zeros_like(covariance), where=spread > 1e-25), -1, 1
+    )  # less is rounding
 
     def distance(a, b):
         return np.sqrt(np.maximum(a**2 - 2 * r * a * b + b**2, 0))

@@ -7,9 +7,10 @@ another one.
 import hashlib
 import platform
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
-from importlib.metadata import Distribution, version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +67,11 @@ def _text_digest(path: Path) -> str:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that results depend on."""
-    installed = {package: version(package) for package in _PACKAGES if next(Distribution.discover(name=package), None)}
-    return {"python": platform.python_version(), **installed}
+    installed = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            installed[package] = version(package)
+    return installed
 
 
 def hardware() -> dict[str, Any]:
@@ -95,7 +99,7 @@ def source_commit() -> str | None:
     root = Path(__file__).resolve().parents[2]
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+changes"]
     try:
-        found = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
+        commit = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
     except OSError:
         return None
-    return found if found and (root / ".git").exists() else None
+    return commit if commit and (root / ".git").exists() else None

@@ -92,7 +92,7 @@ def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Doc
     """Parse a JSON object as nested [`Document`]s. Raises a `ValueError` naming `where` if it is not such an object or
     lacks one of the `fields`."""
     try:
-        content = json.loads(text, object_hook=lambda found: Document(found, where))
+        content = json.loads(text, object_hook=lambda fields_of_object: Document(fields_of_object, where))
         problem = "" if isinstance(content, Document) else f"{content!r:.60}"
     except ValueError as error:  # JSON or UTF-8
         problem = str(error)
@@ -127,8 +127,11 @@ def read_results(path: str | Path) -> Document:
         )
     for field in _FIELDS:
         results[field]
-    graded = [any(not problem["ungraded"] for problem in of["problems"]) for of in results["benchmarks"].values()]
-    if not results["k"] or not graded or not all(graded):
+    has_graded_problem = [
+        any(not problem["ungraded"] for problem in benchmark["problems"])
+        for benchmark in results["benchmarks"].values()
+    ]
+    if not results["k"] or not has_graded_problem or not all(has_graded_problem):
         raise UserError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
     return results
 

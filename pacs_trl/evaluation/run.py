@@ -22,6 +22,7 @@ from ..data import gym, instruction_for
 from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
+from ..data.prompts import is_conversation
 from ..errors import UserError, without_exit
 from ..rewards import configure_verification
 from ..settings.names import check_model_path, make_directory, require_vllm
@@ -91,10 +92,8 @@ def evaluate(
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tools = None
-    with_images = [benchmark.title for benchmark in benchmarks if benchmark.has_images]
-    if with_images and args.calls_tools:
-        raise UserError(f"{', '.join(with_images)}: tools are not called in prompts with images. Remove the tools.")
     if args.calls_tools:
+        _check_conversations(benchmarks)
         from .conversations import ConversationEngine, load_tools  # imports TRL's trainer
 
         tools = load_tools(args)
@@ -134,21 +133,37 @@ def evaluate(
     return results
 
 
+def _check_conversations(benchmarks: Sequence[LoadedBenchmark]) -> None:
+    """Raise a `ValueError` if tools cannot be called in the prompts of a benchmark."""
+    for benchmark in benchmarks:
+        if benchmark.has_images:
+            raise UserError(f"{benchmark.title}: tools are not called in prompts with images. Remove the tools.")
+        if benchmark.is_prompt and not all(is_conversation(problem.problem) for problem in benchmark.problems):
+            raise UserError(
+                f"{benchmark.title} has prompts that are text, to which no chat template adds tools. Write them as "
+                "messages, or remove tools and environment."
+            )
+
+
 def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
     """Load the benchmarks named by the arguments; each may be named once."""
-    columns = {"problem_column": args.problem_column, "solution_column": args.solution_column}
-    given = {key: column for key, column in columns.items() if column is not None}
-    specs = [spec.strip() for spec in args.benchmarks.split(",")]
+    columns = {}
+    if args.problem_column is not None:
+        columns["problem_column"] = args.problem_column
+    if args.solution_column is not None:
+        columns["solution_column"] = args.solution_column
     benchmarks = [
-        load_benchmark(spec, max_problems=args.max_problems, columns=given, gym_tasks=args.reasoning_gym)
-        for spec in specs
+        load_benchmark(spec, max_problems=args.max_problems, columns=columns, gym_tasks=args.reasoning_gym)
+        for spec in args.benchmark_specs
     ]
     names = [benchmark.name for benchmark in benchmarks]
     unused = [f"reasoning_gym: {task}" for task in args.reasoning_gym or {} if f"{gym.NAME}/{task}" not in names]
-    if given and not any(given.keys() <= benchmark.source.keys() for benchmark in benchmarks):
-        unused += given
+    if columns and not any(columns.keys() <= benchmark.source.keys() for benchmark in benchmarks):
+        unused += columns
     if unused:
-        raise UserError(f"{' and '.join(unused)} would be ignored by benchmarks {args.benchmarks}. Remove it.")
+        them = "them" if len(unused) > 1 else "it"
+        specs = ", ".join(args.benchmark_specs)
+        raise UserError(f"{' and '.join(unused)} would be ignored by benchmarks {specs}. Remove {them}.")
     if len(set(names)) < len(names):
         raise UserError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks
@@ -172,7 +187,7 @@ def missing_requests(
     for problem in benchmark.problems:
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
-            prompt = problem.with_images(args.prompt_of(problem.of_sample(seed)[0], benchmark))
+            prompt = problem.with_images(args.prompt_of(problem.for_seed(seed)[0], benchmark))
             requests.append(Request(problem.id, sample, seed, prompt))
     size = args.batch_size if args.engine == "transformers" else 1
     batches = [requests[start : start + size] for start in range(0, len(requests), size)]
@@ -204,12 +219,13 @@ def _check_messages(
     if args.engine == "server":
         return
     messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
-    for benchmark, of_benchmark in zip(benchmarks, requests, strict=True):
-        if benchmark.has_images and of_benchmark:  # whose processor is loaded before the model
+    for benchmark, requests_of_benchmark in zip(benchmarks, requests, strict=True):
+        if benchmark.has_images and requests_of_benchmark:  # whose processor is loaded before the model
             processor = load_processor(args.model, args.revision)
             messages = MessageCheck(processor, args.chat_template_kwargs, tools)
-        for request in of_benchmark:
-            messages.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
+        for request in requests_of_benchmark:
+            if is_conversation(request.prompt):
+                messages.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
 
 
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
@@ -255,15 +271,15 @@ def grade_in_background(
 
     def grade(chunk: list[dict[str, Any]]) -> None:
         completions = [record["completion"] for record in chunk]
-        solutions = [by_id[record["problem"]].of_sample(record["seed"])[1] for record in chunk]
+        solutions = [by_id[record["problem"]].for_seed(record["seed"])[1] for record in chunk]
         truncated = [record["finish_reason"] == "length" for record in chunk]
         if "reward" in chunk[0]:  # of an environment
             rewards = [record["reward"] for record in chunk]
             unknown, wrong, correct = Outcome.GOLD_UNPARSEABLE, Outcome.WRONG, Outcome.CORRECT
-            found = [unknown if r is None else correct if r >= 1 else wrong for r in rewards]
+            chunk_outcomes = [unknown if r is None else correct if r >= 1 else wrong for r in rewards]
         else:
-            found = [grade.outcome for grade in verifier.grade_detailed(completions, solutions, truncated)]
-        for record, outcome in zip(chunk, found, strict=True):
+            chunk_outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, solutions, truncated)]
+        for record, outcome in zip(chunk, chunk_outcomes, strict=True):
             outcomes[outcome.name.lower()] += 1
             facts = record["problem"], outcome.label, record["num_tokens"], record["finish_reason"]
             graded[record["problem"], record["sample"]] = GradedSample(*facts)

@@ -7,6 +7,7 @@ of the forward pass; with the same batches it is bit-identical. Global random st
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -87,13 +88,15 @@ class SeededSampler(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         step = input_ids.shape[1] - self.prompt_length
-        probabilities = self.warpers(input_ids, scores.float()).softmax(-1)  # (B, V)
+        logits: Any = scores.float()  # of a type, Tensor, that the stubs of transformers do not accept
+        probabilities = self.warpers(input_ids, logits).softmax(-1)  # (B, V)
         cumulative = probabilities.double().cumsum(-1)
         threshold = self.uniforms[:, step : step + 1].to(scores.device) * cumulative[:, -1:]
         # right=True selects the first slice that ends strictly above the threshold: never a token of probability 0.
         token = torch.searchsorted(cumulative, threshold, right=True).clamp(max=scores.shape[-1] - 1)
         self.logps.append(probabilities.gather(-1, token)[:, 0].log())
-        return torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+        chosen: Any = torch.full_like(scores, -torch.inf).scatter_(-1, token, 0.0)
+        return chosen
 
 
 def stop_token_ids(model, tokenizer) -> set[int]:

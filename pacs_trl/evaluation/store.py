@@ -83,14 +83,14 @@ class SampleStore(AbstractContextManager):
         """Write the header if the file is new or a crash truncated it, else compare; return what is wrong."""
         expected = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
         self._file.seek(0)
-        found = self._file.readline()
-        if found != expected and expected.startswith(found):
+        first_line = self._file.readline()
+        if first_line != expected and expected.startswith(first_line):
             self._file.truncate(0)
             self._file.write(expected)
             self._file.flush()
             return None
         try:
-            lines = differences(json.loads(found), json.loads(expected))
+            lines = differences(json.loads(first_line), json.loads(expected))
         except ValueError:
             lines = ["it is not a sample store"]
         text = "\n  ".join(lines)

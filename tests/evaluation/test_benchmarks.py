@@ -84,14 +84,14 @@ def test_gpqa():
     for problem, right in zip(benchmark.problems, ("neutron", "23", "argon"), strict=True):
         counts = Counter()
         for seed in range(400):
-            text, letter = problem.of_sample(seed)
+            text, letter = problem.for_seed(seed)
             options = dict(line.split(") ") for line in text.splitlines()[-4:])
             assert list(options) == list("ABCD") and options[letter] == right
-            assert (text, letter) == problem.of_sample(seed)
+            assert (text, letter) == problem.for_seed(seed)
             counts[letter] += 1
         assert all(80 < counts[letter] < 120 for letter in "ABCD")
     # on paper: seed 1 shows the stored options B, C, A, D, of which A is the right one
-    text, letter = benchmark.problems[0].of_sample(1)
+    text, letter = benchmark.problems[0].for_seed(1)
     assert text.splitlines()[-4:] == ["A) proton", "B) electron", "C) neutron", "D) alpha particle"] and letter == "C"
 
 

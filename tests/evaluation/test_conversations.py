@@ -99,6 +99,7 @@ def test_a_model_in_an_environment(run, settings):
         ({"benchmarks": held_out("products"), "tools": ["run_pyton"]}, "run_pyton"),
         ({"benchmarks": held_out("products"), "max_tool_calling_iterations": 2}, "would be ignored"),
         ({"benchmarks": PRODUCTS, "model": "PLAIN"}, "renders no calls"),
+        ({"benchmarks": "TEXT", "tools": ["run_python"]}, "text has prompts that are text"),
     ],
 )
 def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, changes, message):
@@ -108,6 +109,9 @@ def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, chan
         template = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
         (plain / "chat_template.jinja").write_text(template)
         changes = changes | {"model": str(plain)}
+    if changes["benchmarks"] == "TEXT":
+        (tmp_path / "text.jsonl").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
+        changes = changes | {"benchmarks": str(tmp_path / "text.jsonl")}
     given = settings | changes
     given = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
     argv = [part for key, values in given.items() for part in (f"--{key}", *values)]
