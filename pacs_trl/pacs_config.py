@@ -213,8 +213,8 @@ class PACSConfig(GroupLossConfig):
             reason = "proxy='mean_logp' has no reference"
             errors += ignored_settings(self, ["reference"], reason, "`proxy: log_ratio`")
         if self.reference_reset_steps is None and self.reference == "snapshot":
-            names = ["reset_optimizer_on_reference_reset"]
-            errors += ignored_settings(self, names, "the reference is never reset", "`reference_reset_steps`")
+            reason = "the reference is never reset"
+            errors += ignored_settings(self, ["reset_optimizer_on_reference_reset"], reason, "`reference_reset_steps`")
         if self.keeps_generating_policy and self.reference == "snapshot":
             errors.append("stale_logps: recompute would be ignored with reference: snapshot. Remove it.")
         return errors

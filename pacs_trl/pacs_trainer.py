@@ -35,7 +35,7 @@ class PACSObjective(GroupObjective):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:  # type: ignore[override]
+    def has_reference(self) -> bool:
         return self.proxy != "mean_logp"
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

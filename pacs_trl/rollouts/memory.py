@@ -143,7 +143,7 @@ def with_choice(args: RolloutConfig, choice: MemoryChoice) -> RolloutConfig:
         return args
     args = copy.copy(args)
     set_checkpointing(args, choice)
-    args.max_tokens_per_micro_batch = choice.max_tokens  # type: ignore[misc]  # a setting of exact trainers
+    args.max_tokens_per_micro_batch = choice.max_tokens
     return args
 
 

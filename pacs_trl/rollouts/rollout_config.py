@@ -24,8 +24,20 @@ from .generation_keys import generation_errors, generation_warnings
 EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"
 
 
+class MethodSettings:
+    """Settings that only some methods have, with the value that the others behave as. They are no fields here."""
+
+    packing: str = "auto"
+    max_tokens_per_micro_batch: int | str | None = None
+    completions_per_step: int | None = None
+    reference: str = "rollout"
+    reference_offload: bool = False
+    group_layout: str = "auto"
+    shuffle_minibatches: bool = False
+
+
 @dataclass
-class RolloutConfig(GRPOConfig):
+class RolloutConfig(MethodSettings, GRPOConfig):
     """
     Base of the training configurations. `eval_strategy`, `eval_steps`, and `eval_on_start` say when benchmarks are
     measured; `max_completion_length` bounds their completions, too.
@@ -146,15 +158,6 @@ class RolloutConfig(GRPOConfig):
     needs_same_number_of_processes: ClassVar[bool] = False  # of a run that resumes
     scores_groups: ClassVar[bool] = False  # coefficients follow from the log-probs of a whole group
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
-
-    # Settings that only some methods have, with the value that the others behave as.
-    packing: ClassVar[str] = "auto"
-    max_tokens_per_micro_batch: ClassVar[int | str | None] = None
-    completions_per_step: ClassVar[int | None] = None
-    reference: ClassVar[str] = "rollout"
-    reference_offload: ClassVar[bool] = False
-    group_layout: ClassVar[str] = "auto"
-    shuffle_minibatches: ClassVar[bool] = False
 
     def __post_init__(self):
         refuse_illegal_values(self)

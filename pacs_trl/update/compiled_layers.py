@@ -91,13 +91,8 @@ class CompiledLayers:
                 states = states.detach().requires_grad_()
             outputs = _compiled(type(layer).forward, BACKEND)(layer, states, *others, **kwargs)
             if self._most_graphs is not None:
-                self._try_out(states, pytree.tree_leaves(outputs)[0])
+                _try_out(states, pytree.tree_leaves(outputs)[0], self._most_graphs)
         return outputs if has_gradient else pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
-
-    def _try_out(self, states: torch.Tensor, output: torch.Tensor) -> None:
-        torch.autograd.grad(output, states, torch.zeros_like(output))
-        if num_graphs() > self._most_graphs:
-            raise NotTraced("they do not trace: a few passes make too many graphs")
 
     @contextmanager
     def _in_training_mode(self, layer: nn.Module) -> Iterator[None]:
@@ -111,6 +106,12 @@ class CompiledLayers:
         finally:
             for module in self._modules[layer]:
                 module["training"] = False
+
+
+def _try_out(states: torch.Tensor, output: torch.Tensor, most_graphs: int) -> None:
+    torch.autograd.grad(output, states, torch.zeros_like(output))
+    if num_graphs() > most_graphs:
+        raise NotTraced("they do not trace: a few passes make too many graphs")
 
 
 @cache

@@ -13,13 +13,13 @@ def context_lengths(config: Any) -> dict[str, int | None]:
     rope = getattr(config, "rope_parameters", None) or {}  # one dict for all layers, or one per layer type
     rope_settings = [settings for settings in (rope, *rope.values()) if isinstance(settings, dict)]
     longest = [limit] if limit else []
-    fixed = []  # lengths up to which frequencies do not depend on the batch
+    fixed: list[int] = []  # lengths up to which frequencies do not depend on the batch
     for settings in rope_settings:
-        original = settings.get("original_max_position_embeddings", limit)
-        if limit and settings.get("factor"):
-            longest.append(settings["factor"] * original)
+        original: int | None = settings.get("original_max_position_embeddings", limit)
         rope_type = settings.get("rope_type", "")
-        if rope_type == "longrope":
+        if original is not None and limit and settings.get("factor"):
+            longest.append(settings["factor"] * original)
+        if original is not None and rope_type == "longrope":
             fixed.append(original)
         if "dynamic" in rope_type:
             fixed.append(config.max_position_embeddings)

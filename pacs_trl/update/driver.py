@@ -327,8 +327,10 @@ class UpdateDriver:
         prompts = [rollout.prompt_ids for rollout in micro_batch.rollouts]
         completions = [rollout.completion_ids for rollout in micro_batch.rollouts]
         images = [rollout.images for rollout in micro_batch.rollouts]
-        of_images = {"images": images} if any(images) else {}
-        return (compute or self.forward_pass.compute_logps)(model, prompts, completions, **of_images)
+        compute = compute or self.forward_pass.compute_logps
+        if any(images):
+            return compute(model, prompts, completions, images=images)
+        return compute(model, prompts, completions)
 
     @torch.no_grad()
     def measure_expert_loads(self, model, minibatch: Minibatch) -> ExpertLoads:

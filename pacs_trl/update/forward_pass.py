@@ -20,6 +20,7 @@ from peft.utils.other import TrainableTokensWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, add_fused_lm_head
 
 from ..errors import UserError
@@ -89,7 +90,7 @@ class ForwardPass:
 
     def __init__(
         self,
-        model,
+        model: PreTrainedModel | PeftModel,
         device: torch.device,
         *,
         pad_token_id: int = 0,
@@ -101,9 +102,9 @@ class ForwardPass:
     ):
         packing = packing if padding_free is None else renamed_packing(padding_free, stacklevel=3)
         prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = without_peft(model)
         self.model = base
-        self.config = base.config
+        self.config: PreTrainedConfig = base.config
         self.backbone = base.base_model  # the model without its head
         # TRL's fused head multiplies by the weight that LoRA leaves unchanged.
         self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
@@ -183,10 +184,16 @@ class ForwardPass:
         long that RoPE frequencies would depend on its batch."""
         if self.image_filler is not None and not (images and any(images)):
             filler_ids, filler_images = self.image_filler
-            with_filler = [*prompt_ids, filler_ids], [*completion_ids, [self.pad_token_id]]
-            outputs, split = self.forward(model, *with_filler, [*[None] * len(prompt_ids), filler_images], logps)
+            outputs, split = self.forward(
+                model,
+                [*prompt_ids, filler_ids],
+                [*completion_ids, [self.pad_token_id]],
+                [*(None for _ in prompt_ids), filler_images],
+                logps,
+            )
             return outputs, lambda values: _without_filler(split(values))
-        prompts, completions = ([np.asarray(ids, dtype=np.int64) for ids in of] for of in (prompt_ids, completion_ids))
+        prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
+        completions = [np.asarray(ids, dtype=np.int64) for ids in completion_ids]
         longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
         if self.max_length is not None and longest > self.max_length:
             raise UserError(
@@ -208,11 +215,12 @@ class ForwardPass:
             inputs |= {"fused_lm_head": True, "shift_labels": labels}
         else:
             inputs["use_cache"] = False
-        num_tokens, flat_indices = inputs["input_ids"].shape[1], torch.from_numpy(flat_indices).to(self.device)
+        num_tokens = inputs["input_ids"].shape[1]
+        predicting = torch.from_numpy(flat_indices).to(self.device)
 
         def at_predictions(states: torch.Tensor) -> torch.Tensor:
             states = states[:, -num_tokens:]  # drops PEFT's virtual tokens
-            return states.flatten(0, 1).index_select(0, flat_indices)[None]
+            return states.flatten(0, 1).index_select(0, predicting)[None]
 
         def after_backbone(backbone, arguments, output):  # TRL's head would run on all tokens on a CPU
             output.last_hidden_state = at_predictions(output.last_hidden_state)
@@ -240,11 +248,12 @@ class ForwardPass:
         ):
             outputs = model(**inputs)
         if uses_model_head:
-            logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
-            values = logps if self.entropies_have_gradient else logps.detach()
-            outputs = FusedCausalLMOutput(
-                log_probs=logps.gather(2, labels[..., None])[..., 0], entropy=-(values.exp() * values).sum(dim=-1)
-            )
+            vocabulary_logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
+            token_logps = vocabulary_logps.gather(2, labels[..., None])[..., 0]
+            if not self.entropies_have_gradient:
+                vocabulary_logps = vocabulary_logps.detach()
+            entropies = -(vocabulary_logps.exp() * vocabulary_logps).sum(dim=-1)
+            outputs = FusedCausalLMOutput(log_probs=token_logps, entropy=entropies)
         return outputs, lambda values: list(values[0].split(list(map(len, completions))))
 
     @contextmanager
@@ -294,21 +303,24 @@ class ForwardPass:
 
     def _prompt_positions(self, prompt: np.ndarray, images: PromptImages | None) -> np.ndarray:
         """Return the position ids of a prompt: `(P,)`, or `(3, P)` if those of images have a time and a place."""
-        if not hasattr(self.backbone, "get_rope_index"):
+        get_rope_index: Callable | None = getattr(self.backbone, "get_rope_index", None)
+        if get_rope_index is None:
             return np.arange(len(prompt))
         if images is None:
             return np.broadcast_to(np.arange(len(prompt)), (3, len(prompt)))
         ids = torch.from_numpy(prompt)[None]
         inputs = images.inputs | {name: torch.from_numpy(types)[None] for name, types in images.token_types.items()}
-        parameters = inspect.signature(self.backbone.get_rope_index).parameters
+        parameters = inspect.signature(get_rope_index).parameters
         inputs = {name: value for name, value in inputs.items() if name in parameters}
-        positions, _ = self.backbone.get_rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
+        positions, _ = get_rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
         return positions[:, 0].numpy()
 
     def _packed(
         self, prompts: list, completions: list, images: Sequence[PromptImages | None] | None
     ) -> tuple[dict, np.ndarray, np.ndarray, list]:
-        positions = images and [self._prompt_positions(*pair) for pair in zip(prompts, images, strict=True)]
+        positions = None
+        if images:
+            positions = [self._prompt_positions(*pair) for pair in zip(prompts, images, strict=True)]
         packed = PackedRollouts(
             prompts, completions, images=images, prompt_positions=positions, keeps_last_tokens=self.reads_routers
         )
@@ -340,6 +352,13 @@ class ForwardPass:
         if images:
             inputs |= padded_image_inputs(images, ids.shape[1])
         return inputs, mask.numpy(), np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
+
+
+def without_peft(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the model inside a PEFT wrapper, or the model itself."""
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    assert isinstance(base, PreTrainedModel)
+    return base
 
 
 @contextmanager
@@ -393,8 +412,10 @@ def logps_in_batches(
     completion on the CPU."""
     logps: list[torch.Tensor] = []
     for start in range(0, max(gather_object([len(prompt_ids)])), batch_size):
-        batch = (ids[start : start + batch_size] or [[0, 0]] for ids in (prompt_ids, completion_ids))
-        batch = [ids[start : start + batch_size] or [[0]] for ids in (prompt_ids, completion_ids)]
-        batch.append(images and (images[start : start + batch_size] or [None]))
-        logps += [values.cpu() for values in compute(*batch).logps]
+        part = slice(start, start + batch_size)
+        if prompt_ids[part]:
+            outputs = compute(prompt_ids[part], completion_ids[part], images and images[part])
+        else:
+            outputs = compute([[0, 0]], [[0, 0]], images and [None])
+        logps += [values.cpu() for values in outputs.logps]
     return logps[: len(prompt_ids)]

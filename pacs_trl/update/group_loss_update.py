@@ -36,11 +36,14 @@ class GroupObjective(ABC):
 
     Attributes:
         kl_coef (`float`): Weight of the KL term, a mean over the tokens of the minibatch.
-        has_reference (`bool`): Whether the proxies read `ref_logps`.
     """
 
     kl_coef: float = 0.0
-    has_reference: bool = False
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the proxies read `ref_logps`."""
+        return False
 
     @abstractmethod
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -86,7 +89,7 @@ class AutogradObjective(GroupObjective):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:  # type: ignore[override]
+    def has_reference(self) -> bool:
         return self.proxy != "mean_logp"
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

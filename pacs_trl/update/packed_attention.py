@@ -270,11 +270,18 @@ class TiledKernel:
         """Return the gradients with respect to query, key, and value, tokens first in memory."""
         input_gradients = [_tokens_first(x, x.shape[-1]).zero_() for x in (query, key, value)]
         for tile in itertools.chain(*tiles_of(bounds, logits.window, cls.block)):
-            of_queries = (x[:, :, tile.queries] for x in (gradient, query, out, log_sum))
-            of_keys = (x[:, :, tile.keys] for x in (key, value))
-            tile_gradients = cls.attend_backward(*of_queries, *of_keys, tile.offset, logits)
-            parts = tile.queries, tile.keys, tile.keys
-            for whole, part, tile_gradient in zip(input_gradients, parts, tile_gradients, strict=True):
+            queries, keys = tile.queries, tile.keys
+            tile_gradients = cls.attend_backward(
+                gradient[:, :, queries],
+                query[:, :, queries],
+                out[:, :, queries],
+                log_sum[:, :, queries],
+                key[:, :, keys],
+                value[:, :, keys],
+                tile.offset,
+                logits,
+            )
+            for whole, part, tile_gradient in zip(input_gradients, (queries, keys, keys), tile_gradients, strict=True):
                 whole[:, :, part].add_(tile_gradient)
         return input_gradients
 
@@ -351,7 +358,8 @@ class ExplicitTiles(TiledKernel):
 
 def _capped_logits(query, key, offset: int | None, logits: Logits) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the logits `(H_kv, H / H_kv * n, m)`, and their derivative with respect to those without the cap."""
-    scaled, slope = _product(_grouped(query, key), key[0].mT) * logits.scale, 1.0
+    scaled = _product(_grouped(query, key), key[0].mT) * logits.scale
+    slope: torch.Tensor | float = 1.0
     if logits.softcap is not None:
         ratio = torch.tanh(scaled / logits.softcap)
         scaled, slope = logits.softcap * ratio, 1 - ratio.square()
@@ -430,6 +438,12 @@ def flash_attention_4() -> ModuleType | None:
     return importlib.import_module("flash_attn.cute.interface") if is_flash_attn_4_available() else None
 
 
+def _installed_flash_attention_4() -> ModuleType:
+    module = flash_attention_4()
+    assert module is not None  # kernel_of chooses it where it is installed
+    return module
+
+
 def has_flash_attention_4(capability: int, dtype: torch.dtype, head: int, value_head: int, logits: Logits) -> bool:
     """Return whether FlashAttention 4 computes such heads, forward and backward, on a GPU of a major compute
     capability: Hopper (9) and Blackwell (10)."""
@@ -449,7 +463,7 @@ class FlashAttention4:
         tokens = _segment_states(query, key, value, bounds, grouped=True)
         left, right = _flash_4_window(logits)
         with torch.no_grad():
-            out, log_sum = flash_attention_4().flash_attn_varlen_func(
+            out, log_sum = _installed_flash_attention_4().flash_attn_varlen_func(
                 *tokens,
                 **_flash_4_settings(bounds, logits),
                 window_size=(left, right),
@@ -463,7 +477,7 @@ class FlashAttention4:
         tokens = _segment_states(query, key, value, bounds, grouped=True)
         gradient, out = (x[0].transpose(0, 1).contiguous() for x in (gradient, out))
         left, right = _flash_4_window(logits)
-        query_gradient, *key_gradients = flash_attention_4()._flash_attn_bwd(
+        query_gradient, *key_gradients = _installed_flash_attention_4()._flash_attn_bwd(
             *tokens,
             out,
             gradient,

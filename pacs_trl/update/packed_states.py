@@ -95,8 +95,11 @@ class Segments:
             for previous, segment in zip(parts[::2], parts[1::2], strict=True):
                 start, end = end + len(previous), end + len(previous) + len(segment)
                 outputs[segment] = np.arange(start, end)
-            indices = (inputs.clip(min=0), inputs < 0, outputs)
-            self._convolutions[num_previous] = tuple(map(self._tensor, indices))
+            self._convolutions[num_previous] = (
+                self._tensor(inputs.clip(min=0)),
+                self._tensor(inputs < 0),
+                self._tensor(outputs),
+            )
         return self._convolutions[num_previous]
 
     def batches(self, chunk: int) -> RecurrenceBatches:
@@ -176,7 +179,8 @@ def _delta_rule(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Compute linear attention with a gated delta rule: of Gated DeltaNet, or of Kimi Delta Attention."""
-    chunk, settings = KERNEL_CHUNK, {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+    chunk = KERNEL_CHUNK
+    settings: dict[str, bool | int] = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
     if query.device.type == "cpu":
         chunk = settings["chunk_size"] = CPU_CHUNK
 
@@ -261,7 +265,11 @@ RECURRENCES: dict[str, Callable] = {
     "mamba2_chunk_scan": _scan,
 }
 CONVOLUTION = "causal_conv1d_fn"
-_ON_SEGMENTS = {CONVOLUTION: _convolve, "mamba2_split_conv1d_scan_combined": _nothing_fused, **RECURRENCES}
+_ON_SEGMENTS: dict[str, Callable] = {
+    CONVOLUTION: _convolve,
+    "mamba2_split_conv1d_scan_combined": _nothing_fused,
+    **RECURRENCES,
+}
 
 
 @torch.compiler.disable

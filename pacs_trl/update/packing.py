@@ -102,8 +102,11 @@ class PackedRollouts:
             self.images.append(images[rows[0]])
             self.starts.append(end)
             pieces.append(prompt)
-            of_prompt = np.arange(len(prompt)) if prompt_positions is None else prompt_positions[rows[0]]
-            positions.append(of_prompt)
+            if prompt_positions is None:
+                positions_in_prompt = np.arange(len(prompt))
+            else:
+                positions_in_prompt = prompt_positions[rows[0]]
+            positions.append(positions_in_prompt)
             multiplicities.append(np.full(len(prompt), len(rows)))
             end += len(prompt)
             last, lengths = end - 1, list[int]()
@@ -111,8 +114,9 @@ class PackedRollouts:
                 branch = completions[i] if keeps_last_tokens else completions[i][:-1]
                 pieces.append(branch)
                 lengths += [len(branch)] if len(branch) else []
-                of_branch = np.arange(len(branch)) + of_prompt.max() + 1
-                positions.append(np.broadcast_to(of_branch, (*of_prompt.shape[:-1], len(branch))))
+                positions_in_branch = np.arange(len(branch)) + positions_in_prompt.max() + 1
+                branch_shape = (*positions_in_prompt.shape[:-1], len(branch))
+                positions.append(np.broadcast_to(positions_in_branch, branch_shape))
                 multiplicities.append(np.ones(len(branch), dtype=np.int64))
                 predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
                 end += len(branch)
@@ -129,16 +133,20 @@ class PackedRollouts:
         behind = [text[0] if piece else 0 for text in self.texts for piece in range(len(text))]  # shared prompt length
         seen = [prompt + length for prompt, length in zip(behind, lengths, strict=True)]
         bounds = [torch.tensor(np.cumsum([0, *n]), dtype=torch.int32) for n in (lengths, seen)]
-        inputs = {"cu_seq_lens_q": bounds[0], "cu_seq_lens_k": bounds[1]}
-        inputs |= {"max_length_q": max(lengths), "max_length_k": max(seen)}
-        flat_indices, start = [], 0
+        key_indices, start = [], 0
         for text in self.texts:
             prompt, ends = np.arange(start, start + text[0]), start + np.cumsum(text)
-            flat_indices.append(prompt)
+            key_indices.append(prompt)
             for length, end in zip(text[1:], ends[1:], strict=True):
-                flat_indices += [prompt, np.arange(end - length, end)]
+                key_indices += [prompt, np.arange(end - length, end)]
             start = ends[-1]
-        return inputs | {"key_indices": torch.from_numpy(np.concatenate(flat_indices))}
+        return {
+            "cu_seq_lens_q": bounds[0],
+            "cu_seq_lens_k": bounds[1],
+            "max_length_q": max(lengths),
+            "max_length_k": max(seen),
+            "key_indices": torch.from_numpy(np.concatenate(key_indices)),
+        }
 
 
 def _packed_eager(
@@ -188,8 +196,8 @@ def _with_dropout(query, key, value, bounds: Bounds, scale: float, dropout: floa
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
     outputs, end = [], 0
     for indices in bounds.key_indices.split(bounds.cu_seq_lens_k.diff().tolist()):
-        states = (x.index_select(2, indices) for x in (query, key, value))
-        whole = F.scaled_dot_product_attention(*states, is_causal=True, dropout_p=dropout, scale=scale)
+        queries, keys, values = (x.index_select(2, indices) for x in (query, key, value))
+        whole = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, dropout_p=dropout, scale=scale)
         length = int(indices[-1]) + 1 - end
         outputs.append(whole[:, :, -length:])
         end += length
@@ -283,7 +291,8 @@ def warn_of_soft_cap(model_type: str, softcap: float) -> None:
 
 def _has_windows_by_layer_config(config: PreTrainedConfig) -> bool:
     """Return whether windows are settings of single layers (`per_layer_config`): only masks follow them."""
-    return config.is_heterogeneous and not config.per_layer_attributes.isdisjoint(WINDOW_KEYS)
+    attributes = config.per_layer_attributes
+    return config.is_heterogeneous and attributes is not None and not attributes.isdisjoint(WINDOW_KEYS)
 
 
 @contextmanager

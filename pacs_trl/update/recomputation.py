@@ -32,7 +32,7 @@ def enable_selectively(model: PreTrainedModel) -> None:
         settings = {**(gradient_checkpointing_kwargs or {}), "use_reentrant": False, "context_fn": contexts}
         enable(gradient_checkpointing_kwargs=settings, **kwargs)
 
-    model.gradient_checkpointing_enable = gradient_checkpointing_enable  # type: ignore[method-assign]
+    vars(model)["gradient_checkpointing_enable"] = gradient_checkpointing_enable
 
 
 def set_recomputation(model: PreTrainedModel, recomputation: str, settings: dict | None = None) -> None:

@@ -4,8 +4,10 @@ No second model is created. The snapshot holds only the trainable parameters (wi
 process's shard of them (with FSDP2 and ZeRO-3). Weights are swapped in and out one parameter at a time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum
+from typing import Protocol, TypeGuard
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -14,11 +16,29 @@ from torch.distributed.tensor import DTensor
 from ..errors import UserError
 
 
+class ZeroParameter(Protocol):
+    """What ZeRO-3 adds to a parameter, which it empties between uses."""
+
+    ds_tensor: torch.Tensor  # the shard of this process
+    ds_status: Enum  # AVAILABLE while the whole parameter is gathered
+
+    def partition(self, parameters: Sequence["ZeroParameter"]) -> None:
+        """Free the gathered parameters."""
+
+    def all_gather(self, parameters: Sequence["ZeroParameter"]) -> None:
+        """Gather the parameters from the shards of all processes."""
+
+
+def is_zero_3(parameter: object) -> TypeGuard[ZeroParameter]:
+    """Return whether ZeRO-3 shards a parameter."""
+    return hasattr(parameter, "ds_tensor")
+
+
 def local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
     """Return this process's shard of a parameter as a detached tensor that shares its memory."""
     if isinstance(parameter, DTensor):
         return parameter.to_local().detach()
-    if hasattr(parameter, "ds_tensor"):  # ZeRO-3 empties the parameter itself between uses
+    if is_zero_3(parameter):
         return parameter.ds_tensor.detach()
     return parameter.detach()
 
@@ -26,7 +46,7 @@ def local_shard(parameter: torch.nn.Parameter) -> torch.Tensor:
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return whether the trainable parameters are sharded over processes (FSDP2 or ZeRO-3)."""
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(
-        hasattr(p, "ds_tensor") for p in model.parameters() if p.requires_grad
+        is_zero_3(p) for p in model.parameters() if p.requires_grad
     )
 
 
@@ -63,7 +83,7 @@ class SnapshotReference:
     @torch.no_grad()
     def _exchange(self) -> None:
         # ZeRO-3 keeps small parameters gathered; partition them first, or the gathered copies would not change.
-        gathered = [p for p in self._parameters if hasattr(p, "ds_tensor") and p.ds_status.name == "AVAILABLE"]
+        gathered = [p for p in self._parameters if is_zero_3(p) and p.ds_status.name == "AVAILABLE"]
         if gathered:
             gathered[0].partition(gathered)
         for parameter, copy in zip(self._parameters, self._copies, strict=True):
@@ -97,7 +117,8 @@ class SnapshotReference:
     def sharded_state(self) -> dict[str, DTensor] | None:
         """Return the copies as distributed tensors that share their memory, by index, for
         `torch.distributed.checkpoint`; `None` unless FSDP2 shards the parameters."""
-        if not any(isinstance(parameter, DTensor) for parameter in self._parameters):
+        parameters = [parameter for parameter in self._parameters if isinstance(parameter, DTensor)]
+        if not parameters:
             return None
         return {
             str(i): DTensor.from_local(
@@ -108,7 +129,7 @@ class SnapshotReference:
                 shape=parameter.shape,
                 stride=parameter.stride(),
             )
-            for i, (parameter, copy) in enumerate(zip(self._parameters, self._copies, strict=True))
+            for i, (parameter, copy) in enumerate(zip(parameters, self._copies, strict=True))
         }
 
     def load_state_dict(self, copies: list[torch.Tensor]) -> None:

@@ -73,8 +73,11 @@ def router_sums(router_logits: Sequence[torch.Tensor], token_weights: torch.Tens
         probabilities.append((layer_probabilities * weights).sum(dim=0))
     device = probabilities[0].device
     num_rows = len(router_logits) * token_weights.to(probabilities[0]).sum()
-    totals = [torch.stack([part.to(device) for part in parts]).sum(dim=0) for parts in (selections, probabilities)]
-    return RouterSums(*totals, num_rows)
+
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:  # layers may be on several devices
+        return torch.stack([part.to(device) for part in parts]).sum(dim=0)
+
+    return RouterSums(total(selections), total(probabilities), num_rows)
 
 
 def expert_loads(sums: Sequence[RouterSums], accelerator: Accelerator) -> ExpertLoads:

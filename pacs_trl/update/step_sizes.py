@@ -130,7 +130,7 @@ class Step:
         whole groups: an optimizer step must hold such, and use either a part of one generation batch, or whole ones.
         """
         if self.completions_per_step is not None:
-            return self._uneven_errors()
+            return self._uneven_errors(self.completions_per_step)
         if not self.is_sliced:
             return []
         if self.completions_per_update % self.num_generations:
@@ -146,8 +146,9 @@ class Step:
             "with num_iterations=1, from several whole ones). Change one of them."
         ]
 
-    def _uneven_errors(self) -> list[str]:
-        update, rows = self.completions_per_step, self.per_device_train_batch_size * self.steps_per_generation
+    def _uneven_errors(self, update: int) -> list[str]:
+        """Return error messages about `update` completions per step that processes share unevenly."""
+        rows = self.per_device_train_batch_size * self.steps_per_generation
         generation = update / self.generations_per_step
         if generation.denominator != 1 or generation % self.num_generations or update % self.num_generations:
             return [
