@@ -55,7 +55,7 @@ def oracle_traces(
     batch_size: int = 512,
 ) -> list[Trace]:
     """
-    States of a policy's own completions, with their true success rates.
+    States of a policy's completions, with their true success rates.
 
     Args:
         model, tokenizer: Of the policy.
@@ -74,7 +74,7 @@ def oracle_traces(
     def draw(prompts: list[list[int]], stream: str) -> list[list[int]]:
         seeds = [sample_seed(seed, stream, i) for i in range(len(prompts))]
         answers = generate_answers(model, tokenizer, prompts, seeds, settings, batch_size=batch_size)
-        return [ids[:-1] if ids[-1] in stop_ids else ids for ids, _ in answers]
+        return [answer.ids[:-1] if answer.ids[-1] in stop_ids else answer.ids for answer in answers]
 
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True)

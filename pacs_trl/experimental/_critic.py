@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,15 +29,25 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class State(NamedTuple):
-    """Problem, partial response as text, and the number of its tokens; in training the index of the completion, the
-    segment that begins there (`None` for a state that only trains the critic), and the target of its value."""
+    """A problem, the prefix of a response as text, and the number of its tokens; in training the index of the
+    completion, the segment that begins there (`None` for a state that only trains the critic), and the target of its
+    value. The names of fields are placeholders of a template."""
 
     problem: str
     response: str
     tokens_used: int
-    row: int = 0
+    completion: int = 0
     segment: int | None = None
     outcome: float = math.nan
+
+
+class Answer(NamedTuple):
+    """Token ids of a critic prompt and of its answer, and the log-prob of each token of the answer; NaN at temperature
+    0, or if the engine returned none."""
+
+    prompt: list[int]
+    ids: list[int]
+    logps: list[float]
 
 
 class Actor(NamedTuple):
@@ -71,8 +81,10 @@ class CriticPrompt:
 
     def parse(self, answer: str) -> float | None:
         """Return the value in [0, 1] from the last tags of an answer; `None` without an integer from 0 to 10."""
-        found = self._answer.findall(answer)
-        return int(found[-1]) / HIGHEST if found and int(found[-1]) <= HIGHEST else None
+        scores = self._answer.findall(answer)
+        if not scores or int(scores[-1]) > HIGHEST:
+            return None
+        return int(scores[-1]) / HIGHEST
 
 
 def answer_length(tokenizer, ids: Sequence[int], tag: str | None, stop_ids: set[int]) -> int:
@@ -93,24 +105,25 @@ def generate_answers(
     tag: str | None = None,
     batch_size: int,
     synced: bool = False,
-) -> list[tuple[list[int], list[float]]]:
-    """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. Returns token ids
-    and their log-probs (NaN at temperature 0). `synced`: whether all processes make their forward passes together."""
+) -> list[Answer]:
+    """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. `synced`: whether
+    all processes make their forward passes together."""
     stop_ids = stop_token_ids(model, tokenizer)
-    end = {} if tag is None else {"stop_strings": [tag], "tokenizer": tokenizer}
-    pad_token_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    answers: list = [None] * len(prompts)
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        rows, own_seeds = [prompts[i] for i in chosen], [seeds[i] for i in chosen]
-        how = {"pad_token_id": pad_token_id, "stop_ids": stop_ids, "synced_gpus": synced, **end}
-        generated, logps = generate_tokens(model, rows, own_seeds, settings, **how)
-        for row, i in enumerate(chosen):
-            length = answer_length(tokenizer, generated[row], tag, stop_ids)
-            known = [float("nan")] * length if logps is None else logps[row][:length]
-            answers[i] = generated[row][:length], known
-    return answers
+    options: dict[str, Any] = {"stop_ids": stop_ids, "synced_gpus": synced}
+    options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    if tag is not None:
+        options |= {"stop_strings": [tag], "tokenizer": tokenizer}
+    answers: dict[int, Answer] = {}
+    by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    for start in range(0, len(by_length), batch_size):
+        indices = by_length[start : start + batch_size]
+        batch_prompts, batch_seeds = [prompts[i] for i in indices], [seeds[i] for i in indices]
+        generated, logps = generate_tokens(model, batch_prompts, batch_seeds, settings, **options)
+        for position, i in enumerate(indices):
+            length = answer_length(tokenizer, generated[position], tag, stop_ids)
+            answer_logps = [math.nan] * length if logps is None else logps[position][:length]
+            answers[i] = Answer(list(prompts[i]), generated[position][:length], answer_logps)
+    return [answers[i] for i in range(len(prompts))]
 
 
 def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | None = None) -> list[list[int]]:
@@ -120,7 +133,7 @@ def question_ids(tokenizer, texts: Sequence[str], chat_template_kwargs: dict | N
     return [tokenize_prompt(tokenizer, prompt, chat_template_kwargs) for prompt in prompts]
 
 
-def problem_of(prompt: str | list[dict]) -> str:
+def problem_text(prompt: str | list[dict]) -> str:
     """Return the user turns of a prompt as text."""
     if isinstance(prompt, str):
         return prompt
@@ -143,7 +156,7 @@ def check_critic(
     if args.use_vllm:
         limits.append(args.vllm_max_model_length)
     room = min((limit for limit in limits if limit is not None), default=math.inf)
-    longest = max({problem_of(each) for each in prompts}, key=len, default="")
+    longest = max({problem_text(each) for each in prompts}, key=len, default="")
     state, actor = State(longest, "", args.max_completion_length), Actor(path, args.max_completion_length, 1.0)
     (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
     needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
@@ -154,10 +167,10 @@ def check_critic(
             "Lower the last two, or shorten the template."
         )
     if args.use_vllm:
-        own = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
-        own_text, text = own.get_text_config(), config.get_text_config()
+        policy_config = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
+        policy_sizes, critic_sizes = policy_config.get_text_config(), config.get_text_config()
         names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-        if any(getattr(own_text, name, None) != getattr(text, name, None) for name in names):
+        if any(getattr(policy_sizes, name, None) != getattr(critic_sizes, name, None) for name in names):
             raise UserError(
                 f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
                 "Use a critic like the policy, or use_vllm: false."
@@ -183,7 +196,7 @@ def segment_starts(
     return [0, *(end + 1 for end in ends[:-1])] if ends else []
 
 
-def values_of_tokens(values: Sequence[float], starts: Sequence[int], num_tokens: int) -> torch.Tensor:
+def token_values(values: Sequence[float], starts: Sequence[int], num_tokens: int) -> torch.Tensor:
     """Return the value of the segment of each token, `(T,)`."""
     lengths = [end - start for start, end in zip(starts, [*starts[1:], num_tokens], strict=True)]
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
@@ -211,8 +224,8 @@ def reinforce_weights(
     answers about completions with the same outcome, correct (above 0.5) or wrong, 0 without any. `rewards` and
     `outcomes`, `(N,)`, are those of this process; `reduce` sums over processes."""
     right = (outcomes > 0.5).long()
-    of_outcome = torch.nn.functional.one_hot(right, 2).to(torch.float64)  # (N, 2)
-    sums, counts = reduce(torch.stack([rewards.double() @ of_outcome, of_outcome.sum(dim=0)]))
+    has_outcome = torch.nn.functional.one_hot(right, 2).to(torch.float64)  # (N, 2)
+    sums, counts = reduce(torch.stack([rewards.double() @ has_outcome, has_outcome.sum(dim=0)]))
     others = (sums[right] - rewards) / (counts[right] - 1.0).clamp(min=1.0)
     return (rewards - others.masked_fill(counts[right] == 1, 0.0)).to(rewards.dtype)
 

@@ -146,7 +146,7 @@ class DARSTrainer(ExtendingTrainer):
         wanted = [additional_completions(number, size, **schedule) for number in correct]
         granted = within_budget(wanted, [-number for number in correct], args.adaptive_rollouts_budget)
         numbers = dict(zip(groups, granted, strict=True))
-        slots = [(group, self.inputs[group]) for group, number in numbers.items() for _ in range(number)]
+        slots = [(group, self.examples[group]) for group, number in numbers.items() for _ in range(number)]
         for rollout in self.generate_for(slots, "adaptive"):
             self.groups[rollout.group].append(rollout)
         self.record_metrics(
@@ -165,8 +165,8 @@ class DARSTrainer(ExtendingTrainer):
             uniform = [group for group, rows in self.groups.items() if len(set(known_labels(rows))) < 2]
             if not uniform or rounds == most:
                 break
-            self.inputs |= dict(zip(uniform, self._next_prompts(len(uniform)), strict=True))
-            slots = [(group, self.inputs[group]) for group in uniform for _ in range(self.num_generations)]
+            self.examples |= dict(zip(uniform, self._next_prompts(len(uniform)), strict=True))
+            slots = [(group, self.examples[group]) for group in uniform for _ in range(self.num_generations)]
             self.groups |= {group: [] for group in uniform}
             for rollout in self.generate_for(slots, "refill"):
                 self.groups[rollout.group].append(rollout)
@@ -177,16 +177,19 @@ class DARSTrainer(ExtendingTrainer):
 
     def _next_prompts(self, number: int) -> list[dict]:
         """Return the next dataset rows that are not in the generation batch, or any after a whole epoch."""
-        found, size, first = [], len(self.train_dataset), self.num_refilled
-        used = [example["prompt"] for example in self.inputs.values()]
-        while len(found) < number:
-            epoch, place = divmod(self.num_refilled, size)
-            example = self.train_dataset[_order(self.args.seed, epoch, size)[place]]
-            if example["prompt"] not in used or self.num_refilled - first >= size:
+        size = len(self.train_dataset)
+        num_refilled_before = self.num_refilled
+        used = [example["prompt"] for example in self.examples.values()]
+        examples: list[dict] = []
+        while len(examples) < number:
+            epoch, position = divmod(self.num_refilled, size)
+            example = self.train_dataset[_order(self.args.seed, epoch, size)[position]]
+            has_seen_all = self.num_refilled - num_refilled_before >= size
+            if example["prompt"] not in used or has_seen_all:
                 used.append(example["prompt"])
-                found.append(example)
+                examples.append(example)
             self.num_refilled += 1
-        return found
+        return examples
 
     def _reset_run(self) -> None:
         super()._reset_run()

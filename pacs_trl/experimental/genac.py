@@ -29,12 +29,13 @@ from ..settings.fields import setting
 from ..update.rollout import without_padding
 from ..update.step_sizes import Step
 from . import _critic
-from ._critic import State
+from ._critic import Answer, State
 
 
 _SUCCESS_RATE_DECAY = 0.9
-_FILLER = {"prompt": [0], "ids": [0, 0], "logps": [0.0, 0.0], "weight": 0.0}  # an answer without a gradient
-_RATIO_CAP = 2.0  # of the weight between the current critic and the one that generated an answer
+_RATIO_CAP = 2.0  # of the probability under the current critic to that under the one that generated an answer
+# In place of the answers of a process that has fewer batches than another one; its weight is 0.
+_NO_ANSWER = {"prompt": [0], "ids": [0, 0], "logps": [0.0, 0.0], "weight": 0.0}
 
 
 @dataclass
@@ -120,12 +121,15 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _create_critic(self, policy: str | PreTrainedModel, args: GenACConfig, arguments: dict[str, Any]):
         self._prompt = _critic.CriticPrompt(args.critic_prompt)
-        path, tokenizer = critic_path(policy, args), arguments["processing_class"]
+        path = critic_path(policy, args)
+        tokenizer = arguments["processing_class"]
         if tokenizer is None or args.critic_model_name_or_path is not None:
-            trust = {"trust_remote_code": args.trust_remote_code}
-            tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", **trust)
-        self._critic_tokenizer, dataset = tokenizer, arguments["train_dataset"]
-        prompts = dataset["prompt"] if hasattr(dataset, "__len__") else []
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, padding_side="left", trust_remote_code=args.trust_remote_code
+            )
+        self._critic_tokenizer = tokenizer
+        dataset = arguments["train_dataset"]
+        prompts = dataset["prompt"] if hasattr(dataset, "__len__") else []  # those of a stream are not known
         _critic.check_critic(policy, path, args, tokenizer, self._prompt, prompts)
         critic = load_critic(policy, args)
         add_fused_lm_head(critic, outputs=("log_probs",))
@@ -142,70 +146,79 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _value_tokens(self, inputs, batch):
         mask = self._value_mask(batch)
-        owns = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]  # tokens of the policy, by position
-        starts = self._segments(batch, owns)
-        questions = self._questions(inputs, batch, owns, starts)
-        answers = self._generate_answers(questions)
-        parsed = [self._prompt.parse(self._critic_tokenizer.decode(ids)) for _, ids, _ in answers]
-        values = torch.tensor([math.nan if value is None else value for value in parsed])
+        policy_tokens = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]  # their positions in each completion
+        starts = self._segment_starts(batch, policy_tokens)
+        states = self._states(inputs, batch, policy_tokens, starts)
+        answers = self._generate_answers(states)
+        parsed = [self._prompt.parse(self._critic_tokenizer.decode(answer.ids)) for answer in answers]
 
-        of_segments: list[list[float]] = [[] for _ in owns]
-        for each, value in zip(questions, parsed, strict=True):
-            if each.segment is not None:
-                of_segments[each.row].append(value or 0.0)
-        of_completions = torch.zeros(mask.shape, device=mask.device)
+        segment_values: list[list[float]] = [[] for _ in policy_tokens]
+        for state, value in zip(states, parsed, strict=True):
+            if state.segment is not None:
+                segment_values[state.completion].append(value or 0.0)
+        values = torch.zeros(mask.shape, device=mask.device)
         lambdas = torch.ones(mask.shape, device=mask.device)
-        for i, own in enumerate(owns):
-            if own:
-                of_completions[i, own] = _critic.values_of_tokens(of_segments[i], starts[i], len(own)).to(mask.device)
-                lambdas[i, own] = _critic.border_lambdas(starts[i], len(own), self.args.gae_lambda).to(mask.device)
-        self._log_answers(questions, values, answers)
+        for i, positions in enumerate(policy_tokens):
+            if positions:
+                token_values = _critic.token_values(segment_values[i], starts[i], len(positions))
+                token_lambdas = _critic.border_lambdas(starts[i], len(positions), self.args.gae_lambda)
+                values[i, positions] = token_values.to(mask.device)
+                lambdas[i, positions] = token_lambdas.to(mask.device)
+
+        answer_values = torch.tensor([math.nan if value is None else value for value in parsed])
+        self._log_answers(states, answers, answer_values)
         if self.model.training:
-            self._store_answers(batch, questions, answers, values)
-            rate = self._labels.nanmean().item()
-            if rate == rate:
-                decay = _SUCCESS_RATE_DECAY if self._success_rate is not None else 0.0
-                self._success_rate = decay * (self._success_rate or 0.0) + (1 - decay) * rate
-        return of_completions, lambdas
+            self._store_answers(batch, states, answers, answer_values)
+            self._update_success_rate()
+        return values, lambdas
 
     @torch.no_grad()
-    def _segments(self, batch: dict, owns: list[list[int]]) -> list[list[int]]:
+    def _segment_starts(self, batch: dict, policy_tokens: list[list[int]]) -> list[list[int]]:
         """Return the first token of each segment of each completion, counted over the tokens of the policy."""
-        args, length = self.args, batch["completion_ids"].size(1)
+        args = self.args
         probabilities = torch.ones(batch["completion_ids"].shape)
         if args.segment_probability is not None:
             logps = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
             if logps is None:
-                parts = ("prompt", "completion")
-                ids = (without_padding(batch[f"{part}_ids"], batch[f"{part}_mask"]) for part in parts)
-                logps = padded(self.compute_logps(*ids), length)
+                prompt_ids = without_padding(batch["prompt_ids"], batch["prompt_mask"])
+                completion_ids = without_padding(batch["completion_ids"], batch["completion_mask"])
+                logps = padded(self.compute_logps(prompt_ids, completion_ids), batch["completion_ids"].size(1))
             probabilities = logps.exp().nan_to_num(1.0).cpu()
-        rules = {"threshold": args.segment_probability, "length": args.segment_length, "most": args.max_segments}
-        return [_critic.segment_starts(probabilities[i, own].tolist(), **rules) for i, own in enumerate(owns)]
+        return [
+            _critic.segment_starts(
+                probabilities[i, positions].tolist(),
+                threshold=args.segment_probability,
+                length=args.segment_length,
+                most=args.max_segments,
+            )
+            for i, positions in enumerate(policy_tokens)
+        ]
 
-    def _questions(self, inputs, batch: dict, owns: list[list[int]], starts: list[list[int]]) -> list[State]:
-        """Return a question per segment, and in training one for the state before the last token."""
+    def _states(self, inputs, batch: dict, policy_tokens: list[list[int]], starts: list[list[int]]) -> list[State]:
+        """Return the state before each segment, and in training also that before the last token."""
         training = self.model.training
-        n = self.num_generations if training else self.num_generations_eval
-        means = self._labels.view(-1, n).nanmean(dim=1).repeat_interleave(n)  # of the prompts, on all processes
-        labels, pooled = batch["labels"].tolist(), means[self.accelerator.process_index * len(inputs) :].tolist()
+        group_size = self.num_generations if training else self.num_generations_eval
+        group_means = self._labels.view(-1, group_size).nanmean(dim=1).repeat_interleave(group_size)  # all processes
+        group_means = group_means[self.accelerator.process_index * len(inputs) :].tolist()
+        labels = batch["labels"].tolist()
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
-        questions = []
-        for i, own in enumerate(owns):
-            problem = _critic.problem_of(inputs[i]["prompt"])
+        states = []
+        for i, positions in enumerate(policy_tokens):
+            problem = _critic.problem_text(inputs[i]["prompt"])
             segments: list[tuple[int | None, int]] = list(enumerate(starts[i]))
-            if training and own and starts[i][-1] != len(own) - 1:
-                segments.append((None, len(own) - 1))
+            last = len(positions) - 1
+            if training and positions and starts[i][-1] != last:
+                segments.append((None, last))
             for segment, start in segments:
-                prefix = completions[i][: own[start]]
-                text = self._tokenizer.decode(prefix, skip_special_tokens=True)
-                # before the first token the mean reward of the prompt
-                outcome = pooled[i] if training and start == 0 else labels[i]
-                questions.append(State(problem, text, len(prefix), i, segment, outcome))
-        return questions
+                prefix = completions[i][: positions[start]]
+                response = self._tokenizer.decode(prefix, skip_special_tokens=True)
+                # Before the first token, what the completions of the prompt have in common: their mean.
+                outcome = group_means[i] if training and start == 0 else labels[i]
+                states.append(State(problem, response, len(prefix), i, segment, outcome))
+        return states
 
-    def _generate_answers(self, states: Sequence[State]) -> list[tuple[list[int], list[int], list[float]]]:
-        """Return the token ids of prompt and answer for each state, and the log-probs of the answer."""
+    def _generate_answers(self, states: Sequence[State]) -> list[Answer]:
+        """Return the critic's answer about each state."""
         actor = _critic.Actor(self._actor_name, self.max_completion_length, self._success_rate)
         texts = [self._prompt.render(state, actor) for state in states]
         prompts = _critic.question_ids(self._critic_tokenizer, texts, self.chat_template_kwargs)
@@ -213,29 +226,44 @@ class GenACTrainer(ActorCriticTrainer):
         counts = gather_object([len(prompts)])
         if max(counts) == 0:  # no completion has a verdict
             return []
-        padded = prompts + [[self._critic_tokenizer.eos_token_id]] * (max(counts) - len(prompts))
+        padding = [[self._critic_tokenizer.eos_token_id]] * (max(counts) - len(prompts))
         first = self._num_answers + sum(counts[: self.accelerator.process_index])
-        self._num_answers += sum(counts) * self.model.training
-        seeds = [request_seed(f"{self.args.seed}/critic", first + i) for i in range(len(padded))]
+        if self.model.training:
+            self._num_answers += sum(counts)
+        seeds = [request_seed(f"{self.args.seed}/critic", first + i) for i in range(max(counts))]
         try:
             with self.timer.part("critic"):
-                answers = self._use_engine(padded) if self.use_vllm else self._use_model(padded, seeds)
+                if self.use_vllm:
+                    answers = self._answers_of_engine(prompts + padding)
+                else:
+                    answers = self._answers_of_model(prompts + padding, seeds)
         except ServerFailure as failure:
             stop_without_engine(self, failure)
-        return [(prompt, *answer) for prompt, answer in zip(prompts, answers, strict=False)]
+        return answers[: len(prompts)]
 
-    def _use_model(self, prompts: list[list[int]], seeds: list[int]) -> list[tuple[list[int], list[float]]]:
-        temperature, most = 1.0 if self.model.training else 0.0, self.args.critic_max_new_tokens
-        settings = SamplingSettings(temperature=temperature, top_p=1.0, max_new_tokens=most)
+    def _answers_of_model(self, prompts: list[list[int]], seeds: list[int]) -> list[Answer]:
+        settings = SamplingSettings(
+            temperature=1.0 if self.model.training else 0.0,
+            top_p=1.0,
+            max_new_tokens=self.args.critic_max_new_tokens,
+        )
         checkpointing = {"gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs}
-        options = {"tag": self._prompt.tags[1], "batch_size": self._batch_size, "synced": self.is_fsdp_enabled}
         with (
             unwrap_model_for_generation(self.critic, self.accelerator, **checkpointing) as critic,
             self._dist.summon_full_params(self.critic, recurse=False),
         ):
-            return _critic.generate_answers(critic, self._critic_tokenizer, prompts, seeds, settings, **options)
+            return _critic.generate_answers(
+                critic,
+                self._critic_tokenizer,
+                prompts,
+                seeds,
+                settings,
+                tag=self._prompt.tags[1],
+                batch_size=self._batch_size,
+                synced=self.is_fsdp_enabled,
+            )
 
-    def _use_engine(self, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    def _answers_of_engine(self, prompts: list[list[int]]) -> list[Answer]:
         sampling = {
             "temperature": 1.0 if self.model.training else 0.0,
             "top_p": 1.0,
@@ -246,65 +274,86 @@ class GenACTrainer(ActorCriticTrainer):
             "structured_outputs_regex": None,
             "generation_kwargs": {"stop": [self._prompt.tags[1]], "include_stop_str_in_output": True},
         }
-        engine, self._last_loaded_step = self.vllm_generation, -1  # sends the policy's weights again
+        engine = self.vllm_generation
+        self._last_loaded_step = -1  # the policy's weights are sent again before its next generation
         with engine.using_weights_of(self.accelerator.unwrap_model(self.critic), **sampling):
             _, ids, logps, _ = engine.generate(prompts=prompts, images=None, num_generations=1)
-        end = self._critic_tokenizer.eos_token_id
-        known = [[math.nan if one[0] is None else one[0] for one in row] for row in logps]
-        return [(list(own), row) if own else ([end], [math.nan]) for own, row in zip(ids, known, strict=True)]
+        answers = []
+        for prompt, answer_ids, answer_logps in zip(prompts, ids, logps, strict=True):
+            # vLLM returns the log-probs of one token as a list, with that of the generated token first
+            sampled = [math.nan if token[0] is None else token[0] for token in answer_logps]
+            if answer_ids:
+                answers.append(Answer(prompt, list(answer_ids), sampled))
+            else:
+                answers.append(Answer(prompt, [self._critic_tokenizer.eos_token_id], [math.nan]))
+        return answers
 
-    def _log_answers(self, questions: list[State], values: torch.Tensor, answers) -> None:
+    def _log_answers(self, states: list[State], answers: list[Answer], values: torch.Tensor) -> None:
         """Log metrics over the answers of all processes."""
-        pairs = zip(questions, values.tolist(), answers, strict=True)
-        known = gather_object([(v, e.outcome, e.segment is not None, len(ids)) for e, v, (_, ids, _) in pairs])
-        num_completions = sum(gather_object([len({each.row for each in questions})]))
-        found, outcomes = (torch.tensor([each[i] for each in known]) for i in range(2))
+        triples = zip(states, answers, values.tolist(), strict=True)
+        records = gather_object(
+            [(value, state.outcome, state.segment is not None, len(answer.ids)) for state, answer, value in triples]
+        )
+        num_completions = sum(gather_object([len({state.completion for state in states})]))
+        all_values = torch.tensor([value for value, *_ in records])
+        outcomes = torch.tensor([outcome for _, outcome, _, _ in records])
         self._log_values(
-            critic_reward=_critic.critic_rewards(found, outcomes).double().mean().item(),
-            brier=(outcomes - found.double().nan_to_num(0.0)).square().mean().item(),
-            unparsed=found.isnan().double().mean().item(),
-            segments=sum(each[2] for each in known) / max(num_completions, 1),
-            answer_length=sum(each[3] for each in known) / max(len(known), 1),
+            critic_reward=_critic.critic_rewards(all_values, outcomes).double().mean().item(),
+            brier=(outcomes - all_values.double().nan_to_num(0.0)).square().mean().item(),
+            unparsed=all_values.isnan().double().mean().item(),
+            segments=sum(is_segment for _, _, is_segment, _ in records) / max(num_completions, 1),
+            answer_length=sum(length for *_, length in records) / max(len(records), 1),
             success_rate=math.nan if self._success_rate is None else self._success_rate,
         )
 
-    def _store_answers(self, batch: dict, questions: list[State], answers, values: torch.Tensor) -> None:
+    def _store_answers(self, batch: dict, states: list[State], answers: list[Answer], values: torch.Tensor) -> None:
         """Store the answers with their completions, so that both are shuffled and saved together."""
-        outcomes, device = torch.tensor([each.outcome for each in questions]), self.accelerator.device
+        device = self.accelerator.device
+        outcomes = torch.tensor([state.outcome for state in states])
         rewards = _critic.critic_rewards(values, outcomes).to(device)
         weights = _critic.reinforce_weights(rewards, outcomes.to(device), self._sum).tolist()
         batch["answers"] = [[] for _ in batch["labels"]]
-        for each, (prompt, ids, logps), weight in zip(questions, answers, weights, strict=True):
-            batch["answers"][each.row].append({"prompt": prompt, "ids": ids, "logps": logps, "weight": weight})
-        batch["answer_tokens"] = self._sum(torch.tensor(sum(len(ids) for _, ids, _ in answers), device=device))
+        for state, answer, weight in zip(states, answers, weights, strict=True):
+            batch["answers"][state.completion].append(answer._asdict() | {"weight": weight})
+        num_tokens = sum(len(answer.ids) for answer in answers)
+        batch["answer_tokens"] = self._sum(torch.tensor(num_tokens, device=device))
+
+    def _update_success_rate(self) -> None:
+        rate = self._labels.nanmean().item()
+        if math.isnan(rate):
+            return
+        if self._success_rate is not None:
+            rate = _SUCCESS_RATE_DECAY * self._success_rate + (1 - _SUCCESS_RATE_DECAY) * rate
+        self._success_rate = rate
 
     def _train_critic(self, inputs: dict) -> None:
-        answers, size = [answer for row in inputs["answers"] for answer in row], self._batch_size
+        answers = [answer for completion_answers in inputs["answers"] for answer in completion_answers]
         denominator = self._share_of_generation(inputs["answer_tokens"])
-        total = torch.zeros((), device=self.accelerator.device)
+        loss = torch.zeros((), device=self.accelerator.device)
         # Processes need equally many batches.
-        number = max(1, *gather_object([-(-len(answers) // size)]))
+        size = self._batch_size
+        num_batches = max(1, *gather_object([-(-len(answers) // size)]))
         with self._critic_pass.attention():
-            for i in range(number):
-                with self._accumulating_critic(i == number - 1):
-                    losses = self._answer_losses(answers[i * size : (i + 1) * size] or [_FILLER])
+            for i in range(num_batches):
+                answer_batch = answers[i * size : (i + 1) * size] or [_NO_ANSWER]
+                with self._accumulating_critic(i == num_batches - 1):
+                    losses = self._answer_losses(answer_batch)
                     self.accelerator.backward(losses.sum() / denominator)
-                total += losses.detach().sum() / denominator
-        self._critic_loss = self._critic_loss + total
+                loss += losses.detach().sum() / denominator
+        self._critic_loss = self._critic_loss + loss
         if self.accelerator.sync_gradients:
-            loss = self._sum(self._critic_loss).item() / self.accelerator.num_processes
-            self._critic_loss = torch.zeros_like(total)
-            self._log_values(critic_loss=loss, critic_grad_norm=self._step_critic())
+            mean_loss = self._sum(self._critic_loss).item() / self.accelerator.num_processes
+            self._critic_loss = torch.zeros_like(loss)
+            self._log_values(critic_loss=mean_loss, critic_grad_norm=self._step_critic())
 
     def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
         """Return the losses of the tokens of some answers, concatenated."""
-        scores = self._critic_pass.compute_logps(
-            self.critic, *([a[name] for a in answers] for name in ("prompt", "ids"))
-        )
-        logps = torch.cat(scores.logps)
-        old_logps = torch.tensor([x for answer in answers for x in answer["logps"]], device=logps.device)
-        weights = torch.tensor([a["weight"] for a in answers for _ in a["ids"]], device=logps.device)
-        return _critic.reinforce_losses(logps, old_logps, weights, _RATIO_CAP)
+        prompt_ids = [answer["prompt"] for answer in answers]
+        answer_ids = [answer["ids"] for answer in answers]
+        logps = torch.cat(self._critic_pass.compute_logps(self.critic, prompt_ids, answer_ids).logps)
+        sampling_logps = torch.tensor([logp for answer in answers for logp in answer["logps"]], device=logps.device)
+        weights = torch.tensor([answer["weight"] for answer in answers for _ in answer["ids"]], device=logps.device)
+        return _critic.reinforce_losses(logps, sampling_logps, weights, _RATIO_CAP)
 
     def _reset_run(self) -> None:
         super()._reset_run()

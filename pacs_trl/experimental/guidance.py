@@ -108,9 +108,9 @@ class GuidanceTrainer(ExtendingTrainer):
         """Generate guided attempts for groups without a correct completion, and replace wrong ones by them."""
         super().extend(num_steps)
         # A grade may depend on the load of the machine, so one process grades for all.
-        found: list[Any] = [self._guided_prompts(num_steps) if self.accelerator.is_main_process else None]
-        prompts, counts = broadcast_object_list(found, from_process=0)[0]
-        slots = [(group, self.inputs[group] | {"prompt": prompt}) for group, prompt in prompts]
+        planned: list[Any] = [self._guided_prompts(num_steps) if self.accelerator.is_main_process else None]
+        prompts, counts = broadcast_object_list(planned, from_process=0)[0]
+        slots = [(group, self.examples[group] | {"prompt": prompt}) for group, prompt in prompts]
         attempts = self.generate_for(slots, "guidance")
         solved = [self._under_plain_prompt(each) for each in attempts if each.label > CORRECT]
         for attempt in solved:
@@ -120,25 +120,26 @@ class GuidanceTrainer(ExtendingTrainer):
 
     def _guided_prompts(self, num_steps: int) -> tuple[list[tuple[int, Any]], dict[str, int]]:
         """Return pairs of group and guided prompt, and metrics."""
-        counts, found = {"guidance/too_long": 0}, []
-        for rollouts in split_into_minibatches(self.rollouts_of_groups(), num_steps):
+        counts = {"guidance/too_long": 0}
+        pairs: list[tuple[int, Any]] = []
+        for rollouts in split_into_minibatches(self.all_rollouts(), num_steps):
             groups = dict.fromkeys(rollout.group for rollout in rollouts)
-            prompts = {group: self._prompts_of_group(group, counts) for group in groups}
+            prompts = {group: self._group_prompts(group, counts) for group in groups}
             # one prompt of each group in turn, up to the limit
-            turns = [
+            in_turn = [
                 (group, prompt)
-                for of_turn in zip_longest(*prompts.values())
-                for group, prompt in zip(groups, of_turn, strict=True)
+                for turn in zip_longest(*prompts.values())
+                for group, prompt in zip(groups, turn, strict=True)
                 if prompt is not None
             ]
-            chosen = turns[: int(self.args.max_guided_fraction * len(rollouts))]
-            found += sorted(chosen, key=lambda pair: pair[0])  # stable
-        return found, counts
+            within_limit = in_turn[: int(self.args.max_guided_fraction * len(rollouts))]
+            pairs += sorted(within_limit, key=lambda pair: pair[0])  # stable
+        return pairs, counts
 
-    def _prompts_of_group(self, group: int, counts: dict[str, int]) -> list[Any]:
+    def _group_prompts(self, group: int, counts: dict[str, int]) -> list[Any]:
         """Return guided prompts for half of the completions of a failed group; none that leaves no room for a
         completion."""
-        rollouts, example = self.groups[group], self.inputs[group]
+        rollouts, example = self.groups[group], self.examples[group]
         labels, half = known_labels(rollouts), len(rollouts) // 2
         if not labels or max(labels) > CORRECT:
             return []
@@ -146,20 +147,23 @@ class GuidanceTrainer(ExtendingTrainer):
             ids = [rollout.completion_ids for rollout in rollouts[:half]]
             texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
             attempts = zip(texts, self.are_truncated(ids), strict=True)
-            found = [self._with_feedback(example, *attempt) for attempt in attempts]
+            prompts = [self._with_feedback(example, *attempt) for attempt in attempts]
         elif hint := example.get("hint"):
             prompt, text = example["prompt"], HINT.format(hint=hint)
             if not isinstance(prompt, str):
                 prompt, text = prompt[:-1], [prompt[-1] | {"content": prompt[-1]["content"] + text}]
-            found = [prompt + text] * half
+            prompts = [prompt + text] * half
         else:
             return []
         room = context_lengths(self.model.config)["max_position_embeddings"]
         if self.use_vllm and self.args.vllm_max_model_length is not None:
             room = self.args.vllm_max_model_length
-        lengths = [len(self._tokenize_prompts([prompt])[0][0]) + (self.max_completion_length or 0) for prompt in found]
-        fitting = [prompt for prompt, length in zip(found, lengths, strict=True) if room is None or length <= room]
-        counts["guidance/too_long"] += len(fitting) < len(found)
+        if room is None:
+            return prompts
+        room -= self.max_completion_length or 0
+        fitting = [prompt for prompt in prompts if len(self._tokenize_prompts([prompt])[0][0]) <= room]
+        if len(fitting) < len(prompts):
+            counts["guidance/too_long"] += 1
         return fitting
 
     def _with_feedback(self, example: dict, attempt: str, is_truncated: bool) -> list[dict]:

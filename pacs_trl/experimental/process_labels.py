@@ -36,10 +36,10 @@ from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 
 
-def aligned_positions(own: int, other: int) -> np.ndarray:
-    """Return, for each of `own` positions of a completion, the aligned one of a completion with `other` positions,
-    `(own,)`, counted from 1; 0 if there is none."""
-    return np.append(-(-np.arange(1, own) * (other - 1) // max(own - 1, 1)), other)
+def aligned_positions(number: int, other_number: int) -> np.ndarray:
+    """Return, for each of `number` positions of a completion, the aligned one of a completion with `other_number`
+    positions, `(number,)`, counted from 1; 0 if there is none."""
+    return np.append(-(-np.arange(1, number) * (other_number - 1) // max(number - 1, 1)), other_number)
 
 
 class Prefixes:
@@ -63,14 +63,14 @@ class Prefixes:
     def __init__(
         self, groups: Groups, labels: Sequence[Sequence[float]], class_weighting: ClassWeighting = "balanced"
     ):
-        numbers = np.array([len(of_completion) for of_completion in labels])
+        numbers = np.array([len(completion_labels) for completion_labels in labels])
         self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
         self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
-        of_all = torch.tensor(
-            [label for of_completion in labels for label in of_completion], dtype=groups.labels.dtype
+        all_labels = torch.tensor(
+            [label for completion_labels in labels for label in completion_labels], dtype=groups.labels.dtype
         )
-        self.labels = of_all.masked_fill(~groups.scorable[self.row], math.nan)
-        compared = np.full((len(of_all), groups.size - 1), -1)
+        self.labels = all_labels.masked_fill(~groups.scorable[self.row], math.nan)
+        compared = np.full((len(all_labels), groups.size - 1), -1)
         self.starts = starts = (numbers.cumsum() - numbers).tolist()
         for members in groups.members:
             rows = [i for i in members if groups.scorable[i]]
@@ -86,8 +86,11 @@ class Prefixes:
         self._num_scorable = max(int(groups.scorable.sum()), 1)
         others = self.labels[self.compared].masked_fill(~self._is_other, math.nan)
         grid = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
-        found = class_weights(grid.flatten(), num_generations=grid.shape[1], class_weighting=class_weighting)
-        weights, self.targets = (values.view(grid.shape)[:, 0] for values in found)
+        grid_weights, grid_targets = class_weights(
+            grid.flatten(), num_generations=grid.shape[1], class_weighting=class_weighting
+        )
+        weights = grid_weights.view(grid.shape)[:, 0]
+        self.targets = grid_targets.view(grid.shape)[:, 0]
         shares = torch.zeros(len(numbers)).index_add(0, self.row, self.scored.float())
         self.weights = weights / shares.clamp(min=1)[self.row]
 
@@ -123,11 +126,11 @@ def token_coefficients(
 ) -> torch.Tensor:
     """Return the coefficient of each token, of `shape` `(B, T)`: the sum of `coefficients` `(M,)` over the prefixes of
     `rows` that contain it. `ends` are inclusive, -1 for the empty prefix."""
-    found = coefficients.new_zeros(shape[0], shape[1] + 1).index_put((rows, ends + 1), coefficients)
-    return found.flip(1).cumsum(1).flip(1)[:, 1:]
+    at_ends = coefficients.new_zeros(shape[0], shape[1] + 1).index_put((rows, ends + 1), coefficients)
+    return at_ends.flip(1).cumsum(1).flip(1)[:, 1:]
 
 
-def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list[int], list[float]]:
+def checked_labels(name: str, i: int, pairs: Any, num_tokens: int) -> tuple[list[int], list[float]]:
     """
     Return the positions and labels that reward function `name` returned for completion `i`.
 
@@ -135,27 +138,27 @@ def checked_labels(name: str, i: int, given: Any, num_tokens: int) -> tuple[list
         `ValueError`: if they are not (position, label) pairs, or out of range.
     """
     try:
-        positions, labels = [operator.index(p) for p, _ in given], [float(y) for _, y in given]
+        positions, labels = [operator.index(p) for p, _ in pairs], [float(y) for _, y in pairs]
     except (TypeError, ValueError):
         positions, labels = [], []
     rising = all(earlier < later for earlier, later in zip([-1, *positions], [*positions, num_tokens], strict=True))
     if not positions or not rising or not all(0 <= label <= 1 for label in labels):
         raise UserError(
-            f"The reward function {name!r} returned {given!r:.100} for completion {i} of {num_tokens} tokens. Return "
+            f"The reward function {name!r} returned {pairs!r:.100} for completion {i} of {num_tokens} tokens. Return "
             "None or (position, label) pairs, the last one the outcome: increasing indices of completion_ids, labels "
             "in [0, 1]."
         )
     return positions, labels
 
 
-def ends_of(rollout: Rollout) -> np.ndarray:
-    """Return the ends of the labeled prefixes."""
+def prefix_ends(rollout: Rollout) -> np.ndarray:
+    """Return the index of the last token of each labeled prefix."""
     return rollout.extra.get("positions", np.array([len(rollout.completion_ids) - 1]))
 
 
 def rows_and_ends(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return completion and end of each labeled prefix of a micro-batch, `(M,)`."""
-    ends = [torch.from_numpy(ends_of(rollout)).long() for rollout in micro_batch.rollouts]
+    ends = [torch.from_numpy(prefix_ends(rollout)).long() for rollout in micro_batch.rollouts]
     rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends))))
     device = micro_batch.loss_mask.device
     return rows.to(device), torch.cat(ends).to(device)
@@ -169,7 +172,7 @@ class PrefixMinibatch(Minibatch):
 
     def proxy_indices(self, indices: list[int]) -> list[int]:
         starts = self.prefixes.starts
-        return [starts[i] + k for i in indices for k in range(len(ends_of(self.rollouts[i])))]
+        return [starts[i] + k for i in indices for k in range(len(prefix_ends(self.rollouts[i])))]
 
     @property
     def num_proxies(self) -> int:
@@ -181,14 +184,14 @@ class PrefixUpdate(GroupLossUpdate):
 
     def schedule(self, rollouts: list[Rollout]) -> Minibatch:
         minibatch = super().schedule(rollouts)
-        if all(len(ends_of(rollout)) == 1 for rollout in rollouts):
+        if all(len(prefix_ends(rollout)) == 1 for rollout in rollouts):
             return minibatch
         labels = [[*rollout.extra.get("process_labels", ()), rollout.label] for rollout in rollouts]
         prefixes = Prefixes(minibatch.groups, labels, self.objective.class_weighting)
         return PrefixMinibatch(**vars(minibatch), prefixes=prefixes)
 
     def counted_tokens(self, rollout: Rollout) -> int:
-        return int(rollout.loss_mask[: ends_of(rollout)[-1] + 1].sum())
+        return int(rollout.loss_mask[: prefix_ends(rollout)[-1] + 1].sum())
 
     def proxies(self, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Return [`objective.sequence_proxies`] of the prefixes, `(M,)`, from one float64 cumulative sum per
@@ -210,7 +213,7 @@ class PrefixUpdate(GroupLossUpdate):
     def coefficients(self, minibatch: Minibatch, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
         if not isinstance(minibatch, PrefixMinibatch):
             return super().coefficients(minibatch, indices, proxies)
-        prefixes = [(minibatch.rollouts[i], end + 1) for i in indices for end in ends_of(minibatch.rollouts[i])]
+        prefixes = [(minibatch.rollouts[i], end + 1) for i in indices for end in prefix_ends(minibatch.rollouts[i])]
         num_tokens = torch.tensor([int(rollout.loss_mask[:end].sum()) for rollout, end in prefixes])
         weights = torch.tensor([rollout.weight for rollout, _ in prefixes])
         proxy_indices = torch.tensor(minibatch.proxy_indices(indices))
@@ -277,7 +280,7 @@ class ProcessLabelsTrainer(PACSTrainer):
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         return super()._wrap_reward(index, with_result(function, partial(self._outcomes, index, name)), name)
 
-    def _outcomes(self, index: int, name: str, rewards: Any, given: dict) -> Any:
+    def _outcomes(self, index: int, name: str, rewards: Any, arguments: dict) -> Any:
         """Store the process labels that a reward function returned, and return its outcomes."""
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
@@ -288,7 +291,7 @@ class ProcessLabelsTrainer(PACSTrainer):
             )
         pairs = [
             None if reward is None else checked_labels(name, i, reward, len(ids))
-            for i, (reward, ids) in enumerate(zip(rewards, given["completion_ids"], strict=False))
+            for i, (reward, ids) in enumerate(zip(rewards, arguments["completion_ids"], strict=False))
         ]
         self._extra_of_completions = [{} for _ in pairs]
         for extra, each in zip(self._extra_of_completions, pairs, strict=True):

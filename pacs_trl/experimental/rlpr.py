@@ -93,7 +93,7 @@ def probability_reward(
 ) -> list[float]:
     """
     Return `0.9 * max(0, s - s0) + 0.1 * format`, without a verifier: `s` is the mean token probability of the
-    reference answer in place of the completion's answer, 0 if none is found; `s0` the same directly after the prompt
+    reference answer in place of the completion's answer, 0 without one; `s0` the same directly after the prompt
     under the initial policy of the run; `format` is 1 for a well-formed completion, see [`is_well_formed`].
 
     Args:
@@ -219,40 +219,49 @@ class RLPRTrainer(PACSTrainer):
             with_reference(text, reference_text(answer), prompt)
             for prompt, text, answer in zip(prompts, texts, answers, strict=True)
         ]
-        return self._mean(prompts, edited, self.args.max_completion_length)
+        return self._mean_probabilities(prompts, edited, self.args.max_completion_length)
 
     def without_reasoning(self, prompts: Sequence, answers: Sequence[Any]) -> list[float]:
         """Return the mean token probability of each reference answer directly after the prompt, under the initial
         policy of the run; under the current policy for prompts outside of the training set. All processes must call
         it equally often."""
-        keys, known = [_key(*pair) for pair in zip(prompts, answers, strict=True)], self._without_reasoning
-        missing = {key: (prompts[i], answers[i]) for i, key in enumerate(keys) if key not in known}
-        found = known | self._compute_without(missing)
-        return [found[key] for key in keys]
+        keys = [_key(*pair) for pair in zip(prompts, answers, strict=True)]
+        pairs = dict(zip(keys, zip(prompts, answers, strict=True), strict=True))
+        missing = {key: pair for key, pair in pairs.items() if key not in self._without_reasoning}
+        probabilities = self._without_reasoning | self._compute_without_reasoning(missing)
+        return [probabilities[key] for key in keys]
 
-    def _compute_without(self, pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
-        """Return the same under the current policy, of pairs of prompt and answer by key."""
+    def _compute_without_reasoning(self, pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+        """Return the mean token probability of each answer directly after its prompt, under the current policy, by
+        the key of the pair of prompt and answer."""
+        prompts = [prompt for prompt, _ in pairs.values()]
         answers = [reference_text(answer) for _, answer in pairs.values()]
         edited = [(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
-        return dict(zip(pairs, self._mean([prompt for prompt, _ in pairs.values()], edited, None), strict=True))
+        return dict(zip(pairs, self._mean_probabilities(prompts, edited, None), strict=True))
 
-    def _mean(self, prompts: Sequence, edited: Sequence[Edited | None], longest: int | None) -> list[float]:
-        tokenizer, indices, completions = self._tokenizer, {}, []  # indices of the answer's tokens
+    def _mean_probabilities(
+        self, prompts: Sequence, edited: Sequence[Edited | None], max_length: int | None
+    ) -> list[float]:
+        """Return the mean probability of the tokens at the edited characters; 0 without a text, or if it has more than
+        `max_length` tokens."""
+        tokenizer = self._tokenizer
+        answer_tokens: dict[int, list[int]] = {}  # indices in the completion
+        completion_ids = []
         for i, each in enumerate(edited):
             if each is None:
                 continue
             text, start, end = each
             tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            of_answer = [j for j, (a, b) in enumerate(tokens["offset_mapping"]) if a < end and b > start]
+            indices = [j for j, (first, last) in enumerate(tokens["offset_mapping"]) if first < end and last > start]
             ids = [*tokens["input_ids"], tokenizer.eos_token_id]
-            if of_answer and (longest is None or len(ids) <= longest):
-                indices[i] = of_answer
-                completions.append(ids)
-        prompt_ids = self._tokenize_prompts([prompts[i] for i in indices])[0] if indices else []
-        found = [0.0] * len(edited)
-        for i, logps in zip(indices, self.compute_logps(prompt_ids, completions), strict=True):
-            found[i] = logps[indices[i]].exp().mean().item()
-        return found
+            if indices and (max_length is None or len(ids) <= max_length):
+                answer_tokens[i] = indices
+                completion_ids.append(ids)
+        prompt_ids = self._tokenize_prompts([prompts[i] for i in answer_tokens])[0] if answer_tokens else []
+        probabilities = [0.0] * len(edited)
+        for i, logps in zip(answer_tokens, self.compute_logps(prompt_ids, completion_ids), strict=True):
+            probabilities[i] = logps[answer_tokens[i]].exp().mean().item()
+        return probabilities
 
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         labels, share = super()._compute_labels(rewards_per_func), self.args.spread_filter
@@ -267,9 +276,9 @@ class RLPRTrainer(PACSTrainer):
         if self._needs_reference and resume_from_checkpoint is None:
             accelerator, dataset = self.accelerator, self.train_dataset
             pairs = {_key(*pair): pair for pair in zip(dataset["prompt"], dataset["solution"], strict=True)}
-            own = dict(list(pairs.items())[accelerator.process_index :: accelerator.num_processes])
-            found = self._compute_without(own)
-            self._without_reasoning = dict(gather_object(list(found.items())))
+            process_pairs = dict(list(pairs.items())[accelerator.process_index :: accelerator.num_processes])
+            probabilities = self._compute_without_reasoning(process_pairs)
+            self._without_reasoning = dict(gather_object(list(probabilities.items())))
         return prepared
 
     def _reset_run(self) -> None:

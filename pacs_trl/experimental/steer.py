@@ -42,8 +42,8 @@ def entropy_sensitivities(
         `torch.Tensor` of shape `(B, T)`: 0 outside the mask, and for values that are not finite.
     """
     p, old_p = (x.exp().clamp(_MIN_PROBABILITY, 1 - _MIN_PROBABILITY) for x in (logps, old_logps))
-    found = p * (1 - p) * (p.log() + entropies) / old_p
-    return torch.where(mask.bool() & found.isfinite(), found, 0.0)
+    sensitivities = p * (1 - p) * (p.log() + entropies) / old_p
+    return torch.where(mask.bool() & sensitivities.isfinite(), sensitivities, 0.0)
 
 
 def steer_weights(
@@ -68,7 +68,7 @@ def steer_weights(
         logps, old_logps, entropies, mask: See [`entropy_sensitivities`].
         advantages (`torch.Tensor` of shape `(B,)` or `(B, T)`): `A`.
         mapping (`str`), weight_min (`float`), weight_max (`float`): As above; `"exponential"` ignores `weight_max`.
-        extremes (pair of `float`, *optional*): Smallest and largest `o`, by default of the given tokens.
+        extremes (pair of `float`, *optional*): Smallest and largest `o`, by default of these tokens.
 
     Returns:
         `torch.Tensor` of shape `(B, T)` without gradient, undefined outside the mask.
@@ -98,8 +98,8 @@ class SteerWeights(TokenWeights):
 
     def completion_values(self, tokens: TokenValues) -> list[torch.Tensor]:
         """Return the smallest and the largest absolute sensitivity of each completion."""
-        found = entropy_sensitivities(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
-        return [found.masked_fill(~tokens.mask, math.inf).amin(dim=1), found.amax(dim=1)]
+        sizes = entropy_sensitivities(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
+        return [sizes.masked_fill(~tokens.mask, math.inf).amin(dim=1), sizes.amax(dim=1)]
 
     def begin(self, coefficients, completion_values, counted, num_completions) -> None:
         changes = (num_completions * coefficients * completion_values).abs()[:, counted]

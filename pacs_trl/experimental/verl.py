@@ -48,10 +48,10 @@ def effective_rank(hidden_states: torch.Tensor) -> float:
     if len(states) < 2:
         return 1.0
     states = states - states.mean(dim=0)
-    return _rank_of_gram(states @ states.T if len(states) <= states.shape[1] else states.T @ states)
+    return _gram_rank(states @ states.T if len(states) <= states.shape[1] else states.T @ states)
 
 
-def _rank_of_gram(gram: torch.Tensor) -> float:
+def _gram_rank(gram: torch.Tensor) -> float:
     """Return the effective rank from the float64 matrix of inner products, whose eigenvalues are squared singular
     values."""
     values = torch.linalg.eigvalsh(gram).clamp(min=0).sqrt()
@@ -78,7 +78,7 @@ def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> 
     for n in range(stride + 1, len(states) + 1, stride):
         block = gram[:n, :n]
         row_means = block.mean(dim=0)
-        ranks.append(_rank_of_gram(block - row_means - row_means[:, None] + row_means.mean()))
+        ranks.append(_gram_rank(block - row_means - row_means[:, None] + row_means.mean()))
     differences = [rank - sum(ranks[:j]) / j for j, rank in enumerate(ranks) if j > 0]
     second = [later - earlier for earlier, later in zip(differences, differences[1:], strict=False)]
     return sum(differences) / max(len(differences), 1), sum(second) / max(len(second), 1)
@@ -95,7 +95,7 @@ def hidden_states(
     with forward_pass.backbone.register_forward_hook(lambda *call: kept.append(call[-1])):
         forward_pass.forward(model, prompt_ids, followed, logps=forward_pass.fused)
     states = kept[0].last_hidden_state[0]  # of the positions that predict, see `ForwardPass.forward`
-    return [of_completion[1:] for of_completion in states.split(list(map(len, followed)))]
+    return [completion_states[1:] for completion_states in states.split(list(map(len, followed)))]
 
 
 def verl_coefficients(
@@ -112,7 +112,7 @@ def verl_coefficients(
         coefficients (`torch.Tensor` of shape `(B,)`): `c`; completions with 0 are ignored, and stay at 0.
         ranks (`torch.Tensor` of shape `(3, B)`): Effective rank, velocity, and acceleration of the others.
         num_completions (`int`): `N`: the advantage of a completion is `-N c`.
-        means (list of 3 `float`, *optional*): Running means of the metrics; `None` before the first step, whose own
+        means (list of 3 `float`, *optional*): Running means of the metrics; `None` before the first step, whose
             means they then are. The authors begin at 0, where every deviation is clipped.
 
     Returns:
@@ -121,8 +121,8 @@ def verl_coefficients(
     used = coefficients != 0
     if not used.any():
         return coefficients, means
-    of_step = ranks[:, used].double().mean(dim=1)
-    before = of_step if means is None else torch.tensor(means, dtype=torch.float64)
+    step_means = ranks[:, used].double().mean(dim=1)
+    before = step_means if means is None else torch.tensor(means, dtype=torch.float64)
     deviations = (ranks - before[:, None]) / (before[:, None].abs() + _EPSILON)
     rank, velocity, acceleration = deviations.clamp(-_MAX_DEVIATION, _MAX_DEVIATION)
     balance = torch.sigmoid(_GAIN * acceleration)
@@ -130,7 +130,7 @@ def verl_coefficients(
     advantages = -num_completions * coefficients
     bonus = torch.minimum(phi.clamp(min=0).to(advantages), _MAX_BONUS * advantages.abs())
     shaped = torch.where(used, -(advantages + bonus) / num_completions, coefficients)
-    return shaped, ((1 - _DECAY) * before + _DECAY * of_step).tolist()
+    return shaped, ((1 - _DECAY) * before + _DECAY * step_means).tolist()
 
 
 class VERLUpdate(GroupLossUpdate):

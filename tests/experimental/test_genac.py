@@ -51,7 +51,7 @@ class Notes(CriticRecorder):
 
         self.trainer, self.batches, self.asked = trainer, [], []
         trainer._generate_and_score_completions = note(trainer._generate_and_score_completions, self.batches)
-        trainer._questions = note(trainer._questions, self.asked)
+        trainer._states = note(trainer._states, self.asked)
         return trainer
 
 
@@ -93,7 +93,8 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
         if row.label is not None and args.gae_lambda == 1.0:
             own = batch["values"][i, : len(row.completion_ids)]
             torch.testing.assert_close(batch["advantages"][i, : len(own)], row.label - own)
-            read = {v or 0.0 for v, a in zip(values, asked, strict=True) if a.row == i and a.segment is not None}
+            pairs = [(v, state) for v, state in zip(values, asked, strict=True) if state.completion == i]
+            read = {v or 0.0 for v, state in pairs if state.segment is not None}
             assert {round(v, 6) for v in own.tolist()} == {round(v, 6) for v in read}
 
 
@@ -109,7 +110,7 @@ def test_what_the_critic_is_asked(tmp_path, model_path):
     rows, asked = replay.rows(0, 16), notes.asked[0]
     means = [sum(row.label for row in rows[i - i % 4 :][:4]) / 4 for i in range(16)]
     for i, row in enumerate(rows):
-        own = [each for each in asked if each.row == i]
+        own = [each for each in asked if each.completion == i]
         lengths = [each.tokens_used for each in own]
         assert lengths[0] == 0 and lengths == sorted(set(lengths)) and lengths[-1] == len(row.completion_ids) - 1
         assert [each.segment for each in own[:-1]] == list(range(len(own) - 1)) and len(own) <= 4

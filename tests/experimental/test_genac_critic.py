@@ -20,7 +20,7 @@ from pacs_trl.experimental._critic import (
     reinforce_losses,
     reinforce_weights,
     segment_starts,
-    values_of_tokens,
+    token_values,
 )
 
 
@@ -99,7 +99,7 @@ def test_no_value_knows_an_action_that_it_baselines():
         actions = list(range(rng.randrange(1, 40)))
         starts = segment_starts([rng.random() for _ in actions], threshold=0.5, length=7, most=5)
         seen = [set(actions[:start]) for start in starts]
-        places = values_of_tokens(range(len(starts)), starts, len(actions)).int().tolist()
+        places = token_values(range(len(starts)), starts, len(actions)).int().tolist()
         for action in actions:
             assert action not in seen[places[action]]
         leaking = [set(actions[:end]) for end in [*starts[1:], len(actions)]]  # asked at a segment's end
@@ -123,7 +123,7 @@ def test_advantages_equal_the_definition(gamma, lam):
     for length in (1, 2, 9, 30):
         starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, most=6)
         values, reward = [rng.random() for _ in starts], rng.random()
-        of_each = values_of_tokens(values, starts, length)[None]
+        of_each = token_values(values, starts, length)[None]
         advantages, _ = generalized_advantages(
             torch.tensor([reward]),
             of_each,

@@ -139,8 +139,8 @@ def test_answers_that_are_too_long_count_as_malformed(tmp_path):
     reference, texts = build(tmp_path), [r"\boxed{2}", None, r"\boxed{2}"]
     found = reference.after_reasoning([PROMPT] * 3, texts, ["2", "2", "2" * 12])
     assert found[0] > 0 and found[1:] == [0.0, 0.0]
-    assert reference._mean([], [], None) == []
-    assert reference._mean([PROMPT], [("ab", 1, 1)], None) == [0.0]  # no token lies there
+    assert reference._mean_probabilities([], [], None) == []
+    assert reference._mean_probabilities([PROMPT], [("ab", 1, 1)], None) == [0.0]  # no token lies there
 
 
 def test_spread_filter_by_hand():
