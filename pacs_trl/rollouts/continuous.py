@@ -106,12 +106,17 @@ class ServerWatch:
             silence = time.time() - max(self.checked_at, self._replaced_at)
             return None if silence < _MOST_SECONDS_OF_SILENCE else ("stopped answering", f"for {silence:.0f} s")
         except (httpx.HTTPError, ValueError, KeyError) as error:
-            return "stopped answering", f"{type(error).__name__}: {error}"
+            return "stopped answering", _in_one_line(error)
         if version != self.version:
             cause = f"its weights are {version!r} instead of {self.version!r}"
             return "was restarted or got weights of another run", cause
         self.checked_at = started
         return None
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return an error's type and message, without the address of a manual that httpx appends."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class ContinuousRollouts:
@@ -362,7 +367,7 @@ class ContinuousRollouts:
                 self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
         except Exception as error:  # TRL's client raises bare exceptions
             logger.exception("The vLLM server did not take the weights.")
-            return "did not take the weights", f"{type(error).__name__}: {error}"
+            return "did not take the weights", _in_one_line(error)
         return self._watch.check()
 
     def _drain(self, worker: RolloutWorker) -> None:
@@ -389,7 +394,7 @@ class ContinuousRollouts:
                 comparison.seen = comparison.seen or [(engine_logps, trainer_logps)] * 2
                 result[1] = comparison.difference(model, engine_logps, trainer_logps)
             except Exception as error:  # TRL's client raises bare exceptions
-                result[0] = "failed to compute log-probs", f"{type(error).__name__}: {error}"
+                result[0] = "failed to compute log-probs", _in_one_line(error)
         broadcast_object_list(result, from_process=0)
         failure, difference = result
         if failure is not None:
