@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -38,7 +38,13 @@ from ..update.rollout import Rollout, with_arrays, with_tensors
 from ..update.step_sizes import Step
 from . import process_count
 from .checkpoint_files import check_complete, last_checkpoint, last_resumable_checkpoint
+from .protocols import ConfiguredTrainer, EvaluatingTrainer, SamplingTrainer, SeededTrainer
 from .request_seeds import request_seed
+from .rollout_config import RolloutConfig
+
+
+if TYPE_CHECKING:
+    from .resumable_trainer import ResumableTrainer
 
 
 logger = logging.getLogger(__name__)
@@ -65,6 +71,7 @@ class EpochSampler(Sampler):
 
     def __iter__(self) -> Iterator[int]:
         if self.sampler.shuffle:
+            assert self.sampler.seed is not None  # that of the run
             self.sampler.generator.manual_seed(self.sampler.seed + self.epoch())
         return iter(self.sampler)
 
@@ -72,31 +79,32 @@ class EpochSampler(Sampler):
         return len(self.sampler)
 
 
-def next_seeds(trainer: Any, prompts: Sequence[Sequence[int]]) -> list[int]:
+def next_seeds(trainer: SeededTrainer, prompts: Sequence[Sequence[int]]) -> list[int]:
     """Return the seeds of the next vLLM requests of this process, one per prompt of token ids."""
     if not trainer.model.training:  # an evaluation has seeded the generators, see `seeded_random_numbers`
         return [random.getrandbits(31) for _ in prompts]
     return trainer._request_seeds.next(prompts)
 
 
-def next_call_seed(trainer: Any) -> int:
+def next_call_seed(trainer: SeededTrainer) -> int:
     """Return the seed of the next call of a vLLM server with the prompts of all processes."""
     if not trainer.model.training:
         return random.getrandbits(31)
     return trainer._request_seeds.next_of_all()
 
 
-def engine_index(trainer: Any) -> int:
-    """Return the index of the colocated engine of this process; processes that share one (tensor parallelism) need
-    equal seeds."""
-    return trainer.accelerator.process_index // trainer.args.vllm_tensor_parallel_size
+def engine_index(args: RolloutConfig, process_index: int) -> int:
+    """Return the index of the colocated engine of a process; processes that share one (tensor parallelism) need equal
+    seeds."""
+    return process_index // args.vllm_tensor_parallel_size
 
 
-def evaluation_seed(trainer: Any) -> int:
+def evaluation_seed(trainer: EvaluatingTrainer) -> int:
     """Return the seed of this process for an evaluation; several evaluations at one step get different seeds."""
     step, number = trainer._evaluations
     trainer._evaluations = (trainer.state.global_step, number + 1 if step == trainer.state.global_step else 1)
-    stream = f"{trainer.args.seed}/{engine_index(trainer)}/evaluation/{trainer.state.global_step}"
+    engine = engine_index(trainer.args, trainer.accelerator.process_index)
+    stream = f"{trainer.args.seed}/{engine}/evaluation/{trainer.state.global_step}"
     return request_seed(stream, trainer._evaluations[1])
 
 
@@ -170,7 +178,7 @@ def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches
     return minibatches
 
 
-def indices_of_generation(trainer: Any, number: int) -> list[int]:
+def indices_of_generation(trainer: SamplingTrainer, number: int) -> list[int]:
     """Return the indices of the dataset rows of a generation batch, one per completion of all processes."""
     sampler = trainer._get_train_sampler().sampler
     size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
@@ -207,7 +215,7 @@ def fixed_settings(args: Any) -> dict[str, Any]:
     return plain_settings(args, [field.name for field in fields(args) if not live.fullmatch(field.name)])
 
 
-def check_fixed(trainer: Any) -> None:
+def check_fixed(trainer: ConfiguredTrainer) -> None:
     """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed. Those of the
     optimizer may change until it is created."""
     now = fixed_settings(trainer.args)
@@ -257,7 +265,7 @@ _ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modul
 
 def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
     """Raise a `ValueError` unless a checkpoint has the adapter that the run trains, `None` if it trains the whole
-    model. `target_modules` given as a string are not compared, because peft resolves them with the model."""
+    model. `target_modules` that are a string are not compared, because peft resolves them with the model."""
     file = Path(checkpoint, ADAPTER_CONFIG_NAME)
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
@@ -289,24 +297,25 @@ def _with_sorted_lists(settings: dict[str, Any]) -> dict[str, Any]:
 # State --------------------------------------------------------------------------------------------------------------
 
 
-def state_name(trainer: Any) -> str:
+def state_name(trainer: "ResumableTrainer") -> str:
     return f"{trainer._name.lower()}_state"
 
 
-def save_state(trainer: Any, directory: Path) -> None:
+def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
     """Save the state of this process that Trainer does not save."""
+    step = Step.of(trainer.args, trainer.accelerator.num_processes)
     state = {
         "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
-        "processes": process_count.facts_to_save(trainer),
+        "processes": process_count.facts_to_save(step, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
     torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
 
 
-def save_last_step(trainer: Any) -> None:
+def save_last_step(trainer: "ResumableTrainer") -> None:
     """Save a checkpoint after the last optimizer step, unless it already exists. All processes must call this."""
     step = trainer.state.global_step
     if step > 0 and trainer._saved_step != step:  # overwriting an existing one could lose it
@@ -315,7 +324,7 @@ def save_last_step(trainer: Any) -> None:
         trainer.args.save_only_model = save_only_model
 
 
-def load_state(trainer: Any, directory: Path) -> None:
+def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
     """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
@@ -333,7 +342,7 @@ def load_state(trainer: Any, directory: Path) -> None:
         trainer._saved_step = trainer.state.global_step
 
 
-def _read_state(trainer: Any, directory: Path) -> dict[str, Any]:
+def _read_state(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any]:
     """Read the state of this process that [`save_state`] saved; that of process 0 if the number of processes has
     changed."""
     first = _load_part(directory / f"{state_name(trainer)}_0.pt")
@@ -343,7 +352,7 @@ def _read_state(trainer: Any, directory: Path) -> dict[str, Any]:
     return _load_part(directory / f"{state_name(trainer)}_{process}.pt")
 
 
-def read_parts(trainer: Any, directory: Path) -> list[dict[str, Any]]:
+def read_parts(trainer: "ResumableTrainer", directory: Path) -> list[dict[str, Any]]:
     """Read the states that all processes of a checkpoint have saved."""
     first = _load_part(directory / f"{state_name(trainer)}_0.pt")
     number = process_count.saved_run(first, directory).num_processes
@@ -354,17 +363,17 @@ def _load_part(file: Path) -> dict[str, Any]:
     return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def saved_run(trainer: Any, directory: Path) -> process_count.SavedRun:
+def saved_run(trainer: "ResumableTrainer", directory: Path) -> process_count.SavedRun:
     """Return what a checkpoint says about the processes that wrote it."""
     return process_count.saved_run(_load_part(directory / f"{state_name(trainer)}_0.pt"), directory)
 
 
-def read_memory(trainer: Any, directory: Path) -> dict[str, Any] | None:
+def read_memory(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any] | None:
     """Return what `_unfinished_state` of an exact trainer has saved about memory; `None` in older checkpoints."""
     return _read_state(trainer, directory).get("memory")
 
 
-def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
+def read_data_position(trainer: "ResumableTrainer", directory: Path) -> tuple[int, int]:
     """Return the number of passes over the training data before a checkpoint, and the batches of the pass in which it
     was written, for this number of processes."""
     state = _read_state(trainer, directory)
@@ -373,7 +382,7 @@ def read_data_position(trainer: Any, directory: Path) -> tuple[int, int]:
     return passes, *process_count.converted_positions(saved.step, now, [batches])
 
 
-def _shared_settings(trainer: Any) -> dict[str, Any]:
+def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     added_to_trl = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)}
     added_and_equal = sorted(added_to_trl - {*_SETTINGS["free"]})
     names = [*_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *added_and_equal, *trainer._equal_settings]
@@ -389,7 +398,7 @@ def _shared_settings(trainer: Any) -> dict[str, Any]:
     return settings | {"reward functions": trainer.reward_func_names}
 
 
-def save_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Path) -> None:
+def save_policy_copy(trainer: "ResumableTrainer", policy_copy: SnapshotReference, directory: Path) -> None:
     """Save a copy of the policy's weights. Shards of FSDP2 are saved in a form that another number of processes can
     load."""
     if (shards := policy_copy.sharded_state()) is not None:
@@ -400,7 +409,7 @@ def save_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Pa
         torch.save(policy_copy.state_dict(), directory / f"pacs_reference_{process}.pt")
 
 
-def load_policy_copy(trainer: Any, policy_copy: SnapshotReference, directory: Path) -> None:
+def load_policy_copy(trainer: "ResumableTrainer", policy_copy: SnapshotReference, directory: Path) -> None:
     """Load the weights that [`save_policy_copy`] saved into `policy_copy`."""
     if (shards := policy_copy.sharded_state()) is not None:
         distributed_checkpoint.load(shards, checkpoint_id=directory / "pacs_reference")
@@ -435,7 +444,7 @@ def load_converted_weights(model: Any, directory: Path) -> bool:
     return True
 
 
-def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> str:
+def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: str | bool) -> str:
     """Return the checkpoint to resume from: the named one, or the last complete one in `output_dir` if the argument is
     `True`. Raises a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
     if resume_from_checkpoint is True:
@@ -460,7 +469,7 @@ def checkpoint_to_resume(trainer: Any, resume_from_checkpoint: str | bool) -> st
         needs_same_number=trainer.args.needs_same_number_of_processes,
     )
     check_same_model(checkpoint, trainer.model.config)
-    adapters = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
+    adapters: dict[str, PeftConfig] = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint
 

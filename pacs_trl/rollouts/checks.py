@@ -19,7 +19,7 @@ import torch
 from accelerate.utils import gather_object
 from datasets import Dataset, IterableDataset
 from huggingface_hub.utils import httpx
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from trl.trainer.utils import get_callable_name, get_config_model_id, is_async_callable
@@ -312,7 +312,7 @@ def check_number_of_prompts(num_prompts: int, args: RolloutConfig) -> None:
         )
 
 
-def config_of(model: str | PreTrainedModel, args: RolloutConfig) -> PreTrainedConfig:
+def config_of(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> PreTrainedConfig:
     """Return the config of a model, which may be the name of one that is not loaded yet."""
     kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     return AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config

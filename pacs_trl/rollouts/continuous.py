@@ -6,7 +6,7 @@ each step the server gets the new weights: it is paused, completions in flight g
 cache is computed again with them. The version of weights is the number of optimizer steps before them.
 
 The log-probs of the engine are the reference `rollout` and the denominator of probability ratios, as with
-`rollout_lag`: each is that of the version that sampled the token, given the whole prefix.
+`rollout_lag`: each is that of the version that sampled the token, after the whole prefix.
 
 Only the first process has a worker, groups that wait, and positions; it sends the groups of a step to the others.
 Checkpoints hold the groups that wait, and the positions of prompts that were not delivered, which a run that resumes
@@ -36,6 +36,7 @@ from .engine import ServerFailure, WorkerFailure
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
+from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
 from .rollout_config import EXTENSION
 from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
@@ -129,7 +130,7 @@ class ContinuousRollouts:
             first one from which none was.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: ContinuousTrainer):
         self.trainer, args = trainer, trainer.args
         self.is_main = trainer.accelerator.is_main_process
         self.groups_per_step = args.generation_batch_size // args.num_generations
@@ -177,8 +178,8 @@ class ContinuousRollouts:
             independent_copy(rows[group.position]) | {"prompt": group.prompts[i]} for group, i in self._completions
         ]
 
-    def take(self, prompts: list, trainer: Any = None) -> dict[str, list]:
-        """Return the completions of the rows of [`take_rows`], as a `rollout_func` does."""
+    def take(self, prompts: list, trainer: ContinuousTrainer | None = None) -> dict[str, list]:
+        """Return the completions of the rows of [`take_rows`]. Arguments and result are those of a `rollout_func`."""
         names = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "logprobs": "logps"}
         if not self.trainer.tools:
             names["env_mask"] = "mask"
@@ -479,7 +480,7 @@ class ContinuousRollouts:
         self._worker.start()
 
 
-def worker_arguments(trainer: Any, source: ContinuousRollouts, num_slots: int) -> dict[str, Any]:
+def worker_arguments(trainer: ContinuousTrainer, source: ContinuousRollouts, num_slots: int) -> dict[str, Any]:
     """Return the arguments of the [`RolloutLoop`] of a run, for a server that decodes `num_slots` completions."""
     args = trainer.args
     generation_kwargs = dict(args.generation_kwargs or {})

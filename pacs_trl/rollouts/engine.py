@@ -22,7 +22,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -38,6 +39,12 @@ from ..update.forward_pass import ForwardPass
 from .checkpoint import next_call_seed, next_seeds, save_last_step
 from .checks import max_lora_rank, serve_command, server_url
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WakeCheck, merged_parameters
+from .peft_models import base_model
+from .protocols import EngineTrainer
+
+
+if TYPE_CHECKING:
+    from .resumable_trainer import ResumableTrainer
 
 
 logger = logging.getLogger(__name__)
@@ -173,7 +180,7 @@ class Engine(VLLMGeneration):
     adapter_sync: "AdapterSync | None" = None  # sends the adapter instead of merged weights
     wake_check: WakeCheck | None = None  # with sleep mode
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: EngineTrainer):
         vars(self).update(vars(trainer.vllm_generation))
         self._next_call_seed, self._timer = partial(next_call_seed, trainer), trainer.timer
         if self.mode == "colocate":
@@ -196,7 +203,7 @@ class Engine(VLLMGeneration):
     @contextmanager
     def using_weights_of(self, model, **sampling: Any) -> Iterator[None]:
         """Generate with the weights of another model of the same architecture inside the context, and with the
-        sampling settings `sampling`. The weights of the engine's own model are sent again before the next
+        sampling settings `sampling`. The weights of the engine's former model are sent again before the next
         generation."""
         before = {name: getattr(self, name) for name in ("model", "_weight_metadata", *sampling)}
         vars(self).update(sampling, model=model, _weight_metadata=None)
@@ -263,10 +270,10 @@ class Engine(VLLMGeneration):
         """Iterate over the weights under vLLM's names, see [`merged_parameters`]."""
         model = self.model
         is_tuner = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
-        if not is_tuner or self._dist.fsdp_version == 1 or getattr(model.get_base_model(), "is_quantized", False):
+        if not is_tuner or self._dist.fsdp_version == 1 or getattr(base_model(model), "is_quantized", False):
             yield from super()._iter_named_params()
             return
-        weights = merged_parameters(model.get_base_model(), self.accelerator.device, self._dist.gather_params)
+        weights = merged_parameters(base_model(model), self.accelerator.device, self._dist.gather_params)
         for name, weight in weights:
             yield self._fix_param_name_to_vllm(name), weight
 
@@ -333,10 +340,14 @@ def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
     if rank is None and args.rollout_schedule == "batch":
         yield
         return
-    owner, name, value = vllm_generation.VLLMClient, "init_communicator", lambda client, device: None
+    owner: ModuleType | type
+    value: Callable
     if args.vllm_mode == "colocate":
         owner, name = vllm_generation, "LLM"
         value = partial(vllm_generation.LLM, enable_lora=True, max_loras=1, max_lora_rank=rank)
+    else:
+        owner, name = vllm_generation.VLLMClient, "init_communicator"
+        value = lambda client, device: None  # noqa: E731
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -388,7 +399,7 @@ class AdapterSync(LogpComparison):
         )
 
 
-def stop_without_engine(trainer: Any, failure: ServerFailure) -> NoReturn:
+def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure) -> NoReturn:
     """Save the state after the last optimizer step, and raise a [`FailedRun`], on all processes: the vLLM server, or
     the engine process of a run without vLLM, has failed."""
     trainer._step_start.rewind()
@@ -400,7 +411,7 @@ def stop_without_engine(trainer: Any, failure: ServerFailure) -> NoReturn:
         engine, remedy = "rollout worker", ""
     elif trainer.use_vllm:
         rank = max_lora_rank(trainer.args, trainer.model, None)
-        command = serve_command(trainer.model.name_or_path, rank, trainer.args)
+        command = serve_command(trainer.model.name_or_path or "MODEL", rank, trainer.args)
         engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
     raise FailedRun(
         f"The {engine} {state} after optimizer step {step} ({cause}). "

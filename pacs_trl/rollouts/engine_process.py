@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from multiprocessing.connection import Connection
@@ -24,12 +24,15 @@ from typing import Any
 import torch
 from peft import PeftModel, get_peft_model
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import init_hf_modules
 from trl.trainer.utils import pad
 
 from ..update.forward_pass import ForwardPass, fused_head
 from ..update.generation import faster_generation
 from .checkpoint import seeded_random_numbers
+from .peft_models import base_model
+from .protocols import EngineProcessTrainer
 from .request_seeds import request_seed
 
 
@@ -54,7 +57,7 @@ class Generator:
         )
         self.forward_pass.packing, self.forward_pass.fused = settings["packing"], settings["fused"]
         self.base = base
-        self.llm = self.start_vllm() if self.args.rollout_engine == "vllm" else None
+        self.llm: Any = self.start_vllm() if self.args.rollout_engine == "vllm" else None
 
     def _use(self, file: str) -> None:
         for name, tensor in torch.load(file, mmap=True).items():
@@ -120,8 +123,10 @@ class Generator:
         from vllm.model_executor.layers import utils
 
         # vLLM's CPU backend would repack the weights of linear layers, and ignore those that it gets later.
-        plain = {"cpu_linear": torch.nn.functional.linear}
-        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(plain)
+        def use_plain_linear(layer: nn.Module, remove_weight: bool) -> None:
+            vars(layer)["cpu_linear"] = torch.nn.functional.linear
+
+        utils.dispatch_cpu_unquantized_gemm = use_plain_linear
         settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}
         settings |= {"dtype": "float32", "logprobs_mode": "processed_logprobs"}  # at the temperature
         settings |= {"max_model_len": self.args.vllm_max_model_length}
@@ -152,11 +157,11 @@ class Generator:
 
 
 def untie_weights(model: nn.Module, names: Sequence[str]) -> list[str]:
-    """Give each of `names` a parameter of its own, not initialized, if `model` shares it with another name, and return
+    """Give each of `names` a separate parameter, not initialized, if `model` shares it with another name, and return
     these. The head of a policy may be untied in memory, by a merged adapter for example."""
-    own_names = dict(model.named_parameters())
+    distinct_names = dict(model.named_parameters())
     all_names = dict(model.named_parameters(remove_duplicate=False))
-    untied = [name for name in names if name in all_names and name not in own_names]
+    untied = [name for name in names if name in all_names and name not in distinct_names]
     for name in untied:
         module_name, _, attribute = name.rpartition(".")
         parameter = nn.Parameter(torch.empty_like(all_names[name]), requires_grad=False)
@@ -182,13 +187,13 @@ class EngineProcess:
     Start and use an engine process.
 
     Args:
-        trainer ([`ExactUpdateTrainer`]): Its model, tokenizer, and generation settings are those of the process.
+        trainer ([`EngineProcessTrainer`]): Its model, tokenizer, and generation settings are those of the process.
         num_slots (`int`): Number of copies of the trained weights.
     """
 
-    def __init__(self, trainer: Any, num_slots: int):
-        model = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+    def __init__(self, trainer: EngineProcessTrainer, num_slots: int):
+        model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model_wrapped)
+        base = base_model(model)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         self._memory = [open(os.memfd_create("pacs_trl"), "wb") for _ in range(1 + num_slots)]  # /dev/shm may be small
@@ -219,10 +224,10 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         self._connection.send(settings)
 
-    def write_weights(self, slot: int, weights: dict[str, torch.Tensor] | None) -> None:
+    def write_weights(self, slot: int, weights: Mapping[str, torch.Tensor] | None) -> None:
         """Copy `weights`, by default the current ones, to a slot, which the process must not be using."""
-        weights = self._trained if weights is None else weights
-        torch.save({name: tensor.detach() for name, tensor in weights.items()}, self._slots[slot])
+        tensors = self._trained if weights is None else weights
+        torch.save({name: tensor.detach() for name, tensor in tensors.items()}, self._slots[slot])
 
     def weights_of(self, slot: int) -> dict[str, torch.Tensor]:
         """Return a copy of the weights in a slot."""

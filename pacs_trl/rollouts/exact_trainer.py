@@ -23,7 +23,6 @@ import torch
 from accelerate.utils import DistributedType, gather_object
 from accelerate.utils.memory import clear_device_cache
 from datasets import IterableDataset
-from peft import PeftModel
 from trl.trainer.utils import use_adapter
 
 from ..errors import FailedRun, UserError
@@ -59,6 +58,7 @@ from .memory import (
 )
 from .model_checks import check_checkpointing_of_routers, compiles_layers, trains_routers, warn_of_eager_layers
 from .overrides import check_batch, check_overrides, replaced
+from .peft_models import base_model
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
@@ -326,7 +326,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _run_update(self, model, minibatch: Minibatch, is_first_update: bool) -> StepResult:
         """Back-propagate the loss of a minibatch. If the device runs out of memory, discard what was computed, halve
         the micro-batches of this and all later steps, and repeat."""
-        start, driver = StartOfUpdate(self), self.update.driver
+        start, driver = self._start_of_update(), self.update.driver
         while True:
             is_exhausted = False
             try:
@@ -344,6 +344,9 @@ class ExactUpdateTrainer(RolloutTrainer):
             start.restore()
             driver.abandon_step(model, is_exhausted=is_exhausted)
             self._use_less_memory(minibatch)
+
+    def _start_of_update(self) -> StartOfUpdate:
+        return StartOfUpdate(self.accelerator.device, self._metrics["train"], self.timer.work)
 
     def _use_less_memory(self, minibatch: Minibatch) -> None:
         """Halve the micro-batches of this run. If those of `minibatch` hold one completion each, and recomputation is
@@ -375,8 +378,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         set_checkpointing(self.args, self._memory)
         self._fixed_settings = checkpoint.fixed_settings(self.args)
         model = self.accelerator.unwrap_model(self.model)
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
-        set_recomputation(base, self._memory.recomputation, self.args.gradient_checkpointing_kwargs)
+        set_recomputation(base_model(model), self._memory.recomputation, self.args.gradient_checkpointing_kwargs)
         driver = self.update.driver
         driver.limits = driver.limits._replace(
             max_tokens=self._memory.max_tokens,
@@ -414,7 +416,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         could not be repeated."""
         driver, model, workload = self.update.driver, self.model_wrapped, self._memory_plan.workload
         assert workload is not None
-        start = StartOfUpdate(self)
+        start = self._start_of_update()
         while True:
             size = driver.limits.max_tokens or self.args.per_device_train_batch_size * workload.longest
             rollouts = largest_micro_batch(size, workload.longest_prompt, workload.longest - workload.longest_prompt)
@@ -472,8 +474,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         names = self.update.logps_for_later_updates(rollout_lag=False)
         with self.timer.part("log_probs"):
             self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
-        own = {i: [getattr(rollout, name) for name in names] for i, rollout in enumerate(rollouts)}
-        for i, values in gather_object([entry for entry in own.items() if entry[1][0] is not None]):
+        logps = {i: [getattr(rollout, name) for name in names] for i, rollout in enumerate(rollouts)}
+        for i, values in gather_object([entry for entry in logps.items() if entry[1][0] is not None]):
             for name, value in zip(names, values, strict=True):
                 setattr(rollouts[i], name, value)
         order = torch.arange(len(rollouts))

@@ -2,7 +2,8 @@
 
 With `rollout_lag: k`, batch `n + k` is generated with the weights from before the updates on batch `n`; batches 0 to
 `k` have the initial weights. The number of a batch, not timing, decides its weights, prompts, and seed, so that two
-runs are equal. Each process requests its own completions. Checkpoints wait for the batches in flight and contain them.
+runs are equal. Each process requests the completions of its rows. Checkpoints wait for the batches in flight and
+contain them.
 
 Plain reward functions are called in the main thread when their batch is taken, as without a lag: signals, event
 loops, and connections of databases work in one thread only. The functions of this package, and asynchronous ones,
@@ -23,7 +24,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,7 @@ from .checks import server_url
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
 from .interruption import PATIENCE, Stopped
+from .protocols import LateTrainer, ServedTrainer
 from .request_seeds import request_seed
 from .reward_functions import independent_copy
 from .rollout_output import ENGINE_FIELDS, check_prompts
@@ -56,7 +58,7 @@ _SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", 
 class ServerRequests:
     """The vLLM server of a run as engine of [`LateBatches`]; it has one copy of the weights."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: ServedTrainer):
         self.trainer, self.engine, self.step = trainer, trainer.vllm_generation, -1
         if trainer.accelerator.is_main_process:
             self.client = self.engine.vllm_client
@@ -102,7 +104,7 @@ class LateBatches:
         taken (`dict`): The batch that was taken last.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: LateTrainer):
         self.trainer, self.lag = trainer, trainer.args.rollout_lag
         self.engine: Any = None  # started with the first batch
         self.arrived: dict[int, dict[str, Any]] = {}
@@ -151,8 +153,8 @@ class LateBatches:
         batch = self.taken = self.arrived[number]
         if batch["prompts"] != prompts:
             raise FailedRun(
-                f"The prompts of generation batch {number} are not those that the engine was given: the dataset or "
-                "the number of processes differs from the checkpoint's. Resume with both as they were."
+                f"The prompts of generation batch {number} are not those that the engine generated for: the dataset "
+                "or the number of processes differs from the checkpoint's. Resume with both as they were."
             )
         del self.arrived[number]
         self._taken_number, self._taken_at = number, trainer.state.global_step
@@ -284,7 +286,7 @@ class LateBatches:
             raise
 
     def _grade(self, rows: list[dict], output: dict[str, list], step: int) -> dict[int, Any]:
-        """Call the early reward functions, given the dataset row of each completion and the optimizer step of the
+        """Call the early reward functions with the dataset row of each completion and the optimizer step of the
         weights. Returns the `rewards` and what was `logged` of each, or the exception it raised."""
         if not self._early:
             return {}
@@ -294,7 +296,7 @@ class LateBatches:
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         in_turns = [[{"role": "assistant", "content": text}] for text in texts]
         columns = [name for name in rows[0] if name not in ("prompt", "completion", "completion_ids")]
-        arguments = {name: [row[name] for row in rows] for name in columns}
+        arguments: dict[str, Any] = {name: [row[name] for row in rows] for name in columns}
         arguments |= {"prompts": [row["prompt"] for row in rows], "completion_ids": completion_ids}
         arguments["completions"] = in_turns if is_conversational(rows[0]) else texts
         arguments["trainer_state"] = copy.copy(self.trainer.state)
@@ -317,7 +319,7 @@ class LateBatches:
             **arguments,
         )
         if inspect.isawaitable(rewards):
-            rewards = asyncio.run_coroutine_threadsafe(rewards, self.trainer.async_loop).result()
+            rewards = asyncio.run_coroutine_threadsafe(_result_of(rewards), self.trainer.async_loop).result()
         return {"rewards": rewards, "logged": logged}
 
     def _rows(self, number: int) -> list[dict[str, Any]]:
@@ -337,6 +339,10 @@ def replay(result: Any, **arguments: Any) -> list[float | None]:
     for function, name, value in result["logged"]:
         arguments[function](name, value)
     return result["rewards"]
+
+
+async def _result_of(awaitable: Awaitable) -> Any:
+    return await awaitable
 
 
 def _in_background(function: Callable, *arguments: Any) -> Future:

@@ -7,10 +7,11 @@ The choice is made before the model is loaded, from the free memory and the cost
 import copy
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -124,8 +125,8 @@ def plan_memory(
     room = min(gather_object([_room(model, args, peft_config, memory, config, shape)]))
     has_adapter = _has_adapter(model, peft_config)
     recomputations = recomputations_of(args, has_adapter=has_adapter, is_zero3=is_deepspeed_zero3_enabled())
-    choice = choose(workload, room, recomputations)
-    if choice is None:
+    chosen = choose(workload, room, recomputations)
+    if chosen is None:
         raise UserError(
             f"A completion of {workload.longest:,} tokens (prompt and max_completion_length) does not fit on the "
             f"{memory.name}, even if the backward pass computes everything again: {max(room, 0) / GIB:.1f} of "
@@ -134,7 +135,7 @@ def plan_memory(
             "vllm_gpu_memory_utilization, shard the training state (recipes/accelerate_configs/fsdp2.yaml), or train "
             "an adapter."
         )
-    return MemoryPlan(choice, workload, room, recomputations)
+    return MemoryPlan(chosen, workload, room, recomputations)
 
 
 def with_choice(args: RolloutConfig, choice: MemoryChoice) -> RolloutConfig:
@@ -158,22 +159,28 @@ def set_checkpointing(args: RolloutConfig, choice: MemoryChoice) -> None:
 
 
 class StartOfUpdate:
-    """State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics, and
-    the counted work. The passes change nothing else but gradients."""
+    """
+    State of a trainer before the passes of an update, to which [`restore`] returns. The passes change nothing else but
+    gradients.
 
-    def __init__(self, trainer: Any):
-        self._trainer = trainer
-        self._random_states = random_states(trainer.accelerator.device)
-        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        self._work = trainer.timer.work.copy()
+    Args:
+        device (`torch.device`): Device whose random numbers, with those of the CPU, are restored.
+        metrics (`dict[str, list[float]]`), work (`Counter[str]`): The trainer's metrics of training and the work that
+            its timer counts; both are restored in place.
+    """
+
+    def __init__(self, device: torch.device, metrics: dict[str, list[float]], work: Counter[str]):
+        self._device, self._live_metrics, self._live_work = device, metrics, work
+        self._random_states = random_states(device)
+        self._metrics = {name: list(values) for name, values in metrics.items()}
+        self._work = work.copy()
 
     def restore(self) -> None:
-        trainer = self._trainer
-        restore_random_states(self._random_states, trainer.accelerator.device)
-        trainer._metrics["train"].clear()
-        trainer._metrics["train"].update({name: list(values) for name, values in self._metrics.items()})
-        trainer.timer.work.clear()
-        trainer.timer.work.update(self._work)
+        restore_random_states(self._random_states, self._device)
+        self._live_metrics.clear()
+        self._live_metrics.update({name: list(values) for name, values in self._metrics.items()})
+        self._live_work.clear()
+        self._live_work.update(self._work)
         clear_device_cache(garbage_collection=True)
 
 

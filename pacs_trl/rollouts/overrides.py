@@ -6,11 +6,15 @@ called.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import UserError
+
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
 
 
 _LOSS = "Override `create_objective` (docs/extending.md), or derive from TRL's trainer"
@@ -34,7 +38,7 @@ NOT_CALLED = {
 _NOT_READ = ("old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
 
 
-def check_overrides(trainer: Any, base: type) -> None:
+def check_overrides(trainer: "GRPOTrainer", base: "type[GRPOTrainer]") -> None:
     """Raise a `ValueError` if the class of a trainer, or the trainer itself, has another of the methods `NOT_CALLED`
     than `base`."""
     for name, remedy in NOT_CALLED.items():
@@ -45,7 +49,9 @@ def check_overrides(trainer: Any, base: type) -> None:
             )
 
 
-def check_batch(trainer: Any, batch: dict[str, Any], advantages: torch.Tensor, *, has_advantages: bool) -> None:
+def check_batch(
+    trainer: "GRPOTrainer", batch: dict[str, Any], advantages: torch.Tensor, *, has_advantages: bool
+) -> None:
     """Raise a `ValueError` if an override of `_generate_and_score_completions` has changed what the update does not
     read. `advantages` are those that the trainer computed."""
     name = f"{type(trainer).__name__}._generate_and_score_completions"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from ..errors import UserError
@@ -51,11 +52,9 @@ def sharding_of(distributed_type: str | DistributedType) -> str:
     return {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}.get(distributed_type, "none")
 
 
-def facts_to_save(trainer: Any) -> dict[str, Any]:
-    """Return what [`SavedRun`] holds, as plain values."""
-    step = Step.of(trainer.args, trainer.accelerator.num_processes)
-    sharding = sharding_of(trainer.accelerator.distributed_type)
-    return SavedRun(step.num_processes, sharding, step.settings)._asdict()
+def facts_to_save(step: Step, distributed_type: DistributedType) -> dict[str, Any]:
+    """Return what [`SavedRun`] holds of a run, as plain values."""
+    return SavedRun(step.num_processes, sharding_of(distributed_type), step.settings)._asdict()
 
 
 def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
@@ -141,10 +140,11 @@ def converted_positions(saved: Step, now: Step, positions: Sequence[int]) -> lis
     return [int(position) for position in converted]
 
 
-def seed_process(trainer: Any) -> None:
-    """Seed the generators of this process for a run that has resumed on another number of processes."""
-    number, index = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    set_seed(request_seed(f"{trainer.args.seed}/{trainer.state.global_step}/{number} processes", index))
+def seed_process(run_seed: int, global_step: int, accelerator: Accelerator) -> None:
+    """Seed the generators of this process for a run with the seed `run_seed` that has resumed after optimizer step
+    `global_step` on another number of processes."""
+    stream = f"{run_seed}/{global_step}/{accelerator.num_processes} processes"
+    set_seed(request_seed(stream, accelerator.process_index))
 
 
 def remove_parts_of_others(checkpoint: Path, num_processes: int) -> None:

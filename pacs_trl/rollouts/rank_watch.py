@@ -186,7 +186,7 @@ class RankWatch:
 
 def check_shared_folder(accelerator: Any, output_dir: str) -> None:
     """Raise a `ValueError` on all ranks if one does not see the folder of checkpoints that rank 0 sees: the parts that
-    ranks write there would not be found by the run that resumes."""
+    run that resumes would not see what they write there."""
     token = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])[0]
     file = Path(output_dir, token)
     if accelerator.is_main_process:
@@ -212,17 +212,17 @@ def _exists_soon(file: Path) -> Iterator[bool]:
 
 
 @contextmanager
-def watching_ranks(trainer: Any) -> Iterator[None]:
-    """Watch the other ranks while a trainer trains."""
+def watching_ranks(*, limit: float, output_dir: str) -> Iterator[None]:
+    """Watch the other ranks inside the context; `limit` and `output_dir` are those of [`RankWatch`]."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     watch = RankWatch(
-        dist.distributed_c10d._get_default_store().clone(),
+        dist.distributed_c10d._get_default_store().clone(),  # type: ignore[attr-defined]  # missing in torch's stub
         dist.get_rank(),
         dist.get_world_size(),
-        limit=trainer.args.ddp_timeout,
-        output_dir=trainer.args.output_dir,
+        limit=limit,
+        output_dir=output_dir,
     )
     watch.start()
     try:

@@ -12,23 +12,33 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 from datasets import IterableDataset
 from peft import PeftModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl import GRPOTrainer
 
 from ..errors import UserError
 from . import checkpoint
-from .callbacks import StopOnSignal
+from .callbacks import StepStart, StopOnSignal
 from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
 from .process_count import remove_parts_of_others, seed_process
 from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
+from .rollout_config import RolloutConfig
+from .run_position import LoggedLoss
 
 
 class ResumableTrainer(GRPOTrainer):
     """The part of [`RolloutTrainer`] that starts, resumes, and saves runs."""
+
+    args: RolloutConfig
+    model: PreTrainedModel
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
+    num_generations: int
+    _logged_loss: LoggedLoss
+    _step_start: StepStart
 
     # Settings that must be equal in a run that resumes, besides those of checkpoint_settings.yaml.
     _equal_settings: tuple[str, ...] = ()
@@ -46,7 +56,10 @@ class ResumableTrainer(GRPOTrainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         self._prepare_memory(resume_from_checkpoint or None)
-        with watching_ranks(self), checkpoint.reporting_full_disk(self.args.output_dir):
+        with (
+            watching_ranks(limit=self.args.ddp_timeout, output_dir=self.args.output_dir),
+            checkpoint.reporting_full_disk(self.args.output_dir),
+        ):
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Stopped:
@@ -81,7 +94,8 @@ class ResumableTrainer(GRPOTrainer):
         for log in logs:
             log.clear()
         self._num_generated_batches = 0  # in training, with those of `generate_more`
-        self._request_seeds = RequestSeeds(self.args.seed, checkpoint.engine_index(self))  # of vLLM
+        engine = checkpoint.engine_index(self.args, self.accelerator.process_index)
+        self._request_seeds = RequestSeeds(self.args.seed, engine)  # of vLLM
         self._num_groups = self._num_evaluated_groups = 0  # generated in training, and in the running evaluation
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
         self._data_position = (0, 0)  # passes over the training data, and batches used of the current pass
@@ -105,7 +119,7 @@ class ResumableTrainer(GRPOTrainer):
         if saved_run(self, Path(checkpoint)).num_processes == self.accelerator.num_processes:
             super()._load_rng_state(checkpoint)
         else:
-            seed_process(self)
+            seed_process(self.args.seed, self.state.global_step, self.accelerator)
 
     def _init_training_state(self, max_steps, updates_per_epoch, num_train_epochs, resume, trial):
         epoch_and_batch = super()._init_training_state(max_steps, updates_per_epoch, num_train_epochs, resume, trial)

@@ -5,7 +5,7 @@ import math
 import os
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from trl import GRPOConfig
 
@@ -42,6 +42,15 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     Base of the training configurations. `eval_strategy`, `eval_steps`, and `eval_on_start` say when benchmarks are
     measured; `max_completion_length` bounds their completions, too.
     """
+
+    if TYPE_CHECKING:  # GRPOConfig sets or converts these when it is constructed
+        output_dir: str = ""
+        num_generations: int = 0
+        generation_batch_size: int = 0
+        steps_per_generation: int = 0
+        model_init_kwargs: dict[str, Any] | None = None
+        generation_kwargs: dict[str, Any] | None = None
+        chat_template_kwargs: dict[str, Any] | None = None
 
     # Parameters that control generation
     fast_generation: bool = setting(

@@ -115,7 +115,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if self.aux_loss_enabled:  # of the routers in a mixture of experts
             self.aux_loss_enabled = args.is_exact and model_checks.returns_router_logits(self.model, args)
         self.reward_func_names = distinct_names(self.reward_func_names)
-        self._card_facts: dict[str, Any] = {}  # given to `create_model_card`
+        self._card_facts: dict[str, Any] = {}  # arguments of `create_model_card`
         self._is_saved = False  # in `output_dir`
         self._reset_run()
         self._fixed_settings = checkpoint.fixed_settings(self.args)
@@ -249,7 +249,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
         has_environments = self.environment_factories is not None
-        # Of a stream, or of a dataset given to `evaluate`.
+        # Of a stream, or of a dataset that `evaluate` gets.
         checks.check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
         rows = self.first_row(len(inputs)) + torch.arange(len(inputs))  # indices over all processes
         groups = self._next_groups(rows)

@@ -11,11 +11,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from .protocols import LossLoggingTrainer, StreamingTrainer
+
 
 class LoggedLoss(TrainerCallback):
     """Save and restore the sums of losses from which Trainer logs `loss` and `train_loss`."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: LossLoggingTrainer):
         self.trainer = trainer
         self._restored: dict[str, Any] | None = None
 
@@ -28,7 +30,7 @@ class LoggedLoss(TrainerCallback):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue with these sums when training begins, which is after Trainer has set its own to zero."""
+        """Continue with these sums when training begins, which is after Trainer has set its sums to zero."""
         self._restored = state
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -43,7 +45,7 @@ class StreamPosition(TrainerCallback):
     """Count the passes over the training data, and the batches of the current pass that have been used, in
     `trainer._data_position`."""
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: StreamingTrainer):
         self.trainer = trainer
 
     def _count_batch(self) -> None:

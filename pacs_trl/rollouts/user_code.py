@@ -5,7 +5,7 @@ None of them can end the process, or keep it from stopping after a signal (`inte
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,10 +18,14 @@ from .reward_functions import never_exiting
 from .rollout_output import checked_output
 
 
+if TYPE_CHECKING:
+    from .rollout_trainer import RolloutTrainer
+
+
 class UserCode:
     """The part of [`RolloutTrainer`] that calls a user's code; a base class of it before [`~trl.GRPOTrainer`]."""
 
-    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: Any) -> dict[str, Any]:
+    def _roll_out(self, rollout_func: Callable, prompts: list, trainer: "RolloutTrainer") -> dict[str, Any]:
         """Call a rollout function, and check its output."""
         if self.args.rollout_lag:  # the output of a late rollout, which is waited for elsewhere
             output = rollout_func(prompts, trainer)

@@ -207,7 +207,7 @@ def test_work_and_metrics_return_to_the_start_of_an_update(tmp_path):
     trainer = build_trainer(tmp_path, replay=Replay())
     trainer._metrics["train"]["before"].append(1.0)
     trainer.timer.work["trained"] = 5
-    start, numbers = memory.StartOfUpdate(trainer), []
+    start, numbers = trainer._start_of_update(), []
     for _ in range(2):
         numbers.append(torch.rand(3))
         trainer.record_metrics({"before": 2.0, "during": 3.0})

@@ -1,0 +1,200 @@
+"""Protocols that name what functions of this folder read and call of a trainer.
+
+[`RolloutTrainer`] fulfills all of them but [`LateTrainer`] and [`ContinuousTrainer`], which an [`ExactUpdateTrainer`]
+fulfills; mypy checks both at the end of this file. Attributes without a comment are those of TRL's and transformers'
+trainers.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from datasets import Dataset
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+from transformers.trainer_callback import CallbackHandler, TrainerControl, TrainerState
+
+from ..update.forward_pass import ForwardPass
+from .request_seeds import RequestSeeds
+from .rollout_config import RolloutConfig
+from .timing import StepTimer
+
+
+if TYPE_CHECKING:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    from .exact_trainer import ExactUpdateTrainer
+    from .rollout_trainer import RolloutTrainer
+
+
+# Seeds and data -----------------------------------------------------------------------------------------------------
+
+
+class SeededTrainer(Protocol):
+    """A trainer whose vLLM requests have seeds."""
+
+    model: PreTrainedModel
+    _request_seeds: RequestSeeds  # of the run
+
+
+class EvaluatingTrainer(Protocol):
+    """A trainer whose evaluations have seeds."""
+
+    args: RolloutConfig
+    accelerator: Accelerator
+    state: TrainerState
+    _evaluations: tuple[int, int]  # optimizer step of the last evaluation, and number of evaluations at it
+
+
+class SamplingTrainer(Protocol):
+    """A trainer that knows the order of its dataset rows."""
+
+    num_generations: int
+
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Any: ...
+
+
+# Position of a run --------------------------------------------------------------------------------------------------
+
+
+class LossLoggingTrainer(Protocol):
+    """A trainer with the sums of losses from which Trainer logs `loss` and `train_loss`."""
+
+    _tr_loss: torch.Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
+
+
+class StreamingTrainer(Protocol):
+    """A trainer with the position in its training data."""
+
+    _data_position: tuple[int, int]  # passes over the training data, and batches used of the current pass
+
+
+class ConfiguredTrainer(Protocol):
+    """A trainer whose settings are compared with those at its construction."""
+
+    args: RolloutConfig
+    optimizer: torch.optim.Optimizer | None
+    optimizer_settings: tuple[str, ...]  # those that are read when the optimizer is created
+    _fixed_settings: dict[str, Any]  # see `fixed_settings`
+
+
+# Engines ------------------------------------------------------------------------------------------------------------
+
+
+class EngineTrainer(SeededTrainer, Protocol):
+    """A trainer that generates with vLLM."""
+
+    args: RolloutConfig
+    state: TrainerState
+    vllm_generation: Any  # TRL's engine, which that of this package replaces
+    tools: list[Callable]
+    environment_factories: Any
+    _tokenizer: PreTrainedTokenizerBase
+    _source: Any  # of completions; that of `rollout_schedule: continuous` sends weights
+    _last_loaded_step: int
+    _reads_images: bool
+    _unexpanded_prompt_ids: dict[tuple[int, ...], list[int]]  # see `ImagePrompts`
+
+    @property
+    def timer(self) -> StepTimer: ...
+
+    def create_forward_pass(self, model: Any, temperature: float) -> ForwardPass: ...
+
+
+class EngineProcessTrainer(Protocol):
+    """A trainer whose policy an engine process copies."""
+
+    args: RolloutConfig
+    accelerator: Accelerator
+    model_wrapped: nn.Module
+    generation_config: GenerationConfig
+    forward_pass: ForwardPass
+    eos_token_ids: list[int]
+    _tokenizer: PreTrainedTokenizerBase
+
+
+# Sources of completions ---------------------------------------------------------------------------------------------
+
+
+class ServedTrainer(Protocol):
+    """A trainer that generates with a vLLM server."""
+
+    args: RolloutConfig
+    accelerator: Accelerator
+    state: TrainerState
+    vllm_generation: "VLLMGeneration"
+
+
+class SourceTrainer(SamplingTrainer, ServedTrainer, Protocol):
+    """A trainer whose completions were generated, and perhaps graded, beside training."""
+
+    model: PreTrainedModel
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    train_dataset: Dataset
+    reward_funcs: list[Any]
+    _tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def timer(self) -> StepTimer: ...
+
+    def record_metrics(self, metrics: Mapping[str, float]) -> None: ...
+
+
+class LateTrainer(SourceTrainer, EngineProcessTrainer, Protocol):
+    """A trainer with `rollout_lag`."""
+
+    use_vllm: bool
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
+    async_loop: asyncio.AbstractEventLoop  # of asynchronous reward functions
+    late_rollout: Callable | None  # an asynchronous `rollout_func`
+
+    @property
+    def generation_number(self) -> int: ...
+
+    def reward_arguments(self) -> dict[str, Any]: ...
+
+    def check_rollouts(self, output: Any, num_prompts: int) -> dict[str, Any]: ...
+
+    def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict[str, Any]]: ...
+
+    def _end_empty(
+        self, completion_ids: list[list[int]], logprobs: list[list[Any]], env_mask: list[list[int]] | None = None
+    ) -> None: ...
+
+
+class ContinuousTrainer(SourceTrainer, Protocol):
+    """A trainer with `rollout_schedule: continuous`."""
+
+    tools: list[Callable]
+    eos_token_ids: list[int]
+    user_code: dict[str, Any]  # of the worker: reward functions, tools, and environments
+    _prompt_date: str  # in ISO format, of a chat template that prints the date
+
+    def create_forward_pass(self, model: Any, temperature: float) -> ForwardPass: ...
+
+
+if TYPE_CHECKING:
+
+    class _RolloutTrainer(
+        EngineTrainer,  # and SeededTrainer
+        EngineProcessTrainer,
+        EvaluatingTrainer,
+        SamplingTrainer,
+        LossLoggingTrainer,
+        StreamingTrainer,
+        ConfiguredTrainer,
+        Protocol,
+    ): ...
+
+    class _ExactUpdateTrainer(LateTrainer, ContinuousTrainer, Protocol): ...
+
+    def _fulfilled(trainer: "RolloutTrainer") -> _RolloutTrainer:
+        return trainer
+
+    def _fulfilled_with_lag(trainer: "ExactUpdateTrainer") -> _ExactUpdateTrainer:
+        return trainer
