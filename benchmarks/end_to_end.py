@@ -1,4 +1,4 @@
-"""Training time to a target reward: PACS, GRPO with the exact update and with TRL's (`trl_grpo`), PPO, and TRL's own
+"""Training time to a target reward: PACS, GRPO with the exact update and with TRL's (`trl_grpo`), PPO, and TRL's
 `GRPOTrainer` (`trl`) and `RLOOTrainer` (`trl_rloo`), with transformers or vLLM generation.
 
     OMP_NUM_THREADS=1 python -m benchmarks.end_to_end --engine transformers
@@ -116,20 +116,20 @@ def main() -> None:
     if args.engine == "vllm":
         share_engine(device, "float32")
         settings += ["--use_vllm", "true", "--vllm_mode", "colocate", "--vllm_max_model_length", "128"]
-    found = {}
+    logs_by_method = {}
     with tempfile.TemporaryDirectory() as directory:
         for method in args.methods:
-            found[method] = history(method, Path(directory), settings)
+            logs_by_method[method] = history(method, Path(directory), settings)
     heads = ["steps to " + format(args.target, ".0%"), "seconds", "seconds per step (median)", *PARTS]
     print(f"\n| method, {args.engine} | {' | '.join(heads)} |")
     print("| --- |" + " ---: |" * len(heads))
-    for method, logs in found.items():
+    for method, logs in logs_by_method.items():
         steps = steps_to(args.target, args.window, logs)
         total = sum(log["time/total"] for log in logs[:steps])
         shares = [f"{sum(log[f'time/{part}'] for log in logs[:steps]) / total:.0%}" for part in PARTS]
         reached = steps or f"not in {args.max_steps}"
-        of_step = statistics.median(log["time/total"] for log in logs)
-        print(f"| {method} | {reached} | {total:.1f} | {of_step:.2f} | {' | '.join(shares)} |")
+        step_seconds = statistics.median(log["time/total"] for log in logs)
+        print(f"| {method} | {reached} | {total:.1f} | {step_seconds:.2f} | {' | '.join(shares)} |")
 
 
 if __name__ == "__main__":

@@ -43,13 +43,13 @@ from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
-COLOCATED = {
+COLOCATED: dict[str, Any] = {
     "use_vllm": True,
     "vllm_mode": "colocate",
     "vllm_max_model_length": 64,
     "vllm_gpu_memory_utilization": 0.3,
 }
-LORA = {"r": 16, "target_modules": "all-linear"}
+LORA: dict[str, Any] = {"r": 16, "target_modules": "all-linear"}
 MAX_COMPLETION = 8
 TRAINERS = {"pacs": PACSTrainer, "grpo": GRPOTrainer, "trl_grpo": TRLTrainer}
 
@@ -91,12 +91,12 @@ def _largest_that_fits(size: Size, repeats: int, rate: float, settings: dict) ->
     rows, gpu = NUM_GENERATIONS, known_gpu(rate, settings["device"])
     while (estimate := estimate_of(size, rows, gpu, **settings)).update > estimate.usable and rows > 1:
         rows //= 2
-    found = _steps(size, rows, repeats, rate, **settings)
+    measured = _steps(size, rows, repeats, rate, **settings)
     gc.collect()  # the next method needs the memory
     if settings["device"] == "cuda":
         torch.cuda.empty_cache()
-    planned = planned_beside(estimate, found[0], size.completion_max, settings["device"])
-    return [{"rows per forward": rows, **row, **planned} for row in found]
+    planned = planned_beside(estimate, measured[0], size.completion_max, settings["device"])
+    return [{"rows per forward": rows, **row, **planned} for row in measured]
 
 
 def planned_beside(estimate: Estimate, measured: dict[str, Any], completion_max: int, device: str) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def planned_beside(estimate: Estimate, measured: dict[str, Any], completion_max:
 
 
 def known_gpu(rate: float, device: str) -> Gpu:
-    """Return the GPU's entry in `plan`; an unknown GPU gets its own memory, the measured matmul rate, and a bandwidth
+    """Return the GPU's entry in `plan`; an unknown GPU gets its memory, the measured matmul rate, and a bandwidth
     in proportion to that of an H100."""
     bandwidth = rate * GPUS["h100-80"].bandwidth / GPUS["h100-80"].flops
     if device == "cpu":

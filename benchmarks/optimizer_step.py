@@ -48,12 +48,12 @@ CHECKPOINTING = "default (gradient checkpointing)"  # what both trainers do unle
 def compare(title: str, runners: dict[str, Runner], repeats: int, flops_rate: float) -> list[dict]:
     """Time `repeats` rounds with one step of every runner, and print the results as a table."""
     peaks = {name: runner.peak_memory() for name, runner in runners.items()}  # also warms up
-    seconds = {name: [] for name in runners}
+    seconds: dict[str, list[float]] = {name: [] for name in runners}
     for number in range(1, repeats + 1):
         for name, runner in runners.items():
             seconds[name].append(runner.step())
-        of_round = " + ".join(f"{values[-1]:.2f}" for values in seconds.values())
-        print(f"{title}, round {number}/{repeats}: {of_round} s", file=sys.stderr, flush=True)
+        round_seconds = " + ".join(f"{values[-1]:.2f}" for values in seconds.values())
+        print(f"{title}, round {number}/{repeats}: {round_seconds} s", file=sys.stderr, flush=True)
     rows = []
     for name, values in seconds.items():
         median, rollouts = statistics.median(values), runners[name].rollouts

@@ -88,10 +88,10 @@ def main() -> None:
         sources = programs(args.programs, round_number)
         for name, way in WAYS.items():
             before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            own = time.process_time()
+            used = time.process_time()
             labels = way(sources)
             seconds, after = time.perf_counter() - started, resource.getrusage(resource.RUSAGE_CHILDREN)
-            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime + time.process_time() - own
+            cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime + time.process_time() - used
             assert labels == [1.0] * len(sources), name
             print(
                 f"{name:12}{len(sources) / seconds:8.1f} programs/s{1000 * cpu / len(sources):8.1f} ms of processor "

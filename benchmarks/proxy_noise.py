@@ -58,15 +58,15 @@ def sample_rollouts(model: Qwen3ForCausalLM, device: str, max_length: int) -> li
 def compute_logps(
     model, forward_pass: ForwardPass, rollouts: Sequence[Rollout], micro_batches: Sequence[Sequence[int]]
 ) -> list[torch.Tensor]:
-    """Compute the log-probs of every completion in the given micro-batches; returns one `(C,)` each, on the CPU."""
-    found = [torch.empty(0)] * len(rollouts)
+    """Compute the log-probs of every completion in these micro-batches; returns one `(C,)` each, on the CPU."""
+    completion_logps = [torch.empty(0)] * len(rollouts)
     for rows in micro_batches:
         prompts, completions = (
             [getattr(rollouts[i], name) for i in rows] for name in ("prompt_ids", "completion_ids")
         )
         for i, logps in zip(rows, forward_pass.compute_logps(model, prompts, completions).logps, strict=True):
-            found[i] = logps.cpu()
-    return found
+            completion_logps[i] = logps.cpu()
+    return completion_logps
 
 
 def scheduled(rollouts: list[Rollout], max_rollouts: int, *, padded: bool) -> list[list[int]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -174,8 +175,8 @@ class Runner:
         model = build_model(size.shape, device, model_type=size.model_type, attn_implementation=attention)
         if peft_config is not None:
             model.to(torch.bfloat16 if size.bf16 else torch.float32)
-        config_class = getattr(trainer_class, "_config_class", GRPOConfig)  # TRL's own has none
-        defaults = dict(
+        config_class = getattr(trainer_class, "_config_class", GRPOConfig)  # TRL's class has none
+        defaults: dict[str, Any] = dict(
             per_device_train_batch_size=size.rows_per_forward,
             num_generations=NUM_GENERATIONS,
             max_completion_length=size.completion_max,

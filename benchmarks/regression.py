@@ -8,7 +8,7 @@ Only ratios to TRL of one run are compared, because all variants of a run take t
 slows both sides of a ratio. The ratio of a round is TRL's seconds over the variant's; the table has the geometric mean
 of the rounds with a 95 % interval (Student's t on logarithms), and the change since the record with Welch's interval.
 A variant is flagged if its interval excludes every change of at most 5 %: `slower` (exit code 1) or `faster`. Ratios
-depend on the machine, too, so each has a record of its own (--record_file).
+depend on the machine, too, so each has a separate record (--record_file).
 """
 
 import argparse

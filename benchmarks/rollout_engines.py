@@ -107,13 +107,15 @@ def mismatch(trainer: PACSTrainer) -> dict:
     ids = trainer._tokenizer("\n".join(texts))["input_ids"]
     pieces = [ids[start : start + 160] for start in range(0, 16 * 160, 160)]
     prompts, completions = [piece[:32] for piece in pieces], [piece[32:] for piece in pieces]
-    found = torch.stack([trainer.vllm_generation.llm.prompt_logps(piece)[31:] for piece in pieces])
+    engine_logps = torch.stack([trainer.vllm_generation.llm.prompt_logps(piece)[31:] for piece in pieces])
     result = {}
     for name in ("float32", "bfloat16"):
         with torch.autocast("cpu", torch.bfloat16, enabled=name == "bfloat16"):
             chunks = [slice(i, i + 8) for i in range(0, 16, 8)]
-            own = torch.stack([row for i in chunks for row in trainer.compute_logps(prompts[i], completions[i])])
-        result[f"per_token_{name}"] = (found - own).abs().mean().item()
+            trainer_logps = torch.stack(
+                [row for i in chunks for row in trainer.compute_logps(prompts[i], completions[i])]
+            )
+        result[f"per_token_{name}"] = (engine_logps - trainer_logps).abs().mean().item()
     return result
 
 
@@ -129,11 +131,11 @@ def main() -> None:
     name = args.model
     with tempfile.TemporaryDirectory() as directory:
         trainer = build_trainer(args, directory)
-        found = synchronization(trainer, args.repeats) if args.lora_r and args.engine == "vllm" else {}
-        found |= generation(trainer, args.repeats)
+        measured = synchronization(trainer, args.repeats) if args.lora_r and args.engine == "vllm" else {}
+        measured |= generation(trainer, args.repeats)
         if args.engine == "vllm" and not args.lora_r:
-            found |= mismatch(trainer)
-    print(json.dumps({"model": name, "engine": args.engine, "dtype": args.dtype, "lora_r": args.lora_r} | found))
+            measured |= mismatch(trainer)
+    print(json.dumps({"model": name, "engine": args.engine, "dtype": args.dtype, "lora_r": args.lora_r} | measured))
 
 
 if __name__ == "__main__":

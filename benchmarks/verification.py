@@ -7,7 +7,7 @@
 
 Completions are assembled from the reference solutions of MATH-500: reasoning from other problems, then a boxed answer
 that is correct in 60 % of them and otherwise one of three mistakes per problem (a changed number). There are 500
-problems with 8 completions each, with log-normal lengths of about 4,000 characters on average; each round has its own
+problems with 8 completions each, with log-normal lengths of about 4,000 characters on average; each round has other
 texts and mistakes. Hostile completions end in an answer of `tests/data/hostile.jsonl` for which `accuracy_reward`
 times out.
 """

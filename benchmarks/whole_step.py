@@ -6,8 +6,8 @@
 **Simulated; not tested on a GPU.** Generation is that of `pacs_trl/plan/schedules.py`; seconds of an optimizer step
 are those of `pacs_trl/plan/cost.py`, which is calibrated on one H200, divided by the number of GPUs that train.
 Communication is left out, but for the transfer of weights at 50 GB/s. Lengths are those of `benchmarks.recorded`:
-log-normal, with the mean as a share of the longest. In turn all GPUs generate and train, each with an engine of its
-own. Otherwise some GPUs generate and the others train, as many as are fastest.
+log-normal, with the mean as a share of the longest. In turn all GPUs generate and train, each with an engine.
+Otherwise some GPUs generate and the others train, as many as are fastest.
 """
 
 import argparse
@@ -62,7 +62,7 @@ class Best(NamedTuple):
 
 
 def recorded_groups(longest: int, mean_share: float, number: int) -> Iterator[Group]:
-    """Yield groups without end: batches of `number` completions with recorded lengths, each with its own seed."""
+    """Yield groups without end: batches of `number` completions with recorded lengths, each with another seed."""
     seed = 0
     while True:
         lengths = completion_lengths(random.Random(seed), number, longest, mean_share=mean_share)

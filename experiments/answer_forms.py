@@ -118,8 +118,8 @@ def main() -> None:
     (args.output_dir / "numbers.json").write_text(json.dumps(shares, separators=(",", ":")) + "\n")
     names = ("unevaluated", "several boxes", *PROTOCOLS)
     rows = []
-    for protocol, found in shares.items():
-        for seed, updates in enumerate(found):
+    for protocol, run_shares in shares.items():
+        for seed, updates in enumerate(run_shares):
             for part in (updates[:5], updates[-5:]):
                 span = f"{part[0]['update']} to {part[-1]['update']}"
                 means = [100 * sum(row[name] for row in part) / len(part) for name in names]

@@ -50,7 +50,7 @@ def critic_records(
     Args:
         evaluation (`Path`): Output directory of `pacs-trl evaluate`.
         policy, reference (`str`): Checkpoints whose log-probs are compared.
-        benchmark (`str`): As given to `pacs-trl evaluate`.
+        benchmark (`str`): As in the command `pacs-trl evaluate`.
         pacs_beta (`float`), score_estimator (`str`): As in training.
         batch_size (`int`): Completions per forward pass.
 
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write psi and label of each completion, and the reliability diagram beside them."""
     parser = Parser("critic", __doc__.split("\n")[0], prog="python -m experiments.critic")
     parser.add_argument("evaluation", type=Path, help="output directory of `pacs-trl evaluate`")
-    parser.add_argument("--benchmark", required=True, help="as given to `pacs-trl evaluate`")
+    parser.add_argument("--benchmark", required=True, help="as in the command `pacs-trl evaluate`")
     parser.add_argument("--policy", required=True, help="trained checkpoint")
     parser.add_argument("--reference", required=True, help="checkpoint that training started from")
     parser.add_argument("--pacs_beta", type=float, default=1.0, help="as in training (default: 1)")

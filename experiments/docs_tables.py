@@ -10,7 +10,7 @@ import torch
 
 from pacs_trl.experimental.dars import additional_completions
 from pacs_trl.experimental.steer import entropy_sensitivities
-from pacs_trl.objective import proxy_coefficients
+from pacs_trl.objective import ClassWeighting, proxy_coefficients
 
 
 SCHEDULES = {
@@ -21,30 +21,30 @@ SCHEDULES = {
 
 
 @lru_cache
-def group_weight(right: int, size: int, weighting: str) -> float:
+def group_weight(right: int, size: int, weighting: ClassWeighting) -> float:
     """Sum of the absolute coefficients of a group at proxy 0, times the number of completions that the loss is divided
     by."""
     labels = torch.tensor([1.0] * right + [0.0] * (size - right), dtype=torch.float64)
-    found = proxy_coefficients(0 * labels, labels, num_generations=size, class_weighting=weighting)
-    return size * found.abs().sum().item()
+    coefficients = proxy_coefficients(0 * labels, labels, num_generations=size, class_weighting=weighting)
+    return size * coefficients.abs().sum().item()
 
 
 def expectations(rate: float, schedule: dict | None) -> dict[str, float]:
     """Of a prompt with a success rate, exactly: completions, share of mixed groups, mean label, weight of its
     group."""
-    found = dict.fromkeys(("completions", "mixed", "label", "none", "balanced"), 0.0)
+    expected = dict.fromkeys(("completions", "mixed", "label", "none", "balanced"), 0.0)
     for first in range(9):
         more = additional_completions(first, 8, **schedule) if schedule else 0
         for second in range(more + 1):
             right, size = first + second, 8 + more
             ways = math.comb(8, first) * math.comb(more, second)
             chance = ways * rate**right * (1 - rate) ** (size - right)
-            found["completions"] += chance * size
-            found["mixed"] += chance * (0 < right < size)
-            found["label"] += chance * right / size
+            expected["completions"] += chance * size
+            expected["mixed"] += chance * (0 < right < size)
+            expected["label"] += chance * right / size
             for weighting in ("none", "balanced"):
-                found[weighting] += chance * group_weight(right, size, weighting)
-    return found
+                expected[weighting] += chance * group_weight(right, size, weighting)
+    return expected
 
 
 def wrong_signs(num_tokens: int) -> float:
@@ -60,8 +60,10 @@ def wrong_signs(num_tokens: int) -> float:
     # a step up the gradient of log p(sampled) moves the logits by 1 - p at the token, by -p at the others
     moves = torch.zeros_like(logps).scatter_(1, sampled, 1.0) - logps.exp()
     change = (slopes * moves).sum(-1)
-    of_token = logps.gather(1, sampled)
-    estimate = -entropy_sensitivities(of_token, torch.zeros_like(of_token), entropies[:, None], of_token < 0)[:, 0]
+    sampled_logps = logps.gather(1, sampled)
+    estimate = -entropy_sensitivities(
+        sampled_logps, torch.zeros_like(sampled_logps), entropies[:, None], sampled_logps < 0
+    )[:, 0]
     return (estimate.sign() != change.sign()).double().mean().item()
 
 
@@ -72,12 +74,14 @@ def main() -> None:
             print(f"| `{name}`, `{weighting}` | {' | '.join(weights)} |")
     for denominator in (64, 8, 2):
         for name, schedule in SCHEDULES.items():
-            rate, found = 1 / denominator, expectations(1 / denominator, schedule)
-            same = round(found["completions"])
-            shares = [f"{100 * share:.0f} %" for share in (found["mixed"], 1 - (1 - rate) ** same - rate**same)]
-            values = [f"{value:.2f}" for value in (found["label"] / rate, found["none"], found["balanced"])]
+            rate, expected = 1 / denominator, expectations(1 / denominator, schedule)
+            same = round(expected["completions"])
+            shares = [f"{100 * share:.0f} %" for share in (expected["mixed"], 1 - (1 - rate) ** same - rate**same)]
+            values = [f"{value:.2f}" for value in (expected["label"] / rate, expected["none"], expected["balanced"])]
             print(
-                "| " + " | ".join([f"1/{denominator}", name, f"{found['completions']:.1f}", *shares, *values]) + " |"
+                "| "
+                + " | ".join([f"1/{denominator}", name, f"{expected['completions']:.1f}", *shares, *values])
+                + " |"
             )
     rates = [(i + 0.5) / 500 for i in range(500)]
     plain, equal = ([expectations(rate, SCHEDULES[name]) for rate in rates] for name in ("off", "equal_treatment"))

@@ -64,13 +64,13 @@ def backwards(text: str) -> str:
 def sums(seed: int) -> list[dict[str, str | None]]:
     """Return training problems: plain sums, then backward sums with the sum as hint."""
     rows = [(row["problem"], row["answer"]) for row in demonstrations("addition", seed=seed) if _reads_otherwise(row)]
-    found = [(problem, answer, None) for problem, answer in rows[:NUM_TRAINED]]
-    found += [(backwards(problem), answer, problem) for problem, answer in rows[NUM_TRAINED : 2 * NUM_TRAINED]]
-    return [dict(zip(("problem", "answer", "hint"), each, strict=True)) for each in found]
+    examples = [(problem, answer, None) for problem, answer in rows[:NUM_TRAINED]]
+    examples += [(backwards(problem), answer, problem) for problem, answer in rows[NUM_TRAINED : 2 * NUM_TRAINED]]
+    return [dict(zip(("problem", "answer", "hint"), each, strict=True)) for each in examples]
 
 
 def _reads_otherwise(row: dict[str, str]) -> bool:
-    """Return whether the backward sum, read as a sum, has a value far from its own."""
+    """Return whether the backward sum, read as a sum, has a value far from the backward sum."""
     return abs(sum(map(int, backwards(row["problem"]).split("#"))) - int(row["answer"])) > FAR
 
 
@@ -82,12 +82,12 @@ def held_out() -> dict[str, list[dict[str, str]]]:
 def taught(seed: int) -> list[dict]:
     """Return demonstrations of sums, and of sums as the hint of an unrelated problem."""
     rows = demonstrations("addition", 2000, seed=seed)
-    others, found = random.Random(seed).sample(rows, len(rows)), []
+    others, examples = random.Random(seed).sample(rows, len(rows)), []
     for row, other in zip(rows, others, strict=True):
         for text in (row["problem"], backwards(other["problem"]) + HINT.format(hint=row["problem"])):
             solution = [{"role": "assistant", "content": row["solution"]}]
-            found.append({"prompt": build_prompt(text, instruction=""), "completion": solution})
-    return found
+            examples.append({"prompt": build_prompt(text, instruction=""), "completion": solution})
+    return examples
 
 
 def warm_start(directory: Path, seed: int) -> Path:
@@ -137,7 +137,7 @@ def measured(model: Path, output_dir: Path) -> dict[str, list[int]]:
     )
     with VerificationArguments(verification_protocol="authors").build() as verifier:  # as in training
         results = evaluate(arguments, verifier, progress=False)["benchmarks"]
-    return {name: [p["c"] for p in of["problems"]] for name, of in zip(files, results.values(), strict=True)}
+    return {name: [p["c"] for p in result["problems"]] for name, result in zip(files, results.values(), strict=True)}
 
 
 def report(counts: dict[str, dict[str, dict]]) -> list[str]:
@@ -145,12 +145,14 @@ def report(counts: dict[str, dict[str, dict]]) -> list[str]:
     start never solves, and rows with the guided arms' differences to the plain one by seed."""
     rows, shares = [], {}
     for seed, arms in counts.items():
-        hard = [i for i, correct in enumerate(arms[START]["backward"]) if correct == 0]
-        for arm, found in arms.items():
-            columns = [(found["sums"], 1), *((found["backward"], k) for k in KS)]
-            columns += [([found["backward"][i] for i in hard], k) for k in KS]
-            own = shares[seed, arm] = [100 * mean(pass_at_k(max(KS), c, k) for c in of) for of, k in columns]
-            rows.append([seed, arm, found.get("completions", ""), *(f"{share:.1f}" for share in own)])
+        hard = [i for i, count in enumerate(arms[START]["backward"]) if count == 0]
+        for arm, num_correct in arms.items():
+            columns = [(num_correct["sums"], 1), *((num_correct["backward"], k) for k in KS)]
+            columns += [([num_correct["backward"][i] for i in hard], k) for k in KS]
+            percentages = shares[seed, arm] = [
+                100 * mean(pass_at_k(max(KS), c, k) for c in column) for column, k in columns
+            ]
+            rows.append([seed, arm, num_correct.get("completions", ""), *(f"{share:.1f}" for share in percentages)])
     for arm in list(ARMS)[1:]:
         pairs = [(shares[seed, arm], shares[seed, "plain"]) for seed in counts if (seed, arm) in shares]
         differences = zip(*([a - b for a, b in zip(*pair, strict=True)] for pair in pairs), strict=True)
@@ -168,17 +170,25 @@ def main() -> None:
     for seed in args.seeds:
         work = args.output_dir / f"seed-{seed}"
         start = warm_start(work / "start", seed)
-        own = counts[str(seed)] = {START: measured(start, work / "before")}
+        seed_counts = counts[str(seed)] = {START: measured(start, work / "before")}
         (work / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums(seed)))
         for arm, words in ARMS.items():
             model = work / run_name(arm)
-            given = ["--config", str(RECIPE), "--dataset_name", str(work / "train.jsonl"), *words, "--seed", str(seed)]
-            given += ["--max_completion_length", str(LENGTH), "--max_steps", str(UPDATES * GENERATIONS)]
-            log = train_once([*given, "--save_strategy", "no"], start, model, BudgetTrainer if words else None)
+            arguments = [
+                "--config",
+                str(RECIPE),
+                "--dataset_name",
+                str(work / "train.jsonl"),
+                *words,
+                "--seed",
+                str(seed),
+            ]
+            arguments += ["--max_completion_length", str(LENGTH), "--max_steps", str(UPDATES * GENERATIONS)]
+            log = train_once([*arguments, "--save_strategy", "no"], start, model, BudgetTrainer if words else None)
             log = [entry for entry in log if "entropy" in entry]
             attempts = sum(entry.get("guidance/attempted", 0) for entry in log)
-            own[arm] = measured(model, model.with_name(f"{model.name}-after"))
-            own[arm]["completions"] = int(len(log) // UPDATES * BATCH + attempts)
+            seed_counts[arm] = measured(model, model.with_name(f"{model.name}-after"))
+            seed_counts[arm]["completions"] = int(len(log) // UPDATES * BATCH + attempts)
             (args.output_dir / "counts.json").write_text(json.dumps(counts, separators=(",", ":")) + "\n")
         print("\n".join(report(counts)), flush=True)
 

@@ -50,14 +50,14 @@ PROMPTS = {
 @torch.no_grad()
 def answer_probabilities(model, tokenizer, task: str, prompt: dict[str, str], number: int) -> list[float]:
     """Return the probability of the reference answer to each of the first problems of the benchmark."""
-    entries, found = checked_dataset(task.partition(",")[0], TASKS[task], BENCHMARK_SEED, number), []
+    entries, probabilities = checked_dataset(task.partition(",")[0], TASKS[task], BENCHMARK_SEED, number), []
     for i in range(number):
-        given = tokenize_prompt(tokenizer, build_prompt(entries[i]["question"], **prompt))
+        prompt_ids = tokenize_prompt(tokenizer, build_prompt(entries[i]["question"], **prompt))
         answer = [*tokenizer(str(entries[i]["answer"]))["input_ids"], tokenizer.eos_token_id]
-        logits = model(torch.tensor([[*given, *answer]]), logits_to_keep=len(answer) + 1).logits[0, :-1]
+        logits = model(torch.tensor([[*prompt_ids, *answer]]), logits_to_keep=len(answer) + 1).logits[0, :-1]
         logps = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
-        found.append(logps.sum().exp().item())
-    return found
+        probabilities.append(logps.sum().exp().item())
+    return probabilities
 
 
 def main() -> None:
@@ -68,19 +68,27 @@ def main() -> None:
     args = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows, found = [], {}
+    rows, probabilities = [], {}
     for task in TASKS:
-        found[task] = {
+        probabilities[task] = {
             name: answer_probabilities(model, tokenizer, task, prompt, args.problems)
             for name, prompt in PROMPTS.items()
         }
-        shares = [(mean(ps), mean(1 - (1 - p) ** 8 for p in ps)) for ps in found[task].values()]
+        shares = [(mean(ps), mean(1 - (1 - p) ** 8 for p in ps)) for ps in probabilities[task].values()]
         rows.append([task, *(f"{100 * share:.2f}" for pair in shares for share in pair)])
         args.output.write_text(
-            json.dumps({t: {n: [round(p, 7) for p in ps] for n, ps in of.items()} for t, of in found.items()}) + "\n"
+            json.dumps(
+                {
+                    t: {n: [round(p, 7) for p in ps] for n, ps in by_prompt.items()}
+                    for t, by_prompt in probabilities.items()
+                }
+            )
+            + "\n"
         )
         print(
-            "\n".join(markdown(["task", *(f"{name}: {of}" for name in PROMPTS for of in ("pass@1", "pass@8"))], rows)),
+            "\n".join(
+                markdown(["task", *(f"{name}: {metric}" for name in PROMPTS for metric in ("pass@1", "pass@8"))], rows)
+            ),
             flush=True,
         )
 

@@ -90,11 +90,11 @@ def build(seeds: list[int]) -> Policy:
     rows = (NONE + max(NUMBERS) + 1, PROMPT + MOST_TERMS, WIDTH, WIDTH, WIDTH, 4 * WIDTH, WIDTH)
     columns = (WIDTH, WIDTH, 3 * WIDTH, WIDTH, 4 * WIDTH, WIDTH, NUM_TERMS + 1)
     shapes = dict(zip(names, zip(rows, columns, strict=True), strict=True))
-    found = []
+    matrices = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(seed)
-        found.append([torch.randn(shape, generator=generator) * shape[0] ** -0.5 for shape in shapes.values()])
-    return {name: torch.stack(values) for name, values in zip(shapes, zip(*found, strict=True), strict=True)}
+        matrices.append([torch.randn(shape, generator=generator) * shape[0] ** -0.5 for shape in shapes.values()])
+    return {name: torch.stack(values) for name, values in zip(shapes, zip(*matrices, strict=True), strict=True)}
 
 
 def next_logps(policy: Policy, tokens: torch.Tensor, past: list | None = None) -> torch.Tensor:
@@ -135,27 +135,29 @@ def mask_of(completions: torch.Tensor) -> torch.Tensor:
 def generate(policy: Policy, prompts: torch.Tensor) -> torch.Tensor:
     """Sample a completion for each of `prompts` `(S, B, 3)`: `(S, B, 5)`, filled up with 0."""
     past: list = []
-    inputs, found = prompts, torch.zeros(*prompts.shape[:2], 0, dtype=torch.long)
+    inputs, completions = prompts, torch.zeros(*prompts.shape[:2], 0, dtype=torch.long)
     for size in range(MOST_TERMS):
         probs = next_logps(policy, inputs, past)[:, :, -1].exp()
         inputs = probs.flatten(0, 1).multinomial(1).view(*prompts.shape[:2], 1)
-        inputs = inputs.masked_fill(found[..., -1:] == 0, 0) if size else inputs
-        found = torch.cat([found, inputs], dim=2)
-    return found
+        inputs = inputs.masked_fill(completions[..., -1:] == 0, 0) if size else inputs
+        completions = torch.cat([completions, inputs], dim=2)
+    return completions
 
 
 @torch.no_grad()
 def answer_logps(policy: Policy, prompts: torch.Tensor) -> torch.Tensor:
     """Return the exact log-probs of all answers to `prompts` `(P, 3)`: `(S, P, A)`. Each prefix is computed once."""
-    num_seeds, past, found = len(policy["head"]), [], []
+    num_seeds = len(policy["head"])
+    past: list[torch.Tensor] = []
+    ended = []  # log-probs of the answers that end after each number of terms
     inputs, prefixes = prompts.expand(num_seeds, -1, -1), torch.zeros(num_seeds, len(prompts), 1)
     for size in range(MOST_TERMS):
         logps = next_logps(policy, inputs, past)[:, :, -1].view(*prefixes.shape, -1) + prefixes.unsqueeze(3)
-        found.append(logps[..., 0])
+        ended.append(logps[..., 0])
         prefixes = logps[..., 1:].flatten(2)  # (S, P, 5 ** (size + 1))
         past = [tensor.repeat_interleave(NUM_TERMS, dim=0) for tensor in past] if size < MOST_TERMS - 1 else past
         inputs = torch.arange(1, NUM_TERMS + 1).repeat(num_seeds, prefixes[0].numel() // NUM_TERMS).unsqueeze(2)
-    return torch.cat([*found, prefixes], dim=2)
+    return torch.cat([*ended, prefixes], dim=2)
 
 
 def measure(policy: Policy, prompts: torch.Tensor, first: torch.Tensor | None = None) -> dict[str, list[float]]:
@@ -168,16 +170,16 @@ def measure(policy: Policy, prompts: torch.Tensor, first: torch.Tensor | None = 
     logps, labels = answer_logps(policy, prompts).double(), labels_of(prompts)
     probs = logps.exp()
     success = (probs * labels).sum(dim=2).clamp(max=1)
-    found = {f"pass@{k}": 1 - (1 - success) ** k for k in KS}
-    found["distinct"] = ((1 - (1 - probs) ** 64) * labels).sum(dim=2) / labels.sum(dim=1)
-    found["entropy"] = -(probs * logps).sum(dim=2)
+    metrics = {f"pass@{k}": 1 - (1 - success) ** k for k in KS}
+    metrics["distinct"] = ((1 - (1 - probs) ** 64) * labels).sum(dim=2) / labels.sum(dim=1)
+    metrics["entropy"] = -(probs * logps).sum(dim=2)
     logs = shares_of(logps, labels)
     shares = logs.exp() * labels
-    found["perplexity"] = (-(shares * logs).sum(dim=2)).exp()
-    found["terms"] = (shares * (answers() > 0).sum(dim=1)).sum(dim=2)
+    metrics["perplexity"] = (-(shares * logs).sum(dim=2)).exp()
+    metrics["terms"] = (shares * (answers() > 0).sum(dim=1)).sum(dim=2)
     if first is not None:
-        found["kl"] = (shares * (logs - shares_of(first.double(), labels))).sum(dim=2)
-    return {name: [round(v, 5) for v in values.mean(dim=1).tolist()] for name, values in found.items()}
+        metrics["kl"] = (shares * (logs - shares_of(first.double(), labels))).sum(dim=2)
+    return {name: [round(v, 5) for v in values.mean(dim=1).tolist()] for name, values in metrics.items()}
 
 
 def shares_of(logps: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -191,8 +193,8 @@ def warm_start(seeds: list[int]) -> Policy:
     policy = {name: value.requires_grad_() for name, value in build(seeds).items()}
     train, held_out = problems()
     labels, sizes = labels_of(train), (answers() > 0).sum(dim=1)
-    of_sizes = [(labels & (sizes == size)).float() for size in range(2, MOST_TERMS + 1)]
-    weights = torch.stack([of / of.sum(dim=1, keepdim=True).clamp(min=1) for of in of_sizes]).sum(dim=0)
+    correct_by_size = [(labels & (sizes == size)).float() for size in range(2, MOST_TERMS + 1)]
+    weights = torch.stack([each / each.sum(dim=1, keepdim=True).clamp(min=1) for each in correct_by_size]).sum(dim=0)
     generator = torch.Generator().manual_seed(seeds[0])
     optimizer = torch.optim.AdamW(policy.values(), lr=3e-3, weight_decay=0.0)
     ends: dict[int, tuple[Policy, Policy]] = {}
@@ -208,7 +210,8 @@ def warm_start(seeds: list[int]) -> Policy:
             optimizer.step()
         for i, value in enumerate(measure(policy, held_out)["pass@1"]):
             if value > WARM_START and i not in ends:
-                ends[i] = tuple({n: v[i] for n, v in weights_.items()} for weights_ in (before, copy_of(policy)))
+                after = copy_of(policy)
+                ends[i] = {n: v[i] for n, v in before.items()}, {n: v[i] for n, v in after.items()}
     low, high = torch.zeros(len(seeds)), torch.ones(len(seeds))
     for _ in range(10):
         middle = (low + high) / 2
@@ -230,7 +233,7 @@ class Arm(NamedTuple):
     kl: float = 0.0  # weight of the divergence from the warm start, TRL's `beta`
     weighting: str = "balanced"  # class weights of PACS
     actor: float = 0.0  # `actor_term_coef` of PACS
-    minibatches: int = 1  # updates per rollout, each with prompts of its own
+    minibatches: int = 1  # updates per rollout, each with other prompts
     breadth: bool = False  # two updates on all minibatches of a rollout instead
     noise: float = 0.0  # share of the labels that are flipped
 
@@ -255,25 +258,25 @@ def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor,
     scale = 1 / lengths if arm.proxy == "mean" or arm.method == "REAL" else torch.ones_like(lengths)
     ratios = log_ratios.sum(dim=1) * scale
     if arm.method == "PACS":
-        settings = {"num_generations": GROUP, "class_weighting": arm.weighting}
-        found = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, **settings)
+        settings: dict[str, Any] = {"num_generations": GROUP, "class_weighting": arm.weighting}
+        coefficients = arm.beta * scale * proxy_coefficients(arm.beta * ratios, labels, **settings)
         if arm.actor:
             scores = group_scores(arm.beta * ratios, labels, num_generations=GROUP)
-            found = found + arm.actor * actor_coefficients(scores, labels, **settings)
+            coefficients = coefficients + arm.actor * actor_coefficients(scores, labels, **settings)
     elif arm.method == "REAL":
         ratios.requires_grad_()
-        found = scale * torch.autograd.grad(real_loss(ratios, labels, num_generations=GROUP), ratios)[0]
+        coefficients = scale * torch.autograd.grad(real_loss(ratios, labels, num_generations=GROUP), ratios)[0]
     elif arm.method == "RLOO":
         advantages = rloo_advantages(labels, num_generations=GROUP)
         weights = ratios.exp()  # of probabilities, clipped as in TRL
-        found = -advantages / len(labels) * weights.masked_fill((weights - 1) * advantages.sign() > 0.2, 0.0)
+        coefficients = -advantages / len(labels) * weights.masked_fill((weights - 1) * advantages.sign() > 0.2, 0.0)
     elif arm.method == "MaxRL":
-        found = -maxrl_advantages(labels, num_generations=GROUP) / lengths.sum()
+        coefficients = -maxrl_advantages(labels, num_generations=GROUP) / lengths.sum()
     else:
         grid = labels.view(-1, GROUP)
         advantages = (grid - grid.mean(dim=1, keepdim=True)) / (grid.std(dim=1, keepdim=True) + 1e-4)
-        found = -advantages.flatten() / lengths.sum()
-    return found.unsqueeze(1) * mask
+        coefficients = -advantages.flatten() / lengths.sum()
+    return coefficients.unsqueeze(1) * mask
 
 
 @torch.no_grad()
@@ -302,7 +305,8 @@ def train(
     optimizer = torch.optim.AdamW(policy.values(), lr=rate, weight_decay=0.0)
     generator = torch.Generator().manual_seed(seeds[0])
     torch.manual_seed(seeds[0])
-    seconds, curve, rollouts = 0.0, [], []
+    seconds, curve = 0.0, []
+    rollouts: list[tuple[torch.Tensor, ...]] = []
     for update in range(updates + 1):
         if update % every == 0:
             curve.append(measure(policy, held_out, first))
@@ -334,9 +338,9 @@ def train(
         optimizer.step()
         seconds += time.process_time() - began
     success = (answer_logps(policy, held_out).exp() * labels_of(held_out)).sum(dim=2)  # by problem
-    found = {"arm": arm.name, "rate": rate, "seeds": seeds, "every": every, "seconds": round(seconds, 1)}
-    found["success"] = [[round(value, 3) for value in of_seed] for of_seed in success.tolist()]
-    return found | {name: [point[name] for point in curve] for name in curve[0]}
+    record = {"arm": arm.name, "rate": rate, "seeds": seeds, "every": every, "seconds": round(seconds, 1)}
+    record["success"] = [[round(value, 3) for value in seed_success] for seed_success in success.tolist()]
+    return record | {name: [point[name] for point in curve] for name in curve[0]}
 
 
 ROLLOUT, GRPO = Arm("PACS"), Arm("GRPO")
@@ -372,7 +376,7 @@ def read_records(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()] if path.is_file() else []
 
 
-def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[int], **sizes: float) -> None:
+def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[int], **sizes: Any) -> None:
     """Train and record the arms that are not recorded with these seeds and learning rates."""
     start = None
     for arm, rate in wanted:
@@ -380,11 +384,11 @@ def train_missing(results: Path, wanted: list[tuple[Arm, float]], seeds: list[in
         if any((r["arm"], r["rate"], r["seeds"]) == (arm.name, rate, seeds) for r in records):
             continue
         start = warm_start(seeds) if start is None else start
-        found = train(arm, rate, seeds, start, **sizes)
-        content = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in [*records, found])
+        record = train(arm, rate, seeds, start, **sizes)
+        content = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in [*records, record])
         (results / "records.tmp").write_bytes(gzip.compress(content.encode(), mtime=0))
         os.replace(results / "records.tmp", results / "records.jsonl.gz")
-        print(f"{arm.name}, {rate:g}: pass@1 {mean(found['pass@1'][-1]):.3f}, {found['seconds']} s", flush=True)
+        print(f"{arm.name}, {rate:g}: pass@1 {mean(record['pass@1'][-1]):.3f}, {record['seconds']} s", flush=True)
 
 
 def main() -> None:

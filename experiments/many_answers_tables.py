@@ -42,35 +42,35 @@ STUDENT = 2.26  # 97.5 %, ten seeds
 def at_pass_1(record: dict[str, Any], level: float) -> dict[int, dict[str, float]]:
     """Return for each seed that reaches `level` its metrics and updates where pass@1 does so first, linear in pass@1
     between two measurements."""
-    found = {}
+    points = {}
     for i, seed in enumerate(record["seeds"]):
         curve = [point[i] for point in record["pass@1"]]
         reached = next((index for index, value in enumerate(curve) if value >= level), None)
         if reached:
             share = (level - curve[reached - 1]) / (curve[reached] - curve[reached - 1])
-            found[seed] = at_point(record, i, reached - 1 + share)
-    return found
+            points[seed] = at_point(record, i, reached - 1 + share)
+    return points
 
 
 def at_point(record: dict[str, Any], index: int, point: float) -> dict[str, float]:
     """Return the metrics of a seed at a point of its curve, linear between two measurements."""
     low = min(int(point), len(record["pass@1"]) - 2)
-    found = {"updates": point * record["every"]}
-    for name in METRICS.keys() - found.keys():
+    metrics = {"updates": point * record["every"]}
+    for name in METRICS.keys() - metrics.keys():
         before, after = (record[name][low + step][index] for step in (0, 1))
-        found[name] = before + (point - low) * (after - before)
-    return found
+        metrics[name] = before + (point - low) * (after - before)
+    return metrics
 
 
 def cells(values: list[dict[str, float]], names: list[str]) -> list[str]:
     """Return mean ± standard deviation over seeds of each metric."""
-    found = []
+    texts = []
     for name in names:
         factor, digits = METRICS[name]
-        of_seeds = [factor * value[name] for value in values]
-        spread = f" ± {stdev(of_seeds):.{digits}f}" if len(of_seeds) > 1 else ""
-        found.append(f"{mean(of_seeds):.{digits}f}{spread}" if of_seeds else "")
-    return found
+        seed_values = [factor * value[name] for value in values]
+        spread = f" ± {stdev(seed_values):.{digits}f}" if len(seed_values) > 1 else ""
+        texts.append(f"{mean(seed_values):.{digits}f}{spread}" if seed_values else "")
+    return texts
 
 
 def paired_difference(ours: dict[int, dict[str, float]], theirs: dict[int, dict[str, float]], name: str) -> str:
@@ -86,20 +86,20 @@ def paired_difference(ours: dict[int, dict[str, float]], theirs: dict[int, dict[
 
 def best_rates(records: list[dict[str, Any]]) -> dict[str, float]:
     """Return the learning rate of each arm by the rule of the page, and print what it rests on."""
-    found: dict[str, float] = {}
+    best: dict[str, float] = {}
     rates, rows = sorted({rate for rate, *_ in RATES}), []
-    of_arms: dict[str, dict[float, dict[str, Any]]] = {}
+    runs_by_arm: dict[str, dict[float, dict[str, Any]]] = {}
     for record in records:
         if record["seeds"] == RATE_SEEDS:
-            of_arms.setdefault(record["arm"], {})[record["rate"]] = record
-    for arm, runs in of_arms.items():
+            runs_by_arm.setdefault(record["arm"], {})[record["rate"]] = record
+    for arm, runs in runs_by_arm.items():
         reached = {rate: list(at_pass_1(run, LEVEL).values()) for rate, run in runs.items()}
         pass_64 = {r: 100 * mean(v["pass@64"] for v in vs) for r, vs in reached.items() if len(vs) == len(RATE_SEEDS)}
         ends = {rate: 100 * mean(run["pass@1"][-1]) for rate, run in runs.items()}
-        found[arm] = max(pass_64 or ends, key=(pass_64 or ends).__getitem__)
-        if pass_64 and pass_64[found[arm]] < pass_64.get(PLAN[0][0], 0) + 1:
-            found[arm] = PLAN[0][0]
-        of_rates = [
+        best[arm] = max(pass_64 or ends, key=(pass_64 or ends).__getitem__)
+        if pass_64 and pass_64[best[arm]] < pass_64.get(PLAN[0][0], 0) + 1:
+            best[arm] = PLAN[0][0]
+        rate_cells = [
             f"{pass_64[rate]:.1f} ({mean(v['updates'] for v in reached[rate]):.0f})"
             if rate in pass_64
             else f"{len(reached[rate])} of 2; {ends[rate]:.0f}"
@@ -107,10 +107,10 @@ def best_rates(records: list[dict[str, Any]]) -> dict[str, float]:
             else ""
             for rate in rates
         ]
-        rows.append([arm, *of_rates, f"{found[arm]:g}"])
+        rows.append([arm, *rate_cells, f"{best[arm]:g}"])
     print("### Learning rates: pass@64 at pass@1 = 40 % (updates)\n")
     markdown(["arm", *(f"{rate:g}" for rate in rates), "best"], rows)
-    return found
+    return best
 
 
 def markdown(heads: list[str], rows: list[list[str]]) -> None:
@@ -129,9 +129,9 @@ def compare(records: list[dict[str, Any]]) -> None:
     compared = [(name, arm, base) for name in ("pass@64", "distinct") for arm, base in bases.items()]
     rows = []
     for record in sorted(records, key=lambda record: record["arm"]):
-        found = at_pass_1(record, LEVEL)
-        row = [record["arm"], f"{record['rate']:g}", str(len(found)), *cells(list(found.values()), names)]
-        rows.append([*row, *("" if found == base else paired_difference(found, base, n) for n, _, base in compared)])
+        points = at_pass_1(record, LEVEL)
+        row = [record["arm"], f"{record['rate']:g}", str(len(points)), *cells(list(points.values()), names)]
+        rows.append([*row, *("" if points == base else paired_difference(points, base, n) for n, _, base in compared)])
     markdown(["arm", "rate", "seeds", *names, *(f"{n} minus {arm.name}" for n, arm, _ in compared)], rows)
 
 
@@ -150,11 +150,11 @@ def print_tables(everything: list[dict[str, Any]], best: dict[str, float]) -> No
     limit = min(record["seconds"] for record in planned)
     rows = []
     for record in planned:
-        of_update = record["seconds"] / record["every"] / (len(record["pass@1"]) - 1)
-        values = [at_point(record, i, limit / of_update / record["every"]) for i in range(len(SEEDS))]
+        update_seconds = record["seconds"] / record["every"] / (len(record["pass@1"]) - 1)
+        values = [at_point(record, i, limit / update_seconds / record["every"]) for i in range(len(SEEDS))]
         names = ["pass@1", "pass@8", "pass@64", "distinct", "entropy"]
-        updates = f"{limit / of_update:.0f}"
-        rows.append([title(record), f"{1000 * of_update / len(SEEDS):.1f}", updates, *cells(values, names)])
+        updates = f"{limit / update_seconds:.0f}"
+        rows.append([title(record), f"{1000 * update_seconds / len(SEEDS):.1f}", updates, *cells(values, names)])
     markdown(["arm", "ms per update", "updates", "pass@1", "pass@8", "pass@64", "distinct", "entropy"], rows)
 
 

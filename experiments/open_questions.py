@@ -6,6 +6,7 @@ The arms start from the warm starts of `many_answers.py` and have its seeds, so 
 """
 
 from argparse import ArgumentParser
+from typing import Any
 
 import torch
 
@@ -38,6 +39,12 @@ PAIRS = [(BREADTH, FOUR[2]), *zip(FOUR[1:], FOUR, strict=False), *CLASSES, *ACTO
 NEW = [*FOUR, PLAIN_KEPT, *(arm for arm, _ in [*ACTOR, *NOISY])]
 
 
+def at_last_update(record: dict[str, Any]) -> dict[int, dict[str, float]]:
+    """Return the metrics of each seed after `UPDATES` updates, or half as many on twice the minibatches."""
+    point = min(UPDATES / record["every"], 8)
+    return {seed: at_point(record, i, point) for i, seed in enumerate(SEEDS)}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     train_missing(RESULTS, [(arm, RATE) for arm in NEW], SEEDS, updates=UPDATES, every=UPDATES // 8)
@@ -45,16 +52,13 @@ def main() -> None:
     records = {r["arm"]: r for r in read_records(RESULTS) if r["seeds"] == SEEDS and r["rate"] == RATE}
     rows, names = [], ["pass@64", "distinct", "entropy", "updates"]
     for arm, base in PAIRS:
-        ours, theirs = records[arm.name], records[base.name]
-        own_level, base_level = (at_pass_1(of, LEVEL) for of in (ours, theirs))
-        own_end, base_end = (
-            {seed: at_point(of, i, min(UPDATES / of["every"], 8)) for i, seed in enumerate(SEEDS)}
-            for of in (ours, theirs)
-        )
-        row = [arm.name, base.name, str(len(own_level)), *cells(list(own_level.values()), ["pass@64", "updates"])]
-        row += [paired_difference(own_level, base_level, name) for name in names]
-        rows.append([*row, *cells(list(own_end.values()), ["pass@1"])])
-        rows[-1] += [paired_difference(own_end, base_end, name) for name in ("pass@1", "entropy")]
+        arm_level, base_level = (at_pass_1(records[each.name], LEVEL) for each in (arm, base))
+        arm_end, base_end = (at_last_update(records[each.name]) for each in (arm, base))
+        row = [arm.name, base.name, str(len(arm_level)), *cells(list(arm_level.values()), ["pass@64", "updates"])]
+        row += [paired_difference(arm_level, base_level, name) for name in names]
+        row += cells(list(arm_end.values()), ["pass@1"])
+        row += [paired_difference(arm_end, base_end, name) for name in ("pass@1", "entropy")]
+        rows.append(row)
     heads = ["arm", "minus", "reached", "pass@64", "updates", *(f"difference in {name}" for name in names)]
     markdown([*heads, "pass@1 at the end", "difference", "difference in entropy at the end"], rows)
 

@@ -96,36 +96,36 @@ def rates_of(arm: str) -> tuple[float, ...]:
 
 def best_rate(records: Records, task: str, arm: str, steps: int) -> float:
     """Return the learning rate with the highest pass@1 of those that were run with `SWEPT_SEED`."""
-    found = {}
+    pass_1: dict[float, float] = {}
     for rate in rates_of(arm):
         runs = records.runs(cell_of(task, arm, rate, steps).run, arm)
-        found.update((rate, passes(run)[1]) for run in runs if run.seed == SWEPT_SEED)
-    return max(found, key=lambda rate: found[rate])
+        pass_1.update((rate, passes(run)[1]) for run in runs if run.seed == SWEPT_SEED)
+    return max(pass_1, key=lambda rate: pass_1[rate])
 
 
 def runs_of(options: Options, task: str, rates: dict[str, float], steps: int) -> dict[str, dict[int, Run]]:
     """Return the recorded runs by arm and seed, for the arms that have any."""
     records = Records(options.results_dir)
-    found = {arm: records.runs(cell_of(task, arm, rate, steps).run, arm) for arm, rate in rates.items()}
-    by_seed = {arm: {run.seed: run for run in runs if run.seed in options.seeds} for arm, runs in found.items()}
+    recorded = {arm: records.runs(cell_of(task, arm, rate, steps).run, arm) for arm, rate in rates.items()}
+    by_seed = {arm: {run.seed: run for run in runs if run.seed in options.seeds} for arm, runs in recorded.items()}
     return {arm: runs for arm, runs in by_seed.items() if runs}
 
 
-def draw(found: dict[str, dict[int, Run]], path: Path) -> None:
+def draw(runs_by_arm: dict[str, dict[int, Run]], path: Path) -> None:
     """Draw reward and entropy over the updates, and held-out pass@k."""
     titles = {"reward": "reward", "entropy": "entropy (nats per token)"}
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(plots.PAGE_WIDTH, plots.PANEL_HEIGHT + 0.5), layout="constrained")
         *curves, last = figure.subplots(1, 3)
-        look_of, drawn = plots.looks(found), []
+        look_of, drawn = plots.looks(runs_by_arm), []
         for panel, (key, title) in zip(curves, titles.items(), strict=True):
-            for arm, runs in found.items():
+            for arm, runs in runs_by_arm.items():
                 logs = [run.training["log_history"] for run in runs.values() if run.training]
                 drawn.append([plots.series(log, key) for log in logs])
                 plots.draw_runs(panel, drawn[-1], arm, look_of[arm])
             plots.whole_steps(panel)
             panel.set(title=title, xlabel="optimizer step", ylim=(0, 1 if key == "reward" else None))
-        for arm, runs in found.items():
+        for arm, runs in runs_by_arm.items():
             results = [run.results for run in runs.values()]
             (benchmark,) = results[0]["benchmarks"]
             ks = sorted(map(int, results[0]["benchmarks"][benchmark]["pass_at_k"]))
@@ -137,11 +137,11 @@ def draw(found: dict[str, dict[int, Run]], path: Path) -> None:
 
 def report(options: Options, task: str, rates: dict[str, float], steps: int) -> list[str]:
     """Return a table with a row per arm: pass@k by seed, the paired difference from PACS, entropy, and seconds."""
-    rows, found = [], runs_of(options, task, rates, steps)
-    for arm, runs in found.items():
+    rows, runs_by_arm = [], runs_of(options, task, rates, steps)
+    for arm, runs in runs_by_arm.items():
         columns = zip(*(passes(run).values() for run in runs.values()), strict=True)
         cells = [f"{mean(column):.1f} ({', '.join(f'{x:.1f}' for x in column)})" for column in columns]
-        pairs = [(run, found["PACS"][seed]) for seed, run in runs.items() if seed in found.get("PACS", {})]
+        pairs = [(run, runs_by_arm["PACS"][seed]) for seed, run in runs.items() if seed in runs_by_arm.get("PACS", {})]
         differences = [passes(run)[1] - passes(pacs)[1] for run, pacs in pairs] if arm not in (START, "PACS") else []
         logs = [run.training["log_history"] for run in runs.values() if run.training]
         ends = [mean([y for _, y in plots.series(history, "entropy")][-5:]) for history in logs]
@@ -149,7 +149,7 @@ def report(options: Options, task: str, rates: dict[str, float], steps: int) -> 
         measured = [f"{mean(column):.{digits}f}" if column else "" for column, digits in ((ends, 2), (seconds, 1))]
         rate = f"{rates[arm]:g}" if arm != START else ""
         rows.append([arm, rate, ", ".join(map(str, runs)), *cells, mean_difference(differences), *measured])
-    ks = [f"pass@{k}" for k in passes(next(run for runs in found.values() for run in runs.values()))]
+    ks = [f"pass@{k}" for k in passes(next(run for runs in runs_by_arm.values() for run in runs.values()))]
     heads = ["", "learning rate", "seeds", *ks, "pass@1 minus PACS", "entropy, nats", "s / update"]
     return markdown(heads, rows, 3)
 
@@ -167,29 +167,33 @@ def problems_of(run: Run) -> list[dict[str, Any]]:
     return benchmark["problems"]
 
 
-def by_kind(task: str, found: dict[str, dict[int, Run]]) -> list[str]:
+def by_kind(task: str, runs_by_arm: dict[str, dict[int, Run]]) -> list[str]:
     """Return a table with the percentage of correct completions by kind of answer, over all seeds of an arm."""
     ((name, settings),) = TASKS[task].items()
-    problems = {arm: [p for run in runs.values() for p in problems_of(run)] for arm, runs in found.items()}
+    problems = {arm: [p for run in runs.values() for p in problems_of(run)] for arm, runs in runs_by_arm.items()}
     entries = gym.checked_dataset(name, settings["config"], gym.BENCHMARK_SEED, gym.BENCHMARK_SIZE)
-    kinds = {p["id"]: kind_of(entries[int(p["id"])]) for own in problems.values() for p in own}
+    kinds = {p["id"]: kind_of(entries[int(p["id"])]) for arm_problems in problems.values() for p in arm_problems}
     titles, rows = sorted(set(kinds.values())), []
-    for arm, own in problems.items():
-        shares = [mean(p["c"] / p["n"] for p in own if kinds[p["id"]] == kind) for kind in titles]
+    for arm, arm_problems in problems.items():
+        shares = [mean(p["c"] / p["n"] for p in arm_problems if kinds[p["id"]] == kind) for kind in titles]
         rows.append([arm, *(f"{100 * share:.0f}" for share in shares)])
     numbers = list(kinds.values())
     return ["", *markdown(["", *(f"{kind} ({numbers.count(kind)})" for kind in titles)], rows)]
 
 
-def support(found: dict[str, dict[int, Run]], before: Run) -> list[str]:
+def support(runs_by_arm: dict[str, dict[int, Run]], before: Run) -> list[str]:
     """Return a table with the number of problems that have a correct completion before and after training, only after
     it, and only before it, means over seeds, and the mean diversity of the correct completions of a problem."""
     solved, rows = [p["c"] > 0 for p in problems_of(before)], []
-    for arm, runs in found.items():
+    for arm, runs in runs_by_arm.items():
         pairs = [list(zip(solved, (p["c"] > 0 for p in problems_of(run)), strict=True)) for run in runs.values()]
-        counts = [[own.count(pair) for own in pairs] for pair in ((True, True), (False, True), (True, False))]
-        scores = [x for run in runs.values() for of in run.diversity.values() for x in of.values()]
-        rows.append([arm, *(f"{mean(column):.1f}" for column in counts), f"{mean(scores):.2f}" if scores else ""])
+        counts = [
+            [seed_pairs.count(pair) for seed_pairs in pairs] for pair in ((True, True), (False, True), (True, False))
+        ]
+        diversity = [x for run in runs.values() for scores in run.diversity.values() for x in scores.values()]
+        rows.append(
+            [arm, *(f"{mean(column):.1f}" for column in counts), f"{mean(diversity):.2f}" if diversity else ""]
+        )
     return ["", *markdown(["", "solved before and after", "only after", "only before", "diversity"], rows)]
 
 
@@ -210,10 +214,10 @@ def main() -> None:
     for seed in args.seeds:
         for arm in args.arms:
             run_cell(cell_of(args.task, arm, rates[arm], args.steps), seed, options)
-            found = runs_of(options, args.task, rates, args.steps)
+            runs_by_arm = runs_of(options, args.task, rates, args.steps)
             lines = report(options, args.task, rates, args.steps)
-            lines += by_kind(args.task, found) if TASKS[args.task] else []
-            lines += support(found, next(iter(found[START].values()))) if START in found else []
+            lines += by_kind(args.task, runs_by_arm) if TASKS[args.task] else []
+            lines += support(runs_by_arm, next(iter(runs_by_arm[START].values()))) if START in runs_by_arm else []
             publish(Path(args.results_dir) / f"{args.task}.md", lines)
     draw(runs_of(options, args.task, rates, args.steps), Path(args.results_dir) / f"{args.task}.png")
 

@@ -31,8 +31,8 @@ class Products:
 def product_reward(completions, environments, **columns) -> list[float]:
     """Return 1.0 for each completion whose last message has the product in a box, 0.0 otherwise."""
     answers = [str(environment.factors[0] * environment.factors[1]) for environment in environments]
-    found = [last_boxed(completion_text(completion) or "") for completion in completions]
-    return [float(box == answer) for box, answer in zip(found, answers, strict=True)]
+    boxes = [last_boxed(completion_text(completion) or "") for completion in completions]
+    return [float(box == answer) for box, answer in zip(boxes, answers, strict=True)]
 
 
 class Environment:

@@ -101,7 +101,7 @@ def run_seed(
     Args:
         seed (`int`):
             Seed of the training runs and of the miniature's warm start. The held-out problems and their samples have
-            seeds of their own, the same in every run.
+            other seeds, the same in every run.
         output_dir (`Path`):
             Gets `before/` and `after-pacs/` (samples, grades, results.json), `pacs/` (checkpoint, model card, recipe),
             and the same of GRPO. Earlier contents are removed.
@@ -184,6 +184,7 @@ def _examples(setting: Setting, output_dir: Path, methods: Sequence[str]) -> dic
 
 def doubled_and_apart(before: Measured, after: Measured) -> bool:
     """Whether pass@1 at least doubled and the two 95 % intervals do not overlap."""
+    assert after.lower is not None and before.upper is not None
     return after.value >= 2 * before.value and after.lower > before.upper
 
 
@@ -193,10 +194,12 @@ def summary(runs: Sequence[dict[str, Any]], setting: Setting = MINIATURE) -> str
     names = [setting.start, *methods, *(["PACS - GRPO"] if len(methods) > 1 else [])]
     lines = ["| seed | | pass@1 | pass@8 | doubled, intervals apart |", "| --- | --- | --- | --- | --- |"]
     for run in runs:
-        of_method = methods_of(list(run["results"].values()))
-        rows = {method: pass_at_k_cells(group, [setting.benchmark], KS) for method, group in of_method.items()}
+        results_by_method = methods_of(list(run["results"].values()))
+        rows = {method: pass_at_k_cells(group, [setting.benchmark], KS) for method, group in results_by_method.items()}
         if len(methods) > 1:
-            rows[names[-1]] = paired_difference(of_method["PACS"], of_method["GRPO"], [setting.benchmark], KS)
+            rows[names[-1]] = paired_difference(
+                results_by_method["PACS"], results_by_method["GRPO"], [setting.benchmark], KS
+            )
         for method in names:
             cells, verdict = rows[method], ""
             if method in methods:

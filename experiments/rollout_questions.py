@@ -41,9 +41,9 @@ def cell_of(arm: str) -> Cell:
 def measured(run: Run) -> list[float]:
     """Return pass@k for each of `KS` and the share of problems that are never solved in percent, means over
     benchmarks, and the entropy of the last ten updates in nats (0 without training)."""
-    found = list(run.results["benchmarks"].values())
-    shares = [mean(b["pass_at_k"].get(str(k), {"value": math.nan})["value"] for b in found) for k in KS]
-    shares.append(mean(problem["c"] == 0 for b in found for problem in b["problems"]))
+    benchmarks = list(run.results["benchmarks"].values())
+    shares = [mean(b["pass_at_k"].get(str(k), {"value": math.nan})["value"] for b in benchmarks) for k in KS]
+    shares.append(mean(problem["c"] == 0 for b in benchmarks for problem in b["problems"]))
     log = [entry["entropy"] for entry in run.training["log_history"][-10:]] if run.training else [0.0]
     return [*(100 * share for share in shares), mean(log)]
 
@@ -51,12 +51,12 @@ def measured(run: Run) -> list[float]:
 def report(options: Options) -> list[str]:
     """Return a row for each arm: means over seeds, and differences to the arm of `BASES` by seed."""
     records, rows = Records(options.results_dir), []
-    found = {arm: {run.seed: measured(run) for run in records.runs(cell_of(arm).run, arm)} for arm in ARMS}
-    for arm, values in found.items():
+    measurements = {arm: {run.seed: measured(run) for run in records.runs(cell_of(arm).run, arm)} for arm in ARMS}
+    for arm, values in measurements.items():
         cells = [
             f"{mean(column):.{1 if i < 4 else 3}f}" for i, column in enumerate(zip(*values.values(), strict=True))
         ]
-        base = found.get(BASES.get(arm, ""), {})
+        base = measurements.get(BASES.get(arm, ""), {})
         shared = [seed for seed in values if seed in base]
         for i, factor in ((0, 1), (2, 1), (4, 1000)):
             cells.append(mean_difference([factor * (values[seed][i] - base[seed][i]) for seed in shared]))

@@ -19,22 +19,24 @@ _STEP = re.compile(r"(\d+)\+(\d+)=(\d+)")
 def steps_hold(problem: str, steps: list[str]) -> list[bool]:
     """Return for each step `a+b=c` of a sum like `7+30+8` whether it and all previous ones are correct: `c` is the
     sum, `a` the previous `c` (at first a term), and `b` an unused term."""
-    left, total, found = problem.split("+"), None, []
+    left = problem.split("+")
+    total: str | None = None
+    holds: list[bool] = []
     for step in steps:
         match = _STEP.fullmatch(step)
-        if match is None or not all(found):
-            found.append(False)
+        if match is None or not all(holds):
+            holds.append(False)
             continue
         first, second, result = match.groups()
         known = first == total
         if total is None and first in left:
             known = True
             left.remove(first)
-        found.append(known and second in left and int(first) + int(second) == int(result))
-        if found[-1]:
+        holds.append(known and second in left and int(first) + int(second) == int(result))
+        if holds[-1]:
             left.remove(second)
             total = result
-    return found
+    return holds
 
 
 def step_reward(
@@ -57,12 +59,13 @@ def step_reward(
     for prompt, completion, ids, outcome in zip(prompts, completions, completion_ids, outcomes, strict=True):
         ends = [t for t, token in enumerate(ids[:-1]) if token == comma]  # the last token has the outcome
         steps = (completion_text(completion) or "").split(",")[: len(ends)]
-        held = steps_hold(prompt[-1]["content"], steps)
-        pairs = [(t, float(holds)) for t, holds in zip(ends, held, strict=True)]
+        holds = steps_hold(prompt[-1]["content"], steps)
+        pairs = [(t, float(step_holds)) for t, step_holds in zip(ends, holds, strict=True)]
         labels.append(None if outcome is None else [*pairs, (len(ids) - 1, outcome)])
     return labels
 
 
 @cache
 def _comma() -> int:
-    return build_tokenizer().convert_tokens_to_ids(",")
+    (token_id,) = build_tokenizer()(",")["input_ids"]
+    return token_id

@@ -22,7 +22,7 @@ def arms_parser(description: str, name: str, arms: Collection[str]) -> ArgumentP
 
 
 def options_of(args: Namespace, **sizes: Any) -> Options:
-    """Return the options of the runs, of the given sizes or, with `max_steps`, of the smallest."""
+    """Return the options of the runs, of these sizes or, with `max_steps`, of the smallest."""
     if args.max_steps is not None:
         sizes |= {"num_samples": 8, "max_problems": 4, "warm_start_steps": 2}
     places = {"results_dir": args.results_dir, "work_dir": args.work_dir}

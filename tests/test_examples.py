@@ -39,8 +39,8 @@ def reply(*texts: str) -> list[list[dict]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def test_own_reward(run):
-    script = run("own_reward", QUESTIONS, **SMALL)
+def test_reward_function(run):
+    script = run("reward_function", QUESTIONS, **SMALL)
     check_finished(script)
     answers = ["6 times 200\n#### 1,200", "#### 3", "#### 3"]
     reward = script["last_number_is_correct"]

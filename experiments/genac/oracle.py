@@ -33,7 +33,8 @@ _RESULT = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a
 
 def worked_reason(problem: str, response: str) -> str:
     """Return the reason for a prefix: its calculations repeated, and of a sum the unused terms."""
-    done, used = "", []
+    done = ""
+    used: list[str] = []
     for a, sign, b, written in _CALCULATION.findall(response):
         result = _RESULT[sign](int(a), int(b))
         done += f"{result}{'y' if result == int(written) else 'n'}"

@@ -55,7 +55,7 @@ def teach(
 
     Args:
         template (`str`): `critic_prompt` of the later run.
-        actor ([`Actor`]): The policy; each trace has its own success rate.
+        actor ([`Actor`]): The policy; each trace has a success rate.
         settings: Fields of [`~trl.SFTConfig`].
 
     Returns:

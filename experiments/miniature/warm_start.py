@@ -1,4 +1,4 @@
-r"""Supervised warm start of a miniature model to a given accuracy.
+r"""Supervised warm start of a miniature model to a target accuracy.
 
 TRL's SFTTrainer trains on worked solutions until the running average of the weights exceeds the target accuracy. The
 result is interpolated between the last two measured averages, so that every seed, machine, and number of threads
@@ -112,7 +112,7 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=".partial-") as partial:
         arguments = [json.dumps(asdict(wanted)), f"{partial}/model"]
         command = [sys.executable, "-m", "experiments.miniature.warm_start", *arguments]
-        # The trainer prints metrics to stdout, progress and warnings to stderr. The process has its own group, so that
+        # The trainer prints metrics to stdout, progress and warnings to stderr. The process leads a new group, so that
         # Ctrl-C reaches only this process, which then ends it without a traceback.
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, process_group=0)
         try:

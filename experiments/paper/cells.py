@@ -62,9 +62,10 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
         return
     work = cell.directory(options.work_dir, seed)
     _begin(work, settings | {"seed": seed})
-    given = options.warm_start_steps
-    short = {} if given is None else {"max_steps": given, "target_accuracy": None}
-    model = start = start_of(recipe, seed, **short)
+    short_warm_start: dict[str, Any] = {}
+    if options.warm_start_steps is not None:
+        short_warm_start = {"max_steps": options.warm_start_steps, "target_accuracy": None}
+    model = start = start_of(recipe, seed, **short_warm_start)
     if cell.trained:
         model = work / "model"
         train_once([*arguments, "--seed", str(seed)], start, model)
@@ -84,9 +85,9 @@ def run_cell(cell: Cell, seed: int, options: Options) -> None:
 
 def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[str, Any]:
     """Return the settings of all runs of a cell: the keys of its recipe without the seed, and sizes."""
-    own = {key: value for key, value in recipe.items() if key not in ("seed", "output_dir")}
+    training = {key: value for key, value in recipe.items() if key not in ("seed", "output_dir")}
     return {
-        "training": own if cell.trained else None,
+        "training": training if cell.trained else None,
         "warm_start_steps": options.warm_start_steps,
         "evaluation": evaluation_settings(options),
     }
@@ -95,8 +96,11 @@ def cell_settings(cell: Cell, recipe: dict[str, Any], options: Options) -> dict[
 def evaluation_settings(options: Options) -> dict[str, Any]:
     """Return the settings of the evaluation in the size of the options, with every k up to n."""
     settings = read_mapping(RECIPES / f"{options.evaluation}.yaml", "evaluation")
-    given = {"n": options.num_samples, "max_problems": options.max_problems}
-    settings |= {key: value for key, value in given.items() if value is not None} | dict(options.evaluation_keys)
+    if options.num_samples is not None:
+        settings["n"] = options.num_samples
+    if options.max_problems is not None:
+        settings["max_problems"] = options.max_problems
+    settings |= dict(options.evaluation_keys)
     settings["k"] = [k for k in map(int, str(settings["k"]).split(",")) if k <= settings["n"]]
     return settings
 
@@ -144,8 +148,8 @@ def _begin(work: Path, settings: dict[str, Any]) -> None:
     """Write the settings of a work directory, or check that it was started with the same."""
     path = work / "settings.json"
     if work.is_dir() and any(work.iterdir()):
-        found = json.loads(path.read_text()) if path.is_file() else None
+        recorded = json.loads(path.read_text()) if path.is_file() else None
         remedy = "Remove that directory to run the cell again, or choose another --work_dir."
-        return require_same_settings(found, settings, str(work), remedy)
+        return require_same_settings(recorded, settings, str(work), remedy)
     work.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(settings, indent=1) + "\n")

@@ -54,7 +54,7 @@ def read_table(name: str, scale: str) -> Table:
 def _cell(label: str, entry: dict[str, Any], scale: str, evaluations: Sequence[str]) -> Cell:
     """Build the cell of a row: the name of a recipe, or `{run: NAME, recipe: NAME, set: SETTINGS}`."""
     made = {"recipe": entry[scale]} if isinstance(entry[scale], str) else entry[scale]
-    if made["recipe"].startswith("evaluation/"):  # is its own evaluation
+    if made["recipe"].startswith("evaluation/"):  # the evaluation itself
         evaluations = [made["recipe"]]
     trained = entry.get("trained", True)
     return Cell(label, made["recipe"], trained, evaluations, made.get("set", {}), made.get("run"))

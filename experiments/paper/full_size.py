@@ -1,7 +1,7 @@
 """Full-size cells of a table: shell commands, their cost, and the records of their results.
 
 The number of machines and their names ($NODE_RANK, $HEAD) are variables of the shell. In the results directory of a
-seed every evaluation has its own directory (`v2`, `checkpoint-80`), from which the record is made.
+seed every evaluation has a directory (`v2`, `checkpoint-80`), from which the record is made.
 """
 
 import shlex

@@ -196,14 +196,14 @@ def record(results_dir: Path, cell: str, run: Run, settings: dict[str, Any] | No
         os.replace(temporary, records.path)
 
 
-def require_same_settings(found: dict[str, Any] | None, wanted: dict[str, Any], where: str, remedy: str) -> None:
+def require_same_settings(recorded: dict[str, Any] | None, wanted: dict[str, Any], where: str, remedy: str) -> None:
     """
     Refuse to go on with what was begun with other settings.
 
     Raises:
         `ValueError`: naming what differs.
     """
-    lines = ["it has none"] if found is None else differences(found, wanted)
+    lines = ["it has none"] if recorded is None else differences(recorded, wanted)
     if lines:
         raise ValueError(
             f"{where} was made with other settings than those of its recipe: {'; '.join(lines)}. {remedy}"

@@ -43,7 +43,7 @@ class Table(NamedTuple):
     published: str | None = None  # base model of the paper's tables of pass@k
     compare: Sequence[tuple[str, str]] = ()  # labels of which the first minus the second is shown
     message: str = ""  # of the figure of the miniature runs
-    own_prompts: bool = False  # whether the rows are different models, each asked in its own chat format
+    model_prompts: bool = False  # whether the rows are different models, each asked in its chat format
 
 
 def write_tables(selected: Sequence[Table], results_dir: Path, *, twins: bool) -> str:
@@ -93,7 +93,7 @@ Runs = dict[str, list[Run]]
 def _require_one_protocol(table: Table, runs: Runs, results_dir: Path) -> None:
     """Check that all runs have the same protocol, except for the chat format of different models."""
     results = _all_results(runs)
-    if table.own_prompts:
+    if table.model_prompts:
         questions = [{"instruction": result["protocol"]["prompt"]["instruction"]} for result in results]
         results = [r | {"protocol": r["protocol"] | {"prompt": q}} for r, q in zip(results, questions, strict=True)]
     require_same_protocol(results, [f"{result['method']} in {results_dir}" for result in results])
@@ -107,8 +107,8 @@ def _names(twins: bool, model: str | None = None) -> dict[str, str]:
 
 def _cells(runs: Sequence[Run], benchmarks: Sequence[str], ks: Sequence[int]) -> list[tables.Measured | None]:
     """Return for each k the mean over seeds and benchmarks in percent; `None` without runs."""
-    found = tables.pass_at_k_cells([run.results for run in runs], benchmarks, ks) if runs else {}
-    return [found.get(k) for k in ks]
+    cells = tables.pass_at_k_cells([run.results for run in runs], benchmarks, ks) if runs else {}
+    return [cells.get(k) for k in ks]
 
 
 def _text(cell: tables.Measured | None, digits: int = 1) -> str:
@@ -383,8 +383,8 @@ def _other_domain(table: Table, runs: Runs, path: Path, twins: bool) -> str:
         return tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
     rows = []
     for label in runs:
-        found = sorted((path.parent / "other_domains" / label).glob("seed-*/**/results.json"))
-        measured, row = [read_results(file)["benchmarks"] for file in found], [label]
+        files = sorted((path.parent / "other_domains" / label).glob("seed-*/**/results.json"))
+        measured, row = [read_results(file)["benchmarks"] for file in files], [label]
         for name, ours in OTHER_DOMAINS.items():
             values = [100 * entries[ours]["pass_at_k"]["1"]["value"] for entries in measured if ours in entries]
             text = numbers.OUT_OF_DOMAIN_IN_TEXT.get((label, name))

@@ -1,7 +1,7 @@
 """GRPO on GSM8K with a reward function written here.
 
-Run `python examples/own_reward.py [--model MODEL] [--SETTING VALUE ...]` on one GPU (not tested on GPU), or
-`accelerate launch examples/own_reward.py` on several.
+Run `python examples/reward_function.py [--model MODEL] [--SETTING VALUE ...]` on one GPU (not tested on GPU), or
+`accelerate launch examples/reward_function.py` on several.
 """
 
 import re
@@ -29,7 +29,7 @@ def to_prompt(example: dict) -> dict:
 parser = TrlParser(GRPOConfig)
 parser.add_argument("--model", default="Qwen/Qwen2.5-0.5B-Instruct")
 parser.add_argument("--dataset", default="openai/gsm8k")
-parser.set_defaults(output_dir="outputs/own_reward", learning_rate=1e-6, max_steps=200, logging_steps=1)
+parser.set_defaults(output_dir="outputs/reward_function", learning_rate=1e-6, max_steps=200, logging_steps=1)
 parser.set_defaults(num_generations=8, per_device_train_batch_size=32, gradient_accumulation_steps=4)
 args, names = parser.parse_args_and_config()
 
