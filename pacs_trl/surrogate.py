@@ -1,11 +1,12 @@
 """Probability-ratio losses in terms of one coefficient per completion and one weight per token.
 
-    grad L = sum_i c_i * sum_t w_it * grad log pi(o_it),        c_i = -A_i * scale_i
+    L = sum_i c_i * sum_t f(rho_it),        c_i = -A_i * scale_i,        rho_it = pi(o_it) / pi_old(o_it)
+    grad L = sum_i c_i * sum_t w_it * grad log pi(o_it)
 
-`A_i` is the advantage, `scale_i` the normalization of [`completion_scales`], and `w_it` the derivative of a function
-`f(rho)` of the probability ratio `rho = pi / pi_old` with respect to log pi, which depends on detached values only
-([`ratio_terms`]). The module covers all losses of `trl.GRPOTrainer` 1.16 and that of `trl.RLOOTrainer`. All functions
-are pure; tests compare them with autograd through TRL's formulas.
+`A_i` is the advantage, `scale_i` the normalization of [`completion_scales`], and `w_it` the derivative of `f(rho_it)`
+with respect to log pi, which depends on detached values only ([`ratio_terms`]). The module covers all losses of
+`trl.GRPOTrainer` 1.16 and that of `trl.RLOOTrainer`. All functions are pure; tests compare them with autograd through
+TRL's formulas.
 
 Shapes: `B` completions, `T` completion tokens. Masks are `True` for counted tokens.
 """
@@ -43,19 +44,19 @@ class RatioLoss(NamedTuple):
 
 class RatioTerms(NamedTuple):
     """
-    Weights, values, and clip fractions of a micro-batch, without gradient.
+    What a loss needs of the tokens of a micro-batch, without gradient.
 
     Attributes:
-        weights (shape `(B, T)`): `w_it`; undefined outside the mask.
-        values (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * values_i`.
+        logp_weights (shape `(B, T)`): `w_it`, the weights of log-probs in the gradient; undefined outside the mask.
+        surrogate_sums (shape `(B,)`): `sum_t f(rho_it)`, so that the loss is `sum_i c_i * surrogate_sums_i`.
         low_fraction, high_fraction (shape `(B,)`): Clip fractions: the share of counted tokens with a ratio below the
             lower bound and a negative advantage, or with a ratio above the upper bound and a positive advantage; 0 or
             1 at sequence level.
         phi (shape `(B,)`): Weight of each completion of `"vespo"`, see [`vespo_weights`]; 1 for the other losses.
     """
 
-    weights: torch.Tensor
-    values: torch.Tensor
+    logp_weights: torch.Tensor
+    surrogate_sums: torch.Tensor
     low_fraction: torch.Tensor
     high_fraction: torch.Tensor
     phi: torch.Tensor
@@ -92,7 +93,7 @@ def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: Rat
 
 
 # The function `f` of the ratio, and the normalization of the sum over tokens (see `completion_scales`). "cispo" and
-# "vespo" multiply log pi by a detached factor and have no such function.
+# "vespo" multiply log pi by a detached weight, and have no such function.
 LOSS_TYPES: dict[str, tuple[Callable | None, str]] = {
     "grpo": (_clipped, "completion"),
     "bnpo": (_clipped, "step"),
@@ -115,6 +116,29 @@ def log_importance_weights(log_ratios: torch.Tensor, mask: torch.Tensor, level: 
     return total / mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "sequence" else total
 
 
+# Returns `f(rho)` and its derivative with respect to log rho from the ratios and the signs of the advantages, see
+# [`with_derivative`].
+RatioFunction = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+@torch.enable_grad()
+def with_derivative(
+    f: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ratio: torch.Tensor, sign: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """
+    Return `f(rho)` and its derivative with respect to log rho, `rho * f'(rho)`, which autograd computes.
+
+    Args:
+        f (`Callable`): `f(ratio, sign)`, computed for each ratio alone.
+        ratio (shape `(B, T)` or `(B, 1)`): Probability ratios.
+        sign (shape `(B, 1)`): Signs of the advantages: 1, 0, or -1.
+    """
+    ratio = ratio.detach().requires_grad_()
+    surrogates = f(ratio, sign)
+    (slopes,) = torch.autograd.grad(surrogates.sum(), ratio)
+    return surrogates.detach(), slopes * ratio.detach()
+
+
 @torch.no_grad()
 def ratio_terms(
     logps: torch.Tensor,
@@ -123,55 +147,61 @@ def ratio_terms(
     mask: torch.Tensor,
     loss: RatioLoss,
     *,
-    factors: torch.Tensor | None = None,
+    token_weights: torch.Tensor | None = None,
     log_correction: torch.Tensor | None = None,
+    function: RatioFunction | None = None,
 ) -> RatioTerms:
     """
-    Return the token weights, values, and clip fractions of a loss.
+    Return the weights of the log-probs, the sums over tokens, and the clip fractions of a loss.
 
     Args:
         logps, old_logps (shape `(B, T)`): Log-probs in nats under the current policy and the policy at rollout time.
         advantages (shape `(B,)`): Advantages; only their signs are used.
         mask (bool, shape `(B, T)`): `True` for counted tokens.
         loss ([`RatioLoss`]): The loss and its settings.
-        factors (shape `(B, T)`, *optional*): Factors on the loss of each token (masks, importance weights).
+        token_weights (shape `(B, T)`, *optional*): Weights of the losses of the tokens (masks, importance weights).
         log_correction (shape `(B, 1)`, *optional*): Added to the log-ratio of a completion by `"vespo"`.
+        function (`RatioFunction`, *optional*): Used instead of the function of `loss.loss_type`.
     """
-    factors = mask.to(logps.dtype) if factors is None else factors.masked_fill(~mask, 0.0)
-    level, function = loss.importance_sampling_level, LOSS_TYPES[loss.loss_type][0]
-    log_ratios, number = logps - old_logps, mask.sum(dim=1, keepdim=True).clamp(min=1)
+    token_weights = mask.to(logps.dtype) if token_weights is None else token_weights.masked_fill(~mask, 0.0)
+    level, loss_function = loss.importance_sampling_level, LOSS_TYPES[loss.loss_type][0]
+    log_ratios, num_tokens = logps - old_logps, mask.sum(dim=1, keepdim=True).clamp(min=1)
     ratio = log_importance_weights(log_ratios, mask, level).exp()
     positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
     phi = logps.new_ones(len(logps))
-    if function is None:
-        if loss.loss_type == "cispo":
-            weights = ratio.clamp(max=loss.upper_bound)
-        else:
-            total = log_ratios.clamp(-20.0, 20.0).masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
-            total = total if log_correction is None else total + log_correction
-            weights = vespo_weights(total, ~negative, loss)
-            phi = weights[:, 0]
-        weights = weights * factors
-        values = (weights * logps.masked_fill(~mask, 0.0)).sum(dim=1)
+    surrogates: torch.Tensor | None = None
+    if function is not None:
+        surrogates, derivatives = function(ratio, advantages[:, None].sign())
+    elif loss_function is not None:
+        surrogates, derivatives = loss_function(ratio, positive, loss)
+    elif loss.loss_type == "cispo":
+        derivatives = ratio.clamp(max=loss.upper_bound)
     else:
-        token_values, derivatives = function(ratio, positive, loss)
-        values = (token_values * factors).sum(dim=1)
+        total = log_ratios.clamp(-20.0, 20.0).masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
+        total = total if log_correction is None else total + log_correction
+        derivatives = vespo_weights(total, ~negative, loss)
+        phi = derivatives[:, 0]
+    if surrogates is None:
+        logp_weights = derivatives * token_weights
+        surrogate_sums = (logp_weights * logps.masked_fill(~mask, 0.0)).sum(dim=1)
+    else:
+        surrogate_sums = (surrogates * token_weights).sum(dim=1)
         if level == "completion":
-            values = values / number[:, 0]
-        # the ratio of a whole completion depends on all of its tokens
-        share = factors if level == "token" else factors.sum(dim=1, keepdim=True) / number
-        weights = (derivatives * share).expand_as(logps)
+            surrogate_sums = surrogate_sums / num_tokens[:, 0]
+        if level != "token":  # the ratio of a whole completion depends on all of its tokens
+            token_weights = token_weights.sum(dim=1, keepdim=True) / num_tokens
+        logp_weights = (derivatives * token_weights).expand_as(logps)
     ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
     is_below, is_above = (ratio < loss.lower_bound) & negative, (ratio > loss.upper_bound) & positive
-    low_fraction, high_fraction = ((where & mask).sum(dim=1) / number[:, 0] for where in (is_below, is_above))
-    return RatioTerms(weights, values, low_fraction, high_fraction, phi)
+    low_fraction, high_fraction = ((where & mask).sum(dim=1) / num_tokens[:, 0] for where in (is_below, is_above))
+    return RatioTerms(logp_weights, surrogate_sums, low_fraction, high_fraction, phi)
 
 
 def completion_scales(
     loss_type: str, num_tokens: torch.Tensor, *, max_completion_length: int, generation_tokens: torch.Tensor
 ) -> torch.Tensor:
     """
-    Return the factor on the summed token losses of each completion of an optimizer step, float64 `(B,)`.
+    Return what the summed token losses of each completion of an optimizer step are multiplied by, float64 `(B,)`.
 
     It depends on the normalization of the loss type, where `B` includes completions without counted tokens: `1 / (B *
     tokens of the completion)` for `"completion"`, `1 / tokens of the step` for `"step"`, `1 / (B *

@@ -13,6 +13,7 @@ from examples.extend_environment import safe
 from examples.extend_group_loss import pairwise_loss
 from examples.extend_ratio_loss import SPOObjective
 from examples.extend_reward import short_number_reward
+from pacs_trl.errors import UserError
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.recipe import read_recipe
 from pacs_trl.surrogate import RatioLoss
@@ -55,20 +56,30 @@ def test_the_group_loss_by_hand():
     assert coefficients.tolist() == pytest.approx([-slope / 4, slope / 2, 0, 0])
 
 
-def test_the_weights_of_the_ratio_loss_are_its_derivative():
+def test_the_ratio_loss_has_the_derivative_of_its_formula():
+    """With minus for positive advantages, `f' = 1 -+ (rho - 1) / epsilon`; the loss is differentiated in log rho."""
     generator = torch.Generator().manual_seed(shifted(0))
     old_logps, change = torch.randn(2, 2, 5, generator=generator, dtype=torch.float64)
-    logps, coefficients = (old_logps + 0.3 * change).requires_grad_(), torch.tensor([[-0.5], [0.25]]).double()
+    logps, coefficients = old_logps + 0.3 * change, torch.tensor([[-0.5], [0.25]]).double()
     mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
     values = dict.fromkeys(TokenValues._fields, torch.zeros(2, 5))
-    values |= {"logps": logps.detach(), "old_logps": old_logps, "coefficients": coefficients, "mask": mask}
+    values |= {"logps": logps, "old_logps": old_logps, "coefficients": coefficients, "mask": mask}
     tokens = TokenValues(**values)
-    terms = SPOObjective(RatioLoss(upper_bound=1.2)).token_terms(tokens, [])
-    ratio, sign = (logps - old_logps).exp(), -coefficients.sign()
-    values = ((ratio - sign * (ratio - 1).square() / 0.4) * mask).sum(dim=1)
-    (expected,) = torch.autograd.grad(values.sum(), logps)
-    torch.testing.assert_close(terms.weights, expected)
-    torch.testing.assert_close(terms.values, values.detach())
+    token_weights = torch.rand(2, 5, generator=generator, dtype=torch.float64)
+    with torch.no_grad():  # as in an evaluation
+        terms = SPOObjective(RatioLoss("dapo"), epsilon=0.2).token_terms(tokens, [token_weights])
+    ratio, sign = (logps - old_logps).exp(), torch.tensor([[1.0], [-1.0]]).double()
+    values = (ratio - sign * (ratio - 1).square() / 0.4) * token_weights * mask
+    torch.testing.assert_close(terms.surrogate_sums, values.sum(dim=1))
+    derivatives = ratio * (1 - sign * (ratio - 1) / 0.2) * token_weights * mask
+    torch.testing.assert_close(terms.logp_weights, derivatives)
+    assert not terms.logp_weights.requires_grad and not terms.surrogate_sums.requires_grad
+
+
+@pytest.mark.parametrize("loss_type", ["sapo", "cispo", "vespo"])
+def test_a_ratio_loss_refuses_the_name_of_another_one(loss_type):
+    with pytest.raises(UserError, match="loss_type"):
+        SPOObjective(RatioLoss(loss_type))
 
 
 def test_the_reward_is_none_without_a_number():

@@ -1,6 +1,8 @@
-"""GRPO on the exact update: the ratio losses of `surrogate.py`, and the trainer that RLOO and MaxRL derive from."""
+"""GRPO on the exact update: the ratio losses of `surrogate.py`, the base class of others, and the trainer from which
+RLOO and MaxRL derive."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,6 +10,7 @@ from typing import Any
 import torch
 
 from .. import surrogate
+from ..errors import UserError
 from ..rollouts.exact_trainer import ExactUpdateTrainer
 from ..update.ratio_update import RatioObjective, RatioUpdate
 from ..update.rollout import Rollout
@@ -18,7 +21,8 @@ from .grpo_config import GRPOConfig
 @dataclass(frozen=True)
 class SurrogateObjective(RatioObjective):
     """
-    A loss of `surrogate.py` with the advantages of the rollouts, for [`RatioUpdate`].
+    A loss of `surrogate.py` with the advantages of the rollouts, for [`RatioUpdate`]. For other functions of the ratio
+    there is [`RatioFunctionObjective`].
 
     Attributes:
         loss ([`RatioLoss`]): The loss and its settings.
@@ -38,33 +42,39 @@ class SurrogateObjective(RatioObjective):
     mismatch: Mismatch | None = None
     needs_all_completions: bool = False
 
-    def coefficients_and_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+    def coefficients_and_completion_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
         advantages = torch.tensor([rollout.advantage * rollout.weight for rollout in rollouts], dtype=torch.float64)
         generation_tokens = [rollout.generation_share * max(rollout.generation_tokens, 1.0) for rollout in rollouts]
-        scales = surrogate.completion_scales(
+        completion_scales = surrogate.completion_scales(
             self.loss.loss_type,
             torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts]),
             max_completion_length=self.max_completion_length,
             generation_tokens=torch.tensor(generation_tokens, dtype=torch.float64),
         )
         dtype = torch.get_default_dtype()
-        return (-advantages * scales).to(dtype), scales.to(dtype)
+        return (-advantages * completion_scales).to(dtype), completion_scales.to(dtype)
 
-    def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> surrogate.RatioTerms:
+    def token_terms(self, tokens: TokenValues, token_weights: Sequence[torch.Tensor]) -> surrogate.RatioTerms:
         # Scales are positive, so a coefficient has the opposite sign of its advantage, and only the sign is read.
         advantage_signs = -tokens.coefficients[:, 0]
-        factor = math.prod(factors, start=torch.ones_like(tokens.logps))
+        combined_weights = math.prod(token_weights, start=torch.ones_like(tokens.logps))
         if self.off_policy_threshold is not None:
-            factor = factor * self._off_policy_mask(tokens, advantage_signs)
+            combined_weights = combined_weights * self._off_policy_mask(tokens, advantage_signs)
         return surrogate.ratio_terms(
             tokens.logps,
             tokens.old_logps,
             advantage_signs,
             tokens.mask,
             self.loss,
-            factors=factor,
+            token_weights=combined_weights,
             log_correction=None if self.mismatch is None else self._log_correction(tokens),
+            function=self._ratio_function,
         )
+
+    @property
+    def _ratio_function(self) -> surrogate.RatioFunction | None:
+        """The function that is used instead of that of `loss.loss_type`; `None` if there is none."""
+        return None
 
     def _off_policy_mask(self, tokens: TokenValues, advantage_signs: torch.Tensor) -> torch.Tensor:
         """Return which completions are kept, as in TRL. Without an engine that reports log-probs the policy at rollout
@@ -114,6 +124,51 @@ class SurrogateObjective(RatioObjective):
         }
 
 
+class RatioFunctionObjective(SurrogateObjective):
+    """
+    Base class of losses with another function of the ratio. A subclass overrides [`f`], and autograd differentiates
+    it. Of `loss`, `loss_type` is the normalization, and `importance_sampling_level` says whether a ratio is that of a
+    token or of a completion. KL term, token weights, and the off-policy mask are those of [`SurrogateObjective`].
+    """
+
+    def __post_init__(self):
+        if self.loss.loss_type in ("sapo", "cispo", "vespo"):
+            raise UserError(
+                f"loss_type={self.loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
+                "which reads only the normalization from it. Set loss_type to 'dapo', 'grpo', 'bnpo', 'dr_grpo', or "
+                "'luspo'."
+            )
+
+    @abstractmethod
+    def f(self, ratio: torch.Tensor, sign: torch.Tensor) -> torch.Tensor:
+        """
+        Return `f(rho)`. The loss is `-sum_i A_i * scale_i * sum_t f(rho_it)`; `f` of GRPO is `min(rho, 1 + epsilon)`
+        for a positive advantage, and `max(rho, 1 - epsilon)` for a negative one.
+
+        Args:
+            ratio (shape `(B, T)`, or `(B, 1)` for ratios of completions): Probability ratios `pi / pi_old`; 1 for
+                tokens that are not counted.
+            sign (shape `(B, 1)`): Signs of the advantages: 1, 0, or -1.
+
+        Returns:
+            Values of the shape of `ratio`, each computed from its ratio alone, and differentiable in it.
+        """
+
+    def f_and_derivative(self, ratio: torch.Tensor, sign: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [`f`] and its derivative with respect to log rho, `rho * f'(rho)`, both of the shape of `ratio`. A
+        subclass may override it to state the derivative."""
+        return surrogate.with_derivative(self.f, ratio, sign)
+
+    @property
+    def _ratio_function(self) -> surrogate.RatioFunction:
+        return self.f_and_derivative
+
+    def token_metrics(
+        self, num_tokens: torch.Tensor, low_fraction: torch.Tensor, high_fraction: torch.Tensor, phi: torch.Tensor
+    ) -> dict[str, float]:
+        return {}  # the bounds of GRPO are not those of `f`
+
+
 class GRPOTrainer(ExactUpdateTrainer):
     """
     [`~trl.GRPOTrainer`] on the exact update, with the same arguments. It trains the same weights several times faster
@@ -126,7 +181,7 @@ class GRPOTrainer(ExactUpdateTrainer):
     live_attributes = ("beta", "epsilon_low", "epsilon_high")
     _saved_attributes = (*ExactUpdateTrainer._saved_attributes, "epsilon_low", "epsilon_high")
 
-    def create_objective(self) -> RatioObjective:
+    def create_objective(self) -> SurrogateObjective:
         args = self.args
         if args.loss_type == "cispo":  # its bound is a cap, not a distance from 1
             lower_bound, upper_bound = -math.inf, self.epsilon_high

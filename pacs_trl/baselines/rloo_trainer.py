@@ -8,7 +8,6 @@ import trl
 from .. import surrogate
 from ..objective import rloo_advantages
 from ..update.forward_pass import logps_in_batches
-from ..update.ratio_update import RatioObjective
 from ..update.rollout import Rollout, unpad_rollouts
 from .grpo_config import RLOOConfig
 from .grpo_trainer import GRPOTrainer, SurrogateObjective
@@ -25,7 +24,7 @@ class RLOOTrainer(GRPOTrainer):
     _tag_names = ["trl", "rloo"]
     _paper = trl.RLOOTrainer._paper
 
-    def create_objective(self) -> RatioObjective:
+    def create_objective(self) -> SurrogateObjective:
         return SurrogateObjective(
             surrogate.RatioLoss("rloo", "completion", 1 - self.epsilon_low, 1 + self.epsilon_high)
         )

@@ -151,8 +151,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         groups = minibatch.groups.take(indices)
         share = self.objective.size(groups) / max(self.objective.size(minibatch.groups), 1)
         num_tokens = torch.tensor([self.counted_tokens(minibatch.rollouts[i]) for i in indices])
-        weights = torch.tensor([minibatch.rollouts[i].weight for i in indices])
-        return self.objective.coefficients(groups, proxies, num_tokens) * share * weights
+        completion_weights = torch.tensor([minibatch.rollouts[i].weight for i in indices])
+        return self.objective.coefficients(groups, proxies, num_tokens) * share * completion_weights
 
     def token_coefficients(self, micro_batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
         """Expand the coefficients of the completions of a micro-batch, `(B,)`, to tokens, `(B, T)` or `(B, 1)`."""
@@ -290,12 +290,12 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, token_coefficients, timing)
-            factors = [weights(tokens) for weights in self.token_weights]
-            weighted_logps = math.prod(factors, start=logps)
+            token_weights = [weights(tokens) for weights in self.token_weights]
+            weighted_logps = math.prod(token_weights, start=logps)
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
             policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
             kl_loss = self.objective.kl_coef * kl.sum() / num_tokens
-            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, factors)
+            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
             entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)

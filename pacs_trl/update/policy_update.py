@@ -41,7 +41,7 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         driver ([`UpdateDriver`]): Micro-batches and their passes.
         objective: The objective, a [`GroupObjective`] or a [`RatioObjective`].
         mismatch ([`Mismatch`]): Settings for the mismatch between the engine's and the trainer's log-probs.
-        token_weights (`list[TokenWeights]`): Factors on the gradient of each token.
+        token_weights (`list[TokenWeights]`): Weights of each token in the gradient.
         samples_policy (`bool`): Whether completions are sampled from the full trained distribution, without top-k,
             top-p, or similar truncation.
         compute_kl_ref_logps (`Callable`, *optional*): [`ForwardPass.compute_logps`] under the reference of the KL.
@@ -199,12 +199,14 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
 
     # L = L_policy - entropy_coef * (mean entropy of the tokens of the optimizer step)
 
-    def _bonus_entropy(self, entropies: torch.Tensor, mask: torch.Tensor, factors: list[torch.Tensor]) -> torch.Tensor:
+    def _bonus_entropy(
+        self, entropies: torch.Tensor, mask: torch.Tensor, token_weights: list[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the summed entropy of the tokens of a micro-batch that the entropy bonus counts, differentiable:
-        counted ones that the token weights select. `factors` are the results of the token weights."""
-        for weights, factor in zip(self.token_weights, factors, strict=True):
-            if weights.num_selected is not None:
-                entropies = entropies * factor
+        counted ones that the token weights select. `token_weights` are their results, `(B, T)` each."""
+        for weights, is_selected in zip(self.token_weights, token_weights, strict=True):
+            if weights.num_selected is not None:  # 1 for selected tokens, 0 for others
+                entropies = entropies * is_selected
         return entropies.masked_fill(~mask, 0.0).sum()
 
     def _num_bonus_tokens(self, minibatch: Minibatch) -> int:

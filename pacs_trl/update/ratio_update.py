@@ -36,13 +36,14 @@ class RatioObjective(ABC):
     needs_all_completions: bool = False
 
     @abstractmethod
-    def coefficients_and_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the coefficients of the completions of a minibatch, `-advantage * scale`, and the scales, which are
-        also the factors on the KL terms of their tokens; both `(B,)`."""
+    def coefficients_and_completion_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the coefficients of the completions of a minibatch, `-advantage * scale`, and the scales, which the
+        summed losses and KL terms of their tokens are multiplied by; both `(B,)`."""
 
     @abstractmethod
-    def token_terms(self, tokens: TokenValues, factors: Sequence[torch.Tensor]) -> RatioTerms:
-        """Return the weights and values of a micro-batch; `factors` are the `(B, T)` factors of [`TokenWeights`]."""
+    def token_terms(self, tokens: TokenValues, token_weights: Sequence[torch.Tensor]) -> RatioTerms:
+        """Return the terms of a micro-batch; `token_weights` are the results of [`TokenWeights`], `(B, T)` each, which
+        the losses of the tokens are multiplied by."""
 
     def token_metrics(
         self, num_tokens: torch.Tensor, low_fraction: torch.Tensor, high_fraction: torch.Tensor, phi: torch.Tensor
@@ -58,10 +59,10 @@ class RatioObjective(ABC):
 
 @dataclass
 class RatioMinibatch(Minibatch):
-    """[`Minibatch`] with the `coefficients` and `scales` of its completions, both `(B,)`, see [`RatioObjective`]."""
+    """[`Minibatch`] with the `coefficients` and `completion_scales` of a [`RatioObjective`], both `(B,)`."""
 
     coefficients: torch.Tensor
-    scales: torch.Tensor
+    completion_scales: torch.Tensor
 
 
 class RatioUpdate(PolicyUpdate[RatioMinibatch]):
@@ -74,16 +75,16 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         return ("old_logps",)
 
     def schedule(self, rollouts: list[Rollout]) -> RatioMinibatch:
-        coefficients, scales = self.objective.coefficients_and_scales(rollouts)
+        coefficients, completion_scales = self.objective.coefficients_and_completion_scales(rollouts)
         takes_part = self._takes_part(rollouts)
         needs_all = self.all_have_gradient or self.objective.needs_all_completions or self.shapes_coefficients
         if not needs_all:
             takes_part &= coefficients != 0
-        return self._schedule(rollouts, takes_part, coefficients, scales)
+        return self._schedule(rollouts, takes_part, coefficients, completion_scales)
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> RatioMinibatch:
-        coefficients, scales = self.objective.coefficients_and_scales(rollouts)
-        return self._schedule(rollouts, self._takes_part(rollouts), coefficients, scales)
+        coefficients, completion_scales = self.objective.coefficients_and_completion_scales(rollouts)
+        return self._schedule(rollouts, self._takes_part(rollouts), coefficients, completion_scales)
 
     def _takes_part(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Return which completions can have a gradient: those with a counted token, and with a loss of the routers
@@ -91,10 +92,14 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         return torch.tensor([self.has_router_loss or bool(rollout.loss_mask.any()) for rollout in rollouts])
 
     def _schedule(
-        self, rollouts: list[Rollout], takes_part: torch.Tensor, coefficients: torch.Tensor, scales: torch.Tensor
+        self,
+        rollouts: list[Rollout],
+        takes_part: torch.Tensor,
+        coefficients: torch.Tensor,
+        completion_scales: torch.Tensor,
     ) -> RatioMinibatch:
         minibatch = self.driver.schedule(rollouts, takes_part, splits_groups=True)
-        return RatioMinibatch(**vars(minibatch), coefficients=coefficients, scales=scales)
+        return RatioMinibatch(**vars(minibatch), coefficients=coefficients, completion_scales=completion_scales)
 
     def run(self, model, minibatch: RatioMinibatch, timing: UpdateTiming) -> StepResult:
         """Back-propagate the loss of an optimizer step. The rollouts need `old_logps`, except on the first update on a
@@ -172,7 +177,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL
         term, the entropy bonus, and the loss of the routers, unless gradients are disabled. Returns the results of the
         forward passes, and the mismatch of each micro-batch."""
-        names = ["values", "low_fraction", "high_fraction", "phi", "kl"]
+        names = ["surrogate_sums", "low_fraction", "high_fraction", "phi", "kl"]
         results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         num_bonus_tokens = self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
@@ -182,7 +187,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
             if micro_batch.indices:
                 completion_coefficients = coefficients[micro_batch.indices]
-                completion_scales = minibatch.scales[micro_batch.indices]
+                completion_scales = minibatch.completion_scales[micro_batch.indices]
             else:
                 completion_coefficients = completion_scales = torch.zeros(1)
             completion_coefficients = completion_coefficients.to(logps.device)[:, None]
@@ -191,18 +196,18 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, completion_coefficients, timing)
-            factors = [weights(tokens) for weights in self.token_weights]
+            token_weights = [weights(tokens) for weights in self.token_weights]
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
-            terms = self.objective.token_terms(tokens, factors)
-            weighted_logps = (logps * terms.weights).masked_fill(~micro_batch.loss_mask, 0.0)
+            terms = self.objective.token_terms(tokens, token_weights)
+            weighted_logps = (logps * terms.logp_weights).masked_fill(~micro_batch.loss_mask, 0.0)
             policy_loss = (completion_coefficients * weighted_logps).sum()
             kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
-            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, factors)
+            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
             entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             values = {
-                "values": terms.values,
+                "surrogate_sums": terms.surrogate_sums,
                 "low_fraction": terms.low_fraction,
                 "high_fraction": terms.high_fraction,
                 "phi": terms.phi,
@@ -216,8 +221,8 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
     ) -> StepResult:
         """Return the loss of an optimizer step and its metrics. `skipped_entropy` is that of the counted tokens of the
         completions without a forward pass."""
-        policy_loss = (minibatch.coefficients * results.values["values"]).sum()
-        kl_loss = self.objective.kl_coef * (minibatch.scales * results.values["kl"]).sum()
+        policy_loss = (minibatch.coefficients * results.values["surrogate_sums"]).sum()
+        kl_loss = self.objective.kl_coef * (minibatch.completion_scales * results.values["kl"]).sum()
         num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in minibatch.rollouts])
         metrics = {
             "entropy": (results.entropy + skipped_entropy) / max(minibatch.num_tokens, 1),

@@ -145,7 +145,7 @@ def test_off_policy_mask_without_any_log_prob_of_the_engine(engine_reports, keep
         mask=torch.ones_like(logps, dtype=torch.bool),
         has_sampling_logps=torch.tensor([[engine_reports]]),
     )
-    assert objective.token_terms(tokens, []).weights.bool().tolist() == [[keeps, keeps]]
+    assert objective.token_terms(tokens, []).logp_weights.bool().tolist() == [[keeps, keeps]]
 
 
 def test_kl_penalty_of_rloo_skips_tokens_that_the_policy_did_not_generate(tmp_path, model_path):
