@@ -148,7 +148,7 @@ class Measurement:
             measured["GiB"] = runner.peak_memory() / 2**30
             measured["seconds"] = [runner.step() for _ in range(self.repeats)]
         if variant.auto:
-            choice = runner.trainer._memory
+            choice = runner.trainer.memory.choice
             measured |= {"checkpointing": f"auto: {choice.recomputation}", "tokens at most": choice.max_tokens}
         return measured
 

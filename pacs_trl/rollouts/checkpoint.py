@@ -2,8 +2,8 @@
 
 TRL's trainer resumes exactly only at the end of a generation batch. Its checkpoints lack the completions for later
 optimizer steps, the step counter, the data order of later epochs, and the random state of vLLM. This module saves the
-first two, and derives the other two from seeds and counters. `checkpoint_files.py` tells complete checkpoints from
-incomplete ones.
+first two (`waiting_rollouts.py` has the form of completions), and derives the other two from seeds and counters.
+`checkpoint_files.py` tells complete checkpoints from incomplete ones.
 """
 
 import json
@@ -32,13 +32,11 @@ from trl.trainer.utils import RepeatSampler
 from ..errors import NO_ROOM, FailedRun, UserError
 from ..rewards import shared_arguments
 from ..settings.trl_settings import SHAPES_ONLY_GRPO
-from ..update.prompt_images import PromptImages
 from ..update.reference import SnapshotReference, is_sharded
-from ..update.rollout import Rollout, with_arrays, with_tensors
 from ..update.step_sizes import Step
 from . import process_count
 from .checkpoint_files import check_complete, last_checkpoint, last_resumable_checkpoint
-from .protocols import ConfiguredTrainer, EvaluatingTrainer, SamplingTrainer, SeededTrainer
+from .protocols import CheckedTrainer, EvaluatingTrainer, SamplingTrainer, SeededTrainer
 from .request_seeds import request_seed
 from .rollout_config import RolloutConfig
 
@@ -136,48 +134,6 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(states["device"], device)
 
 
-# Completions --------------------------------------------------------------------------------------------------------
-
-
-def rollouts_to_save(
-    steps: Sequence[Sequence[Rollout]], process: int, num_processes: int
-) -> dict[tuple[int, int], dict]:
-    """Return the completions of a generation batch that this process saves, keyed by (optimizer step, index): those
-    with the log-probs that only this process has, and its share of the others."""
-    return {
-        (k, i): with_tensors(vars(rollout) | {"images": images_to_save(rollout.images)})
-        for k, rollouts in enumerate(steps)
-        for i, rollout in enumerate(rollouts)
-        if rollout.ref_logps is not None or rollout.old_logps is not None or i % num_processes == process
-    }
-
-
-def images_to_save(images: PromptImages | None) -> dict[str, Any] | None:
-    """Return what a checkpoint has of a prompt's images: the index of its dataset row, or all if it has none."""
-    if images is None:
-        return None
-    if images.row is not None:
-        return {"row": images.row}
-    return {"inputs": images.inputs, "token_types": images.token_types}
-
-
-def merge_rollouts(parts: Sequence[dict[tuple[int, int], dict]], num_minibatches: int) -> list[list[Rollout]]:
-    """Merge the parts of all processes that [`rollouts_to_save`] returned into the rollouts of each of
-    `num_minibatches` optimizer steps; an empty list if nothing was saved. Log-probs that only one process has are
-    taken from its part."""
-    states: dict[tuple[int, int], dict] = {}
-    for part in parts:
-        for index, state in part.items():
-            merged = states.setdefault(index, dict(state))
-            merged |= {name: value for name, value in state.items() if merged[name] is None}
-    if not states:
-        return []
-    minibatches: list[list[Rollout]] = [[] for _ in range(num_minibatches)]
-    for minibatch, i in sorted(states):
-        minibatches[minibatch].append(Rollout(**with_arrays(states[minibatch, i])))
-    return minibatches
-
-
 def indices_of_generation(trainer: SamplingTrainer, number: int) -> list[int]:
     """Return the indices of the dataset rows of a generation batch, one per completion of all processes."""
     sampler = trainer._get_train_sampler().sampler
@@ -215,7 +171,7 @@ def fixed_settings(args: Any) -> dict[str, Any]:
     return plain_settings(args, [field.name for field in fields(args) if not live.fullmatch(field.name)])
 
 
-def check_fixed(trainer: ConfiguredTrainer) -> None:
+def check_fixed(trainer: CheckedTrainer) -> None:
     """Raise a `ValueError` that lists the settings that were changed after a trainer was constructed. Those of the
     optimizer may change until it is created."""
     now = fixed_settings(trainer.args)

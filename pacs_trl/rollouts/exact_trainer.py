@@ -14,85 +14,49 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import gather_object
 from accelerate.utils.memory import clear_device_cache
 from datasets import IterableDataset
 from trl.trainer.utils import use_adapter
 
-from ..errors import FailedRun, UserError
-from ..plan.cost import RECOMPUTATIONS
-from ..plan.workload import MemoryChoice, chooses
+from ..errors import UserError
+from ..pacs_config import ExactUpdateConfig
 from ..update.compiled_layers import CompiledLayers
-from ..update.driver import OutOfMemoryElsewhere, StepResult, UpdateDriver
+from ..update.driver import StepResult, UpdateDriver
 from ..update.forward_pass import CompletionLogps
 from ..update.group_loss_update import GroupLossUpdate, GroupObjective
 from ..update.microbatching import MicroBatchConfig
 from ..update.minibatch import Minibatch, UpdateTiming, split_into_minibatches
 from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
-from ..update.recomputation import set_recomputation
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout
 from ..update.startup_check import compile_layers
 from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
-from .checkpoint import EpochSampler, load_policy_copy, merge_rollouts, read_parts, rollouts_to_save, save_policy_copy
+from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
 from .checks import config_of
+from .copied_settings import check_changes, copied_settings
 from .engine import ServerFailure, stop_without_engine
-from .late_batches import LateBatches
-from .memory import (
-    StartOfUpdate,
-    largest_micro_batch,
-    moments_of_optimizer,
-    plan_memory,
-    set_checkpointing,
-    trial_minibatch,
-    with_choice,
-)
+from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef, reset_entropy_coef
+from .late_batches import LateBatches, use_engine_logps
+from .memory import plan_memory, with_choice
 from .model_checks import check_checkpointing_of_routers, compiles_layers, trains_routers, warn_of_eager_layers
+from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
-from .peft_models import base_model
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .server_checks import check_server_of_continuous, check_user_code
 from .sources import RolloutSource
+from .step_memory import StepMemory, backward_cost
 from .uneven_shares import UnevenSampler, UnevenShares
-
-
-# Attributes that TRL's trainer copies from settings, that callbacks change, and that its loss or generation reads.
-COPIED_SETTINGS = (
-    *("beta", "epsilon_low", "epsilon_high", "loss_type", "importance_sampling_level", "top_entropy_quantile"),
-    *("off_policy_mask_threshold", "num_generations", "num_iterations", "max_completion_length", "temperature"),
-    *("top_p", "top_k", "min_p", "repetition_penalty"),
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
-)
-
-
-@dataclass(frozen=True)
-class WaitingRollouts:
-    """
-    Completions between their generation and their optimizer steps. The lists are never changed in place, so that a
-    reference to this object restores an earlier state.
-
-    Attributes:
-        unscheduled (`list[Rollout]`): Completions of the generation batches that share the next optimizer step.
-        minibatches (`list[Minibatch]`): The optimizer steps of the current generation batch, if it has several; each
-            is used `num_iterations` times.
-        slices (`list[list[Rollout]]`): The completions of the current generation batch by accumulation slot, if
-            optimizer steps take them as they come (`Step.is_sliced`).
-    """
-
-    unscheduled: list[Rollout] = field(default_factory=list)
-    minibatches: list[Minibatch] = field(default_factory=list)
-    slices: list[list[Rollout]] = field(default_factory=list)
+from .waiting_rollouts import WaitingRollouts, merge_rollouts, rollouts_to_save, share_logps, split_into_slices
 
 
 class ExactUpdateTrainer(RolloutTrainer):
@@ -101,6 +65,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     is an [`ExactUpdateConfig`].
     """
 
+    args: ExactUpdateConfig
     late_rollout: Callable | None = None  # an asynchronous `rollout_func`
     update_class: type[PolicyUpdate] = GroupLossUpdate
     # Attributes of TRL's trainer, copies of settings, that `create_objective` reads: they may change during a run.
@@ -150,8 +115,8 @@ class ExactUpdateTrainer(RolloutTrainer):
             args.per_device_train_batch_size,
             args.max_tokens_per_micro_batch,
             group_layout=args.group_layout,
-            backward_cost=_backward_cost(args),
-            is_adaptive=self._memory_is_chosen,
+            backward_cost=backward_cost(args),
+            is_adaptive=self.memory.is_automatic,
             pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
         )
 
@@ -193,13 +158,10 @@ class ExactUpdateTrainer(RolloutTrainer):
             check_checkpointing_of_routers(args)
         if args.rollout_schedule == "continuous" and args.process_index == 0:
             check_server_of_continuous(args, model, self._longest_sequence)
-        self._memory_is_chosen = chooses(args)
-        self._memory_settings = [args.gradient_checkpointing, args.max_tokens_per_micro_batch]
-        self._memory_plan = plan_memory(
-            model, args, arguments["peft_config"], self._longest_sequence, compiled=self._compiles_layers
-        )
-        self._memory = self._memory_plan.choice
-        return with_choice(args, self._memory) if self._memory_is_chosen else args
+        adapter, compiled = arguments["peft_config"], self._compiles_layers
+        plan = plan_memory(model, args, adapter, self._longest_sequence, compiled=compiled)
+        self.memory = StepMemory(self, plan, args)
+        return with_choice(args, self.memory.choice)
 
     def _prepare_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
@@ -215,7 +177,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
     def _prepare_learning(self) -> None:
-        self._copied_settings = {name: getattr(self, name) for name in COPIED_SETTINGS}
+        self._copied_settings = copied_settings(self)
         self._keeps_generating_policy = self.args.keeps_generating_policy
         if self.aux_loss_enabled:  # TRL sets use_reentrant for adapters with ZeRO-3, and recomputation is chosen now
             check_checkpointing_of_routers(self.args)
@@ -267,7 +229,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         """
         started = time.perf_counter()
         self._enter_training(model)
-        self._check_entropy_coef()
+        check_entropy_coef(self)
         self._follow_changed_settings()
 
         # 1. Generate and grade a generation batch, and split it into minibatches.
@@ -287,7 +249,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self._set_coefficients()
                 result = self._run_update(model, minibatch, is_first_update)
             self.record_metrics(result.metrics)
-            self._adapt_entropy_coef(result.bonus_entropy)
+            adapt_entropy_coef(self, result.bonus_entropy)
             loss = result.loss
 
         self._step += 1
@@ -301,137 +263,33 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Renew the objective if a callback has changed an attribute that it reads. Raises a [`FailedRun`] if it has
         changed one that nothing reads anew, and a `ValueError` for a setting in `args`."""
         checkpoint.check_fixed(self)
-        values = {name: getattr(self, name) for name in COPIED_SETTINGS}
-        changed = [name for name, value in values.items() if value != self._copied_settings[name]]
-        if not changed:
-            return
-        for name in changed:
-            before, value = self._copied_settings[name], values[name]
-            loads_reference = name == "beta" and self.args.beta == 0
-            if name not in self.live_attributes or loads_reference:
-                raise FailedRun(
-                    f"trainer.{name} was changed from {before!r} to {value!r} after the trainer was constructed, and "
-                    f"{self._name} reads it then"
-                    + (" to decide whether there is a reference" if loads_reference else "")
-                    + ". Construct a new trainer with the setting, or use TRL's trainer."
-                )
-            if name == "beta" and not 0 <= value < math.inf:
-                raise UserError(
-                    f"trainer.beta was set to {value}. It must be a finite number of at least 0: the coefficient of "
-                    "the KL to the reference."
-                )
-        self._copied_settings = values
-        self.update.objective = self.create_objective()
+        settings = copied_settings(self)
+        if settings != self._copied_settings:
+            check_changes(self, self._copied_settings, settings)
+            self._copied_settings = settings
+            self.update.objective = self.create_objective()
 
     def _run_update(self, model, minibatch: Minibatch, is_first_update: bool) -> StepResult:
-        """Back-propagate the loss of a minibatch. If the device runs out of memory, discard what was computed, halve
-        the micro-batches of this and all later steps, and repeat."""
-        start, driver = self._start_of_update(), self.update.driver
-        while True:
-            is_exhausted = False
-            try:
-                # Log-probs of a reference that is not the policy at rollout time. After that it is known whether the
-                # proxies are zero: the first snapshot is taken here.
-                self.store_reference_logps(model, minibatch)
-                return self.update.run(model, minibatch, self._update_timing(is_first_update))
-            except OutOfMemoryElsewhere:
-                pass
-            except torch.OutOfMemoryError:
-                if not driver.can_repeat:
-                    raise
-                is_exhausted = True
-            # The exception has been deleted, and with it the last references to activations.
-            start.restore()
-            driver.abandon_step(model, is_exhausted=is_exhausted)
-            self._use_less_memory(minibatch)
+        """Back-propagate the loss of a minibatch, and repeat it with smaller micro-batches if memory runs out."""
 
-    def _start_of_update(self) -> StartOfUpdate:
-        return StartOfUpdate(self.accelerator.device, self._metrics["train"], self.timer.work)
+        def update() -> StepResult:
+            # Log-probs of a reference that is not the policy at rollout time. After that it is known whether the
+            # proxies are zero: the first snapshot is taken here.
+            self.store_reference_logps(model, minibatch)
+            return self.update.run(model, minibatch, self._update_timing(is_first_update))
 
-    def _use_less_memory(self, minibatch: Minibatch) -> None:
-        """Halve the micro-batches of this run. If those of `minibatch` hold one completion each, and recomputation is
-        chosen automatically, recompute more. Raises a [`FailedRun`] if nothing is left to try."""
-        driver, step = self.update.driver, self.state.global_step + 1
-        if driver.lower_max_tokens(minibatch):
-            size = driver.limits.max_tokens
-            self._memory = self._memory._replace(max_tokens=size, reason=f"out of memory in step {step}")
-            for waiting in {id(m): m for m in [minibatch, *self._waiting.minibatches]}.values():
-                driver.split(waiting)
-        else:
-            self._recompute_more(step)
-        self.accelerator.print(f"Out of memory in optimizer step {step}, which is repeated with {self._memory}.")
-
-    def _recompute_more(self, step: int) -> None:
-        done = RECOMPUTATIONS.index(self._memory.recomputation)  # a resumed run may have another one than the plan's
-        later = [choice for choice in self._memory_plan.recomputations if RECOMPUTATIONS.index(choice) > done]
-        if not later:
-            raise FailedRun(
-                f"The device ran out of memory in optimizer step {step} with micro-batches of the longest completion. "
-                "Set gradient_checkpointing: true, lower max_completion_length, or shard the training state "
-                "(recipes/accelerate_configs/fsdp2.yaml)."
-            )
-        self._memory = self._memory._replace(recomputation=later[0], reason=f"out of memory in step {step}")
-        self._apply_memory()
-
-    def _apply_memory(self) -> None:
-        """Let model, update, and Trainer follow `self._memory`."""
-        set_checkpointing(self.args, self._memory)
-        self._fixed_settings = checkpoint.fixed_settings(self.args)
-        model = self.accelerator.unwrap_model(self.model)
-        set_recomputation(base_model(model), self._memory.recomputation, self.args.gradient_checkpointing_kwargs)
-        driver = self.update.driver
-        driver.limits = driver.limits._replace(
-            max_tokens=self._memory.max_tokens,
-            is_adaptive=self._memory_is_chosen or self._memory.max_tokens != self.args.max_tokens_per_micro_batch,
-            backward_cost=_backward_cost(self.args),
-        )
+        return self.memory.repeat_until_it_fits(update, model, minibatch)
 
     def _prepare_memory(self, resume_from_checkpoint) -> None:
-        self._memory = self._memory_plan.choice
-        state = checkpoint.read_memory(self, Path(resume_from_checkpoint)) if resume_from_checkpoint else None
-        if state is not None and state["settings"] == self._memory_settings:
-            saved = MemoryChoice(*state["choice"])
-            if self._memory_plan.fits(saved):
-                self._memory = saved
-            else:
-                self.accelerator.print(
-                    f"The checkpoint was written with {saved}, which does not fit here. The run continues with "
-                    "other micro-batches, whose rounding differs."
-                )
-        if self._memory_is_chosen:
-            self.accelerator.print(f"Memory: {self._memory}.")
-        if self._memory_is_chosen or self._memory != self._memory_plan.choice:
-            self._apply_memory()
+        saved = checkpoint.read_memory(self, Path(resume_from_checkpoint)) if resume_from_checkpoint else None
+        self.memory.begin_run(saved)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        if self._memory_is_chosen and self._memory_plan.workload is not None and is_sharded(self.model_wrapped):
-            self._try_largest_micro_batch()
+        if self.memory.is_automatic and self.memory.plan.workload is not None and is_sharded(self.model_wrapped):
+            self.memory.try_largest_micro_batch()
         return prepared
-
-    def _try_largest_micro_batch(self) -> None:
-        """Run the largest micro-batch on all processes, and halve it until it fits on all of them. With FSDP and
-        ZeRO-3 processes wait for each other in every layer, so that a step in which one of them runs out of memory
-        could not be repeated."""
-        driver, model, workload = self.update.driver, self.model_wrapped, self._memory_plan.workload
-        assert workload is not None
-        start = self._start_of_update()
-        while True:
-            size = driver.limits.max_tokens or self.args.per_device_train_batch_size * workload.longest
-            rollouts = largest_micro_batch(size, workload.longest_prompt, workload.longest - workload.longest_prompt)
-            minibatch = trial_minibatch(rollouts, self.accelerator.num_processes)
-            fits = True
-            try:
-                with moments_of_optimizer(model, self.accelerator.device):
-                    driver.run_without_loss(model, minibatch)
-            except torch.OutOfMemoryError:
-                fits = False
-            driver.discard_gradients(model)
-            start.restore()
-            if all(gather_object([fits])):
-                return
-            self._use_less_memory(minibatch)
 
     def _enter_training(self, model) -> None:
         """Do what Trainer does at the start of a training step."""
@@ -443,21 +301,24 @@ class ExactUpdateTrainer(RolloutTrainer):
             clear_device_cache()
 
     def _generate_minibatches(self, inputs) -> None:
-        num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
+        args = self.args
+        num_minibatches = max(args.steps_per_generation // args.gradient_accumulation_steps, 1)
         process_rollouts = self._generate_rollouts(inputs)
         rollouts = self.complete_generation(inputs, process_rollouts, num_minibatches)
+        shuffle_seed = None
+        if args.shuffle_minibatches:
+            shuffle_seed = request_seed(f"{args.seed}/minibatches", self.generation_number)
         if self.is_sliced:
-            self._slice(rollouts)
+            self._store_logps_of_slices(rollouts)
+            slices = split_into_slices(rollouts, args.steps_per_generation, shuffle_seed)
+            self._waiting = WaitingRollouts(unscheduled=self._waiting.unscheduled, slices=slices)
             return
         is_used_once = num_minibatches == 1 and self.num_iterations == 1
         if is_used_once and not self._keeps_generating_policy:
-            self._waiting = WaitingRollouts(unscheduled=[*self._waiting.unscheduled, *rollouts])
+            self._waiting = WaitingRollouts().with_unscheduled([*self._waiting.unscheduled, *rollouts])
             return
-        shuffle_seed = None
-        if self.args.shuffle_minibatches:
-            shuffle_seed = request_seed(f"{self.args.seed}/minibatches", self.generation_number)
         for rollout in rollouts:
-            rollout.generation_share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
+            rollout.generation_share = args.gradient_accumulation_steps / args.steps_per_generation
         parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
         self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
         self._store_logps_for_later_updates()
@@ -467,37 +328,23 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Whether optimizer steps take slots of generation batches as they come."""
         return Step.of(self.args, self.accelerator.num_processes).is_sliced
 
-    def _slice(self, rollouts: list[Rollout]) -> None:
-        """Split a generation batch into its accumulation slots, with the log-probs at rollout time that all of them
-        read: a slot may be trained at any later update, on any process."""
-        minibatch = self.update.schedule(rollouts)
+    def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
+        """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
+        process."""
         names = self.update.logps_for_later_updates(rollout_lag=False)
+        minibatch = self.update.schedule(rollouts)
         with self.timer.part("log_probs"):
             self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
-        logps = {i: [getattr(rollout, name) for name in names] for i, rollout in enumerate(rollouts)}
-        for i, values in gather_object([entry for entry in logps.items() if entry[1][0] is not None]):
-            for name, value in zip(names, values, strict=True):
-                setattr(rollouts[i], name, value)
-        order = torch.arange(len(rollouts))
-        if self.args.shuffle_minibatches:
-            seed = request_seed(f"{self.args.seed}/minibatches", self.generation_number)
-            order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(seed))
-        slots = order.chunk(self.args.steps_per_generation)
-        slices = [[rollouts[i] for i in slot.tolist()] for slot in slots]
-        self._waiting = WaitingRollouts(unscheduled=self._waiting.unscheduled, slices=slices)
+        share_logps(rollouts, names)
 
     def _take_slice(self) -> None:
         """Add the completions of the current accumulation slot to those of the next optimizer step."""
-        slot = self._waiting.slices[self._step % self.args.steps_per_generation]
-        self._waiting = replace(self._waiting, unscheduled=[*self._waiting.unscheduled, *slot])
+        slot = self._step % self.args.steps_per_generation
+        self._waiting = self._waiting.with_unscheduled(self._waiting.slices[slot])
 
     def _uneven_shares(self) -> UnevenShares | None:
         """Return how processes share a generation batch, with `completions_per_step`."""
-        step = Step.of(self.args, self.accelerator.num_processes)
-        if step.completions_per_step is None:
-            return None
-        num_slots = step.per_device_train_batch_size * step.steps_per_generation
-        return UnevenShares(step.completions_per_generation, step.num_processes, num_slots)
+        return UnevenShares.from_step(Step.of(self.args, self.accelerator.num_processes))
 
     def _get_train_sampler(self, dataset=None):
         shares, args = self._uneven_shares(), self.args
@@ -624,77 +471,15 @@ class ExactUpdateTrainer(RolloutTrainer):
         self.record_metrics(metrics)
         return torch.tensor(result.loss, device=self.args.device)
 
-    # Entropy bonus --------------------------------------------------------------------------------------------------
-
-    # `entropy_coef`, `use_adaptive_entropy`, `_entropy_bonus_enabled`, and `_last_world_entropy` are TRL's attributes.
-
-    def _check_entropy_coef(self) -> None:
-        """Raise a `ValueError` if a callback has set a coefficient of the entropy bonus that would be ignored."""
-        if not 0 <= self.entropy_coef < math.inf:
-            raise UserError(
-                f"trainer.entropy_coef was set to {self.entropy_coef}. It must be a finite number of at least 0; to "
-                "lower the entropy, use a smaller coefficient or a lower temperature."
-            )
-        if (self.entropy_coef != 0 or self.use_adaptive_entropy) and not self._entropy_bonus_enabled:
-            raise UserError(
-                f"trainer.entropy_coef was set to {self.entropy_coef}, but the trainer was constructed with "
-                "entropy_coef=0.0, so its optimizer steps skip completions without a reward signal. Construct it with "
-                "a positive entropy_coef, and let a callback change it when training begins."
-            )
-
     def _set_coefficients(self) -> None:
         """Set the coefficients of the update that may change between optimizer steps."""
-        self.update.entropy_coef = self._effective_entropy_coef()
+        self.update.entropy_coef = effective_entropy_coef(self)
         self.update.router_coef = self.router_aux_loss_coef
 
-    def _effective_entropy_coef(self) -> float:
-        """Return the coefficient of the next optimizer step. With adaptive control it is 0 while the entropy of the
-        last step is above the target."""
-        if self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target:
-            return 0.0
-        return self.entropy_coef
-
-    def _adapt_entropy_coef(self, mean_entropy: float) -> None:
-        """Log the coefficient of the entropy bonus; with adaptive control (section 4.1 of
-        https://huggingface.co/papers/2505.22312), raise it first if the entropy of the optimizer step is at most the
-        target, and lower it otherwise."""
-        if not self._entropy_bonus_enabled:
-            return
-        if self.use_adaptive_entropy:
-            args = self.args
-            if mean_entropy <= args.entropy_target:
-                self.entropy_coef = min(self.entropy_coef + args.entropy_coef_delta, args.entropy_coef_max)
-            else:
-                self.entropy_coef = max(self.entropy_coef - args.entropy_coef_delta, args.entropy_coef_min)
-            self._last_world_entropy = mean_entropy
-        self.record_metrics({"entropy_coef": self.entropy_coef})
-
     def _get_grad_norm(self, model, grad_norm=None):
-        """Skip and count optimizer steps with a non-finite gradient; raise a [`FailedRun`] after too many in a row."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        is_finite = math.isfinite(float(grad_norm))  # the same on all processes
-        in_a_row, total = self._non_finite
-        self._non_finite = (0, total) if is_finite else (in_a_row + 1, total + 1)
-        in_a_row, total = self._non_finite
-        self.record_metrics({"update/non_finite_steps": total})
-        if is_finite:
-            return grad_norm
-        is_applied = self.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_applied or in_a_row >= self.args.max_non_finite_steps:
-            self._stop_after_non_finite_steps(in_a_row, is_applied)
-        if self.accelerator.scaler is None:  # in fp16 the scaler skips such steps itself
-            model.zero_grad(set_to_none=True)  # optimizers skip parameters without a gradient
+        skip_non_finite_step(self, model, float(grad_norm))
         return grad_norm
-
-    def _stop_after_non_finite_steps(self, in_a_row: int, is_applied: bool) -> None:
-        step = self.state.global_step + 1
-        now = f"The gradient norm was not finite in {in_a_row} optimizer steps in a row, up to step {step}"
-        weights = "DeepSpeed has already applied the gradient to the weights. Start from the last checkpoint"
-        if not is_applied:
-            now += f" (max_non_finite_steps={self.args.max_non_finite_steps})"
-            names = " and ".join(f"`{name}`" for name in self.divergence_metrics)
-            weights = f"The weights are those before these steps. Look at {names}"
-        raise FailedRun(f"{now}. {weights}, and lower the learning rate, or set max_grad_norm.")
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -703,8 +488,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._waiting = WaitingRollouts()
         self._generating_policy: SnapshotReference | None = None  # a copy, for `stale_logps: recompute` with a server
         self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
-        if self._last_world_entropy < math.inf:  # an earlier run has adapted the coefficient of the entropy bonus
-            self.entropy_coef, self._last_world_entropy = self.args.entropy_coef, math.inf
+        reset_entropy_coef(self)
 
     def _save_run(self, directory: Path) -> None:
         super()._save_run(directory)
@@ -712,12 +496,9 @@ class ExactUpdateTrainer(RolloutTrainer):
             save_policy_copy(self, self._generating_policy, directory)
 
     def _unfinished_state(self) -> dict:
-        waiting = self._waiting.slices or [minibatch.rollouts for minibatch in self._waiting.minibatches]
-        if self._at_generation_boundary():
-            waiting = []
+        waiting = [] if self._at_generation_boundary() else self._waiting.by_step()
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
-        memory = {"choice": list(self._memory), "settings": self._memory_settings}
-        return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": memory}
+        return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": self.memory.state()}
 
     def _load_run(self, checkpoint: Path, state: dict) -> None:
         parts = read_parts(self, checkpoint)
@@ -738,19 +519,3 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._keeps_generating_policy:
             self._generating_policy = SnapshotReference(self.model_wrapped)
             load_policy_copy(self, self._generating_policy, checkpoint)
-
-
-def _backward_cost(args) -> int:
-    """Return the cost of a backward pass in forward passes: two, and one if it computes activations again."""
-    return 3 if args.gradient_checkpointing else 2
-
-
-def use_engine_logps(rollouts: list[Rollout], names: tuple[str, ...]) -> None:
-    """Take the log-probs that the engine reported for those of the policy that generated: store them under `names`
-    (`ref_logps`, `old_logps`), and exclude tokens without one from the loss."""
-    for rollout in rollouts:
-        is_reported = np.isfinite(rollout.sampling_logps)
-        rollout.loss_mask = rollout.loss_mask & is_reported
-        logps = np.where(is_reported, rollout.sampling_logps, 0.0).astype(np.float32)
-        for name in names:
-            setattr(rollout, name, logps)

@@ -13,7 +13,7 @@ names `trainer_state` or an argument of the trainer (`compute_logps`) as a param
 called when its batch is taken, like reward models.
 
 The log-probs of the engine are those of the policy that generated: the reference `rollout` and the denominator of
-probability ratios (`exact_trainer.use_engine_logps`). PACS's proxies are therefore not 0 on the first update.
+probability ratios ([`use_engine_logps`]). PACS's proxies are therefore not 0 on the first update.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 from accelerate.utils import gather_object
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
@@ -37,6 +38,7 @@ from trl.trainer.utils import is_async_callable
 
 from ..errors import FailedRun, UserError, without_exit
 from ..rewards import FUNCTIONS
+from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from .callbacks import StopOnSignal
 from .checkpoint import indices_of_generation
@@ -330,6 +332,18 @@ class LateBatches:
         indices = all_indices[first : first + num_rows]
         row_of = {i: self.trainer.train_dataset[i] for i in set(indices)}
         return [independent_copy(row_of[i]) for i in indices]  # completions of a group share nothing
+
+
+def use_engine_logps(rollouts: list[Rollout], names: tuple[str, ...]) -> None:
+    """Take the log-probs that the engine reported for those of the policy that generated: store them under `names`
+    (`ref_logps`, `old_logps`), and exclude tokens without one from the loss."""
+    for rollout in rollouts:
+        assert rollout.sampling_logps is not None
+        is_reported = np.isfinite(rollout.sampling_logps)
+        rollout.loss_mask = rollout.loss_mask & is_reported
+        logps = np.where(is_reported, rollout.sampling_logps, 0.0).astype(np.float32)
+        for name in names:
+            setattr(rollout, name, logps)
 
 
 def replay(result: Any, **arguments: Any) -> list[float | None]:

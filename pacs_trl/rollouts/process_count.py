@@ -5,8 +5,8 @@ the checkpoint. Most state is the same on all processes, and is read from the fi
 
 - Positions (`_step`, `_data_position`) are counted in accumulation slots, whose size depends on the number of
   processes. They are converted with the number of slots per generation batch.
-- Waiting completions are merged and scheduled again (`checkpoint.merge_rollouts`), late batches merged and divided
-  ([`divide_batches`]).
+- Waiting completions are merged and scheduled again (`waiting_rollouts.merge_rollouts`), late batches merged and
+  divided ([`divide_batches`]).
 - Sharded weights, optimizers, and snapshots are saved by `torch.distributed.checkpoint`, which redistributes them.
 - Random states are per process and cannot be divided: the generators are seeded anew ([`seed_process`]). Requests to
   vLLM have seeds that do not depend on the number of processes (`request_seeds.py`).

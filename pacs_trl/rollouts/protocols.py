@@ -25,8 +25,16 @@ from .timing import StepTimer
 if TYPE_CHECKING:
     from trl.generation.vllm_generation import VLLMGeneration
 
+    from ..pacs_config import ExactUpdateConfig
     from .exact_trainer import ExactUpdateTrainer
     from .rollout_trainer import RolloutTrainer
+
+
+class ConfiguredTrainer(Protocol):
+    """A trainer with its settings."""
+
+    @property
+    def args(self) -> RolloutConfig: ...
 
 
 # Seeds and data -----------------------------------------------------------------------------------------------------
@@ -39,10 +47,9 @@ class SeededTrainer(Protocol):
     _request_seeds: RequestSeeds  # of the run
 
 
-class EvaluatingTrainer(Protocol):
+class EvaluatingTrainer(ConfiguredTrainer, Protocol):
     """A trainer whose evaluations have seeds."""
 
-    args: RolloutConfig
     accelerator: Accelerator
     state: TrainerState
     _evaluations: tuple[int, int]  # optimizer step of the last evaluation, and number of evaluations at it
@@ -73,22 +80,55 @@ class StreamingTrainer(Protocol):
     _data_position: tuple[int, int]  # passes over the training data, and batches used of the current pass
 
 
-class ConfiguredTrainer(Protocol):
+class CheckedTrainer(ConfiguredTrainer, Protocol):
     """A trainer whose settings are compared with those at its construction."""
 
-    args: RolloutConfig
     optimizer: torch.optim.Optimizer | None
     optimizer_settings: tuple[str, ...]  # those that are read when the optimizer is created
     _fixed_settings: dict[str, Any]  # see `fixed_settings`
 
 
+class LiveTrainer(ConfiguredTrainer, Protocol):
+    """A trainer whose callbacks may change `live_attributes`, copies of settings."""
+
+    live_attributes: tuple[str, ...]
+    _name: str  # of the method
+
+
+# Optimizer steps ----------------------------------------------------------------------------------------------------
+
+
+class EntropyTrainer(ConfiguredTrainer, Protocol):
+    """A trainer with an entropy bonus."""
+
+    entropy_coef: float
+    use_adaptive_entropy: bool
+    _entropy_bonus_enabled: bool
+    _last_world_entropy: float  # of the last optimizer step, in nats per token
+
+    def record_metrics(self, metrics: Mapping[str, float]) -> None: ...
+
+
+class SteppingTrainer(Protocol):
+    """A trainer that counts optimizer steps whose gradient is not finite."""
+
+    accelerator: Accelerator
+    state: TrainerState
+    divergence_metrics: tuple[str, ...]  # logged metrics that show why a gradient is not finite
+    _non_finite: tuple[int, int]  # such steps: consecutive ones up to the last step, and the total
+
+    @property
+    def args(self) -> "ExactUpdateConfig": ...
+
+    def record_metrics(self, metrics: Mapping[str, float]) -> None: ...
+
+
 # Engines ------------------------------------------------------------------------------------------------------------
 
 
-class EngineTrainer(SeededTrainer, Protocol):
+class EngineTrainer(SeededTrainer, ConfiguredTrainer, Protocol):
     """A trainer that generates with vLLM."""
 
-    args: RolloutConfig
     state: TrainerState
     vllm_generation: Any  # TRL's engine, which that of this package replaces
     tools: list[Callable]
@@ -105,10 +145,9 @@ class EngineTrainer(SeededTrainer, Protocol):
     def create_forward_pass(self, model: Any, temperature: float) -> ForwardPass: ...
 
 
-class EngineProcessTrainer(Protocol):
+class EngineProcessTrainer(ConfiguredTrainer, Protocol):
     """A trainer whose policy an engine process copies."""
 
-    args: RolloutConfig
     accelerator: Accelerator
     model_wrapped: nn.Module
     generation_config: GenerationConfig
@@ -120,10 +159,9 @@ class EngineProcessTrainer(Protocol):
 # Sources of completions ---------------------------------------------------------------------------------------------
 
 
-class ServedTrainer(Protocol):
+class ServedTrainer(ConfiguredTrainer, Protocol):
     """A trainer that generates with a vLLM server."""
 
-    args: RolloutConfig
     accelerator: Accelerator
     state: TrainerState
     vllm_generation: "VLLMGeneration"
@@ -187,14 +225,16 @@ if TYPE_CHECKING:
         SamplingTrainer,
         LossLoggingTrainer,
         StreamingTrainer,
-        ConfiguredTrainer,
+        CheckedTrainer,
         Protocol,
     ): ...
 
-    class _ExactUpdateTrainer(LateTrainer, ContinuousTrainer, Protocol): ...
+    class _ExactUpdateTrainer(
+        SteppingTrainer, LateTrainer, ContinuousTrainer, LiveTrainer, EntropyTrainer, Protocol
+    ): ...
 
     def _fulfilled(trainer: "RolloutTrainer") -> _RolloutTrainer:
         return trainer
 
-    def _fulfilled_with_lag(trainer: "ExactUpdateTrainer") -> _ExactUpdateTrainer:
+    def _fulfilled_by_exact_updates(trainer: "ExactUpdateTrainer") -> _ExactUpdateTrainer:
         return trainer

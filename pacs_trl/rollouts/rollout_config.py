@@ -50,6 +50,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         steps_per_generation: int = 0
         model_init_kwargs: dict[str, Any] | None = None
         generation_kwargs: dict[str, Any] | None = None
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None
         chat_template_kwargs: dict[str, Any] | None = None
 
     # Parameters that control generation

@@ -18,6 +18,8 @@ from accelerate.utils import gather_object
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
+from ..update.step_sizes import Step
+
 
 @dataclass(frozen=True)
 class UnevenShares:
@@ -33,6 +35,14 @@ class UnevenShares:
     num_completions: int
     num_processes: int
     num_slots: int
+
+    @classmethod
+    def from_step(cls, step: Step) -> "UnevenShares | None":
+        """Return the shares of an optimizer step with `completions_per_step`, `None` for one without."""
+        if step.completions_per_step is None:
+            return None
+        num_slots = step.per_device_train_batch_size * step.steps_per_generation
+        return cls(step.completions_per_generation, step.num_processes, num_slots)
 
     def size(self, process: int) -> int:
         """Return the number of completions of a process."""

@@ -28,7 +28,7 @@ def train_with_little_memory(directory, device: str) -> dict:
         results[name] = {
             "gradients": [{key: value.cpu() for key, value in step.items()} for step in recorder.gradients],
             "weights": {key: value.detach().cpu() for key, value in trainer.model.named_parameters()},
-            "choice": str(trainer._memory),
+            "choice": str(trainer.memory.choice),
         }
     return results
 

@@ -108,7 +108,7 @@ def test_the_choice_follows_from_the_memory_that_is_left(
 
 def test_the_reason_names_what_does_not_fit(tmp_path, monkeypatch):
     on_device(monkeypatch, 1030.5 * 5520 / 0.9)
-    reason = build_trainer(tmp_path, replay=Replay(), **AUTO)._memory.reason
+    reason = build_trainer(tmp_path, replay=Replay(), **AUTO).memory.choice.reason
     assert "without recomputation 1,030 tokens fit, and a rollout can have 1,040" in reason
 
 
@@ -207,7 +207,7 @@ def test_work_and_metrics_return_to_the_start_of_an_update(tmp_path):
     trainer = build_trainer(tmp_path, replay=Replay())
     trainer._metrics["train"]["before"].append(1.0)
     trainer.timer.work["trained"] = 5
-    start, numbers = trainer._start_of_update(), []
+    start, numbers = trainer.memory._start_of_update(), []
     for _ in range(2):
         numbers.append(torch.rand(3))
         trainer.record_metrics({"before": 2.0, "during": 3.0})
@@ -225,8 +225,8 @@ def test_single_completions_without_memory_recompute_more(tmp_path, monkeypatch)
 
     def check(texts, num_predicted):
         if torch.is_grad_enabled():
-            seen.append((trainer._memory.recomputation, trainer.model.is_gradient_checkpointing))
-            if trainer._memory.recomputation != "full":
+            seen.append((trainer.memory.choice.recomputation, trainer.model.is_gradient_checkpointing))
+            if trainer.memory.choice.recomputation != "full":
                 raise torch.OutOfMemoryError
 
     trainer.forward_pass.on_pass = check
@@ -259,7 +259,7 @@ def test_a_resumed_run_reuses_the_choice(tmp_path, monkeypatch, capsys):
         resumed = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **AUTO, **saving)
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
         output = capsys.readouterr().out
-        assert (resumed._memory.recomputation, resumed.update.driver.limits.max_tokens) == expected
+        assert (resumed.memory.choice.recomputation, resumed.update.driver.limits.max_tokens) == expected
         assert ("whose rounding differs" in output) == (expected[0] == "selective")
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pacs_trl.rollouts.checkpoint import merge_rollouts, rollouts_to_save
+from pacs_trl.rollouts.waiting_rollouts import merge_rollouts, rollouts_to_save
 from pacs_trl.update.rollout import Rollout
 
 

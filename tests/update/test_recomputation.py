@@ -12,7 +12,7 @@ from support.runs import build_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pacs_trl.rollouts.memory import largest_micro_batch
+from pacs_trl.rollouts.memory import MemoryPlan, largest_micro_batch
 from pacs_trl.update import compiled_layers, packed_attention
 from pacs_trl.update.compiled_layers import CompiledLayers
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
@@ -97,8 +97,8 @@ def test_training_with_selective_recomputation(tmp_path, monkeypatch, peft_confi
     weights = []
     for recomputation in ("none", "selective"):
         trainer = build_trainer(tmp_path, replay=Replay(), more={"peft_config": peft_config})
-        trainer._memory_plan = trainer._memory_plan.__class__(trainer._memory._replace(recomputation=recomputation))
-        trainer._memory_is_chosen = True
+        trainer.memory.plan = MemoryPlan(trainer.memory.choice._replace(recomputation=recomputation))
+        trainer.memory.is_automatic = True
         trainer.train()
         assert trainer.model.is_gradient_checkpointing == (recomputation == "selective")
         weights.append({name: p.detach() for name, p in trainer.model.named_parameters() if p.requires_grad})
