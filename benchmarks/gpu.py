@@ -36,7 +36,7 @@ from experiments.miniature.tasks import problems
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.plan.cost import GPUS, Gpu, ModelShape
-from pacs_trl.plan.estimates import Estimate
+from pacs_trl.plan.estimates import Costs, Estimate
 from pacs_trl.plan.launch import Launch
 from pacs_trl.recipe import Recipe
 from pacs_trl.rewards import math_reward
@@ -89,26 +89,26 @@ def measure_steps(
 def _largest_that_fits(size: Size, repeats: int, rate: float, settings: dict) -> list[dict[str, Any]]:
     """Measure with the largest number of completions per forward pass that fits according to `plan`."""
     rows, gpu = NUM_GENERATIONS, known_gpu(rate, settings["device"])
-    while (estimate := estimate_of(size, rows, gpu, **settings)).update > estimate.usable and rows > 1:
+    while (costs := costs_of(size, rows, gpu, **settings)).update > costs.usable and rows > 1:
         rows //= 2
     measured = _steps(size, rows, repeats, rate, **settings)
     gc.collect()  # the next method needs the memory
     if settings["device"] == "cuda":
         torch.cuda.empty_cache()
-    planned = planned_beside(estimate, measured[0], size.completion_max, settings["device"])
+    planned = planned_beside(costs, measured[0], size.completion_max, settings["device"])
     return [{"rows per forward": rows, **row, **planned} for row in measured]
 
 
-def planned_beside(estimate: Estimate, measured: dict[str, Any], completion_max: int, device: str) -> dict[str, Any]:
+def planned_beside(costs: Costs, measured: dict[str, Any], completion_max: int, device: str) -> dict[str, Any]:
     """
     Compare the estimate of a step without uniform groups with the measurement.
 
     Errors are in percent, positive if `plan` overestimates. With `factor on activations` and `factor on time` the
     estimate would match the measurement.
     """
-    activations = estimate.activations + estimate.casts + estimate.gathered + estimate.collected
-    state = estimate.state if device == "cuda" else 0.0  # on a CPU only tensors saved by autograd are measured
-    _, seconds = estimate.learning(round(0.35 * completion_max))
+    activations = costs.activations + costs.casts + costs.gathered + costs.collected
+    state = costs.state if device == "cuda" else 0.0  # on a CPU only tensors saved by autograd are measured
+    _, seconds = costs.learning(round(0.35 * completion_max))
     return {
         "plan GiB": (state + activations) / 2**30,
         "error of memory, %": 100 * ((state + activations) / 2**30 / measured["GiB"] - 1),
@@ -130,7 +130,7 @@ def known_gpu(rate: float, device: str) -> Gpu:
     return known[0] if known else Gpu(properties.name, properties.total_memory, rate, bandwidth)
 
 
-def estimate_of(
+def costs_of(
     size: Size,
     rows: int,
     gpu: Gpu,
@@ -141,9 +141,9 @@ def estimate_of(
     directory: Path,
     device: str,
     **more: Any,
-) -> Estimate:
-    """Return the estimate of `pacs-trl plan` for an optimizer step; the model config is in `directory/model`. `more`
-    are further keys of the recipe."""
+) -> Costs:
+    """Return the costs that `pacs-trl plan` estimates for an optimizer step; the model config is in `directory/model`.
+    `more` are further keys of the recipe."""
     settings: dict[str, Any] = {
         "method": method.removeprefix("trl_"),
         "model_name_or_path": str(directory / "model"),
@@ -167,7 +167,10 @@ def estimate_of(
     if lora:
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
-    return Estimate(Recipe.from_settings(settings | more, 1), Launch(1, "none", "one process"), gpu)
+    recipe = Recipe.from_settings(settings | more, 1)
+    costs = Estimate(recipe, Launch(1, "none", "one process"), gpu).costs
+    assert costs is not None  # the shape is known
+    return costs
 
 
 def _batch(size: Size, rows: int, method: str) -> dict[str, int]:

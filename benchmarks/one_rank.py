@@ -146,7 +146,9 @@ def planned_peak(
         raise ValueError(errors[0])
     settings = settings | {"model_name_or_path": str(directory / "model"), "max_prompt_length": PROMPT_TOKENS[1]}
     recipe = Recipe.from_settings(settings, launch.num_processes)
-    return Estimate(recipe, launch, known_gpu(1.0, device)).update
+    costs = Estimate(recipe, launch, known_gpu(1.0, device)).costs
+    assert costs is not None  # the shape is known
+    return costs.update
 
 
 def _local_bytes(parameter: torch.nn.Parameter) -> int:

@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig
 
 from benchmarks import record_row, table_of
-from benchmarks.gpu import LORA, TRAINERS, estimate_of, known_gpu, model_flops, planned_beside
+from benchmarks.gpu import LORA, TRAINERS, costs_of, known_gpu, model_flops, planned_beside
 from benchmarks.recorded import (
     NUM_GENERATIONS,
     PROMPT_TOKENS,
@@ -167,7 +167,7 @@ class Measurement:
 
     def _planned(self, method: str, variant: Variant, measured: dict[str, Any]) -> dict[str, Any]:
         """Return the estimate of `pacs-trl plan` beside the measurement."""
-        estimate = estimate_of(
+        costs = costs_of(
             self.size,
             variant.rows,
             known_gpu(self.rate, self.device),
@@ -178,7 +178,7 @@ class Measurement:
             device=self.device,
             **{"attn_implementation": variant.attention} | self._settings(method, variant),
         )
-        return planned_beside(estimate, measured, self.size.completion_max, self.device)
+        return planned_beside(costs, measured, self.size.completion_max, self.device)
 
     def _settings(self, method: str, variant: Variant) -> dict[str, Any]:
         settings: dict[str, Any] = {"gradient_checkpointing": variant.checkpointing}

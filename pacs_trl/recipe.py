@@ -7,12 +7,12 @@ elsewhere (`plan`). Reading a recipe loads neither model nor data, and needs no 
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from trl import ModelConfig, get_peft_config
 
 from . import rewards
@@ -31,6 +31,12 @@ from .settings.fields import setting
 from .settings.names import function_of_user, object_of_user
 from .update.step_sizes import Step
 
+
+if TYPE_CHECKING:
+    from .rollouts.rollout_trainer import RolloutTrainer
+
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +101,8 @@ class Recipe(NamedTuple):
 
     Attributes:
         training: The configuration of the method's trainer.
-        settings (`dict`): The given keys with their values; written to a file, they repeat the run.
+        settings (`dict`): The keys of the file and the command line with their values; written to a file, they repeat
+            the run.
         step ([`Step`]): Batch sizes for the number of processes of the run.
     """
 
@@ -104,24 +111,32 @@ class Recipe(NamedTuple):
     model: ModelConfig
     training: Any
     verification: VerificationArguments
-    settings: dict
+    settings: dict[str, Any]
     step: Step
 
+    @property
+    def model_name(self) -> str:
+        """Name or path of the model, without which no recipe is read."""
+        assert self.model.model_name_or_path is not None
+        return self.model.model_name_or_path
+
     @classmethod
-    def from_settings(cls, settings: dict, num_processes: int | None = None) -> "Recipe":
+    def from_settings(cls, settings: dict[str, Any], num_processes: int | None = None) -> "Recipe":
         """Read keys and values as YAML or [`~settings.read_settings`] give them, for this run or for a launch of
         `num_processes` on other hardware. Raises a `ValueError` that names unknown, missing, illegal, or conflicting
         keys."""
         method = settings.get("method", DEFAULT_METHOD)
         classes = settings_classes(method)
-        known = {field.name for part in classes for field in fields(part)}
+        known = {declared.name for part in classes for declared in fields(part)}
         if errors := keys_of_other_methods(method, settings.keys() - known):
             raise UserError(" ".join(errors))
         values = _typed_values(settings, classes, method)
         if values["keep_global_batch"]:
             values |= _sizes_for_processes(values, num_processes or int(os.environ.get("WORLD_SIZE", "1")))
-        parts = _instantiate((*classes[:-1], _planned(classes[-1], num_processes)), values)
-        run, data, model, verification, training = parts
+        *other_classes, config = classes
+        if num_processes is not None:
+            config = _planned(config, num_processes)
+        run, data, model, verification, training = _instantiate((*other_classes, config), values)
         if errors := _conflicts(run, data, model, training, settings):
             raise UserError(" ".join(errors))
         step = Step.of(training, training.world_size)
@@ -155,7 +170,8 @@ def _sizes_for_processes(values: dict[str, Any], num_processes: int) -> dict[str
 
 def _written_sizes(values: dict[str, Any]) -> Step:
     """Return the batch sizes for the number of processes that they are written for."""
-    if (expected := values["expected_processes"]) is None:
+    expected = values["expected_processes"]
+    if expected is None:
         resume = str(values["resume_from_checkpoint"])
         checkpoint = last_resumable_checkpoint(values["output_dir"]) if resume in LAST else resume
         if checkpoint is None or resume in NONE:
@@ -164,11 +180,13 @@ def _written_sizes(values: dict[str, Any]) -> Step:
                 "expected_processes, or resume_from_checkpoint to a checkpoint."
             )
         return read_saved_run(checkpoint).step
-    sizes = {declared.name: values.get(declared.name) for declared in fields(Step)} | {"num_processes": expected}
+    sizes: dict[str, Any] = {declared.name: values.get(declared.name) for declared in fields(Step)}
+    sizes["num_processes"] = expected
     if sizes["steps_per_generation"] is None:
-        slot = values["per_device_train_batch_size"] * expected
-        generation = values["generation_batch_size"]
-        sizes["steps_per_generation"] = generation // slot if generation else values["gradient_accumulation_steps"]
+        sizes["steps_per_generation"] = values["gradient_accumulation_steps"]
+        if values["generation_batch_size"]:
+            completions = values["per_device_train_batch_size"] * expected
+            sizes["steps_per_generation"] = values["generation_batch_size"] // completions
     return Step(**sizes)
 
 
@@ -186,20 +204,18 @@ def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]
     return instances
 
 
-def _repeatable(settings: dict, values: dict[str, Any], method: str) -> dict[str, Any]:
-    """Return the given settings, with typed values, without token and environment variables."""
+def _repeatable(settings: dict[str, Any], values: dict[str, Any], method: str) -> dict[str, Any]:
+    """Return the settings that were written, with typed values, without token and environment variables."""
     repeatable = {"method": method}
     for key in sorted(settings.keys() - {"env", "hub_token"}):
-        name = key if key in values else key.removeprefix("no_")
+        name = key if key in values else key.removeprefix("no_")  # `no_bf16: true` is `bf16: false`
         is_scalar = isinstance(values[name], str | int | float | None)
         repeatable[name] = values[name] if is_scalar else settings[key]
     return repeatable
 
 
-def _planned(config: type, num_processes: int | None) -> type:
+def _planned(config: Any, num_processes: int) -> type:
     """Return the configuration class for `num_processes` processes, without checking the devices of this machine."""
-    if num_processes is None:
-        return config
 
     def __post_init__(self):
         self.needs_gpu = not self.use_cpu
@@ -213,9 +229,9 @@ def _planned(config: type, num_processes: int | None) -> type:
 def settings_without_effect(recipe: Recipe) -> list[str]:
     """Return one message per setting that turns off others of a recipe."""
     values = {**vars(recipe.model), **vars(recipe.training)}
-    written = recipe.settings.keys()
+    written = set(recipe.settings)
     if recipe.training.rollout_engine == "vllm":  # which has these two, but not use_vllm
-        written = written - {"vllm_max_model_length", "vllm_gpu_memory_utilization"}
+        written -= {"vllm_max_model_length", "vllm_gpu_memory_utilization"}
     return without_effect(written, values)
 
 
@@ -242,40 +258,47 @@ def settings_classes(method: str) -> tuple[type, ...]:
     return RunArguments, DataArguments, ModelConfig, VerificationArguments, config_class(method)
 
 
-def config_class(method: str) -> type:
+def config_class(method: str) -> type[RolloutConfig]:
     """Return the training configuration of a method."""
     if method in METHODS:
         return _import_class(METHODS[method].config)
     if is_of_user(method):
-        return trainer_of_method(method)._config_class
+        return _classes_of_user(method)[1]
     return _only_subclass(f"{__package__}.experimental.{method}", RolloutConfig)
 
 
-def trainer_of_method(method: str) -> type:
+def trainer_of_method(method: str) -> "type[RolloutTrainer]":
     """Return the trainer of a method: of this package, or the class of a user, `package.module:Class`."""
-    from transformers import Trainer  # slow to import, and `plan` does not need it
-
     if method in METHODS:
         return _import_class(METHODS[method].trainer)
     if is_of_user(method):
-        trainer_class = object_of_user(method, "method")
+        return _classes_of_user(method)[0]
+    from .rollouts.rollout_trainer import RolloutTrainer  # slow to import
+
+    return _only_subclass(f"{__package__}.experimental.{method}", RolloutTrainer)
+
+
+def _classes_of_user(method: str) -> "tuple[type[RolloutTrainer], type[RolloutConfig]]":
+    """Import the trainer of a user, `package.module:Class`, and return it with its configuration."""
+    from .rollouts.rollout_trainer import RolloutTrainer
+
+    trainer_class = object_of_user(method, "method")
+    if isinstance(trainer_class, type) and issubclass(trainer_class, RolloutTrainer):
         config = getattr(trainer_class, "_config_class", None)
-        is_trainer = isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)
-        if not (is_trainer and isinstance(config, type) and issubclass(config, RolloutConfig)):
-            raise UserError(
-                f"method: {method!r} is no trainer of this package. Name a subclass of one, such as PACSTrainer, with "
-                "its configuration as `_config_class`."
-            )
-        return trainer_class
-    return _only_subclass(f"{__package__}.experimental.{method}", Trainer)
+        if isinstance(config, type) and issubclass(config, RolloutConfig):
+            return trainer_class, config
+    raise UserError(
+        f"method: {method!r} is no trainer of this package. Name a subclass of one, such as PACSTrainer, with its "
+        "configuration as `_config_class`."
+    )
 
 
-def _import_class(name: str) -> type:
+def _import_class(name: str) -> Any:
     module, _, class_name = name.rpartition(".")
     return getattr(import_module(f"{__package__}.{module}"), class_name)
 
 
-def _only_subclass(module_name: str, base: type) -> type:
+def _only_subclass(module_name: str, base: type[T]) -> type[T]:
     """Return the only subclass of `base` that a module defines."""
     classes = [value for value in vars(import_module(module_name)).values() if isinstance(value, type)]
     subclasses = [part for part in classes if part.__module__ == module_name and issubclass(part, base)]
@@ -291,9 +314,7 @@ def _only_subclass(module_name: str, base: type) -> type:
 def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any, settings: dict) -> list[str]:
     """Return what is wrong between settings, or would be ignored without a word by TRL and transformers."""
     errors = [
-        f"`{key}` would be ignored: {why}. {remedy}"
-        for is_ignored, key, why, remedy in _ignored_keys(run, model, training, settings)
-        if is_ignored
+        f"`{key}` would be ignored: {why}. {remedy}" for key, why, remedy in _ignored(run, model, training, settings)
     ]
     if run.tools or run.environment:
         if error := shared_turns_error(training):
@@ -308,69 +329,41 @@ def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any
     return errors
 
 
-def _ignored_keys(run: RunArguments, model: Any, training: Any, settings: dict) -> list[tuple[Any, str, str, str]]:
-    """Return for each key that may be ignored whether it is, its name, why, and what to do."""
-    evaluates = training.eval_strategy != "no"
-    calls_tools = bool(run.tools or run.environment)
-    is_adamw = training.optim in ("adamw_torch", "adamw_torch_fused")
-    has_clip = bool(training.vllm_importance_sampling_clip_min or training.vllm_importance_sampling_clip_max)
+def _ignored(run: RunArguments, model: ModelConfig, training: Any, settings: dict) -> Iterator[tuple[str, str, str]]:
+    """Yield each key that would be ignored, why, and what to do."""
+    if training.optim_args and training.optim in ("adamw_torch", "adamw_torch_fused"):
+        yield "optim_args", "AdamW takes adam_beta1, adam_beta2, and adam_epsilon", "Set these, or remove the key."
+    if training.warmup_steps and training.lr_scheduler_type == "constant":
+        remedy = "Set lr_scheduler_type: constant_with_warmup, or remove the key."
+        yield "warmup_steps", "the rate is constant", remedy
+    if training.eval_strategy == "no":
+        remedy = "Set eval_strategy: steps and eval_steps, or remove the key."
+        if training.eval_benchmarks:
+            yield "eval_benchmarks", "eval_strategy is no", remedy
+        if training.eval_on_start:
+            yield "eval_on_start", "eval_strategy is no", remedy
+    if training.fsdp_config and not training.fsdp:
+        remedy = "Use an accelerate file (`accelerate launch --config_file`), set fsdp, or remove the key."
+        yield "fsdp_config", "fsdp is not set", remedy
+
+    has_clip = training.vllm_importance_sampling_clip_min or training.vllm_importance_sampling_clip_max
     truncates = training.vllm_importance_sampling_mode.endswith("_truncate")
-    corrects = training.vllm_importance_sampling_correction
+    if training.vllm_importance_sampling_correction and truncates and not has_clip:
+        remedy = "Set vllm_importance_sampling_clip_max, or vllm_importance_sampling_correction: false."
+        yield "vllm_importance_sampling_mode", "no clip_min or clip_max is set", remedy
+    if training.max_tool_calling_iterations is not None and not (run.tools or run.environment):
+        remedy = "Set tools: [run_python] or environment, or remove the key."
+        yield "max_tool_calling_iterations", "there are no tools and no environment", remedy
+
     lora_keys = sorted(key for key in settings if key.startswith("lora_") or key in ("use_dora", "use_rslora"))
-    trains_whole_model = not model.use_peft and "use_peft" not in settings
-    data_keys = {declared.name for declared in fields(DataArguments)} - {
-        "eval_split_size",
-        "max_train_samples",
-        "dataset_seed",
-    }
-    unused_data_keys = sorted(data_keys & settings.keys()) if run.environment else []
-    evaluate = "Set eval_strategy: steps and eval_steps, or remove the key."
-    return [
-        (
-            training.optim_args and is_adamw,
-            "optim_args",
-            "AdamW takes adam_beta1, adam_beta2, and adam_epsilon",
-            "Set these, or remove the key.",
-        ),
-        (
-            training.warmup_steps and training.lr_scheduler_type == "constant",
-            "warmup_steps",
-            "the rate is constant",
-            "Set lr_scheduler_type: constant_with_warmup, or remove the key.",
-        ),
-        (training.eval_benchmarks and not evaluates, "eval_benchmarks", "eval_strategy is no", evaluate),
-        (training.eval_on_start and not evaluates, "eval_on_start", "eval_strategy is no", evaluate),
-        (
-            training.fsdp_config and not training.fsdp,
-            "fsdp_config",
-            "fsdp is not set",
-            "Use an accelerate file (`accelerate launch --config_file`), set fsdp, or remove the key.",
-        ),
-        (
-            corrects and truncates and not has_clip,
-            "vllm_importance_sampling_mode",
-            "no clip_min or clip_max is set",
-            "Set vllm_importance_sampling_clip_max, or vllm_importance_sampling_correction: false.",
-        ),
-        (
-            training.max_tool_calling_iterations is not None and not calls_tools,
-            "max_tool_calling_iterations",
-            "there are no tools and no environment",
-            "Set tools: [run_python] or environment, or remove the key.",
-        ),
-        (
-            lora_keys and trains_whole_model,
-            ", ".join(lora_keys),
-            "the whole model is trained without use_peft: true",
-            "Set use_peft: true, or remove the key; use_peft: false keeps it.",
-        ),
-        (
-            unused_data_keys,
-            ", ".join(unused_data_keys),
-            "`environment` has the examples",
-            "Remove the key, or `environment`.",
-        ),
-    ]
+    if lora_keys and not model.use_peft and "use_peft" not in settings:
+        remedy = "Set use_peft: true, or remove the key; use_peft: false keeps it."
+        yield ", ".join(lora_keys), "the whole model is trained without use_peft: true", remedy
+    if run.environment:
+        used_keys = {"eval_split_size", "max_train_samples", "dataset_seed"}
+        data_keys = {declared.name for declared in fields(DataArguments)} - used_keys
+        if unused_keys := sorted(data_keys & settings.keys()):
+            yield ", ".join(unused_keys), "`environment` has the examples", "Remove the key, or `environment`."
 
 
 def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_labels: bool) -> list[str]:
@@ -389,19 +382,24 @@ def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_lab
 def adapter_config(model: ModelConfig) -> PeftConfig | None:
     """Return the configuration of the LoRA adapter, or `None` without `use_peft`."""
     peft_config = get_peft_config(model)
-    targets = peft_config.target_modules if peft_config is not None else None
-    if isinstance(targets, str) and targets.isidentifier():
-        # TRL turns a list of one name into a string, which peft reads as a regular expression
-        peft_config.target_modules = {targets}
+    if isinstance(peft_config, LoraConfig):
+        targets = peft_config.target_modules
+        if isinstance(targets, str) and targets.isidentifier():
+            # TRL turns a list of one name into a string, which peft reads as a regular expression
+            peft_config.target_modules = {targets}  # type: ignore[assignment]  # a set, as peft stores names
     return peft_config
 
 
-def load_tokenizer(recipe: Recipe, **kwargs: Any):
+def load_tokenizer(recipe: Recipe, **kwargs: Any) -> Any:
     """Load the tokenizer of the model of a recipe; `kwargs` are those of `from_pretrained`. Raises an `OSError` if
     there is none."""
-    name = recipe.model.model_name_or_path
-    where = {"revision": recipe.model.model_revision, "trust_remote_code": recipe.training.trust_remote_code}
-    return load_text_tokenizer(name, padding_side="left", **where, **kwargs)
+    return load_text_tokenizer(
+        recipe.model_name,
+        padding_side="left",
+        revision=recipe.model.model_revision,
+        trust_remote_code=recipe.training.trust_remote_code,
+        **kwargs,
+    )
 
 
 def reward_function(name: str) -> Callable:

@@ -9,13 +9,16 @@ if __name__ == "__main__":  # before the slow imports below, so that help, error
     sys.exit(run("train", sys.argv[1:]))
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate import PartialState
+from datasets import Dataset
+from peft import PeftConfig
 from transformers import TrainerState
 from transformers.integrations import get_reporting_integration_callbacks
 from trl import GRPOConfig, get_quantization_config
@@ -47,7 +50,13 @@ from .settings.names import check_model_path, function_of_user, looks_like_path,
 from .update.step_sizes import Step
 
 
-def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
+if TYPE_CHECKING:
+    from .rollouts.rollout_trainer import RolloutTrainer
+
+
+def main(
+    argv: Sequence[str] | None = None, trainer_class: "type[RolloutTrainer] | None" = None
+) -> "RolloutTrainer | None":
     """
     Train from a recipe, save model, model card, and resolved recipe to `output_dir`, and push with `push_to_hub`.
 
@@ -88,15 +97,15 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
     processing_class = tokenizer
     if has_images(train_dataset):
-        processing_class = processor_of(recipe.model.model_name_or_path, training)
+        processing_class = processor_of(recipe.model_name, training)
 
     with (
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
         closing(StopOnSignal()) as stopping,
     ):
         trainer = trainer_class(
-            model=recipe.model.model_name_or_path,
-            reward_funcs=reward_funcs,
+            model=recipe.model_name,
+            reward_funcs=[*reward_funcs],
             args=training,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -113,7 +122,7 @@ def main(argv: Sequence[str] | None = None, trainer_class: type | None = None):
         with during_run():
             trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
-            _leave(trainer, stopping.stopped)
+            _leave(trainer, Path(training.output_dir), stopping.stopped)
         trainer.save_model(_internal_call=True)  # no push yet
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
@@ -133,29 +142,35 @@ def _batch_sizes(step: Step, num_prompts: int) -> str:
     )
 
 
-def _leave(trainer, signum: int) -> NoReturn:
+def _leave(trainer: "RolloutTrainer", output_dir: Path, signum: signal.Signals) -> NoReturn:
     """Exit after a signal, with a line that says how to continue."""
     trainer.accelerator.wait_for_everyone()  # a launcher ends the other processes when the first one exits
     state, code = trainer.state, 128 + signum
-    checkpoint = Path(trainer.args.output_dir) / f"checkpoint-{state.global_step}"
-    saved = f", saved in {checkpoint}. Continue with `--resume_from_checkpoint last`."
+    outcome = "; nothing was saved."
+    if state.global_step:
+        checkpoint = output_dir / f"checkpoint-{state.global_step}"
+        outcome = f", saved in {checkpoint}. Continue with `--resume_from_checkpoint last`."
     trainer.accelerator.print(
-        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}"
-        f"{saved if state.global_step else '; nothing was saved.'} Exit code {code}."
+        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}{outcome} "
+        f"Exit code {code}."
     )
     raise SystemExit(code)
 
 
 def _from_any_folder(settings: dict) -> dict:
     """Return settings that repeat the run from any folder: absolute paths, and no checkpoint to resume from."""
-    names = {key: settings.get(key) for key in ("model_name_or_path", "critic_model_name_or_path", "dataset_path")}
+    repeatable = {key: value for key, value in settings.items() if key != "resume_from_checkpoint"}
+    keys = ["model_name_or_path", "critic_model_name_or_path", "dataset_path"]
     if settings.get("dataset_name") not in TRAINING_SETS:
-        names["dataset_name"] = settings.get("dataset_name")
-    local = {key: str(Path(name).resolve()) for key, name in names.items() if name and Path(name).exists()}
-    return {key: value for key, value in settings.items() if key != "resume_from_checkpoint"} | local
+        keys.append("dataset_name")
+    for key in keys:
+        name = settings.get(key)
+        if name and Path(name).exists():
+            repeatable[key] = str(Path(name).resolve())
+    return repeatable
 
 
-def _checked_model(recipe: Recipe):
+def _checked_model(recipe: Recipe) -> tuple[PeftConfig | None, Any]:
     """Check the model without loading its weights, put its arguments into the training configuration, and return its
     LoRA configuration (or `None`) and tokenizer."""
     model, training = recipe.model, recipe.training
@@ -166,7 +181,7 @@ def _checked_model(recipe: Recipe):
     }
     training.model_init_kwargs = loading | (training.model_init_kwargs or {})
     training.eval_data = recipe.data  # from which prompts of benchmarks are made
-    name = model.model_name_or_path
+    name = recipe.model_name
     check_model_path(name, "training")
     if training.has_critic and training.critic_model_name_or_path:
         check_model_path(training.critic_model_name_or_path)
@@ -178,19 +193,24 @@ def _checked_model(recipe: Recipe):
         raise unloadable_model(name, error) from error
 
 
-def _datasets(recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], environment: Any):
+def _datasets(
+    recipe: Recipe, tokenizer: Any, reward_funcs: list[Callable], environment: Any
+) -> tuple[Dataset, Dataset | None]:
     """Return the training and evaluation examples, of the environment or of the named data."""
     training, data = recipe.training, recipe.data
     if environment is not None:
         num_examples = int(recipe.step.rollouts(training.max_steps) * recipe.step.prompts_per_generation)
-        datasets = shuffled_and_split(examples_of(environment, num_examples, data.eval_split_size), data)
+        examples = examples_of(environment, num_examples, data.eval_split_size)
+        train_dataset, eval_dataset = shuffled_and_split(examples, data)
     else:
-        load_processor = partial(processor_of, recipe.model.model_name_or_path, training)
-        datasets = load_training_data(data, tokenizer, training.chat_template_kwargs, load_processor)
-    check_number_of_prompts(len(datasets[0]), training)
+        load_processor = partial(processor_of, recipe.model_name, training)
+        train_dataset, eval_dataset = load_training_data(
+            data, tokenizer, training.chat_template_kwargs, load_processor
+        )
+    check_number_of_prompts(len(train_dataset), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
-        check_dataset("the training set", datasets[0], reward_funcs, OWN_PARAMETERS)
-    return datasets
+        check_dataset("the training set", train_dataset, reward_funcs, OWN_PARAMETERS)
+    return train_dataset, eval_dataset
 
 
 def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], list[Callable] | None, Callable | None]:
@@ -198,11 +218,12 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
     before training."""
     functions = [reward_function(name) for name in run.reward_funcs] or reward_functions_of(environment)
     tools = [tool_function(name) for name in run.tools] if run.tools else None
+    rollout_func = function_of_user(run.rollout_func, "rollout_func") if run.rollout_func else None
     if rewards.code_reward in functions or run_python in (tools or []):
         verifier = shared_code_verifier()
         verifier.start()
         PartialState().print(f"Programs run with {verifier.level}.")
-    return functions, tools, run.rollout_func and function_of_user(run.rollout_func, "rollout_func")
+    return functions, tools, rollout_func
 
 
 def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
@@ -238,6 +259,7 @@ def _check_processes(recipe: Recipe, checkpoint: str) -> None:
 
 def _is_finished(training: GRPOConfig) -> bool:
     """Whether the run in `output_dir` has finished all steps and saved its model, after which it writes its state."""
+    assert training.output_dir is not None  # transformers sets a default
     try:
         state = TrainerState.load_from_json(str(Path(training.output_dir, "trainer_state.json")))
     except (OSError, ValueError):  # absent or truncated

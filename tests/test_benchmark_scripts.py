@@ -67,9 +67,9 @@ def test_plan_beside_a_measurement_by_hand():
 
     Two seconds for one: half the time.
     """
-    estimate = SimpleNamespace(state=10 * 2**30, activations=7 * 2**30, casts=2**30, gathered=2**30, collected=2**30)
-    estimate.learning = lambda mean_tokens: (0.0, 1.0)
-    columns = gpu.planned_beside(estimate, {"GiB": 30.0, "seconds": 2.0}, 100, "cuda")
+    costs = SimpleNamespace(state=10 * 2**30, activations=7 * 2**30, casts=2**30, gathered=2**30, collected=2**30)
+    costs.learning = lambda mean_tokens: (0.0, 1.0)
+    columns = gpu.planned_beside(costs, {"GiB": 30.0, "seconds": 2.0}, 100, "cuda")
     assert columns["error of memory, %"] == pytest.approx(-100 / 3) and columns["error of time, %"] == pytest.approx(
         -50
     )
@@ -93,7 +93,7 @@ def test_rows_are_as_many_as_plan_says_fit(tmp_path, monkeypatch):
     config_of(shape).save_pretrained(tmp_path / "model")
     size, device = Size(shape, 48, 8, 4, bf16=False), gpu.known_gpu(1e9, "cpu")
     named = {"method": "grpo", "checkpointing": False, "lora": False, "directory": tmp_path, "device": "cpu"}
-    memory = 1.1 * gpu.estimate_of(size, 2, device, **named).update / 0.95
+    memory = 1.1 * gpu.costs_of(size, 2, device, **named).update / 0.95
     monkeypatch.setattr(gpu, "known_gpu", lambda rate, name: device._replace(memory_bytes=memory))
     settings = {"methods": ("grpo",), "completion_max": 48, "repeats": 1, "matmul": 64}
     (row,) = gpu.measure_steps("cpu", tmp_path, "tiny", False, **settings)

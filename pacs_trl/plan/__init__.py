@@ -21,6 +21,6 @@ def read_plan_arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument("--gpu", type=str.lower, choices=GPUS, default="h200", help="GPU (default: h200)")
     parser.add_argument("--resume", metavar="CHECKPOINT", help="print the batch sizes with which a run continues it")
     parser.add_argument("--nodes", type=int, metavar="N", help="print the commands that launch the recipe on N nodes")
-    own, overrides = parser.parse_known_args(argv)
-    own.overrides = overrides
-    return own
+    options, overrides = parser.parse_known_args(argv)
+    options.overrides = overrides
+    return options

@@ -6,7 +6,8 @@ would stop the run or change its meaning; notes do not. Prompts are measured if 
 
 import math
 import re
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,6 @@ from ..rollouts.image_checkpoints import processor_of
 from ..rollouts.model_checks import (
     flash_attention_4_error,
     missing_attention,
-    obstacle_to_compilation,
     refusal_of_compilation,
     rounded_updates,
 )
@@ -43,45 +43,62 @@ from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
 from .launch import Launch, launch_commands, read_launch
 from .models import adapter_error
-from .workload import FSDP_RECOMPUTES
+from .workload import FSDP_RECOMPUTES, mean_completion
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a recipe; return 0, or 1 if it has conflicts."""
-    own = read_plan_arguments(argv)
-    launch, conflicts = read_launch(own.accelerate_config, own.num_processes)
-    recipe, notes, prompts = None, [], UNKNOWN
+    options = read_plan_arguments(argv)
+    notes: list[str] = []
+    launch, conflicts = read_launch(options.accelerate_config, options.num_processes)
     if launch is not None:
-        resume = [] if own.resume is None else ["--resume_from_checkpoint", own.resume]
-        recipe, errors = check_recipe(own.config, [*own.overrides, *resume], launch.num_processes)
+        overrides = list(options.overrides)
+        if options.resume is not None:
+            overrides += ["--resume_from_checkpoint", options.resume]
+        recipe, errors = check_recipe(options.config, overrides, launch.num_processes)
         conflicts += errors
-    if launch is not None and recipe is not None and own.resume is not None:
-        conflicts += print_sizes_to_resume(own.resume, recipe, launch)
-    if recipe is not None and launch is not None:
-        if not conflicts:
-            prompts, conflicts = measure(recipe)
-        print(f"{own.config}: {recipe.run.method}, {recipe.model.model_name_or_path}, {recipe.data.dataset_name}")
-        print(f"Launched as {launch.description}.")
-        if own.nodes is not None:
-            conflicts += print_commands(own.config, recipe, launch.num_processes, own.nodes)
-        data, longest = recipe.data.dataset_name, recipe.training.max_completion_length
-        estimate = Estimate(recipe, launch, GPUS[own.gpu], prompts)
-        more_conflicts, notes = find_conflicts(estimate)
-        conflicts += more_conflicts + _output_errors(recipe.training)
-        if data is not None and Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
-            notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
-        notes += settings_without_effect(recipe) + _batch_notes(own.config, recipe)
-        if longest is not None:
-            mean_length = max(1, round(0.35 * longest)) if own.mean_length is None else own.mean_length
-            if 1 <= mean_length <= longest:
-                print(estimate.text(mean_length))
-            else:
-                conflicts.append(f"--mean_length is {mean_length}. Choose 1 to max_completion_length={longest}.")
+        if recipe is not None:
+            more_conflicts, notes = print_plan(options, recipe, launch, measures_prompts=not conflicts)
+            conflicts += more_conflicts
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):
         if messages:
             print(f"\n{title}\n" + "\n".join(f"  - {message}" for message in messages))
     print(f"\n{len(conflicts)} conflict(s): fix them before launching." if conflicts else "\nNo conflicts.")
     return 1 if conflicts else 0
+
+
+def print_plan(
+    options: Namespace, recipe: Recipe, launch: Launch, *, measures_prompts: bool
+) -> tuple[list[str], list[str]]:
+    """Print what a recipe does on a launch, its memory, and its time, and return conflicts and notes. Prompts are
+    measured if `measures_prompts`, and nothing prevents the run from resuming."""
+    conflicts: list[str] = []
+    prompts = UNKNOWN
+    if options.resume is not None:
+        conflicts += print_sizes_to_resume(options.resume, recipe, launch)
+    if measures_prompts and not conflicts:
+        prompts, conflicts = measure(recipe)
+    data = recipe.data.dataset_name
+    print(f"{options.config}: {recipe.run.method}, {recipe.model_name}, {data}")
+    print(f"Launched as {launch.description}.")
+    if options.nodes is not None:
+        conflicts += print_commands(options.config, recipe, launch.num_processes, options.nodes)
+
+    estimate = Estimate(recipe, launch, GPUS[options.gpu], prompts)
+    more_conflicts, notes = find_conflicts(estimate)
+    conflicts += more_conflicts + _output_errors(recipe.training)
+    if Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
+        notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
+    notes += settings_without_effect(recipe) + _batch_notes(options.config, recipe)
+
+    longest = recipe.training.max_completion_length
+    if longest is not None:
+        mean_length = mean_completion(longest) if options.mean_length is None else options.mean_length
+        if 1 <= mean_length <= longest:
+            print(estimate.text(mean_length))
+        else:
+            conflicts.append(f"--mean_length is {mean_length}. Choose 1 to max_completion_length={longest}.")
+    return conflicts, notes
 
 
 def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> list[str]:
@@ -113,7 +130,7 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
 def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) -> list[str]:
     """Print the commands that launch a recipe on some nodes; return what prevents it."""
     uses_server = recipe.training.use_vllm and recipe.training.vllm_mode == "server"
-    served_model = recipe.model.model_name_or_path if uses_server else None
+    served_model = recipe.model_name if uses_server else None
     try:
         commands = launch_commands(path, num_processes, nodes, served_model=served_model)
     except UserError as error:
@@ -123,10 +140,9 @@ def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) ->
     for command in commands:
         print(f"  {command}")
     if recipe.training.rollout_schedule == "continuous":
-        training, model = recipe.training, recipe.model
-        dtype = "bfloat16" if training.bf16 else model.dtype or "float32"
+        dtype = "bfloat16" if recipe.training.bf16 else recipe.model.dtype or "float32"
         print("A server on the same machine shares memory with the trainer instead of using NCCL:")
-        print(f"  {continuous_server_command(training, model.model_name_or_path, dtype)}")
+        print(f"  {continuous_server_command(recipe.training, recipe.model_name, dtype)}")
     return []
 
 
@@ -139,34 +155,42 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
         recipe = Recipe.from_settings(read_settings(["--config", path, *overrides]), num_processes)
     except UserError as error:
         return None, [str(error)]
-    run, name, targets = recipe.run, recipe.model.model_name_or_path, recipe.model.lora_target_modules
-    checks = [
-        *((reward_function, reward) for reward in run.reward_funcs),
-        *((tool_function, tool) for tool in run.tools or []),
-        (environment_of_user, run.environment),
-        (partial(function_of_user, key="rollout_func"), run.rollout_func),
-        (partial(check_model_path, whole_for="training"), name),
-        (check_model_path, vars(recipe.training).get("critic_model_name_or_path")),
-        (re.compile, isinstance(targets, str) and targets),
-    ]
+    run, training = recipe.run, recipe.training
+    checks: list[Callable[[], Any]] = [partial(reward_function, name) for name in run.reward_funcs]
+    checks += [partial(tool_function, name) for name in run.tools or []]
+    if run.environment:
+        checks.append(partial(environment_of_user, run.environment))
+    if run.rollout_func:
+        checks.append(partial(function_of_user, run.rollout_func, "rollout_func"))
+    checks.append(partial(check_model_path, recipe.model_name, "training"))
+    if training.has_critic and training.critic_model_name_or_path:
+        checks.append(partial(check_model_path, training.critic_model_name_or_path))
+    checks.append(partial(_check_lora_targets, recipe.model.lora_target_modules))
     errors = []
-    for check, value in checks:
+    for check in checks:
         try:
-            if value:
-                check(value)
+            check()
         except UserError as error:
             errors.append(str(error))
-        except re.error as error:
-            errors.append(
-                f"lora_target_modules={targets!r} is no regular expression ({error}). Write a list of names."
-            )
     return recipe, list(dict.fromkeys(errors))
+
+
+def _check_lora_targets(targets: list[str] | str | None) -> None:
+    """Raise a `ValueError` if `lora_target_modules` is text, but no regular expression."""
+    try:
+        re.compile(targets if isinstance(targets, str) else "")
+    except re.error as error:
+        raise UserError(
+            f"lora_target_modules={targets!r} is no regular expression ({error}). Write a list of names."
+        ) from error
 
 
 def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     """Return conflicts and notes about combinations of settings with each other and with the launch."""
-    recipe, launch, conflicts, notes = estimate.recipe, estimate.launch, [], []
+    recipe, launch = estimate.recipe, estimate.launch
     training, step, data = recipe.training, recipe.step, recipe.data
+    conflicts: list[str] = []
+    notes: list[str] = []
     if (estimate.num_problems or math.inf) < step.prompts_per_generation:
         conflicts.append(
             f"A generation needs {step.prompts_per_generation:.0f} different prompts, but the training set has "
@@ -192,18 +216,14 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
             "or fsdp2.yaml."
         )
     if training.is_exact and training.compile_layers is not False:
-        is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
-        quantization = "bitsandbytes" if recipe.model.load_in_4bit or recipe.model.load_in_8bit else None
-        obstacle = obstacle_to_compilation(
-            training, is_zero3=is_zero3, quantization=quantization, trains_routers=estimate.trains_routers
-        )
+        obstacle = estimate.compile_obstacle
         if obstacle is not None and training.compile_layers is True:
             conflicts.append(refusal_of_compilation(obstacle))
         elif obstacle is not None and training.needs_gpu:
             notes.append(f"Decoder layers are not compiled, so updates are slower: {obstacle.reason}.")
     if training.max_completion_length is None:
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
-    elif does_not_fit := estimate.memory_conflict():
+    elif estimate.costs is not None and (does_not_fit := estimate.costs.memory_conflict()):
         conflicts.append(does_not_fit)
     if training.use_vllm and training.vllm_mode == "colocate":
         if launch.num_processes % training.vllm_tensor_parallel_size:
@@ -220,12 +240,12 @@ def _model_errors(estimate: Estimate) -> list[str]:
     if config is not None:
         try:
             arguments = {"quantization_config": get_quantization_config(recipe.model)}
-            check_mxfp4(recipe.model.model_name_or_path, config, recipe.training, arguments)
+            check_mxfp4(recipe.model_name, config, recipe.training, arguments)
             check_model_type(config, recipe.training)
         except (ValueError, ImportError) as error:
             errors.append(str(error))
-    if estimate.model is not None and (error := adapter_error(recipe, estimate.model)):
-        errors.append(error)
+    if estimate.model is not None and (does_not_fit := adapter_error(recipe, estimate.model)):
+        errors.append(does_not_fit)
     return errors
 
 
@@ -258,7 +278,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
             if is_local:
                 prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
             return prompts, _length_errors(recipe, contexts)
-        load_processor = partial(processor_of, recipe.model.model_name_or_path, training, local_files_only=True)
+        load_processor = partial(processor_of, recipe.model_name, training, local_files_only=True)
         dataset, evaluation = load_training_data(data, tokenizer, training.chat_template_kwargs, load_processor)
         if has_images(dataset):
             tokenizer = load_processor()
@@ -313,11 +333,11 @@ def _output_errors(training: Any) -> list[str]:
 
 def _local_model(recipe: Recipe) -> tuple[Any, dict[str, int | None]]:
     """Return the tokenizer, or `None`, and the context lengths of a model on this machine."""
-    name, tokenizer = recipe.model.model_name_or_path, None
-    given = {"trust_remote_code": recipe.training.trust_remote_code, **(recipe.training.model_init_kwargs or {})}
+    name, training, tokenizer = recipe.model_name, recipe.training, None
+    init_kwargs = {"trust_remote_code": training.trust_remote_code, **(training.model_init_kwargs or {})}
     try:
         tokenizer = load_tokenizer(recipe, local_files_only=True)
-        return tokenizer, context_lengths(AutoConfig.from_pretrained(name, local_files_only=True, **given))
+        return tokenizer, context_lengths(AutoConfig.from_pretrained(name, local_files_only=True, **init_kwargs))
     except OSError as error:
         if tokenizer is None and Path(name).is_dir():
             reason = " ".join(str(error).split())

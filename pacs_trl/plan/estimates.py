@@ -5,24 +5,30 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
+from ..data import DataArguments
 from ..recipe import Recipe
 from ..rollouts.model_checks import obstacle_to_compilation, trains_routers
 from ..settings import render
 from ..settings.names import looks_like_path
 from . import cost
-from .cost import GIB, H200, Execution, Gpu, Passes, Recomputation
+from .cost import GIB, H200, Execution, Gpu, ModelShape, Passes, Recomputation
 from .launch import Launch
 from .models import empty_model, local_config, shape_of_model
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
 from .workload import (
-    MEAN_SHARE,
+    UNKNOWN_LONGEST_PROMPT,
+    UNKNOWN_MEAN_PROMPT,
+    USABLE_SHARE,
     MemoryChoice,
     Workload,
+    activation_precision,
     choice_of_unknown_model,
     choice_on_cpu,
     choose,
     chooses,
+    has_kl_model,
+    mean_completion,
     occupied_bytes,
     recomputations_of,
 )
@@ -47,16 +53,25 @@ UNKNOWN = Prompts()
 
 class Estimate:
     """
-    Estimate of a run, with sizes in bytes per GPU; there are none if the shape of a model is `unknown`.
+    What a run does on a launch. What that costs, `costs`, needs the shapes of its models.
 
-    `dtype` is that of the loaded weights, `precision` that of activations (see [`~cost.ModelShape.activation_bytes`]).
-    Under mixed precision FSDP and DeepSpeed train float32 copies of half-precision weights. `num_problems` of a named
-    set is counted before overlong prompts are dropped. `state`, `activations`, `gathered`, and `collected` are the
-    parts of an update, `peak` is the largest use of memory. A vLLM server has `server_gpus`: the rest of the trainer's
-    last node of eight GPUs, or one node more. `compiled` and `attention` say how the update computes, see
-    [`~cost.Execution`], by default as the recipe says, and `packing` whether completions are packed. `choice` is what
-    the update recomputes and the size of its micro-batches, or `None` if no micro-batch fits. `config` and `model`,
-    without weights, are those of a model that is on this machine, or known, or else `None`.
+    Attributes:
+        num_gpus, server_gpus (`int`): GPUs that train, and those of a vLLM server: the rest of the trainer's last node
+            of eight GPUs, or one node more.
+        schedule (`str`): How generation and training follow each other: `"in turn"`, `"one batch late"`, or
+            `"continuous"`.
+        dtype (`str`): Dtype of the loaded weights. Under mixed precision FSDP and DeepSpeed train float32 copies of
+            half-precision weights (`has_float32_copies`).
+        execution ([`~cost.Execution`]): How an update computes.
+        config, model: Configuration, and model without weights, if it is on this machine, or known, or else `None`.
+        compile_obstacle: What prevents compiled decoder layers, if anything.
+        packing ([`~packing.Packing`], *optional*): Whether completions are packed.
+        num_problems (`int`, *optional*): Size of the training set; that of a named set is counted before overlong
+            prompts are dropped.
+        longest_prompt, mean_prompt, longest (`int`): Tokens of prompts, and of the longest one with a completion.
+        sharing (`int`): Completions of a prompt in an optimizer step, which compute it once.
+        costs ([`Costs`], *optional*): Memory and seconds; `None` if the shape of a model is `unknown`.
+        unknown (`list[str]`): Models whose shapes are not known, for the `reason_of_unknown`.
     """
 
     def __init__(
@@ -69,135 +84,89 @@ class Estimate:
         compiled: bool | None = None,
         attention: str | None = None,
     ):
-        training, data = recipe.training, recipe.data
+        training = recipe.training
         self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
-        self.prompts, self.num_gpus = prompts, launch.num_processes
+        self.prompts, self.num_problems = prompts, _num_problems(recipe.data, prompts)
+
+        # GPUs and schedule
+        self.num_gpus = launch.num_processes
         self.has_server = training.use_vllm and training.vllm_mode == "server"
         self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
         self.schedule = "one batch late" if training.rollout_lag else "in turn"
         if training.rollout_schedule == "continuous":
             self.schedule = "continuous"
-        self.usable = 0.95 * gpu.memory_bytes  # the rest is fragmentation, kernels, and communication
-        mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
-        self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
-        self.has_float32_copies = launch.kind in ("FSDP", "DEEPSPEED") and mixed
-        self.precision = "autocast" if mixed else "float32"
-        if self.dtype != "float32" or self.has_float32_copies:
-            self.precision = "bfloat16"
+
+        # Model, and how an update computes
         self.config = config = local_config(recipe)
         self.model = model = None if config is None else empty_model(config)
+        self.packing = packing_of(recipe, model)
         self.trains_routers = config is not None and trains_routers(config, training)
+        is_quantized = recipe.model.load_in_4bit or recipe.model.load_in_8bit
+        self.compile_obstacle = obstacle_to_compilation(
+            training,
+            is_zero3=launch.is_zero3,
+            quantization="bitsandbytes" if is_quantized else None,
+            trains_routers=self.trains_routers,
+        )
+        self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
+        is_mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
+        is_wrapped = launch.kind in ("FSDP", "DEEPSPEED")
+        self.has_float32_copies = is_wrapped and is_mixed
         if compiled is None:
-            compiled = _compiles_layers(recipe, launch, self.trains_routers)
+            compiles = training.is_exact and training.needs_gpu and training.compile_layers
+            compiled = bool(compiles) and self.compile_obstacle is None
         if attention is None:
             attention = "fa4" if recipe.model.attn_implementation == "flash_attention_4" else "sdpa"
-        self.execution = Execution(self.precision, compiled=compiled, attention=attention)
-        self.packing = packing_of(recipe, model)
-        size = _SET_SIZES.get(data.dataset_name)
-        size = size and max(0, size - data.eval_split_size)
-        self.num_problems = prompts.number or (size and min(size, data.max_train_samples or size))
-        lengths = prompts.lengths
-        self.longest_prompt = max(lengths) if lengths else data.max_prompt_length or 1024
-        self.mean_prompt = round(sum(lengths) / len(lengths)) if lengths else min(data.max_prompt_length or 256, 256)
+        precision = activation_precision(
+            loads_float32=self.dtype == "float32", is_mixed=is_mixed, is_wrapped=is_wrapped
+        )
+        self.execution = Execution(precision, compiled=compiled, attention=attention)
+
+        # Tokens
+        limit, lengths = recipe.data.max_prompt_length, prompts.lengths
+        if lengths:
+            self.longest_prompt, self.mean_prompt = max(lengths), round(sum(lengths) / len(lengths))
+        else:
+            self.longest_prompt = limit or UNKNOWN_LONGEST_PROMPT
+            self.mean_prompt = min(limit or UNKNOWN_MEAN_PROMPT, UNKNOWN_MEAN_PROMPT)
         self.longest = self.longest_prompt + (training.max_completion_length or 0)
-        self.sharing = 1  # completions of a prompt in an optimizer step, which compute it once
-        # Trainers that are not exact pack completions, too, but compute prompts again.
-        is_packed = self.packing is None or self.packing.is_packed
-        if training.is_exact and is_packed and self.step is not None:
-            minibatches = self.step.updates_per_generation // training.num_iterations
-            self.sharing = self.step.num_generations
-            if training.shuffle_minibatches:
-                self.sharing = max(1, self.step.num_generations // minibatches)
-        policy = recipe.model.model_name_or_path
+        self.sharing = self._sharing()
+
+        # Shapes
+        policy = recipe.model_name
+        shape, approximated = cost.model_shape(policy), None
+        if shape is None and model is not None:
+            shape, approximated = shape_of_model(model), model.config.model_type
         self.critic_name = (training.critic_model_name_or_path or policy) if training.has_critic else None
-        self.shape, self.critic_shape = cost.model_shape(policy), cost.model_shape(self.critic_name)
-        self.approximated: str | None = None  # type of a model that is not a dense decoder
-        if self.shape is None and model is not None:
-            self.shape, self.approximated = shape_of_model(model), model.config.model_type
-        if self.critic_name == policy:
-            self.critic_shape = self.shape
-        shapes = {policy: self.shape} | ({self.critic_name: self.critic_shape} if training.has_critic else {})
-        self.unknown = [name for name, shape in shapes.items() if shape is None]
+        critic_shape = shape if self.critic_name == policy else cost.model_shape(self.critic_name)
+        self.unknown = [policy] if shape is None else []
+        if self.critic_name not in (None, policy) and critic_shape is None:
+            self.unknown.append(self.critic_name)
         self.reason_of_unknown = "download its config.json and pass the folder"
         if looks_like_path(policy):
             self.reason_of_unknown = "its directory does not exist here"
         if policy in self.unknown and config is not None:
             self.reason_of_unknown = f"plan does not estimate {config.model_type!r} models"
-        if not self.unknown:
-            self._estimate_memory()
+        self.costs: Costs | None = None
+        if shape is not None and not self.unknown:
+            self.costs = Costs(self, shape, critic_shape, approximated)
 
-    def _estimate_memory(self) -> None:
-        training, launch, shape, model = self.training, self.launch, self.shape, self.recipe.model
-        self.trained = shape.parameters
-        if model.use_peft:
-            self.trained = cost.lora_parameters(shape, model.lora_r)
-        self.critic = self.critic_shape.parameters if self.critic_name else 0
-        self.has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
-        self.has_kl_model = training.beta != 0 and not model.use_peft  # with LoRA it is the policy without its adapter
-
-        frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if self.dtype == "float32" else 2
-        occupied = occupied_bytes(
-            training,
-            shape,
-            trained=self.trained,
-            frozen=frozen,
-            weight_bytes=weight_bytes,
-            has_adapter=model.use_peft,
-            sharding=launch.sharding,
-            is_fsdp=launch.kind == "FSDP",
-            processes=self.num_gpus,
-            memory_bytes=self.gpu.memory_bytes,
-            critic=self.critic_shape if self.critic_name else None,
-        )
-        self.state, self.gathered, self.collected, self.engine, self.asleep = occupied
-        has_process = training.rollout_lag and not training.use_vllm
-        self.copies = weight_bytes * (frozen + training.rollout_lag * self.trained) if has_process else 0
-
-        workload = self.workload(self._mean_completion)
-        on_gpu = training.needs_gpu
-        self.chooses = chooses(training)
-        if not on_gpu:
-            self.choice = choice_on_cpu(training)
-        elif self.approximated and self.chooses:  # as in a run
-            self.choice = choice_of_unknown_model(training, self.approximated)
-        else:
-            is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
-            recomputations = recomputations_of(training, has_adapter=bool(model.use_peft), is_zero3=is_zero3)
-            self.choice = choose(workload, self.usable - occupied.in_update, recomputations)
-        chosen = self.choice or MemoryChoice("full", self.longest, "does not fit")
-        self.recomputation: Recomputation = chosen.recomputation
-        self.tokens = chosen.max_tokens or workload.largest(training.per_device_train_batch_size)
-        execution = self.execution._replace(recomputation=self.recomputation)
-        self.activations, self.casts = shape.activation_bytes(self.tokens, execution), shape.cast_bytes(execution)
-        if self.critic:  # its activations are freed before the update of the policy
-            tokens = training.per_device_train_batch_size * self.longest
-            self.activations = max(self.activations, self.critic_shape.activation_bytes(tokens, execution))
-        self.update = self.state + self.casts + self.activations + self.gathered + self.collected
-        self.beside_engine = self.state if self.asleep else self.update
-        self.peak = max(self.beside_engine + self.engine, self.update)
-        is_float32 = self.dtype == "float32" or self.has_float32_copies or model.use_peft
-        how_saved = {"weight_bytes": 4 if is_float32 else 2, "snapshot": self.has_snapshot}
-        self.checkpoint = cost.checkpoint_bytes(self.trained, **how_saved) + cost.checkpoint_bytes(self.critic)
-        self.checkpoint *= training.save_strategy != "no"
+    def _sharing(self) -> int:
+        """Return the completions of a prompt in an optimizer step. Trainers that are not exact pack completions, too,
+        but compute prompts again."""
+        is_packed = self.packing is None or self.packing.is_packed
+        if not (self.training.is_exact and is_packed):
+            return 1
+        completions = self.step.num_generations
+        if self.training.shuffle_minibatches:
+            minibatches = self.step.updates_per_generation // self.training.num_iterations
+            return max(1, completions // minibatches)
+        return completions
 
     @property
-    def _mean_completion(self) -> int:
-        return max(1, round(MEAN_SHARE * (self.training.max_completion_length or 1)))
-
-    def workload(self, mean_length: int) -> Workload:
-        """Return the work on a generation batch, for completions of `mean_length` tokens on average."""
-        return Workload(
-            self.training,
-            self.step,
-            self.shape,
-            self.gpu,
-            self.execution,
-            longest_prompt=self.longest_prompt,
-            mean_prompt=self.mean_prompt,
-            mean_completion=mean_length,
-            sharing=self.sharing,
-            trains_routers=self.trains_routers,
-        )
+    def on_gpu(self) -> str:
+        """Name of the GPU with its article."""
+        return f"{'a' if self.gpu.name.startswith('B') else 'an'} {self.gpu.name}"
 
     def optimizer_steps(self) -> int | None:
         """Return `max_steps`, or the steps of all epochs; `None` if the number of prompts is not known."""
@@ -209,38 +178,170 @@ class Estimate:
         per_epoch = -(-generations * self.step.updates_per_generation // self.step.generations_per_update)
         return math.ceil(self.training.num_train_epochs * per_epoch)
 
+    def gpu_hours(self, mean_length: int) -> float | None:
+        """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` if unknown."""
+        optimizer_steps = self.optimizer_steps()
+        if self.costs is None or optimizer_steps is None:
+            return None
+        num_gpus = self.num_gpus + self.server_gpus
+        return self.step.rollouts(optimizer_steps) * self.costs.seconds(mean_length) * num_gpus / 3600
+
+    def text(self, mean_length: int) -> str:
+        """Return the text that `plan` prints, for completions of `mean_length` tokens on average."""
+        hours = self.gpu_hours(mean_length)
+        splits = {}
+        if self.costs is not None and self.server_gpus and hours is not None:
+            splits = self.costs.splits(mean_length)
+        return render(
+            "plan.txt",
+            plan=self,
+            costs=self.costs,
+            step=self.step,
+            mean_length=mean_length,
+            hours=hours,
+            splits=splits,
+            duration=_duration,
+            rounded=_rounded,
+        )
+
+
+def _num_problems(data: DataArguments, prompts: Prompts) -> int | None:
+    """Return the size of the training set, if it was measured or is that of a named set."""
+    size = _SET_SIZES.get(data.dataset_name)
+    if prompts.number or size is None:
+        return prompts.number
+    size = max(0, size - data.eval_split_size)
+    return min(size, data.max_train_samples or size)
+
+
+class Costs:
+    """
+    Memory and seconds of a run, with sizes in bytes per GPU. Formulas are in `cost.py` and `workload.py`.
+
+    Attributes:
+        shape, critic_shape ([`~cost.ModelShape`]): Shapes of the models.
+        approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
+        trained, critic (`int`): Trained weights of the policy, and weights of the critic.
+        usable (`float`): Memory of a GPU without the share that is never filled.
+        state, gathered, collected, engine, asleep: See [`~workload.Occupied`].
+        choice ([`~workload.MemoryChoice`], *optional*): What the update recomputes and the size of its micro-batches;
+            `None` if no micro-batch fits. It is a choice if the recipe `chooses`, with `auto`.
+        tokens (`int`): Tokens of the largest micro-batch.
+        activations, casts, update, peak (`float`): Activations of that micro-batch, copies of weights that autocast
+            makes, all parts of an update, and the largest use of memory.
+        copies (`float`): Weights of the engine in a process of its own, in memory of the CPU.
+        checkpoint (`float`): Size on disk.
+    """
+
+    def __init__(
+        self, run: Estimate, shape: ModelShape, critic_shape: ModelShape | None, approximated: str | None = None
+    ):
+        training, launch, model = run.training, run.launch, run.recipe.model
+        self.run, self.shape, self.critic_shape, self.approximated = run, shape, critic_shape, approximated
+        self.usable = USABLE_SHARE * run.gpu.memory_bytes
+        self.trained = cost.lora_parameters(shape, model.lora_r) if model.use_peft else shape.parameters
+        self.critic = critic_shape.parameters if critic_shape else 0
+        self.has_kl_model = has_kl_model(training, has_adapter=model.use_peft)
+
+        # What an update cannot use
+        frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if run.dtype == "float32" else 2
+        occupied = occupied_bytes(
+            training,
+            shape,
+            trained=self.trained,
+            frozen=frozen,
+            weight_bytes=weight_bytes,
+            has_adapter=model.use_peft,
+            sharding=launch.sharding,
+            is_fsdp=launch.kind == "FSDP",
+            processes=run.num_gpus,
+            memory_bytes=run.gpu.memory_bytes,
+            critic=critic_shape,
+        )
+        self.state, self.gathered, self.collected, self.engine, self.asleep = occupied
+
+        # Recomputation and micro-batches
+        workload = self.workload(mean_completion(training.max_completion_length))
+        self.chooses = chooses(training)
+        self.choice: MemoryChoice | None
+        if not training.needs_gpu:
+            self.choice = choice_on_cpu(training)
+        elif approximated and self.chooses:  # as in a run
+            self.choice = choice_of_unknown_model(training, approximated)
+        else:
+            recomputations = recomputations_of(training, has_adapter=bool(model.use_peft), is_zero3=launch.is_zero3)
+            self.choice = choose(workload, self.usable - occupied.in_update, recomputations)
+        chosen = self.choice or MemoryChoice("full", run.longest, "does not fit")
+        self.recomputation: Recomputation = chosen.recomputation
+        self.tokens = chosen.max_tokens or workload.largest(training.per_device_train_batch_size)
+
+        # Sizes
+        execution = run.execution._replace(recomputation=self.recomputation)
+        self.activations, self.casts = shape.activation_bytes(self.tokens, execution), shape.cast_bytes(execution)
+        if critic_shape:  # its activations are freed before the update of the policy
+            tokens = training.per_device_train_batch_size * run.longest
+            self.activations = max(self.activations, critic_shape.activation_bytes(tokens, execution))
+        self.update = self.state + self.casts + self.activations + self.gathered + self.collected
+        self.beside_engine = self.state if self.asleep else self.update
+        self.peak = max(self.beside_engine + self.engine, self.update)
+        self.copies = 0
+        if training.rollout_lag and not training.use_vllm:
+            self.copies = weight_bytes * (frozen + training.rollout_lag * self.trained)
+        self.checkpoint = 0.0
+        if training.save_strategy != "no":
+            is_float32 = run.dtype == "float32" or run.has_float32_copies or model.use_peft
+            saved_bytes = 4 if is_float32 else 2
+            has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
+            self.checkpoint = cost.checkpoint_bytes(self.trained, weight_bytes=saved_bytes, snapshot=has_snapshot)
+            self.checkpoint += cost.checkpoint_bytes(self.critic)  # in float32
+
+    def workload(self, mean_length: int) -> Workload:
+        """Return the work on a generation batch, for completions of `mean_length` tokens on average."""
+        run = self.run
+        return Workload(
+            run.training,
+            run.step,
+            self.shape,
+            run.gpu,
+            run.execution,
+            longest_prompt=run.longest_prompt,
+            mean_prompt=run.mean_prompt,
+            mean_completion=mean_length,
+            sharing=run.sharing,
+            trains_routers=run.trains_routers,
+        )
+
+    # Memory ----------------------------------------------------------------------------------------------------------
+
     def memory_conflict(self) -> str | None:
         """Return why an update, or a colocated vLLM beside it, does not fit on a GPU, and what helps; `None` if both
         fit."""
-        if self.unknown or not self.training.needs_gpu or (self.choice is not None and self.peak <= self.usable):
+        run = self.run
+        if not run.training.needs_gpu or (self.choice is not None and self.peak <= self.usable):
             return None
-        total = self.gpu.memory_bytes
+        total = run.gpu.memory_bytes
         if self.choice is None:
             return (
-                f"A completion of {self.longest:,} tokens (prompt and max_completion_length) does not fit on "
-                f"{self.on_gpu}, even if the backward pass computes everything again: {self._parts()}, of "
+                f"A completion of {run.longest:,} tokens (prompt and max_completion_length) does not fit on "
+                f"{run.on_gpu}, even if the backward pass computes everything again: {self._parts()}, of "
                 f"{total / GIB:.0f} GiB. Lower max_completion_length{self._engine_remedy()}, {self._remedies()}."
             )
         if self.update > self.usable:
             return (
                 f"An update needs {self.update / GIB:.0f} GiB on each GPU ({self._parts()}) of {total / GIB:.0f} on "
-                f"{self.on_gpu}. To make it smaller, {self._remedies()}."
+                f"{run.on_gpu}. To make it smaller, {self._remedies()}."
             )
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
         remedies = [f"set it to {share:g} or less"] if share > 0 else []
         if not self.asleep:
             remedies.append("set vllm_enable_sleep_mode: true")
-        if self.launch.sharding != "full":
+        if run.launch.sharding != "full":
             remedies.append("shard the training state (fsdp2.yaml)")
         return (
-            f"vllm_gpu_memory_utilization={self.training.vllm_gpu_memory_utilization:g} takes "
-            f"{self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {self.on_gpu}, and training needs "
+            f"vllm_gpu_memory_utilization={run.training.vllm_gpu_memory_utilization:g} takes "
+            f"{self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {run.on_gpu}, and training needs "
             f"{self.beside_engine / GIB:.0f} GiB. To make both fit, {_alternatives(remedies or ['use more GPUs'])}."
         )
-
-    @property
-    def on_gpu(self) -> str:
-        return f"{'a' if self.gpu.name.startswith('B') else 'an'} {self.gpu.name}"
 
     def _parts(self) -> str:
         """Return the parts of the memory of an update that take a GiB or more."""
@@ -259,8 +360,8 @@ class Estimate:
 
     def _remedies(self) -> str:
         """Return what makes an update smaller, of what is not done yet."""
-        training, remedies = self.training, []
-        if self.launch.sharding != "full":
+        training, remedies = self.run.training, []
+        if self.run.launch.sharding != "full":
             remedies.append("shard the training state over GPUs (accelerate_configs/fsdp2.yaml)")
         elif self.collected > self.state and not self.critic:
             remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), without a collected gradient")
@@ -270,75 +371,79 @@ class Estimate:
             remedies.append("set gradient_checkpointing: auto")
         if training.max_tokens_per_micro_batch is None and training.per_device_train_batch_size > 1:
             remedies.append("lower per_device_train_batch_size")
-        if not self.recipe.model.use_peft:
+        if not self.run.recipe.model.use_peft:
             remedies.append("train an adapter (use_peft: true)")
         return _alternatives(remedies)
 
+    # Time ------------------------------------------------------------------------------------------------------------
+
     def passes(self) -> Passes:
         """Return the passes of the policy over a generation batch in all updates on it."""
-        workload = self.workload(self._mean_completion)
+        workload = self.workload(mean_completion(self.run.training.max_completion_length))
         return workload.passes(splits_groups=workload.splits_groups(self.tokens))
 
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
+        training = self.run.training
         passes = self.passes().in_forward_passes(self.recomputation)
-        if self.training.critic_scores_tokens:
-            passes += cost.critic_passes(self.training.num_iterations).in_forward_passes(self.recomputation)
+        if training.critic_scores_tokens:
+            passes += cost.critic_passes(training.num_iterations).in_forward_passes(self.recomputation)
         return passes
 
     def learning(self, mean_length: int) -> tuple[float, float]:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
-        workload, step = self.workload(mean_length), self.step
+        run, workload = self.run, self.workload(mean_length)
+        step = run.step
         tokens = step.completions_per_generation * workload.computed(self.tokens)
         flops = seconds = 0.0
         models = [(self.shape, self.trained, self.passes())]
-        if self.training.critic_scores_tokens:
-            models.append((self.critic_shape, self.critic, cost.critic_passes(self.training.num_iterations)))
+        if self.critic_shape and run.training.critic_scores_tokens:
+            models.append((self.critic_shape, self.critic, cost.critic_passes(run.training.num_iterations)))
         for shape, trained, passes in models:
             forward = shape.forward_flops(tokens, workload.attended(self.tokens))
             flops += passes.in_forward_passes(self.recomputation) * forward
             seconds += workload.seconds_of(shape, passes, self.recomputation, self.tokens)
-            processes = self.num_gpus if self.launch.sharding != "none" else 1
-            seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, self.gpu)
+            processes = run.num_gpus if run.launch.sharding != "none" else 1
+            seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, run.gpu)
         return flops, seconds
 
     def generating(self, mean_length: int, num_gpus: int | None = None) -> float:
         """Return the seconds of a generation, on `num_gpus` of a server."""
-        training, gpu = self.training, self.gpu
-        if self.has_server:
-            batch = islice(self._groups(mean_length), int(self.step.prompts_per_generation))
-            return generate(batch, self._server(num_gpus or self.server_gpus))[0]
+        run, training, gpu = self.run, self.run.training, self.run.gpu
+        if run.has_server:
+            batch = islice(self._groups(mean_length), int(run.step.prompts_per_generation))
+            return generate(batch, self._server(num_gpus or run.server_gpus))[0]
         share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
         cache = max(share * gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * gpu.memory_bytes)
-        rows = self.step.completions_per_generation / self.num_gpus
-        lengths = self.mean_prompt, mean_length, training.max_completion_length
-        return cost.decoding_seconds(self.shape, rows, *lengths, kv_cache_bytes=cache, gpu=gpu)
+        completions = run.step.completions_per_generation / run.num_gpus
+        lengths = run.mean_prompt, mean_length, training.max_completion_length
+        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=gpu)
 
     def _server(self, num_gpus: int) -> Engine:
         """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""
-        return engine_on(self.shape, self.gpu, num_gpus=num_gpus)
+        return engine_on(self.shape, self.run.gpu, num_gpus=num_gpus)
 
     def _groups(self, mean_length: int) -> Iterator[Group]:
-        longest = self.training.max_completion_length
-        return typical_groups(self.mean_prompt, mean_length, longest, self.step.num_generations)
+        longest = self.run.training.max_completion_length
+        return typical_groups(self.run.mean_prompt, mean_length, longest, self.run.step.num_generations)
 
     def seconds(self, mean_length: int, server_gpus: int | None = None, schedule: str | None = None) -> float:
         """Return the seconds from one generation to the next, with `server_gpus` of all GPUs for a server. With it
         generation and training follow a schedule: `"in turn"`, `"one batch late"`, or `"continuous"`."""
-        learning = self.learning(mean_length)[1]
-        if not self.has_server:
+        run, learning = self.run, self.learning(mean_length)[1]
+        if not run.has_server:
             generating = self.generating(mean_length)
-            return max(learning, generating) if self.training.rollout_lag else learning + generating
-        serving = server_gpus or self.server_gpus
-        learning *= self.num_gpus / (self.num_gpus + self.server_gpus - serving)
-        schedule = schedule or self.schedule
+            return max(learning, generating) if run.training.rollout_lag else learning + generating
+        serving = server_gpus or run.server_gpus
+        learning *= run.num_gpus / (run.num_gpus + run.server_gpus - serving)
+        schedule = schedule or run.schedule
         if schedule != "continuous":
             generating = self.generating(mean_length, serving)
             return max(learning, generating) if schedule == "one batch late" else learning + generating
-        updates = self.step.updates_per_generation
-        groups = max(1, int(self.step.prompts_per_update))
+        updates = run.step.updates_per_generation
+        groups = max(1, int(run.step.prompts_per_update))
         trainer = Trainer(groups, learning / updates, transfer_seconds(self.shape))
-        staleness = self.training.max_staleness
+        staleness = run.training.max_staleness
         steps = max(_SIMULATED_STEPS, 2 * (staleness + 1))
         engine = self._server(serving)
         return updates * continuous(self._groups(mean_length), engine, trainer, steps, staleness).seconds
@@ -346,7 +451,7 @@ class Estimate:
     def splits(self, mean_length: int) -> dict[str, tuple[int, float]]:
         """Return for each schedule how many of the GPUs train when it is fastest, and the seconds from one generation
         to the next. Tensor parallelism of a server divides the heads of attention, on one node."""
-        total = self.num_gpus + self.server_gpus
+        total = self.run.num_gpus + self.run.server_gpus
         sizes = [size for size in (1, 2, 4, 8) if size < total and self.shape.num_heads % size == 0]
         fastest = {}
         for schedule in ("in turn", "one batch late", "continuous"):
@@ -354,32 +459,6 @@ class Estimate:
             seconds, training = min(options)
             fastest[schedule] = (training, seconds)
         return fastest
-
-    def gpu_hours(self, mean_length: int) -> float | None:
-        """Return the GPU hours of the run for completions of `mean_length` tokens on average; `None` if unknown."""
-        optimizer_steps = self.optimizer_steps()
-        if self.unknown or optimizer_steps is None:
-            return None
-        num_gpus = self.num_gpus + self.server_gpus
-        return self.step.rollouts(optimizer_steps) * self.seconds(mean_length) * num_gpus / 3600
-
-    def text(self, mean_length: int) -> str:
-        """Return the text that `plan` prints, for completions of `mean_length` tokens on average."""
-        hours = self.gpu_hours(mean_length)
-        splits = self.splits(mean_length) if self.server_gpus and hours is not None else {}
-        shown = {"mean_length": mean_length, "hours": hours, "splits": splits}
-        return render("plan.txt", plan=self, step=self.step, duration=_duration, rounded=_rounded, **shown)
-
-
-def _compiles_layers(recipe: Recipe, launch: Launch, trains_routers: bool) -> bool:
-    """Return whether the decoder layers of a recipe are compiled on a GPU."""
-    training, model = recipe.training, recipe.model
-    if not (training.is_exact and training.needs_gpu and training.compile_layers):
-        return False
-    is_zero3 = launch.kind == "DEEPSPEED" and launch.sharding == "full"
-    quantization = "bitsandbytes" if model.load_in_4bit or model.load_in_8bit else None
-    how = {"is_zero3": is_zero3, "quantization": quantization, "trains_routers": trains_routers}
-    return obstacle_to_compilation(training, **how) is None
 
 
 def _alternatives(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Number of processes and sharding of an accelerate file."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
@@ -29,6 +30,11 @@ class Launch:
     mixed_precision: str = "no"
     fsdp_recomputes: bool = False
 
+    @property
+    def is_zero3(self) -> bool:
+        """Whether DeepSpeed gathers weights inside the layers."""
+        return self.kind == "DEEPSPEED" and self.sharding == "full"
+
 
 def read_launch(accelerate_config: str | None, num_processes: int | None) -> tuple[Launch | None, list[str]]:
     """
@@ -43,7 +49,8 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         config = load_config_from_file(accelerate_config)
         kind = getattr(config.distributed_type, "value", config.distributed_type)
         count = config.num_processes if num_processes is None else num_processes
-        section, version, problem = {}, None, ""
+        section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
+        version, problem = None, ""
         sharding, words = _SHARDING.get(kind, ""), kind
         if kind not in _SHARDING:
             problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes."
@@ -64,7 +71,8 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
             return None, [f"{accelerate_config}: {problem}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         return None, [f"{accelerate_config}: {type(error).__name__}: {error}"]
-    description = f"{count} process{'es' * (count != 1)}, {words} ({accelerate_config})"
+    processes = "1 process" if count == 1 else f"{count} processes"
+    description = f"{processes}, {words} ({accelerate_config})"
     precision = str(config.mixed_precision or "no").lower()
     recomputes = str(section.get("fsdp_activation_checkpointing", False)).lower() == "true"
     return Launch(count, sharding, description, kind, version, precision, recomputes), []

@@ -23,7 +23,7 @@ from .cost import KNOWN_MODELS, ModelShape
 def local_config(recipe: Recipe) -> PreTrainedConfig | None:
     """Return the configuration of the model of a recipe, or one of its architecture if it is a known model; `None` if
     it is not on this machine."""
-    name, training = recipe.model.model_name_or_path, recipe.training
+    name, training = recipe.model_name, recipe.training
     init_kwargs = {"trust_remote_code": training.trust_remote_code, **(training.model_init_kwargs or {})}
     try:
         return AutoConfig.from_pretrained(name, local_files_only=True, **init_kwargs)
@@ -71,11 +71,11 @@ def shape_of_model(model: PreTrainedModel) -> ModelShape | None:
     vocabulary, tied = config.vocab_size, bool(_setting(config, "tie_word_embeddings", 0))
     embeddings = vocabulary * hidden * (1 if tied else 2)
     attention = 2 * hidden * (heads + kv_heads) * head_dim
-    of_layer = (active - embeddings) / config.num_hidden_layers
+    layer_weights = (active - embeddings) / config.num_hidden_layers
     return ModelShape(
         num_layers=config.num_hidden_layers,
         hidden=hidden,
-        intermediate=max(1, round((of_layer - attention) / (3 * hidden))),
+        intermediate=max(1, round((layer_weights - attention) / (3 * hidden))),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,

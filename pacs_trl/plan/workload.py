@@ -15,11 +15,34 @@ from . import cost
 from .cost import Execution, Gpu, ModelShape, Passes, Recomputation
 
 
+USABLE_SHARE = 0.95  # of the memory of a GPU; the rest is fragmentation, kernels, and communication
 EFFICIENT_TOKENS = 8192  # in a micro-batch, above which larger ones gain little
-MEAN_SHARE = 0.35  # mean length of completions over the largest, where it is not known
+# Tokens of the longest prompt and of prompts on average, where they are not known.
+UNKNOWN_LONGEST_PROMPT, UNKNOWN_MEAN_PROMPT = 1024, 256
+_MEAN_SHARE = 0.35  # mean length of completions over the largest, where it is not known
 _FILLED_SHARE = 0.9  # of `max_tokens`, in an average micro-batch
 _CHOSEN_SHARE = 0.9  # of the room; the rest is for what the cost model does not count
 _TIE = 1.02  # options whose estimates differ by less count as equally fast
+
+
+def mean_completion(longest: int | None) -> int:
+    """Return the expected tokens of a completion of at most `longest` tokens."""
+    return max(1, round(_MEAN_SHARE * (longest or 1)))
+
+
+def activation_precision(*, loads_float32: bool, is_mixed: bool, is_wrapped: bool) -> str:
+    """
+    Return the precision of activations, see [`~cost.Execution`].
+
+    Args:
+        loads_float32 (`bool`): Whether the weights are loaded in float32.
+        is_mixed (`bool`): Whether the run has mixed precision, `bf16` or `fp16`.
+        is_wrapped (`bool`): Whether FSDP or DeepSpeed hold the weights. With mixed precision they train float32
+            copies, and compute with half-precision ones.
+    """
+    if not loads_float32 or (is_mixed and is_wrapped):
+        return "bfloat16"
+    return "autocast" if is_mixed else "float32"
 
 
 class MemoryChoice(NamedTuple):
@@ -277,6 +300,11 @@ def _reason(workload: Workload, room: float, recomputation: Recomputation, size:
     return reason
 
 
+def has_kl_model(training: Any, *, has_adapter: bool) -> bool:
+    """Return whether another model is loaded for the KL penalty. With LoRA it is the policy without its adapter."""
+    return training.beta != 0 and not has_adapter
+
+
 class Occupied(NamedTuple):
     """
     Bytes of a GPU that an update cannot use for activations.
@@ -325,16 +353,17 @@ def occupied_bytes(
         memory_bytes (`float`): Memory of the GPU, of which a colocated vLLM has a share.
         critic ([`~cost.ModelShape`], *optional*): Another model that is trained.
     """
-    how = {"sharding": sharding, "processes": processes}
     copies = 0.0
     if (training.reference == "snapshot" and not training.reference_offload) or training.keeps_generating_policy:
         copies += 4 * trained
-    if training.beta != 0 and not has_adapter:  # with LoRA the KL reference is the policy without its adapter
+    if has_kl_model(training, has_adapter=has_adapter):
         copies += weight_bytes * shape.parameters
-    state = cost.training_state_bytes(trained, frozen, frozen_bytes=weight_bytes, **how)
+    state = cost.training_state_bytes(
+        trained, frozen, frozen_bytes=weight_bytes, sharding=sharding, processes=processes
+    )
     state += copies / (processes if sharding == "full" else 1)
     critic_weights = critic.parameters if critic else 0
-    state += cost.training_state_bytes(critic_weights, 0, frozen_bytes=4, **how)
+    state += cost.training_state_bytes(critic_weights, 0, frozen_bytes=4, sharding=sharding, processes=processes)
     gathered = collected = engine = 0.0
     if sharding == "full":  # two layers and the largest other matrix, in bfloat16
         shapes = [shape, critic] if critic else [shape]

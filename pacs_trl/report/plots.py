@@ -71,7 +71,8 @@ def pass_at_k_figure(results: Sequence[dict[str, Any]], benchmarks: Mapping[str,
             for method, runs in runs_of.items():
                 draw_pass_at_k(panel, pass_at_k_cells(runs, averaged, ks), method, look_of[method])
             percent_against_k(panel, title)
-            if panel.get_subplotspec().is_first_col():
+            place = panel.get_subplotspec()
+            if place is not None and place.is_first_col():
                 panel.set_ylabel("pass@k (% of problems)")
         legend_below(figure, panels, INTERVALS)
         return save_figure(figure, path)
@@ -81,14 +82,15 @@ def draw_pass_at_k(panel: Axes, cells: Mapping[int, Measured], label: str, look:
     """Draw one line of pass@k in percent with a band for its 95 % intervals."""
     ks = sorted(cells)
     panel.plot(ks, [cells[k].value for k in ks], label=label, **look)
-    lower, upper = [cells[k].lower for k in ks], [cells[k].upper for k in ks]
+    lower = [cells[k].value if (end := cells[k].lower) is None else end for k in ks]
+    upper = [cells[k].value if (end := cells[k].upper) is None else end for k in ks]
     panel.fill_between(ks, lower, upper, color=look["color"], alpha=0.15, linewidth=0)
 
 
 def percent_against_k(panel: Axes, title: str) -> None:
     """Set up the axes of a panel with lines of pass@k."""
     panel.set_xscale("log", base=2)
-    ticks = sorted({round(k) for line in panel.get_lines() for k in line.get_xdata()})
+    ticks = sorted({round(k) for line in panel.get_lines() for k in np.asarray(line.get_xdata()).tolist()})
     panel.set_xticks(ticks, [str(k) for k in ticks])
     panel.set(title=title, xlabel="k (samples per problem)")
     percent_axis(panel)
@@ -103,7 +105,7 @@ def percent_axis(panel: Axes) -> None:
 def training_figure(histories: Mapping[str, Sequence[Sequence[dict[str, float]]]], path: Path) -> list[Path]:
     """Plot reward, entropy, completion length, and time per step over optimizer steps, from the log histories of each
     method's runs. Raises a `ValueError` if no run logged any of the four quantities."""
-    runs = [run for of_method in histories.values() for run in of_method]
+    runs = [run for runs_of_method in histories.values() for run in runs_of_method]
     present = [(key, label) for key, label in TRAINING_PANELS if any(series(run, key) for run in runs)]
     if not present:
         raise UserError(f"The logs have none of {', '.join(key for key, _ in TRAINING_PANELS)}. Name other runs.")
@@ -129,11 +131,11 @@ def whole_steps(panel: Axes) -> None:
 
 
 def note_on_lines(drawn: Sequence[Sequence[Sized]]) -> str:
-    """Return what the thin and thick lines of [`draw_runs`] are, given the runs of each of its calls; empty if each
-    has drawn one line."""
+    """Return what the thin and thick lines of [`draw_runs`] are, from the runs of each of its calls; empty if each has
+    drawn one line."""
     is_smoothed = any(len(smoothing_window(run)) > 1 for runs in drawn for run in runs)
     if any(len(runs) > 1 for runs in drawn):
-        return RUNS + SMOOTHED * is_smoothed
+        return RUNS + SMOOTHED if is_smoothed else RUNS
     return ONE_RUN if is_smoothed else ""
 
 
@@ -169,7 +171,7 @@ def draw_runs(panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], label:
         return
     is_same_line = len(points) == 1 and len(smoothing_window(points[0])) == 1
     for run in () if is_same_line else points:
-        panel.plot(run.keys(), run.values(), color=look["color"], linewidth=0.4, alpha=0.4)
+        panel.plot(list(run), list(run.values()), color=look["color"], linewidth=0.4, alpha=0.4)
     steps = sorted(set.intersection(*(set(run) for run in points)))
     mean = np.mean([[run[step] for step in steps] for run in points], axis=0)
     panel.plot(steps, smoothed(mean), label=label, **look | ({"marker": ""} if len(steps) > 1 else {}))

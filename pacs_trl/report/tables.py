@@ -79,8 +79,8 @@ def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
     """Return the values of k that all files have; raise a `ValueError` if there are none."""
     ks = sorted(set.intersection(*(set(result["k"]) for result in results)))
     if not ks:
-        found = ", ".join(str(result["k"]) for result in results)
-        raise UserError(f"The results files share no value of k ({found}). Evaluate again with a common k.")
+        values = ", ".join(str(result["k"]) for result in results)
+        raise UserError(f"The results files share no value of k ({values}). Evaluate again with a common k.")
     return ks
 
 
@@ -114,7 +114,8 @@ def pass_at_k_cells(
         return cells
     for k in ks:
         values = [[run["benchmarks"][name]["pass_at_k"][str(k)]["value"] for name in benchmarks] for run in group]
-        cells[k] = cells[k]._replace(spread=statistics.stdev(100 * statistics.mean(of_run) for of_run in values))
+        means = [100 * statistics.mean(values_of_run) for values_of_run in values]
+        cells[k] = cells[k]._replace(spread=statistics.stdev(means))
     return cells
 
 
@@ -131,8 +132,9 @@ def paired_difference(
     pairs = []
     for name in benchmarks:
         shared, _ = problem_values([*runs, *base], name, ks)
-        of_base, values = (dict(zip(*problem_values(group, name, ks), strict=True)) for group in (base, runs))
-        pairs.append([np.array([of[problem] for problem in shared]) for of in (of_base, values)])
+        base_values = dict(zip(*problem_values(base, name, ks), strict=True))
+        values = dict(zip(*problem_values(runs, name, ks), strict=True))
+        pairs.append([np.array([by_problem[problem] for problem in shared]) for by_problem in (base_values, values)])
     return _interval_cells(paired_interval(*pairs), ks)
 
 

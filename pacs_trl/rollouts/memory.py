@@ -26,13 +26,17 @@ from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
 from ..plan.workload import (
     FSDP_RECOMPUTES,
-    MEAN_SHARE,
+    UNKNOWN_LONGEST_PROMPT,
+    UNKNOWN_MEAN_PROMPT,
+    USABLE_SHARE,
     MemoryChoice,
     Workload,
+    activation_precision,
     choice_of_unknown_model,
     choice_on_cpu,
     choose,
     chooses,
+    mean_completion,
     occupied_bytes,
     recomputations_of,
 )
@@ -44,10 +48,6 @@ from ..update.step_sizes import Step
 from .checkpoint import random_states, restore_random_states
 from .checks import config_of
 from .rollout_config import RolloutConfig
-
-
-_USABLE_SHARE = 0.95  # of the memory; the rest is fragmentation, kernels, and communication
-_LONGEST_PROMPT, _MEAN_PROMPT = 1024, 256  # tokens, where prompts are not known
 
 
 class DeviceMemory(NamedTuple):
@@ -231,7 +231,7 @@ def _workload(
     longest: int | None,
 ) -> Workload:
     completion = args.max_completion_length or 1
-    longest_prompt = _LONGEST_PROMPT if longest is None else max(longest - completion, 1)
+    longest_prompt = UNKNOWN_LONGEST_PROMPT if longest is None else max(longest - completion, 1)
     step = Step.of(args, args.world_size)
     return Workload(
         args,
@@ -240,8 +240,8 @@ def _workload(
         _gpu_of(memory),
         execution,
         longest_prompt=longest_prompt,
-        mean_prompt=min(_MEAN_PROMPT, longest_prompt),
-        mean_completion=max(1, round(MEAN_SHARE * completion)),
+        mean_prompt=min(UNKNOWN_MEAN_PROMPT, longest_prompt),
+        mean_completion=mean_completion(completion),
         sharing=1 if args.packing == "never" else step.num_generations,
     )
 
@@ -279,7 +279,7 @@ def _room(
         memory_bytes=memory.total,
     )
     on_device = sum(p.nbytes for p in parameters if p.device.type == args.device.type != "cpu")
-    return memory.free + on_device - (1 - _USABLE_SHARE) * memory.total - occupied.in_update
+    return memory.free + on_device - (1 - USABLE_SHARE) * memory.total - occupied.in_update
 
 
 def _gpu_of(memory: DeviceMemory) -> Gpu:
@@ -301,12 +301,11 @@ def _dtype(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> tor
 
 
 def _precision(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> str:
-    is_mixed = args.bf16 or args.fp16
-    if _dtype(args, model) != torch.float32 or (
-        is_mixed and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"))
-    ):
-        return "bfloat16"
-    return "autocast" if is_mixed else "float32"
+    return activation_precision(
+        loads_float32=_dtype(args, model) == torch.float32,
+        is_mixed=args.bf16 or args.fp16,
+        is_wrapped=uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"),
+    )
 
 
 def uses_plugin(args: RolloutConfig, plugin: str) -> bool:

@@ -147,7 +147,8 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
             message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
             raise UserError(f"{message}. Correct or add the value.")
 
-    parser = FieldParser(parts, allow_abbrev=False, add_help=False)
+    dataclass_types: Any = parts  # classes, which the type of the parser's argument does not admit
+    parser = FieldParser(dataclass_types, allow_abbrev=False, add_help=False)
     actions = {action.dest: action for action in parser._actions}
     hints = {name: str(hint) for part in parts for name, hint in type_hints(part).items()}
     words: list[str] = []

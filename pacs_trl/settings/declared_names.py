@@ -41,10 +41,12 @@ def declared_names(declaration: Declaration) -> set[str] | None:
     node = classes[declaration.name]
     names = set(_field_names(node.body))
     for base in node.bases:
-        of_base = declared_names(source.origin_of(base, classes.keys())) if isinstance(base, ast.Name) else None
-        if of_base is None:
+        if not isinstance(base, ast.Name):
             return None
-        names |= of_base
+        inherited = declared_names(source.origin_of(base, classes.keys()))
+        if inherited is None:
+            return None
+        names |= inherited
     return names
 
 
@@ -71,7 +73,9 @@ class _Source(NamedTuple):
             return Declaration(self.module, name.id)
         for node in self.tree.body:
             if isinstance(node, ast.ImportFrom) and name.id in [alias.name for alias in node.names]:
-                parents = self.module.split(".") + ["__init__"] * self.is_package
+                parents = self.module.split(".")
+                if self.is_package:  # one dot is the package itself
+                    parents.append("__init__")
                 package = ".".join(parents[: -node.level]) if node.level else ""
                 return Declaration(".".join(filter(None, (package, node.module))), name.id)
         return Declaration(self.module, name.id)

@@ -47,11 +47,11 @@ def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
     """64 GPUs train and another node of 8 generates; four of these for training change both."""
     for settings, total in ((LATE, max), (LATE | {"rollout_lag": 0}, sum)):
         estimate = estimate_of(**settings, per_device_train_batch_size=1)
-        sides = estimate.learning(350)[1], estimate.generating(350)
-        assert estimate.seconds(350) == pytest.approx(total(sides)) and min(sides) > 0
-        other = sides[0] * 64 / 68, estimate.generating(350, 4)
-        assert estimate.seconds(350, 4) == pytest.approx(total(other)) and other[1] > sides[1]
-        assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.seconds(350) * 72 / 3600)
+        sides = estimate.costs.learning(350)[1], estimate.costs.generating(350)
+        assert estimate.costs.seconds(350) == pytest.approx(total(sides)) and min(sides) > 0
+        other = sides[0] * 64 / 68, estimate.costs.generating(350, 4)
+        assert estimate.costs.seconds(350, 4) == pytest.approx(total(other)) and other[1] > sides[1]
+        assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.costs.seconds(350) * 72 / 3600)
     printed = estimate_of(**LATE, per_device_train_batch_size=1).text(350)
     assert "on the server's 8 GPUs (simulated), beside the updates" in printed
     assert "on 72 GPUs, 64 for training" in printed and "not tested on a GPU" in printed
@@ -60,25 +60,25 @@ def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
 def test_the_split_of_a_server_is_the_fastest_that_can_share_the_heads(estimate_of):
     """Of 72 GPUs 1, 2, 4, or 8 can serve: tensor parallelism divides 32 heads, on one node."""
     estimate = estimate_of(**LATE, per_device_train_batch_size=1)
-    splits = estimate.splits(350)
+    splits = estimate.costs.splits(350)
     assert list(splits) == ["in turn", "one batch late", "continuous"]
     for schedule, (training, seconds) in splits.items():
-        possible = {72 - size: estimate.seconds(350, size, schedule) for size in (1, 2, 4, 8)}
+        possible = {72 - size: estimate.costs.seconds(350, size, schedule) for size in (1, 2, 4, 8)}
         assert seconds == possible[training] == min(possible.values())
     assert splits["one batch late"][1] < splits["in turn"][1]
 
 
 def test_a_copy_of_the_weights_of_a_server(estimate_of):
-    states = [estimate_of(**LATE | more).state for more in ({}, RECOMPUTED)]
+    states = [estimate_of(**LATE | more).costs.state for more in ({}, RECOMPUTED)]
     assert states[1] - states[0] == pytest.approx(4 * PARAMETERS / 64)  # sharded
 
 
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
     own = {"use_vllm": False, "rollout_lag": 2}
-    assert estimate_of(**own).copies == 2 * 4 * PARAMETERS
+    assert estimate_of(**own).costs.copies == 2 * 4 * PARAMETERS
     with_lora = estimate_of(**own | LORA)
-    assert with_lora.copies == 4 * (PARAMETERS + 2 * with_lora.trained)
+    assert with_lora.costs.copies == 4 * (PARAMETERS + 2 * with_lora.costs.trained)
     assert "engine process" in with_lora.text(350)
 
 
@@ -104,7 +104,7 @@ PASSES = {
 
 @pytest.mark.parametrize(("passes", "settings"), cases(PASSES))
 def test_forward_passes(estimate_of, passes, settings):
-    assert estimate_of(**settings).forward_passes() == pytest.approx(passes)
+    assert estimate_of(**settings).costs.forward_passes() == pytest.approx(passes)
 
 
 SHARED = [
@@ -125,8 +125,8 @@ def test_a_prompt_counts_once_in_a_micro_batch(estimate_of, settings, sharing, t
     computed = 255 / sharing + 1 + 500
     attended = (256**2 / sharing + 2 * 256 * 500 + mean_square_length(500, 1000)) / computed
     flops = model_shape("Qwen/Qwen3-4B").forward_flops(8192 * computed, attended)
-    assert estimate.tokens == tokens
-    assert estimate.learning(500)[0] == pytest.approx(estimate.forward_passes() * flops)
+    assert estimate.costs.tokens == tokens
+    assert estimate.costs.learning(500)[0] == pytest.approx(estimate.costs.forward_passes() * flops)
 
 
 BYTES_PER_WEIGHT = {
@@ -140,7 +140,7 @@ BYTES_PER_WEIGHT = {
 @pytest.mark.parametrize(("size", "settings"), cases(BYTES_PER_WEIGHT))
 def test_training_state(estimate_of, size, settings):
     """16 bytes per trained weight, 4 for a copy; 1 / 64 of them on each process."""
-    assert estimate_of(**settings).state == pytest.approx(size * PARAMETERS / 64)
+    assert estimate_of(**settings).costs.state == pytest.approx(size * PARAMETERS / 64)
 
 
 def test_checkpoint(estimate_of):
@@ -153,12 +153,12 @@ def test_the_critic_has_a_size_of_its_own(estimate_of):
     """Of PPO both compute log-probs or values of 8192 rows of 256 + 350 tokens, and learn from them."""
     small, policy = model_shape("Qwen/Qwen3-0.6B"), model_shape("Qwen/Qwen3-4B")
     estimate = estimate_of(**PPO | {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"})
-    assert estimate.state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64)
+    assert estimate.costs.state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64)
     attended = (256**2 + 2 * 256 * 350 + mean_square_length(350, 1000)) / 606
     flops = sum(5 * shape.forward_flops(8192 * 606, attended) for shape in (policy, small))
-    assert estimate.learning(350)[0] == pytest.approx(flops)
+    assert estimate.costs.learning(350)[0] == pytest.approx(flops)
 
 
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(estimate_of):
-    assert estimate_of(**LORA | KL).state == estimate_of(**LORA).state
-    assert estimate_of(**LORA | {"lora_r": 512}).state > estimate_of(**LORA | {"lora_r": 1}).state
+    assert estimate_of(**LORA | KL).costs.state == estimate_of(**LORA).costs.state
+    assert estimate_of(**LORA | {"lora_r": 512}).costs.state > estimate_of(**LORA | {"lora_r": 1}).costs.state

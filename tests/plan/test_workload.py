@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pacs_trl.plan.cost import GIB, GPUS, RECOMPUTATIONS
-from pacs_trl.plan.estimates import Estimate
+from pacs_trl.plan.estimates import Costs, Estimate
 from pacs_trl.plan.launch import Launch
 from pacs_trl.plan.workload import EFFICIENT_TOKENS, choose, recomputations_of
 from pacs_trl.recipe import Recipe
@@ -20,26 +20,26 @@ SETTINGS = {
 ONE = Launch(1, "none", "one process")
 
 
-def estimate(gpu: str = "h200", compiled: bool = True, **changes) -> Estimate:
+def costs(gpu: str = "h200", compiled: bool = True, **changes) -> Costs:
     recipe = Recipe.from_settings({**SETTINGS, **AUTO, **changes}, 1)
-    return Estimate(recipe, ONE, GPUS[gpu], compiled=compiled)
+    return Estimate(recipe, ONE, GPUS[gpu], compiled=compiled).costs
 
 
 def test_no_recomputation_as_long_as_micro_batches_stay_efficient():
     """On an H200 all is kept; on an H100 with 24 GiB less for the state of a larger model it is not."""
-    large, small = estimate(), estimate("h100-80")
+    large, small = costs(), costs("h100-80")
     assert large.choice.recomputation == "none" and large.choice.max_tokens >= EFFICIENT_TOKENS
     assert (
         small.choice.recomputation == "none" and EFFICIENT_TOKENS <= small.choice.max_tokens < large.choice.max_tokens
     )
-    assert estimate("l40s").choice.recomputation != "none"
+    assert costs("l40s").choice.recomputation != "none"
 
 
 @pytest.mark.parametrize("room", [2, 3, 5, 8, 13, 21, 34, 55, 89])
 @pytest.mark.parametrize("method", ["pacs", "grpo"])
 def test_the_choice_is_the_fastest_that_fits(room, method):
     """Up to 2 %, within which less recomputation and smaller micro-batches win."""
-    workload = estimate(method=method).workload(1254)
+    workload = costs(method=method).workload(1254)
     choice = choose(workload, room * GIB)
     most = {
         recomputation: workload.tokens_that_fit(recomputation, 0.9 * room * GIB) for recomputation in RECOMPUTATIONS
@@ -56,7 +56,7 @@ def test_the_choice_is_the_fastest_that_fits(room, method):
 
 def test_split_groups_cost_a_forward_pass_after_the_first_update():
     """Three of four updates of a rollout: a group of 256 + 8 x 1,254 tokens fits into 10,288."""
-    pacs, grpo = (estimate(method=method).workload(1254) for method in ("pacs", "grpo"))
+    pacs, grpo = (costs(method=method).workload(1254) for method in ("pacs", "grpo"))
     assert not pacs.splits_groups(10_288) and pacs.splits_groups(10_287)
     whole, split = (pacs.passes(splits_groups=pacs.splits_groups(size)) for size in (10_288, 10_287))
     assert split.gradient == whole.gradient == 1 and split.forward == whole.forward + 3 / 4
@@ -65,7 +65,7 @@ def test_split_groups_cost_a_forward_pass_after_the_first_update():
 
 
 def test_small_micro_batches_cost_time():
-    workload = estimate(method="grpo").workload(1254)
+    workload = costs(method="grpo").workload(1254)
     seconds = [workload.seconds("none", size) for size in (4096, 8192, 16384, 32768)]
     assert seconds == sorted(seconds, reverse=True)
     assert seconds[0] - seconds[1] > 2 * (seconds[1] - seconds[2])  # above 8,192 tokens little is gained
@@ -74,23 +74,23 @@ def test_small_micro_batches_cost_time():
 def test_reentrant_recomputation_is_never_selective():
     """As a run chooses; TRL sets it for adapters with ZeRO-3."""
     reentrant = {"gradient_checkpointing_kwargs": {"use_reentrant": True}}
-    assert estimate("l40s").choice.recomputation == "selective"
-    assert estimate("l40s", **reentrant).choice.recomputation == "full"
+    assert costs("l40s").choice.recomputation == "selective"
+    assert costs("l40s", **reentrant).choice.recomputation == "full"
     automatic = Recipe.from_settings({**SETTINGS, **AUTO}, 1).training
     for has_adapter, is_zero3, number in ((False, True, 3), (True, False, 3), (True, True, 2)):
         assert len(recomputations_of(automatic, has_adapter=has_adapter, is_zero3=is_zero3)) == number
 
 
 def test_what_is_set_is_not_chosen():
-    assert estimate(gradient_checkpointing=True).choice.recomputation == "full"
-    assert estimate(max_tokens_per_micro_batch=9000).choice.max_tokens == 9000
-    assert estimate(max_tokens_per_micro_batch=None).choice.max_tokens is None
-    fixed = estimate(gradient_checkpointing=False, max_tokens_per_micro_batch=5000)
+    assert costs(gradient_checkpointing=True).choice.recomputation == "full"
+    assert costs(max_tokens_per_micro_batch=9000).choice.max_tokens == 9000
+    assert costs(max_tokens_per_micro_batch=None).choice.max_tokens is None
+    fixed = costs(gradient_checkpointing=False, max_tokens_per_micro_batch=5000)
     assert fixed.choice[:2] == ("none", 5000) and fixed.tokens == 5000
 
 
 def test_on_a_cpu_nothing_is_recomputed():
-    choice = estimate(use_cpu=True, bf16=False).choice
+    choice = costs(use_cpu=True, bf16=False).choice
     assert choice[:2] == ("none", None)
 
 
