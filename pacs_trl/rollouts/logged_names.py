@@ -8,6 +8,14 @@ from ..errors import UserError
 # Columns of the table of completions besides those of reward functions.
 TABLE_COLUMNS = ("step", "prompt", "completion", "advantage", "image")
 
+# Metrics are also logged under the names that they had before version 0.2, until version 0.3.
+FORMER_METRIC_NAMES = {
+    "update/forwarded_fraction": "pacs/forwarded_fraction",
+    "update/non_finite_steps": "pacs/non_finite_steps",
+    "labels/uniform_group_fraction": "pacs/uniform_group_fraction",
+    "labels/mean": "pacs/label_mean",
+}
+
 # What trainers log themselves: names, and beginnings of names.
 _METRICS = (
     "loss",

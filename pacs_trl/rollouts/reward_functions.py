@@ -34,6 +34,21 @@ def independent_copy(value: Any) -> Any:
     return value.copy() if isinstance(value, np.ndarray) else value
 
 
+def bind_arguments(function: Callable, name: str, arguments: dict[str, Any]) -> Callable:
+    """Bind those of the trainer's `arguments` that a reward function has parameters for. Raises a `ValueError` if it
+    is asynchronous and has one."""
+    parameters = inspect.signature(function).parameters
+    bound = {key: value for key, value in arguments.items() if key in parameters}
+    if not bound:
+        return function
+    if is_async_callable(function):
+        raise UserError(
+            f"The reward function {name!r} is asynchronous and asks for `{next(iter(bound))}`, whose forward passes "
+            "all processes make together, in one order. Write it as a plain function."
+        )
+    return wraps(function)(partial(function, **bound))
+
+
 def with_truncated(function: Callable, arguments: dict[str, Any], truncated: Any) -> dict[str, Any]:
     """Return the arguments of a reward function with `truncated` if it accepts it. A column of this name is kept, but
     for functions of this package, whose argument it is."""

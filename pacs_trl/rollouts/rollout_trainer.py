@@ -16,17 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from accelerate.utils import gather_object
 from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
-from trl.trainer.utils import is_async_callable
 
 from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
-from ..errors import FailedRun, UserError
+from ..errors import FailedRun
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
@@ -37,14 +35,22 @@ from .callbacks import NoSignalCallback, StepStart, shorten_console
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
+from .group_start_report import GroupStartReport
 from .group_starts import GroupStarts
 from .image_prompts import ImagePrompts
 from .kl_reference import check_reference, reference_from_memory
-from .logged_names import check_column_name, check_metric_name, distinct_names
+from .logged_names import FORMER_METRIC_NAMES, check_column_name, check_metric_name, distinct_names
 from .overrides import replaced
 from .publication import Publication
 from .resumable_trainer import ResumableTrainer
-from .reward_functions import check_scores_of, independent_copy, never_exiting, with_result, with_truncated
+from .reward_functions import (
+    bind_arguments,
+    check_scores_of,
+    independent_copy,
+    never_exiting,
+    with_result,
+    with_truncated,
+)
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
@@ -57,15 +63,6 @@ logger = logging.getLogger(__name__)
 
 _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
-
-
-# Metrics are also logged under the names that they had before version 0.2, until version 0.3.
-FORMER_METRIC_NAMES = {
-    "update/forwarded_fraction": "pacs/forwarded_fraction",
-    "update/non_finite_steps": "pacs/non_finite_steps",
-    "labels/uniform_group_fraction": "pacs/uniform_group_fraction",
-    "labels/mean": "pacs/label_mean",
-}
 
 
 class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, ResumableTrainer):
@@ -171,7 +168,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
         self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
-        self._has_warned_of_starts = self._has_warned_of_unknown_starts = False
+        self._start_report = GroupStartReport(self.record_metrics, self.args.group_comparison)
         self._asks_for_logps = False  # whether TRL does, between generation and rewards
         if self.use_vllm:
             self.vllm_generation = Engine(self)
@@ -269,7 +266,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if self._reads_images:
             batch["images"] = self._prompt_images
         if has_environments:
-            self._record_starts()
+            self._group_starts.end()
+            self._start_report.add(self._group_starts)
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
         if self._shares is not None:  # TRL takes those of another process
             advantages = list(self._logs["advantages"])[-self._shares.num_completions :]
@@ -324,38 +322,6 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """Return the seed with which environments start for a group. Every evaluation repeats its seeds."""
         stream = "environments" if self.model.training else "environments/evaluation"
         return checkpoint.request_seed(f"{self.args.seed}/{stream}", group)
-
-    def _record_starts(self) -> None:
-        """Record the share of groups whose completions started from different states, and warn at the first one."""
-        self._group_starts.end()
-        observations: dict[int, set[int]] = {}
-        for group, observation in gather_object(self._group_starts.observations):
-            observations.setdefault(group, set()).add(observation)
-        reasons = dict(gather_object(list(self._group_starts.differing.items())))
-        differing = {group for group, seen in observations.items() if len(seen) > 1} | reasons.keys()
-        unknown = set(gather_object(list(self._group_starts.unknown))) - differing
-        compared = (observations.keys() | differing) - unknown
-        if compared:
-            self.record_metrics({"environments/different_start_fraction": len(differing) / len(compared)})
-        if unknown and not self._has_warned_of_unknown_starts:
-            self._has_warned_of_unknown_starts = True
-            logger.warning(
-                f"It is not known whether the completions of {len(unknown)} of {len(observations)} groups start from "
-                "the same state: their observations are equal, but their environment may keep a part of its state "
-                "outside of this process, and `reset` got no seed. If `reset` chooses at random, give it the seed of "
-                "the group: `def reset(self, seed, **kwargs)`."
-            )
-        if differing and not self._has_warned_of_starts:
-            self._has_warned_of_starts = True
-            reason = next(iter(reasons.values()), "its completions are on several processes")
-            comparison = self.args.group_comparison
-            logger.warning(
-                f"{len(differing)} of {len(compared)} groups have completions that start from different states "
-                f"of their environment, which counts as `environments/different_start_fraction`: {reason}. "
-                + (f"{comparison}, so that it compares different examples. " if comparison else "")
-                + "Let `reset` choose the example by a column of the dataset, or by `seed`: `def reset(self, seed, "
-                "**kwargs)`."
-            )
 
     def first_row(self, num_rows: int) -> int:
         """Return the index of the first of this process's `num_rows` completions among those of all processes."""
@@ -515,15 +481,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         """Wrap a reward function: check its result, and bind the `reward_arguments` that it has parameters for.
         `index` is its position in `reward_funcs`."""
-        parameters = inspect.signature(function).parameters
-        extra_arguments = {key: value for key, value in self.reward_arguments().items() if key in parameters}
-        if extra_arguments and is_async_callable(function):
-            raise UserError(
-                f"The reward function {name!r} is asynchronous and asks for `{next(iter(extra_arguments))}`, whose "
-                "forward passes all processes make together, in one order. Write it as a plain function."
-            )
-        if extra_arguments:
-            function = wraps(function)(partial(function, **extra_arguments))
+        function = bind_arguments(function, name, self.reward_arguments())
 
         def adjust(arguments: dict[str, Any]) -> dict[str, Any]:
             truncated = self.are_truncated(arguments["completion_ids"]) if "completion_ids" in arguments else None
