@@ -8,7 +8,7 @@ from .objective import ClassWeighting, Proxy, ScoreEstimator
 from .rollouts.rollout_config import RolloutConfig
 from .settings.checks import ignored_settings
 from .settings.fields import setting
-from .settings.trl_settings import SHAPES_ONLY_GRPO
+from .settings.trl_settings import GRPO_LOSS_SETTINGS
 from .update.packing_name import renamed_packing
 from .update.step_sizes import Step
 
@@ -126,7 +126,7 @@ class GroupLossConfig(ExactUpdateConfig):
 
     def errors(self, step: Step) -> list[str]:
         reason = "the loss compares the completions of a group, without probability ratios, clipping, and advantages"
-        return [*super().errors(step), *ignored_settings(self, SHAPES_ONLY_GRPO, reason)]
+        return [*super().errors(step), *ignored_settings(self, GRPO_LOSS_SETTINGS, reason)]
 
 
 @dataclass

@@ -73,6 +73,8 @@ def main(
     recipe = read_recipe(sys.argv[1:] if argv is None else argv)
     training = recipe.training
     trainer_class = trainer_class or trainer_of_method(recipe.run.method)
+
+    # Where the run starts
     resume = str(training.resume_from_checkpoint)
     if resume in LAST and _is_finished(training):
         PartialState().print(
@@ -86,6 +88,8 @@ def main(
     check_output_dir(training.output_dir, checkpoint, resumes=resume not in NONE)
     make_directory(training.output_dir, "output_dir")
     get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
+
+    # Rewards, model, and data, so that errors come before weights are loaded
     configure_verification(recipe.verification)
     with without_exit("The environment"):
         environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
@@ -99,6 +103,7 @@ def main(
     if has_images(train_dataset):
         processing_class = processor_of(recipe.model_name, training)
 
+    # Training
     with (
         tracked_run(training, recipe.settings, resuming=checkpoint is not None) as tracking,
         closing(StopOnSignal()) as stopping,
@@ -124,6 +129,7 @@ def main(
         if stopping.stopped is not None:
             _leave(trainer, Path(training.output_dir), stopping.stopped)
         trainer.save_model(_internal_call=True)  # no push yet
+
     trainer.accelerator.wait_for_everyone()
     trainer.accelerator.print(
         f"Saved in {training.output_dir}: the model, its card (README.md), recipe.yaml, and trainer_state.json with "

@@ -11,7 +11,7 @@ import pytest
 
 from pacs_trl import PACSConfig
 from pacs_trl.methods import method_names
-from pacs_trl.pacs_config import SHAPES_ONLY_GRPO
+from pacs_trl.pacs_config import GRPO_LOSS_SETTINGS
 from pacs_trl.recipe import config_class
 from pacs_trl.settings.trl_settings import NEEDS, REFUSED
 from pacs_trl.update.step_sizes import Step
@@ -34,7 +34,7 @@ OFF_DEFAULT = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES_ONLY_GRPO)
+@pytest.mark.parametrize("name", GRPO_LOSS_SETTINGS)
 def test_settings_of_grpos_loss_are_refused(name):
     default = next(f.default for f in fields(PACSConfig) if f.name == name)
     assert default is not MISSING

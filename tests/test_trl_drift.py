@@ -34,7 +34,7 @@ from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 from pacs_trl.rollouts.rollout_worker import RolloutLoop
 from pacs_trl.rollouts.weight_transfer import SharedMemoryTransfer
-from pacs_trl.settings.trl_settings import REFUSED, SHAPES_ONLY_GRPO
+from pacs_trl.settings.trl_settings import GRPO_LOSS_SETTINGS, REFUSED
 
 
 TRAINERS = (
@@ -156,7 +156,7 @@ KEPT = set(
 def test_every_setting_of_grpo_is_kept_or_refused():
     of_trainer = {f.name for f in fields(TrainingArguments)}
     found = {f.name for f in fields(GRPOConfig)} - of_trainer
-    refused = set(SHAPES_ONLY_GRPO)
+    refused = set(GRPO_LOSS_SETTINGS)
     assert not KEPT & refused
     assert found == KEPT | refused, (
         f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either "

@@ -6,7 +6,7 @@ from ..objective import GROUP_LOSSES
 from ..pacs_config import ExactUpdateConfig, GroupLossConfig
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
-from ..settings.trl_settings import SHAPES_ONLY_GRPO
+from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..surrogate import LOSS_TYPES
 from ..update.step_sizes import Step
 
@@ -92,7 +92,7 @@ class RLOOConfig(ExactUpdateConfig):
     )
 
     def errors(self, step: Step) -> list[str]:
-        names = [name for name in SHAPES_ONLY_GRPO if name not in ("epsilon", "epsilon_high")]
+        names = [name for name in GRPO_LOSS_SETTINGS if name not in ("epsilon", "epsilon_high")]
         reason = "RLOO clips the ratio of a whole completion and has no such setting"
         return [*super().errors(step), *ignored_settings(self, names, reason)]
 

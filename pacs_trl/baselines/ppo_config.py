@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ..rollouts.rollout_config import RolloutConfig
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
-from ..settings.trl_settings import OF_OTHER_LOSSES
+from ..settings.trl_settings import SAPO_AND_VESPO_SETTINGS
 from ..update.step_sizes import Step
 
 
@@ -73,7 +73,7 @@ class ActorCriticConfig(RolloutConfig):
 
     def errors(self, step: Step) -> list[str]:
         reason = "advantages come from the critic (see whiten_advantages), and the ratio of each token is clipped"
-        errors = [*super().errors(step), *ignored_settings(self, (*_IGNORED, *OF_OTHER_LOSSES), reason)]
+        errors = [*super().errors(step), *ignored_settings(self, (*_IGNORED, *SAPO_AND_VESPO_SETTINGS), reason)]
         highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)
         if self.delta is not None and self.delta <= highest_ratio:
             errors.append(

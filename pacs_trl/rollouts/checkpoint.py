@@ -31,7 +31,7 @@ from trl.trainer.utils import RepeatSampler
 
 from ..errors import NO_ROOM, FailedRun, UserError
 from ..rewards import shared_arguments
-from ..settings.trl_settings import SHAPES_ONLY_GRPO
+from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.step_sizes import Step
 from . import process_count
@@ -341,7 +341,7 @@ def read_data_position(trainer: "ResumableTrainer", directory: Path) -> tuple[in
 def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     added_to_trl = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)}
     added_and_equal = sorted(added_to_trl - {*_SETTINGS["free"]})
-    names = [*_SETTINGS["equal"], *SHAPES_ONLY_GRPO, *added_and_equal, *trainer._equal_settings]
+    names = [*_SETTINGS["equal"], *GRPO_LOSS_SETTINGS, *added_and_equal, *trainer._equal_settings]
     settings = plain_settings(trainer.args, names)
     step = Step.of(trainer.args, trainer.accelerator.num_processes)
     settings |= {

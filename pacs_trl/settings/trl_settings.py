@@ -142,12 +142,12 @@ WITHOUT_EFFECT = {
 }
 
 # Settings of GRPOConfig that only shape GRPO's loss, and those of the SAPO and VESPO losses among them.
-OF_OTHER_LOSSES = (
+SAPO_AND_VESPO_SETTINGS = (
     *("sapo_temperature_neg", "sapo_temperature_pos"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
-SHAPES_ONLY_GRPO = (
+GRPO_LOSS_SETTINGS = (
     *("delta", "epsilon", "epsilon_high", "importance_sampling_level", "loss_type", "scale_rewards"),
     *("multi_objective_aggregation", "top_entropy_quantile", "off_policy_mask_threshold", "use_bias_correction_kl"),
-    *OF_OTHER_LOSSES,
+    *SAPO_AND_VESPO_SETTINGS,
 )
