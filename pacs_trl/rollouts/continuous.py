@@ -158,10 +158,13 @@ class ContinuousRollouts:
         self.send_weights()
         if self.is_main and self._worker is None:
             self._start_worker()
-        started, message = time.perf_counter(), [None, None]
+        started = time.perf_counter()
+        failure: tuple[str, str] | None = None
+        groups: list[GradedGroup] = []
         if self.is_main:
             failure = self._collect(self.groups_per_step)
-            message = [failure, [] if failure else self._take()]
+            groups = [] if failure else self._take()
+        message: list[Any] = [failure, groups]
         broadcast_object_list(message, from_process=0)
         failure, groups = message
         if failure == ("", ""):
@@ -250,12 +253,13 @@ class ContinuousRollouts:
         """Return the state and the cause of a failure of server or worker. Groups that were delivered after the last
         successful check of the server are discarded."""
         assert self._worker is not None and self._watch is not None
+        failure = self._watch.failure
         if (problem := self._worker.problem()) is not None:
             name, message = problem
             if name != "ServerError":
                 return "failed", f"{name}: {message}"
             failure = self._watch.check() or ("failed to generate", message)
-        elif (failure := self._watch.failure) is None:
+        if failure is None:
             return None
         self._receive(timeout=0)
         self._discard_unchecked()

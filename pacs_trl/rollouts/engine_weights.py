@@ -85,7 +85,11 @@ def _whole_and_merged(module: nn.Module, device: torch.device, gather: Callable)
 
 def _whole(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
     data = parameter.detach()
-    return data.to(device).full_tensor() if isinstance(data, DTensor) else parameter.data
+    if not isinstance(data, DTensor):
+        return parameter.data
+    on_device = data.to(device)
+    assert isinstance(on_device, DTensor)
+    return on_device.full_tensor()
 
 
 class LogpComparison:

@@ -123,7 +123,8 @@ class GroupStarts:
     def _await_reset(self, environment: Any) -> None:
         """Take the next call of the `reset` of an environment as that of the trainer."""
         if not hasattr(environment, "__dict__"):
-            reset = MethodType(type(environment).__mro__[1].reset, environment)
+            user_class: Any = type(environment).__mro__[1]  # of which `_replace_class` has derived
+            reset = MethodType(user_class.reset, environment)
 
             def reset_of_slots(**row: Any) -> Any:
                 self._started.append(environment)
@@ -277,7 +278,7 @@ def _not_to_copy(state: dict[str, Any]) -> dict[int, Any]:
         elif type(value) in _LOCKS:
             memo[id(value)] = _LOCKS[type(value)]()
         elif isinstance(value, types.FunctionType):
-            if value.__closure__ or value.__defaults__ or value.__kwdefaults__:
+            if any(_variables(value)):
                 raise TypeError(f"it holds the function {value.__qualname__}, which has variables of its own")
         elif isinstance(value, types.MethodType | types.BuiltinFunctionType | types.MethodWrapperType):
             if not isinstance(value.__self__, types.ModuleType | None):
@@ -320,8 +321,7 @@ def _are_equal(first: Any, second: Any, compared: dict[tuple[int, int], tuple[An
     elif isinstance(first, torch.Generator):
         return torch.equal(first.get_state(), second.get_state())
     elif isinstance(first, types.FunctionType):
-        variables = [(each.__closure__, each.__defaults__, each.__kwdefaults__) for each in (first, second)]
-        return first.__code__ is second.__code__ and _are_equal(*variables, compared)
+        return first.__code__ is second.__code__ and _are_equal(_variables(first), _variables(second), compared)
     elif isinstance(first, types.CellType):
         return _are_equal(first.cell_contents, second.cell_contents, compared)
     elif isinstance(first, types.MethodType | types.BuiltinFunctionType):
@@ -340,9 +340,15 @@ def _has_same_value(first: Any, second: Any) -> bool:
     """Return whether two objects are equal as those of the class of Python or numpy from which theirs is derived, such
     as dates and fractions."""
     for base in type(first).__mro__[:-1]:
-        if _package(base.__module__) in _IN_MEMORY and "__eq__" in vars(base):
-            return base is types.SimpleNamespace or bool(base.__eq__(first, second))
+        equality = vars(base).get("__eq__")
+        if _package(base.__module__) in _IN_MEMORY and equality is not None:
+            return base is types.SimpleNamespace or bool(equality(first, second))
     return True
+
+
+def _variables(function: types.FunctionType) -> tuple[Any, Any, Any]:
+    """Return what a function keeps between calls: enclosing variables, and default values."""
+    return function.__closure__, function.__defaults__, function.__kwdefaults__
 
 
 # Where a state lies ---------------------------------------------------------------------------------------------
@@ -378,7 +384,9 @@ def _is_in_memory(value: Any, seen: set[int]) -> bool:
             return value not in _OUTSIDE
         if isinstance(value, types.FunctionType):
             return all(_is_in_memory(each, seen) for each in _references(value))
-        is_python = isinstance(value, type) and not any(isinstance(m, _C_METHODS) for m in vars(value).values())
+        if isinstance(value, types.BuiltinFunctionType):
+            return False
+        is_python = not any(isinstance(member, _C_METHODS) for member in vars(value).values())
         return is_python and all(_is_in_memory(each, seen) for each in (*vars(value).values(), *value.__bases__))
     if _package(type(value).__module__) in _IN_MEMORY:
         return True

@@ -9,10 +9,10 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import transformers
@@ -26,6 +26,7 @@ from trl.trainer.utils import get_callable_name
 from ..data import images
 from ..data.text_tokenizer import accepting_text, load_text_tokenizer
 from ..errors import UserError
+from .checks import without_adapter
 from .rollout_config import RolloutConfig
 
 
@@ -48,14 +49,14 @@ def prepare_for_text(
 ) -> None:
     """Replace the arguments of a trainer by those that train the language model inside a checkpoint on text: its
     tokenizer, and LoRA targets in the language model. `config` and `name` are those of the model."""
-    given = arguments["processing_class"]
-    if given is None:
+    processing_class = arguments["processing_class"]
+    if processing_class is None:
         tokenizer = tokenizer_of(name, args)
-    elif isinstance(given, ProcessorMixin):
-        tokenizer = given.tokenizer
-        tokenizer.chat_template = tokenizer.chat_template or given.chat_template
+    elif isinstance(processing_class, ProcessorMixin):
+        tokenizer = processing_class.tokenizer
+        tokenizer.chat_template = tokenizer.chat_template or processing_class.chat_template
     else:
-        tokenizer = given
+        tokenizer = processing_class
     arguments["processing_class"] = accepting_text(tokenizer)
     if (peft_config := arguments["peft_config"]) is not None:
         arguments["peft_config"] = lora_of_language_model(peft_config, model, config)
@@ -103,7 +104,8 @@ def prepare_for_images(
 def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) -> None:
     """Raise a `ValueError` for settings that are not supported with images."""
     unsupported = [name for name in ("tools", "environment_factory", "rollout_func") if arguments[name]]
-    unsupported += ["rollout_schedule: continuous"] * (args.rollout_schedule == "continuous")
+    if args.rollout_schedule == "continuous":
+        unsupported.append("rollout_schedule: continuous")
     unsupported += [name for name in ("rollout_lag", "use_transformers_continuous_batching") if getattr(args, name)]
     if args.vllm_sync_adapter and not args.freeze_vision_tower:
         unsupported.append("vllm_sync_adapter without freeze_vision_tower")
@@ -158,17 +160,32 @@ def tokenizer_of(name: str, args: RolloutConfig) -> Any:
     )
 
 
+@runtime_checkable
+class _AdaptsModules(Protocol):
+    """A configuration of LoRA or another adapter of layers. Both attributes are names of modules or a pattern."""
+
+    target_modules: Collection[str] | str | None
+    exclude_modules: Collection[str] | str | None
+
+
+def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model on the meta device: of the architecture that the configuration names, if transformers has it."""
+    architecture = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if architecture is None:
+            return AutoModelForImageTextToText.from_config(config)
+        return architecture(config)
+
+
 def lora_of_language_model(
     peft_config: PeftConfig, model: str | PreTrainedModel | PeftModel, config: PreTrainedConfig
 ) -> PeftConfig:
     """Return a LoRA configuration that also excludes all modules outside of the language model: encoders of images
     often have layers of the same names."""
-    if not hasattr(peft_config, "exclude_modules"):
+    if not isinstance(peft_config, _AdaptsModules):
         return peft_config
     if isinstance(model, str):
-        with torch.device("meta"):
-            architecture = getattr(transformers, (config.architectures or [""])[0], None)
-            model = AutoModelForImageTextToText.from_config(config) if architecture is None else architecture(config)
+        model = _model_without_weights(config)
     names_outside = names_outside_language_model(model)
     is_outside = re.compile("|".join(rf"{re.escape(name)}(\..*)?" for name in names_outside)).fullmatch
     inside = [f".{name}" for name, _ in model.named_modules() if not is_outside(name)]
@@ -182,9 +199,11 @@ def lora_of_language_model(
         )
     outside = "|".join(map(re.escape, names_outside))
     patterns = [rf"(?:{outside})(?:\..*)?"]
-    if excluded := peft_config.exclude_modules:
-        is_pattern = isinstance(excluded, str)
-        patterns.append(excluded if is_pattern else rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(excluded)))})")
+    excluded = peft_config.exclude_modules
+    if isinstance(excluded, str) and excluded:  # a pattern
+        patterns.append(excluded)
+    elif excluded:
+        patterns.append(rf"(?:.*\.)?(?:{'|'.join(map(re.escape, sorted(excluded)))})")
     restricted = copy.copy(peft_config)
     restricted.exclude_modules = "|".join(patterns)
     if isinstance(restricted.target_modules, str) and restricted.target_modules.lower() == "all-linear":
@@ -193,7 +212,7 @@ def lora_of_language_model(
     return restricted
 
 
-def names_outside_language_model(model: nn.Module) -> list[str]:
+def names_outside_language_model(model: PreTrainedModel | PeftModel) -> list[str]:
     """Return the names of the largest modules that contain no part of the language model: encoders of images, and the
     layers that connect them."""
     inside = [model.get_decoder(), model.get_output_embeddings()]
@@ -211,7 +230,7 @@ def names_outside_language_model(model: nn.Module) -> list[str]:
 
 def freeze_outside_language_model(model: PreTrainedModel | PeftModel) -> None:
     """Freeze all weights outside of the language model and its head. Raises a `ValueError` if none is left."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapter(model)
     inside = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in inside:

@@ -26,7 +26,8 @@ _CHANGE_BASE_WEIGHTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 def check_reference(
     model: str | PreTrainedModel | PeftModel, args: RolloutConfig, peft_config: PeftConfig | None
 ) -> None:
-    """Raise a `ValueError` if there is a KL term, and the model that is given cannot become its reference."""
+    """Raise a `ValueError` if there is a KL term, and the model that the trainer receives cannot become its
+    reference."""
     if args.beta == 0:
         return
     if peft_config is None and isinstance(model, PeftModel):
@@ -61,8 +62,7 @@ def reference_from_memory(
     model: str | PreTrainedModel | PeftModel, args: RolloutConfig, peft_config: PeftConfig | None
 ) -> Iterator[None]:
     """Give the trainer that TRL constructs inside a copy of `model` as reference, if it is a model in memory."""
-    needs_reference = args.beta != 0 and peft_config is None and not isinstance(model, PeftModel)
-    if isinstance(model, str) or not needs_reference:
+    if args.beta == 0 or peft_config is not None or isinstance(model, str | PeftModel):
         yield
         return
     load = grpo_trainer.create_model_from_path

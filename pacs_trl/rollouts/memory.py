@@ -7,7 +7,6 @@ The choice is made before the model is loaded, from the free memory and the cost
 import copy
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -165,11 +164,11 @@ class StartOfUpdate:
 
     Args:
         device (`torch.device`): Device whose random numbers, with those of the CPU, are restored.
-        metrics (`dict[str, list[float]]`), work (`Counter[str]`): The trainer's metrics of training and the work that
-            its timer counts; both are restored in place.
+        metrics (`dict[str, list[float]]`), work (`dict[str, float]`): The trainer's metrics of training and the
+            work that its timer counts; both are restored in place.
     """
 
-    def __init__(self, device: torch.device, metrics: dict[str, list[float]], work: Counter[str]):
+    def __init__(self, device: torch.device, metrics: dict[str, list[float]], work: dict[str, float]):
         self._device, self._live_metrics, self._live_work = device, metrics, work
         self._random_states = random_states(device)
         self._metrics = {name: list(values) for name, values in metrics.items()}

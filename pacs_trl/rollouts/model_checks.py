@@ -18,7 +18,7 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import UserError
 from ..update.compiled_layers import missing_compiler
-from .checks import config_of
+from .checks import config_of, without_adapter
 from .memory import uses_plugin
 from .rollout_config import RolloutConfig
 
@@ -312,7 +312,7 @@ def check_copy_in_engine_process(model: PreTrainedModel | PeftModel) -> None:
 def changes_in_place(model: PreTrainedModel | PeftModel) -> list[str]:
     """Return what differs between a model and one that is built from its class and configuration, except the values
     of weights. Attributes of modules are compared if they are numbers with a fraction."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapter(model)
     if type(base).__module__ == "__main__":
         return [f"its class {type(base).__name__} is defined in the main module"]
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -328,10 +328,11 @@ def changes_in_place(model: PreTrainedModel | PeftModel) -> list[str]:
         if not other_adapters.isdisjoint(name.split(".")):
             continue
         label = name or type(module).__name__
-        if type(module) is not type(expected.get(name)):
+        counterpart = expected.get(name)
+        if counterpart is None or type(module) is not type(counterpart):
             changes.append(f"{label} is a {type(module).__name__}")
             continue
-        changes += [f"{label}.{change}" for change in _changes_of_module(module, expected[name])]
+        changes += [f"{label}.{change}" for change in _changes_of_module(module, counterpart)]
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     for name, parameter in rebuilt.named_parameters():
         if name not in shapes:
@@ -398,7 +399,7 @@ def check_checkpointing_of_routers(args: RolloutConfig) -> None:
 def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfig) -> bool:
     """Return whether a mixture of experts returns the logits of its routers, which their loss needs. If not, raise a
     `ValueError` for an explicit coefficient, and warn if that of the model is left out."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_adapter(model)
     if "router_logits" in (getattr(base.base_model, "_can_record_outputs", None) or {}):
         return True
     without = f"{type(base).__name__} does not return the logits of its routers, so there is no loss to weight"
@@ -417,7 +418,7 @@ def check_adapter_of_tied_weights(model: PreTrainedModel | PeftModel) -> None:
     their weights: vLLM gets one merged weight for both."""
     if not isinstance(model, PeftModel):
         return
-    base = model.get_base_model()
+    base = without_adapter(model)
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     if head is None or _original(embeddings).weight is not _original(head).weight:
         return

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from peft import PeftModel
-from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils.quantization_config import Mxfp4Config
 from trl.trainer.utils import create_model_from_path
 
 from ..errors import UserError
+from .checks import without_adapter
 from .rollout_config import RolloutConfig
 
 
@@ -67,10 +69,11 @@ def dequantized(
         dtype = kwargs.get("dtype") or "float32"
         if isinstance(dtype, str):
             dtype = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-        model.to(dtype)  # experts are dequantized to bfloat16
+        # Experts are dequantized to bfloat16.
+        model.to(dtype)  # type: ignore[arg-type]  # transformers decorates `to`, which then lacks `self`
         arguments["quantization_config"] = None
     if not isinstance(model, str):
-        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        base = without_adapter(model)
         conversions = getattr(base, "_weight_conversions", None) or []
         operations = [type(step).__name__ for entry in conversions for step in getattr(entry, "operations", [])]
         if "Mxfp4Dequantize" in operations:

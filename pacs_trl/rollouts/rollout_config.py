@@ -20,6 +20,11 @@ from ..update.step_sizes import Step
 from .generation_keys import generation_errors, generation_warnings
 
 
+if TYPE_CHECKING:
+    from transformers.trainer_pt_utils import AcceleratorConfig
+    from transformers.trainer_utils import HubStrategy
+    from transformers.training_args import OptimizerNames
+
 # Of the workers of a vLLM server that shares memory with the trainer.
 EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"
 
@@ -51,10 +56,10 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         model_init_kwargs: dict[str, Any] | None = None
         generation_kwargs: dict[str, Any] | None = None
         gradient_checkpointing_kwargs: dict[str, Any] | None = None
-        vllm_importance_sampling_mode: Literal[
-            "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
-        ] = "sequence_mask"
         chat_template_kwargs: dict[str, Any] | None = None
+        optim: OptimizerNames = OptimizerNames.ADAMW_TORCH
+        hub_strategy: HubStrategy = HubStrategy.EVERY_SAVE
+        accelerator_config: AcceleratorConfig = AcceleratorConfig()  # type: ignore[assignment]  # of what users pass
 
     # Parameters that control generation
     fast_generation: bool = setting(
@@ -110,7 +115,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     )
 
     # Parameters that control memory
-    gradient_checkpointing: Literal[True, False, "auto"] = setting(
+    gradient_checkpointing: Literal[True, False, "auto"] = setting(  # type: ignore[assignment]  # TRL's is a `bool`
         True,
         "Whether the backward pass computes activations again instead of keeping them. `auto`, for trainers with an "
         "exact update, keeps all of them, those of attention, or none, whichever is fastest and fits on the GPU; "

@@ -25,12 +25,12 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerState
 from trl.experimental.async_grpo import async_rollout_worker
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, _AsyncRolloutLoop
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, TrainingSequence, _AsyncRolloutLoop
 from trl.trainer.utils import is_async_callable
 
 from ..data.prompt_date import prints_date, with_date
@@ -203,7 +203,9 @@ class RolloutLoop(_AsyncRolloutLoop):
         self._admission = asyncio.Lock()  # the first group that waits asks whether it is admitted
         self._ordinals: dict[int, int] = {}  # number of a started group, by position
         self._started: Counter[int] = Counter()  # conversations, by position
-        pools = self._environment_pool if self.environment_factories is not None else {}
+        pools: dict[str | None, list[Any]] = {}
+        if self.environment_factories is not None:
+            pools = self._environment_pool
         self._seeded = {name: takes_seed(pool[0].reset) for name, pool in pools.items()}
         self._num_graders = loop_kwargs["max_inflight_tasks"]
         functions = [inspect.unwrap(function) for function in (*self.reward_funcs, *self._standalone_tools)]
@@ -258,7 +260,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         completion, completion_ids, sequences, *counts = generated
         if not sequences:  # nothing was sampled
             ids = _conversation.get().prompt_ids
-            sequences = [async_rollout_worker.TrainingSequence(ids, [0] * len(ids), [0.0] * len(ids), "")]
+            sequences = [TrainingSequence(ids, [0] * len(ids), [0.0] * len(ids), "")]
         return completion, completion_ids, sequences, *counts
 
     # Requests -------------------------------------------------------------------------------------------------------
@@ -282,6 +284,7 @@ class RolloutLoop(_AsyncRolloutLoop):
 
     async def _stream(self, path: str, payload: dict):
         """Yield the parts of a completion as they arrive. A server may be paused for any time in between."""
+        assert self.session is not None
         aiohttp = async_rollout_worker.aiohttp
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
         async with self.session.post(f"{self.vllm_server_url}{path}", json=payload, timeout=timeout) as response:
@@ -338,18 +341,21 @@ class RolloutLoop(_AsyncRolloutLoop):
         # A conversation whose chat template has changed earlier tokens has several sequences.
         sequences = [max(parts, key=lambda part: sum(part.completion_mask)) for parts in group.completions_sequences]
         parts = [_split(sequence) for sequence in sequences]
-        names = ("prompt_ids", "completion_ids", "mask", "logps", "versions")
         return [
             GradedGroup(
                 position=group.group_id,
                 prompts=group.prompts,
                 completions=group.completions,
+                prompt_ids=[part.prompt_ids for part in parts],
+                completion_ids=[part.completion_ids for part in parts],
+                mask=[part.mask for part in parts],
+                logps=[part.logps for part in parts],
+                versions=[part.versions for part in parts],
                 rewards=rewards,
                 logged=logged,
                 tool_calls=group.tool_call_counts,
                 tool_failures=group.tool_failure_counts,
                 num_forks=sum(map(len, group.completions_sequences)) - len(sequences),
-                **{name: [part[i] for part in parts] for i, name in enumerate(names)},
             )
         ]
 
@@ -380,19 +386,33 @@ class RolloutLoop(_AsyncRolloutLoop):
         return await asyncio.to_thread(grader, **arguments), logged
 
 
-def _split(sequence: Any) -> tuple[list[int], list[int], list[int], list[float], list[int]]:
-    """Return prompt, completion, mask, log-probs, and versions of a training sequence. The completion begins with the
-    first token that was sampled, and ends with the last one."""
+class _Tokens(NamedTuple):
+    """Prompt and completion of a training sequence; attributes are those of a [`GradedGroup`]."""
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    mask: list[int]
+    logps: list[float]
+    versions: list[int]
+
+
+def _split(sequence: TrainingSequence) -> _Tokens:
+    """Split a training sequence: the completion begins with the first token that was sampled, and ends with the
+    last one."""
     mask = sequence.completion_mask
-    first = mask.index(1) if 1 in mask else len(mask)
-    end = len(mask) - mask[::-1].index(1) if 1 in mask else len(mask)
-    logps = sequence.old_log_probs[first:end]
-    versions = [getattr(logp, "version", -1) if m else -1 for logp, m in zip(logps, mask[first:end], strict=True)]
-    return sequence.input_ids[:first], sequence.input_ids[first:end], mask[first:end], [*map(float, logps)], versions
+    if 1 not in mask:
+        return _Tokens(sequence.input_ids, [], [], [], [])
+    completion = slice(mask.index(1), len(mask) - mask[::-1].index(1))
+    mask, logps = mask[completion], sequence.old_log_probs[completion]
+    versions = [getattr(logp, "version", -1) if m else -1 for logp, m in zip(logps, mask, strict=True)]
+    prompt_ids, completion_ids = sequence.input_ids[: completion.start], sequence.input_ids[completion]
+    return _Tokens(prompt_ids, completion_ids, mask, [float(logp) for logp in logps], versions)
 
 
 def _end_with_parent() -> None:
-    wait([multiprocessing.parent_process().sentinel])
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+    wait([trainer.sentinel])
     os._exit(1)
 
 
@@ -409,8 +429,9 @@ class RolloutWorker(AsyncRolloutWorker):
 
     def start(self) -> None:
         super().start()
+        # A read of a message of which a killed process has sent only a part ends when no other process may send more.
         for results in (self.rollout_buffer, self.metrics_queue, self._exception_info_queue):
-            results._writer.close()  # so that a message of which a process that is killed has sent a part ends
+            results._writer.close()  # type: ignore[attr-defined]  # typeshed names public attributes alone
 
     def receive(self, timeout: float) -> list[GradedGroup]:
         """Return the groups that were delivered, and wait up to `timeout` seconds for the first one."""

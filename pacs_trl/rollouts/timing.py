@@ -6,10 +6,10 @@ parts here end with a value on the CPU, except the optimizer.
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -28,13 +28,16 @@ class StepTimer(TrainerCallback):
 
     Attributes:
         parts (`tuple[str]`): `PARTS`, and the parts that a trainer adds.
-        work (`Counter`): Of the current step the tokens generated and trained on, and the FLOP of training.
+        work (`dict[str, float]`): Of the current step the tokens `generated` and `trained`, the `flops` of training,
+            and the `peak` of the device in FLOP/s.
     """
 
     def __init__(self, record: Callable[[str, float], None], clock: Callable[[], float] = time.perf_counter):
         self.record, self.clock = record, clock
         self.parts: tuple[str, ...] = PARTS
-        self.on_train_begin()
+        self.work: defaultdict[str, float] = defaultdict(float)
+        self._step: defaultdict[str, float] = defaultdict(float)  # seconds of each part
+        self._running, self._since = "other", self.clock()
 
     def _switch(self, part: str) -> str:
         """Add the time since the last switch to the current part, start `part`, and return the previous one."""
@@ -53,8 +56,8 @@ class StepTimer(TrainerCallback):
             self._switch(previous)
 
     def on_train_begin(self, *args, **kwargs):
-        self._step: Counter[str] = Counter()
-        self.work: Counter[str] = Counter()
+        self._step.clear()
+        self.work.clear()
         self._running, self._since = "other", self.clock()
 
     def on_step_begin(self, *args, **kwargs):
@@ -70,7 +73,7 @@ class StepTimer(TrainerCallback):
 
     def on_step_end(self, *args, **kwargs):
         self._switch("other")
-        seconds = {name: self._step[name] for name in self.parts} | {"total": self._step.total()}
+        seconds = {name: self._step[name] for name in self.parts} | {"total": sum(self._step.values())}
         for name, value in seconds.items():
             self.record(f"time/{name}", value)
         work, learning = self.work, seconds["update"] + seconds["log_probs"]
@@ -87,28 +90,48 @@ class StepTimer(TrainerCallback):
         """Return a function for [`ForwardPass.on_pass`] that adds a pass to `work`. FLOP are those of matrix products:
         2 per weight, token, and pass; only completion tokens go through the head. A gradient costs two more passes,
         one where LoRA freezes the weights; passes that gradient checkpointing repeats do not count."""
-        config, peak = model.config.get_text_config(), peak_flops(accelerator, model.dtype)
-        try:  # TRL's number is for three passes, all tokens through the head, and attention to `seq_len` tokens
-            whole, longer = (compute_flops_per_token(config, length) / 3 for length in (0, 1))
-            head = 2 * config.vocab_size * config.hidden_size
-            body, pair, head = whole - head, longer - whole, head * (model.get_output_embeddings() is not None)
-        except (
-            AttributeError,
-            RuntimeError,
-        ):  # an architecture that TRL's formula does not know, or whose layers differ
-            peak = None
-        passes = 2 if isinstance(model, PeftModel) else 3
+        cost, peak = pass_cost(model), peak_flops(accelerator, model.dtype)
+        passes_with_gradient = 2 if isinstance(model, PeftModel) else 3
 
         def count(texts: list[list[int]], num_predicted: int) -> None:
-            num_tokens, has_gradient = sum(map(sum, texts)), torch.is_grad_enabled()
-            self.work["trained"] += num_tokens if has_gradient and is_policy else 0
-            if peak is not None:
-                pairs = sum(text[0] ** 2 / 2 + sum(n * (text[0] + n / 2) for n in text[1:]) for text in texts)
-                weights, times = body * num_tokens + head * num_predicted, (passes, 3) if has_gradient else (1, 1)
-                self.work["flops"] += times[0] * weights + times[1] * pair * pairs
-                self.work["peak"] = peak
+            num_tokens = sum(map(sum, texts))
+            has_gradient = torch.is_grad_enabled()
+            if has_gradient and is_policy:
+                self.work["trained"] += num_tokens
+            if cost is None or peak is None:
+                return
+            # Tokens attend to themselves and earlier ones: those of the prompt, and of their completion.
+            pairs = sum(
+                prompt**2 / 2 + sum(n * (prompt + n / 2) for n in completions) for prompt, *completions in texts
+            )
+            weights = cost.layers * num_tokens + cost.head * num_predicted
+            weight_passes, attention_passes = (passes_with_gradient, 3) if has_gradient else (1, 1)
+            self.work["flops"] += weight_passes * weights + attention_passes * cost.pair * pairs
+            self.work["peak"] = peak
 
         return count
+
+
+class PassCost(NamedTuple):
+    """FLOP of a forward pass: `layers` per token, `head` per token that is predicted, and `pair` per pair of tokens of
+    which one attends to the other."""
+
+    layers: float
+    head: float
+    pair: float
+
+
+def pass_cost(model: Any) -> PassCost | None:
+    """Return what a forward pass of a model costs; `None` for an architecture that TRL's formula does not know, or
+    whose layers differ."""
+    config = model.config.get_text_config()
+    try:  # TRL's number is for three passes, all tokens through the head, and attention to `seq_len` tokens
+        without_attention, with_one_pair = (compute_flops_per_token(config, length) / 3 for length in (0, 1))
+        head = 2 * config.vocab_size * config.hidden_size
+    except (AttributeError, RuntimeError):
+        return None
+    has_head = model.get_output_embeddings() is not None
+    return PassCost(without_attention - head, head if has_head else 0, with_one_pair - without_attention)
 
 
 def peak_flops(accelerator: Any, dtype: torch.dtype) -> float | None:

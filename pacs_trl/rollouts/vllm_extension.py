@@ -48,8 +48,11 @@ def _keep_plain_products() -> None:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        plain = {"cpu_linear": torch.nn.functional.linear}
-        utils.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: vars(layer).update(plain)
+
+        def multiply_plainly(layer: torch.nn.Module, remove_weight: bool) -> None:
+            layer.__dict__["cpu_linear"] = torch.nn.functional.linear
+
+        utils.dispatch_cpu_unquantized_gemm = multiply_plainly
 
 
 if find_spec("vllm") is not None:  # tests load weights without it

@@ -40,7 +40,7 @@ class SharedMemoryTransfer:
         self._table, end = [], 0
         for name, weight in weights:
             start = -(-end // _ALIGNMENT) * _ALIGNMENT
-            data = memoryview(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            data = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
             written = 0
             while written < len(data):
                 written += os.pwrite(self._fd, data[written:], start + written)
