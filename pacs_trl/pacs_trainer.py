@@ -122,7 +122,7 @@ class PACSTrainer(ExactUpdateTrainer):
     Trainer for PACS (imPlicit Actor Critic coupling via a Supervised learning framework), introduced in [Implicit
     Actor Critic Coupling via a Supervised Learning Framework for RLVR](https://huggingface.co/papers/2509.02522).
 
-    The verifier's reward is the label, a score computed from the policy's own log-probs is the logit, and the loss is
+    The verifier's reward is the label, a score computed from the log-probs of the policy is the logit, and the loss is
     binary cross-entropy. Takes the arguments of [`~trl.GRPOTrainer`]; rewards must lie in [0, 1].
 
     Example:
@@ -181,7 +181,7 @@ class PACSTrainer(ExactUpdateTrainer):
         if resets_optimizer and self.is_deepspeed_enabled:
             raise UserError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
-                "state in its own buffers. Use DDP or FSDP2, or set it to False."
+                "state in separate buffers. Use DDP or FSDP2, or set it to False."
             )
         super()._prepare_learning()
 

@@ -55,7 +55,7 @@ class MaxRLConfig(GRPOConfig):
     group_comparison = "MaxRL divides by the mean reward of the group"
 
     def errors(self, step: Step) -> list[str]:
-        names, reason = ("scale_rewards", "multi_objective_aggregation"), "the advantage has its own normalization"
+        names, reason = ("scale_rewards", "multi_objective_aggregation"), "the advantage has another normalization"
         return [*super().errors(step), *ignored_settings(self, names, reason)]
 
 
@@ -64,7 +64,7 @@ class RLOOConfig(ExactUpdateConfig):
     """
     Configuration class for the [`RLOOTrainer`].
 
-    Inherits every parameter of [`ExactUpdateConfig`]. Its own parameters, and `epsilon` and `epsilon_high`, have the
+    Inherits every parameter of [`ExactUpdateConfig`]. Those that it adds, and `epsilon` and `epsilon_high`, have the
     names, meanings, and defaults of [`~trl.RLOOConfig`]. Parameters that only affect GRPO's loss raise an error unless
     they have their default value.
     """

@@ -31,7 +31,7 @@ class ActorCriticConfig(RolloutConfig):
     critic_model_name_or_path: str | None = setting(
         None,
         "Initial weights of the critic: a causal language model, to which PPO adds a new value head. The "
-        "default is the policy's own path. Weights are float32, with autocast under `bf16`, also if the "
+        "default is the path of the policy. Weights are float32, with autocast under `bf16`, also if the "
         "policy uses LoRA.",
     )
     critic_learning_rate: float = setting(1e-5, "Learning rate of the critic.", above=0)

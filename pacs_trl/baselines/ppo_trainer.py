@@ -22,6 +22,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 
 from ..errors import UserError
 from ..rollouts.rollout_trainer import RolloutTrainer
+from ..update.forward_pass import without_peft
 from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten
@@ -41,9 +42,9 @@ def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
 
 
 def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
-    """Load a critic from [`critic_path`] for training, in float32; by default with the checkpoint's own
-    `architecture`. `model_init_kwargs` apply to it too, except `revision` if `critic_model_name_or_path` is set;
-    `more` are further arguments of `from_pretrained`."""
+    """Load a critic from [`critic_path`] for training, in float32; by default with the `architecture` of the
+    checkpoint. `model_init_kwargs` apply to it too, except `revision` if `critic_model_name_or_path` is set. `more`
+    are further arguments of `from_pretrained`."""
     kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     if args.critic_model_name_or_path is not None:
@@ -64,7 +65,7 @@ def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architec
 def _check_weights_of_path(policy: PreTrainedModel | PeftModel, critic: PreTrainedModel) -> None:
     """Raise a `ValueError` if the policy in memory has other weights than its path, where `critic` was loaded from.
     The policy may have been rounded, also to bfloat16 and back."""
-    base = policy.get_base_model() if isinstance(policy, PeftModel) else policy
+    base = without_peft(policy)
     loaded = dict(critic.base_model.named_parameters())
     for name, weight in base.base_model.named_parameters():
         expected = loaded.get(name.replace(".base_layer", "").replace(".original_module", ""))

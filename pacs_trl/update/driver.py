@@ -237,7 +237,7 @@ class UpdateDriver:
 
     def agree_on_memory(self, *, is_exhausted: bool) -> None:
         """Compare between processes whether one has run out of memory. Every process calls this before the forward
-        and before the backward pass of its last micro-batch, or when its own memory `is_exhausted`. Raises an
+        and before the backward pass of its last micro-batch, or when its memory `is_exhausted`. Raises an
         [`OutOfMemoryElsewhere`] if another process has run out of memory."""
         flag = torch.tensor([float(is_exhausted)], device=self.accelerator.device)
         if self.accelerator.reduce(flag, reduction="sum").item() and not is_exhausted:

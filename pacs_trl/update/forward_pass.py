@@ -3,7 +3,7 @@
 The rollouts of a micro-batch are packed into one sequence without padding if the model supports it (see `packing.py`).
 Otherwise they are padded on the right, where causal attention never reads the padding. In both cases TRL's fused head
 computes log-probs in tiles and keeps one number per token: float32 logits of 64 sequences of 8,192 tokens with a
-vocabulary of 151,936 would take 319 GB. `startup_check.py` chooses a pass that reproduces the model's own log-probs.
+vocabulary of 151,936 would take 319 GB. `startup_check.py` chooses a pass that reproduces the log-probs of the model.
 """
 
 import inspect
@@ -62,7 +62,7 @@ SplitByCompletion = Callable[[torch.Tensor], list[torch.Tensor]]
 
 class ForwardPass:
     """
-    Run forward passes with TRL's fused head, or with the model's own head if `self.fused` is `False`. TRL's trainers
+    Run forward passes with TRL's fused head, or with the head of the model if `self.fused` is `False`. TRL's trainers
     patch the fused head onto their models; use [`fused_head`] for other models.
 
     Args:
@@ -72,19 +72,19 @@ class ForwardPass:
         pad_token_id (`int`): Token id of the padding.
         packing (`str`): `"auto"` packs rollouts if the model supports it, `"never"` pads. `self.packing` holds the
             resolved backend, `None` for padding. `padding_free` is the former name, until version 0.3.
-        temperature (`float`): Divisor of the model's own logits; the fused head has its own temperature.
+        temperature (`float`): Divisor of the logits of the model's head; the fused head divides by another one.
         autocast (`Callable`, *optional*): Returns the autocast context of a forward pass.
         reads_images (`bool`): Whether prompts may have images.
 
     Attributes:
-        entropies_have_gradient (`bool`): Whether entropies are differentiable with the model's own head, too, where
+        entropies_have_gradient (`bool`): Whether entropies are differentiable with the model's head, too, where
             that stores the probabilities of all tokens. The fused head computes their gradient in tiles.
         compiled_layers ([`CompiledLayers`], *optional*): Layers that are compiled in the passes; `None`: none.
         reads_routers (`bool`): Whether passes sum the outputs of the routers in a mixture of experts.
         router_sums ([`RouterSums`], *optional*): Those of the last pass of [`compute_logps`], differentiable.
         image_filler (token ids and [`PromptImages`], *optional*): Prompt that is added, with weight zero, to passes
             without images: with sharded weights all processes must run the encoder of images together.
-        on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.texts`] (of padded rollouts
+        on_pass (`Callable`, *optional*): Called before each pass with [`PackedRollouts.blocks`] (of padded rollouts
             their lengths without padding) and the number of completion tokens.
     """
 
@@ -204,9 +204,9 @@ class ForwardPass:
         images = images if images is not None and any(images) else None
         read_completions = [self._without_placeholders(ids) for ids in completions] if images else completions
         lay_out = self._padded if self.packing is None else self._packed
-        laid_out, token_weights, flat_indices, texts = lay_out(prompts, read_completions, images)
+        laid_out, token_weights, flat_indices, blocks = lay_out(prompts, read_completions, images)
         if self.on_pass is not None:
-            self.on_pass(texts, len(flat_indices))
+            self.on_pass(blocks, len(flat_indices))
         uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
         to_language_model = self._on_device(laid_out.pop("to_language_model", {}))
@@ -335,7 +335,7 @@ class ForwardPass:
             inputs |= {"to_language_model": kernel_inputs}
         else:
             inputs |= kernel_inputs
-        return inputs, packed.multiplicities[None], packed.flat_indices, packed.texts
+        return inputs, packed.multiplicities[None], packed.flat_indices, packed.blocks
 
     def _padded(
         self, prompts: list, completions: list, images: Sequence[PromptImages | None] | None
@@ -389,7 +389,7 @@ def _without_filler(values: list[torch.Tensor]) -> list[torch.Tensor]:
 @contextmanager
 def fused_head(model, temperature: float = 1.0, cast_lm_head_to_fp32: bool = False) -> Iterator[None]:
     """Patch TRL's fused head onto `model` inside the context, so that a [`ForwardPass`] can compute its log-probs, and
-    restore the model's own `forward` on exit. Models of TRL's trainers already have the fused head."""
+    restore its `forward` on exit. Models of TRL's trainers already have the fused head."""
     patched = model.__dict__.get("forward")  # e.g. patched by a trainer
     add_fused_lm_head(model, temperature, cast_lm_head_to_fp32, outputs=("log_probs", "entropy"))
     try:

@@ -49,8 +49,8 @@ class RolloutLengths(NamedTuple):
 
     Attributes:
         prompts, completions (`Sequence[int]`): Numbers of tokens.
-        texts (`Sequence[int]`): Prompt id of each rollout. A packed micro-batch computes rollouts with equal ids from
-            one copy of the prompt.
+        prompt_numbers (`Sequence[int]`): Number of the prompt of each rollout. A packed micro-batch computes rollouts
+            with equal numbers from one copy of the prompt.
         pair_cost (`float`): Cost of one token attending to another token, in units of the cost of a token outside
             attention. In a layer of width `h`, a token costs about `12 h^2` multiplications outside attention, and
             `2 h` for every token that it attends to: `1 / (6 h)`.
@@ -58,14 +58,14 @@ class RolloutLengths(NamedTuple):
 
     prompts: Sequence[int]
     completions: Sequence[int]
-    texts: Sequence[int]
+    prompt_numbers: Sequence[int]
     pair_cost: float = 0.0
 
-    def by_text(self, indices: Sequence[int]) -> list[list[int]]:
+    def by_prompt(self, indices: Sequence[int]) -> list[list[int]]:
         """Return the rollout indices `indices` grouped by prompt."""
         indices_of_prompts: dict[int, list[int]] = {}
         for i in indices:
-            indices_of_prompts.setdefault(self.texts[i], []).append(i)
+            indices_of_prompts.setdefault(self.prompt_numbers[i], []).append(i)
         return list(indices_of_prompts.values())
 
 
@@ -79,8 +79,8 @@ def micro_batch_size(indices: Sequence[int], lengths: RolloutLengths, *, padded:
         tokens = len(indices) * max(lengths.prompts[i] + lengths.completions[i] for i in indices)
         return tokens, tokens + lengths.pair_cost * tokens * tokens / len(indices) / 2
     tokens, pairs = 0, 0.0
-    for same in lengths.by_text(indices):
-        prompt, completions = lengths.prompts[same[0]], [lengths.completions[i] for i in same]
+    for group in lengths.by_prompt(indices):
+        prompt, completions = lengths.prompts[group[0]], [lengths.completions[i] for i in group]
         tokens += prompt + sum(completions)
         pairs += prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in completions)
     return tokens, tokens + lengths.pair_cost * pairs
@@ -126,7 +126,7 @@ def schedule_micro_batches(
 
     schedules = [schedule(units)]
     if not padded:
-        schedules += [schedule(parts) for parts in _parts_of_texts(units, lengths, max_rollouts)]
+        schedules += [schedule(parts) for parts in _parts_of_groups(units, lengths, max_rollouts)]
     possible = [candidate for candidate in schedules if candidate is not None]
     return min(possible, key=lambda candidate: schedule_cost(candidate, lengths, padded=padded), default=None)
 
@@ -150,18 +150,18 @@ def split_micro_batches(
     return [[*parts, *([[]] * (number - len(parts)))] for parts in processes]
 
 
-def _parts_of_texts(
+def _parts_of_groups(
     units: Sequence[Sequence[int]], lengths: RolloutLengths, max_rollouts: int
 ) -> Iterator[list[list[int]]]:
     """Yield units that join rollouts with the same prompt: first whole groups, then 2, 4, ... parts per group, of
     about equal length. Yields nothing if the units already hold several rollouts."""
     if any(len(unit) != 1 for unit in units):
         return
-    texts = lengths.by_text([i for (i,) in units])
+    groups = lengths.by_prompt([i for (i,) in units])
     num_parts = 1
-    while num_parts < max(map(len, texts), default=1):
+    while num_parts < max(map(len, groups), default=1):
         parts = []
-        for indices in texts:
+        for indices in groups:
             longest_first = sorted(indices, key=lambda i: -lengths.completions[i])
             n = max(min(num_parts, len(indices)), -(-len(indices) // max_rollouts))
             order = [*range(n), *reversed(range(n))]  # a back-and-forth order balances the lengths

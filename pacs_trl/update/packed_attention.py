@@ -1,9 +1,9 @@
 """Attention of packed rollouts as one registered operator, so that compiled layers contain it without a graph break.
 
 All bounds are tensors in the format of variable-length kernels: segment `i` of the packed sequence has
-`cu_seq_lens_q[i + 1] - cu_seq_lens_q[i]` queries and attends to `cu_seq_lens_k[i + 1] - cu_seq_lens_k[i]` keys, its
-own ones and before them those of a shared prompt. The causal mask aligns the last query of a segment with its last
-key, and a window of `W` lets a query attend to the last `W` keys up to its own.
+`cu_seq_lens_q[i + 1] - cu_seq_lens_q[i]` queries and attends to `cu_seq_lens_k[i + 1] - cu_seq_lens_k[i]` keys: those
+of its tokens and, in front of them, those of a shared prompt. The causal mask aligns the last query of a segment with
+its last key, and a window of `W` lets a query attend to `W` keys, of which the last one is that of its token.
 
 The operator chooses a kernel by device, dtype, and head size ([`kernel_of`]). All kernels return the log-sum-exp of
 the logits beside the output, and their backward passes start from these two. An attention sink is therefore the same
@@ -45,7 +45,7 @@ class Logits(NamedTuple):
     """How logits follow from queries and keys."""
 
     scale: float
-    window: int | None = None  # number of keys that a query attends to, its own included
+    window: int | None = None  # number of keys that a query attends to, with that of its token
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
 
 

@@ -119,9 +119,9 @@ class Segments:
                     batches[kind].append(SegmentBatch(*map(self._tensor, (indices, is_padding, states))))
                     flat_indices.append(indices.ravel())
                     flat_padding.append(is_padding.ravel())
-            places = np.flatnonzero(~np.concatenate(flat_padding))
+            occupied = np.flatnonzero(~np.concatenate(flat_padding))
             outputs = np.empty(self.num_tokens, dtype=np.int64)
-            outputs[np.concatenate(flat_indices)[places]] = places
+            outputs[np.concatenate(flat_indices)[occupied]] = occupied
             self._recurrences[chunk] = RecurrenceBatches(*batches, self._tensor(outputs))
         return self._recurrences[chunk]
 

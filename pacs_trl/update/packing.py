@@ -67,7 +67,7 @@ class PackedRollouts:
         ids, positions (int64 `np.ndarray` of shapes `(N,)` and `(..., N)`): Token ids and position ids.
         images (list of [`PromptImages`] or `None`): Images of the distinct prompts, in the order of their tokens.
         starts (`list[int]`): Index of the first token of each distinct prompt.
-        texts (`list[list[int]]`): Segment lengths in order, one list per attention block: a shared prompt followed by
+        blocks (`list[list[int]]`): Segment lengths in order, one list per attention block: a shared prompt followed by
             its branches, or a single segment of one prompt and its completion.
         groups (`list[tuple[int, list[int]]]`): Lengths in order of each prompt and of the branches behind it.
         flat_indices (int64 `np.ndarray`): Indices of the positions that predict the completion tokens, in the order
@@ -85,7 +85,7 @@ class PackedRollouts:
         keeps_last_tokens: bool = False,
     ):
         images = [None] * len(prompts) if images is None else images
-        self.texts: list[list[int]] = []
+        self.blocks: list[list[int]] = []
         self.images: list[PromptImages | None] = []
         self.starts: list[int] = []
         self.groups: list[tuple[int, list[int]]] = []
@@ -93,11 +93,11 @@ class PackedRollouts:
         positions: list[np.ndarray] = []
         multiplicities: list[np.ndarray] = []
         predicting: dict[int, np.ndarray] = {}
-        same: dict[tuple, list[int]] = {}
+        rollouts_by_prompt: dict[tuple, list[int]] = {}
         for i, (prompt, part) in enumerate(zip(prompts, images, strict=True)):
-            same.setdefault((prompt.tobytes(), part and part.digest), []).append(i)
+            rollouts_by_prompt.setdefault((prompt.tobytes(), part and part.digest), []).append(i)
         end = 0
-        for rows in same.values():
+        for rows in rollouts_by_prompt.values():
             prompt = prompts[rows[0]]
             self.images.append(images[rows[0]])
             self.starts.append(end)
@@ -121,7 +121,7 @@ class PackedRollouts:
                 predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
                 end += len(branch)
             self.groups.append((len(prompt), lengths))
-            self.texts.append([len(prompt), *lengths] if len(rows) > 1 else [len(prompt) + sum(lengths)])
+            self.blocks.append([len(prompt), *lengths] if len(rows) > 1 else [len(prompt) + sum(lengths)])
         self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions, axis=-1)
         self.multiplicities = np.concatenate(multiplicities)
         self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
@@ -129,22 +129,26 @@ class PackedRollouts:
     def kernel_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of variable-length kernels under the names of transformers, and `key_indices`,
         the flat indices of the keys of all segments: those of a shared prompt once per branch."""
-        lengths = [length for text in self.texts for length in text]
-        behind = [text[0] if piece else 0 for text in self.texts for piece in range(len(text))]  # shared prompt length
-        seen = [prompt + length for prompt, length in zip(behind, lengths, strict=True)]
-        bounds = [torch.tensor(np.cumsum([0, *n]), dtype=torch.int32) for n in (lengths, seen)]
-        key_indices, start = [], 0
-        for text in self.texts:
-            prompt, ends = np.arange(start, start + text[0]), start + np.cumsum(text)
+        lengths: list[int] = []
+        key_lengths: list[int] = []
+        key_indices: list[np.ndarray] = []
+        start = 0
+        for first, *branches in self.blocks:
+            prompt = np.arange(start, start + first)
+            lengths.append(first)
+            key_lengths.append(first)
             key_indices.append(prompt)
-            for length, end in zip(text[1:], ends[1:], strict=True):
-                key_indices += [prompt, np.arange(end - length, end)]
-            start = ends[-1]
+            start += first
+            for branch in branches:
+                lengths.append(branch)
+                key_lengths.append(first + branch)
+                key_indices += [prompt, np.arange(start, start + branch)]
+                start += branch
         return {
-            "cu_seq_lens_q": bounds[0],
-            "cu_seq_lens_k": bounds[1],
+            "cu_seq_lens_q": torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32),
+            "cu_seq_lens_k": torch.tensor(np.cumsum([0, *key_lengths]), dtype=torch.int32),
             "max_length_q": max(lengths),
-            "max_length_k": max(seen),
+            "max_length_k": max(key_lengths),
             "key_indices": torch.from_numpy(np.concatenate(key_indices)),
         }
 
@@ -297,8 +301,8 @@ def _has_windows_by_layer_config(config: PreTrainedConfig) -> bool:
 
 @contextmanager
 def packed_attention(config: PreTrainedConfig, backend: str | None):
-    """Enable packed attention for the model of `config` inside the context. The context must include the backward
-    pass, because gradient checkpointing repeats the forward pass there. Image encoders keep their own attention."""
+    """Enable packed attention for the model of `config` inside the context, but not for its image encoder. The context
+    must include the backward pass, because gradient checkpointing repeats the forward pass there."""
     config = config.get_text_config()
     previous = config._attn_implementation
     if backend is None or previous.startswith(PACKED):

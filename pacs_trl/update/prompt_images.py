@@ -92,8 +92,8 @@ def ids_without_expansion(
 def left_padded_image_inputs(images: Sequence[PromptImages | None], lengths: Sequence[int]) -> dict[str, torch.Tensor]:
     """Return the inputs of `generate` for the images of prompts of some `lengths`, padded on the left."""
     longest = max(lengths)
-    places = [(i, longest - length) for i, length in enumerate(lengths)]
-    return _image_inputs(images, places, (len(images), longest))
+    first_tokens = [(i, longest - length) for i, length in enumerate(lengths)]
+    return _image_inputs(images, first_tokens, (len(images), longest))
 
 
 def padded_image_inputs(images: Sequence[PromptImages | None], num_tokens: int) -> dict[str, torch.Tensor]:
@@ -123,10 +123,11 @@ def packed_image_inputs(
 
 
 def _image_inputs(
-    images: Sequence[PromptImages | None], places: Sequence[tuple[int, int]], shape: tuple[int, int]
+    images: Sequence[PromptImages | None], first_tokens: Sequence[tuple[int, int]], shape: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    """Return inputs with types of tokens of some `shape`; `places` are the row and column of each first token."""
-    present = [(part, *place) for part, place in zip(images, places, strict=True) if part is not None]
+    """Return inputs with types of tokens of some `shape`; `first_tokens` are rows and columns, one pair per
+    prompt."""
+    present = [(part, *first) for part, first in zip(images, first_tokens, strict=True) if part is not None]
     if not present:
         return {}
     first = present[0][0]

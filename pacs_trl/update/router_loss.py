@@ -6,9 +6,9 @@ With `E` experts, `F_e` is the number of times that a router selects expert `e`,
 of `e`, both divided by the number of rows, one per token and layer (Switch Transformer, arXiv 2101.03961, eqs. 4 to 6;
 `load_balancing_loss_func` of transformers, which TRL calls). Rows are the tokens of completions with their prompts.
 
-The loss is not a sum over tokens, so it depends on the micro-batches if each has its own `F`. But `F` has no gradient,
-and `P` is a mean: once `F` of the whole optimizer step is known, from a forward pass without gradient, the gradient is
-a sum over tokens, to which any micro-batch can contribute.
+The loss is not a sum over tokens, so it depends on the micro-batches if each computes `F` alone. But `F` has no
+gradient, and `P` is a mean: once `F` of the whole optimizer step is known, from a forward pass without gradient, the
+gradient is a sum over tokens, to which any micro-batch can contribute.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Startup check: choose forward passes that give the model's own log-probs.
+"""Startup check: choose forward passes that reproduce the log-probs of the model.
 
 Packing, padding, and TRL's fused head assume that a model is causal, that its layers forward the keyword arguments of
 packed attention, and that the head directly follows the backbone. Otherwise training would silently use wrong
@@ -62,8 +62,8 @@ def choose_forward_pass(
     image_prompt: ImagePrompt | None = None,
 ) -> None:
     """
-    Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the model's own
-    log-probs, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
+    Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the log-probs of the
+    model, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
     change weights, training modes, or the random state. `values` is whether the model has one output per token instead
     of logits, `training` whether to compare in training mode, which must be deterministic. `longest` is the largest
     number of tokens of a prompt and its completion; by default it is the context length of the model. Of an
@@ -127,7 +127,7 @@ def choose_forward_pass(
     if differences:
         logger.warning(
             f"Log-probs of this {model_type!r} model are computed {name}. Cheaper forward passes do not reproduce the "
-            f"model's own log-probs: {differences} (mean difference per token, or error)."
+            f"log-probs of the model: {differences} (mean difference per token, or error)."
         )
 
 
@@ -255,7 +255,9 @@ def _batches_of_other_lengths(config: PreTrainedConfig) -> list[TextBatch]:
     sample = _token_sampler(config)
 
     def batch(*groups: tuple[int, list[int]]) -> TextBatch:  # length of the prompt, and those of its completions
-        prompts = [prompt for length, completions in groups for prompt in [sample(length)] * len(completions)]
+        prompts: list[list[int]] = []
+        for length, completions in groups:
+            prompts += [sample(length)] * len(completions)
         return prompts, [sample(length) for _, completions in groups for length in completions]
 
     return [
@@ -290,7 +292,7 @@ def model_head_outputs(
     *,
     values: bool,
 ) -> torch.Tensor:
-    """Compute log-probs (or values) `(C,)` of a completion with the model's own head, in float32."""
+    """Compute log-probs (or values) `(C,)` of a completion with the head of the model, in float32."""
     inputs: dict[str, Any] = {"input_ids": torch.tensor([[*prompt, *completion]])}
     inputs |= padded_image_inputs([images], len(prompt) + len(completion))
     inputs = {name: value.to(forward_pass.device) for name, value in inputs.items()}

@@ -106,7 +106,7 @@ def test_packed_row_by_hand():
     rows = PackedRollouts(prompts, completions)
     assert rows.ids.tolist() == [5, 6, 7] + [20] + [] + [23, 24] + [8] + [30, 31, 32] + [9, 10, 11, 12, 13]
     assert rows.positions.tolist() == [0, 1, 2] + [3] + [] + [3, 4] + [0] + [1, 2, 3] + [0, 1, 2, 3, 4]
-    assert rows.texts == [[3, 1, 2], [1, 3], [5]]  # prompts and their branches, of which empty ones are left out
+    assert rows.blocks == [[3, 1, 2], [1, 3], [5]]  # prompts and their branches, of which empty ones are left out
     # 20, 22, and 23 are predicted at 2, the end of their prompt, 21 at 3, and so on, in the order of the rows
     assert rows.flat_indices.tolist() == [2, 3] + [6, 7, 8, 9] + [2] + [14] + [] + [2, 4, 5]
     inputs = rows.kernel_inputs()

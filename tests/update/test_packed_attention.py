@@ -46,7 +46,7 @@ def attention_inputs(texts, dtype=torch.float64, head=8, value_head=None):
         prompts += [np.full(first, number)] * (len(branches) or 1)
         completions += [np.zeros(n + 1, dtype=int) for n in branches] or [np.zeros(0, dtype=int)]
     rollouts = PackedRollouts(prompts, completions)
-    assert rollouts.texts == texts
+    assert rollouts.blocks == texts
     generator = torch.Generator().manual_seed(shifted(0))
     shapes = [(1, heads, len(rollouts.ids), width) for heads, width in ((4, head), (2, head), (2, value_head or head))]
     return rollouts, [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
@@ -62,9 +62,9 @@ def with_gradients(out: torch.Tensor, inputs: list[torch.Tensor]) -> list[torch.
 
 def visible(rollouts: PackedRollouts, window: int | None) -> torch.Tensor:
     """Return the mask over all pairs of tokens."""
-    text = torch.repeat_interleave(torch.tensor([sum(text) for text in rollouts.texts]))
-    segment = torch.repeat_interleave(torch.tensor([n for text in rollouts.texts for n in text]))
-    in_prompt = torch.cat([torch.arange(sum(text)) < (text[0] if len(text) > 1 else 0) for text in rollouts.texts])
+    text = torch.repeat_interleave(torch.tensor([sum(text) for text in rollouts.blocks]))
+    segment = torch.repeat_interleave(torch.tensor([n for text in rollouts.blocks for n in text]))
+    in_prompt = torch.cat([torch.arange(sum(text)) < (text[0] if len(text) > 1 else 0) for text in rollouts.blocks])
     position = torch.from_numpy(rollouts.positions)
     steps = position[:, None] - position
     near = (steps >= 0) & (steps < (window or len(position)))

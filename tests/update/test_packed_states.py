@@ -67,7 +67,7 @@ def test_long_segments_share_batches():
 def test_prompts_without_a_branch():
     """The completion of one token predicts nothing behind it."""
     rollouts = PackedRollouts([torch.arange(3).numpy()], [torch.arange(1).numpy()])
-    assert rollouts.groups == [(3, [])] and rollouts.texts == [[3]]
+    assert rollouts.groups == [(3, [])] and rollouts.blocks == [[3]]
     batches = Segments(rollouts.groups, CPU).batches(4)
     assert not batches.completions and batches.outputs.tolist() == [1, 2, 3]
 

@@ -54,6 +54,6 @@ def test_rows_of_a_prompt_share_it_however_they_were_drawn():
     drawn = [(ids(5, 6), {}), (ids(5, 6), {"weight": 0.5}), (ids(5, 6), {"group": 1}), (ids(5, 7), {})]
     masks = [[True, True], [True, True], [True, False], [True, True]]
     rows = [Rollout(p, ids(8, 9), np.array(m), 1.0, **more) for (p, more), m in zip(drawn, masks, strict=True)]
-    assert rollout_lengths(rows).texts == [0, 0, 0, 1]
+    assert rollout_lengths(rows).prompt_numbers == [0, 0, 0, 1]
     packed = PackedRollouts([r.prompt_ids for r in rows], [r.completion_ids for r in rows])
-    assert packed.texts == [[2, 1, 1, 1], [3]]
+    assert packed.blocks == [[2, 1, 1, 1], [3]]
