@@ -39,7 +39,8 @@ def declared_names(declaration: Declaration) -> set[str] | None:
     if declaration.name not in classes:
         return None
     node = classes[declaration.name]
-    names = set(_field_names(node.body))
+    is_dataclass = any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list)
+    names = set(_field_names(node.body)) if is_dataclass else set()
     for base in node.bases:
         if not isinstance(base, ast.Name):
             return None
