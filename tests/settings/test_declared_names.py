@@ -21,12 +21,16 @@ def test_names_are_those_of_the_classes_of_a_recipe(method):
 def test_fields_of_bases_in_other_modules_and_under_conditions(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     sources = {
-        "declaring/__init__.py": "class Base:\n    a: int\n    fixed: ClassVar[int] = 1",
+        "declaring/__init__.py": "@dataclass\nclass Base:\n    a: int\n    fixed: ClassVar[int] = 1",
         "declaring/part.py": """
             from . import Base
             from .other import Moved
 
-            class Config(Base):
+            class Attributes:  # no dataclass
+                attribute: int = 1
+
+            @dataclass(kw_only=True)
+            class Config(Attributes, Base):
                 if True:
                     b: int = 1
 
