@@ -25,7 +25,6 @@ from trl.trainer.utils import use_adapter
 
 from ..errors import UserError
 from ..pacs_config import ExactUpdateConfig
-from ..update.compiled_layers import CompiledLayers
 from ..update.driver import StepResult, UpdateDriver
 from ..update.forward_pass import CompletionLogps
 from ..update.group_loss_update import GroupLossUpdate, GroupObjective
@@ -35,7 +34,6 @@ from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout
-from ..update.startup_check import compile_layers
 from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
@@ -45,8 +43,9 @@ from .copied_settings import check_changes, copied_settings
 from .engine import ServerFailure, stop_without_engine
 from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef, reset_entropy_coef
 from .late_batches import LateBatches, use_engine_logps
+from .layer_compilation import compile_policy_and_reference
 from .memory import plan_memory, with_choice
-from .model_checks import check_checkpointing_of_routers, compiles_layers, trains_routers, warn_of_eager_layers
+from .model_checks import check_checkpointing_of_routers, compiles_layers, trains_routers
 from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
 from .process_count import divide_batches
@@ -191,27 +190,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return
         super()._choose_forward_passes()
         if self._compiles_layers:
-            self._compile_layers()
-
-    def _compile_layers(self) -> None:
-        """Compile the decoder layers of the policy, and with the same graphs those of the reference of the KL term."""
-        self.accelerator.print("Compiling the decoder layers (compile_layers).", flush=True)
-        started = time.perf_counter()
-        check, training = self.args.startup_check, self.args.disable_dropout
-        reason = compile_layers(self.forward_pass, self.model_wrapped, training=training, check=check)
-        reasons = [text for text in gather_object([reason]) if text is not None]
-        if reasons:
-            self.forward_pass.compiled_layers = None
-            if self.args.compile_layers is True:
-                raise UserError(
-                    f"compile_layers: true is not possible with this model: {reasons[0]}. Set compile_layers: false."
-                )
-            warn_of_eager_layers(self.args, reasons[0])
-            return
-        if check:
-            self.accelerator.print(f"Compiled them in {time.perf_counter() - started:.0f} s.", flush=True)
-        if self.ref_model is not None:
-            self.ref_pass.compiled_layers = CompiledLayers(self.ref_pass.model)
+            compile_policy_and_reference(self)
 
     @property
     def _mismatch(self) -> Mismatch:

@@ -1,4 +1,4 @@
-"""Overrides of TRL's methods by subclasses: those that the exact update would never call are refused by name.
+"""Overrides of TRL's methods by subclasses: those that the exact update would never call are refused, others followed.
 
 docs/extending.md lists the methods that TRL's documentation, examples, and trainers override, and whether they are
 called.
@@ -15,6 +15,8 @@ from ..errors import UserError
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer
+
+    from .rollout_trainer import RolloutTrainer
 
 
 _LOSS = "Override `create_objective` (docs/extending.md), or derive from TRL's trainer"
@@ -89,3 +91,28 @@ def replaced(owner: Any, **methods: Callable) -> Iterator[None]:
             delattr(owner, name)
         for name, method in before.items():
             setattr(owner, name, method)
+
+
+@contextmanager
+def following_overrides(trainer: "RolloutTrainer") -> Iterator[None]:
+    """Follow TRL's `_generate_and_score_completions` through what it calls, which subclasses may override: rewards are
+    those that the last of them returns, and between generation and rewards TRL asks for log-probs that the update
+    computes itself."""
+    generate, calculate_rewards = trainer._generate, trainer._calculate_rewards
+
+    def generate_completions(prompts):
+        generated = generate(prompts)
+        trainer._asks_for_logps = True
+        return generated
+
+    def calculate_final_rewards(*args):
+        trainer._asks_for_logps = False
+        rewards_per_func = calculate_rewards(*args)
+        trainer._receive_rewards(rewards_per_func)
+        return rewards_per_func
+
+    with replaced(trainer, _generate=generate_completions, _calculate_rewards=calculate_final_rewards):
+        try:
+            yield
+        finally:
+            trainer._asks_for_logps = False

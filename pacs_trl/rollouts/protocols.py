@@ -156,6 +156,16 @@ class EngineProcessTrainer(ConfiguredTrainer, Protocol):
     _tokenizer: PreTrainedTokenizerBase
 
 
+class CompilingTrainer(ConfiguredTrainer, Protocol):
+    """A trainer whose decoder layers are compiled."""
+
+    accelerator: Accelerator
+    model_wrapped: nn.Module
+    ref_model: PreTrainedModel | None  # of the KL term
+    forward_pass: ForwardPass
+    ref_pass: ForwardPass  # of `ref_model`, if there is one
+
+
 # Sources of completions ---------------------------------------------------------------------------------------------
 
 
@@ -230,7 +240,7 @@ if TYPE_CHECKING:
     ): ...
 
     class _ExactUpdateTrainer(
-        SteppingTrainer, LateTrainer, ContinuousTrainer, LiveTrainer, EntropyTrainer, Protocol
+        SteppingTrainer, LateTrainer, ContinuousTrainer, LiveTrainer, EntropyTrainer, CompilingTrainer, Protocol
     ): ...
 
     def _fulfilled(trainer: "RolloutTrainer") -> _RolloutTrainer:

@@ -8,8 +8,8 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial, wraps
 from pathlib import Path
@@ -40,7 +40,7 @@ from .group_starts import GroupStarts
 from .image_prompts import ImagePrompts
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import FORMER_METRIC_NAMES, check_column_name, check_metric_name, distinct_names
-from .overrides import replaced
+from .overrides import following_overrides
 from .publication import Publication
 from .resumable_trainer import ResumableTrainer
 from .reward_functions import (
@@ -261,7 +261,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._num_graded = len(inputs)
         gathering = nullcontext() if self._shares is None else self._shares.gathering(self.accelerator)
         inputs = self._with_images_in_prompts(inputs)
-        with self.timer.part("other"), gathering, self._following_overrides():
+        with self.timer.part("other"), gathering, following_overrides(self):
             batch = super()._generate_and_score_completions(inputs)
         if self._reads_images:
             batch["images"] = self._prompt_images
@@ -278,29 +278,6 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if self._extra_of_completions is not None:
             batch["extra"] = self._extra_of_completions
         return batch
-
-    @contextmanager
-    def _following_overrides(self) -> Iterator[None]:
-        """Follow TRL's method through what it calls, which subclasses may override: rewards are those that the last of
-        them returns, and between generation and rewards TRL asks for log-probs that the update computes itself."""
-        generate, calculate_rewards = self._generate, self._calculate_rewards
-
-        def generate_completions(prompts):
-            generated = generate(prompts)
-            self._asks_for_logps = True
-            return generated
-
-        def calculate_final_rewards(*args):
-            self._asks_for_logps = False
-            rewards_per_func = calculate_rewards(*args)
-            self._receive_rewards(rewards_per_func)
-            return rewards_per_func
-
-        with replaced(self, _generate=generate_completions, _calculate_rewards=calculate_final_rewards):
-            try:
-                yield
-            finally:
-                self._asks_for_logps = False
 
     def _next_groups(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the group of each completion of this process, and count the groups. `rows` are the positions of the

@@ -23,7 +23,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from pacs_trl import GRPOTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
-from pacs_trl.rollouts import exact_trainer, model_checks
+from pacs_trl.rollouts import exact_trainer, layer_compilation, model_checks
 from pacs_trl.rollouts.model_checks import compiles_layers
 from pacs_trl.update import compiled_layers, startup_check
 from pacs_trl.update.compiled_layers import CompiledLayers, num_graphs
@@ -400,7 +400,7 @@ def test_trainers_without_the_exact_update_refuse(tmp_path):
 @pytest.mark.parametrize("compile_layers", ["auto", True])
 def test_a_model_that_does_not_trace_stops_the_run_or_is_named(tmp_path, monkeypatch, caplog, compile_layers):
     monkeypatch.setattr(exact_trainer, "compiles_layers", lambda *args: True)  # as on a GPU
-    monkeypatch.setattr(exact_trainer, "compile_layers", lambda *args, **kwargs: "they do not trace")
+    monkeypatch.setattr(layer_compilation, "compile_layers", lambda *args, **kwargs: "they do not trace")
     trainer = build_trainer(tmp_path, replay=Replay(), compile_layers=compile_layers)
     if compile_layers is True:
         with pytest.raises(ValueError, match="compile_layers: true.*they do not trace. Set compile_layers: false"):
