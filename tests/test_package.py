@@ -160,3 +160,22 @@ def test_the_names_are_those_that_are_loaded():
     assert found == pacs_trl._PUBLIC_NAMES
     assert sorted(pacs_trl.__all__) == sorted(["__version__", *pacs_trl._PUBLIC_NAMES]) == dir(pacs_trl)
     assert [getattr(pacs_trl, name).__name__ for name in found] == list(found)
+
+
+def imported_modules(file: Path) -> set[str]:
+    """Modules that a file imports anywhere in it, also inside of functions."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    names = {name.name for node in nodes if isinstance(node, ast.Import) for name in node.names}
+    froms = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return names | {f"{node.module}.{name.name}" for node in froms for name in node.names}
+
+
+def test_core_tests_import_no_related_method():
+    """Related methods are tested in the folders `experimental`, with what `support/related_methods.py` combines."""
+    related = ("pacs_trl.experimental.", "support.related_methods.")
+    core = [path for path in (ROOT / "tests").rglob("*.py") if "experimental" not in path.relative_to(ROOT).parts]
+    core.remove(ROOT / "tests" / "support" / "related_methods.py")
+    imports = {str(path.relative_to(ROOT)): sorted(imported_modules(path)) for path in core}
+    assert len(imports) > 200
+    for path, names in imports.items():
+        assert not [name for name in names if f"{name}.".startswith(related)], path

@@ -15,10 +15,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from experiments.paper.command import read_table, table_names
 from experiments.paper.published import TABLES
-from pacs_trl.data import build_prompt
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import BENCHMARKS
-from pacs_trl.experimental.rlpr import is_well_formed
 from pacs_trl.plan.check import check_recipe, find_conflicts
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import read_launch
@@ -241,16 +239,6 @@ def test_recipe_has_the_settings_of_its_authors_or_of_pacs(name, added, expected
     assert_settings(recipe, expected)
     if name == DARS:
         assert recipe.step.prompts_per_generation == recipe.step.prompts_per_update == 3072
-
-
-def test_rlpr_asks_for_the_tags_of_its_authors():
-    """examples/RLPR/reproduce_qwen.sh, format_mode=R1: think and answer tags in a system turn, the problem alone
-    behind it."""
-    recipe, _ = check_recipe(str(RECIPES / "qwen2.5-7b" / "rlpr.yaml"), [], 8)
-    prompt = build_prompt("Why?", instruction=recipe.data.prompt_instruction, system_prompt=recipe.data.system_prompt)
-    assert [turn["role"] for turn in prompt] == ["system", "user"] and prompt[1]["content"] == "Why?"
-    assert is_well_formed("<think> a </think> <answer> b </answer>", prompt)
-    assert not is_well_formed("<answer> b </answer>", prompt)
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)

@@ -19,49 +19,33 @@ from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker,
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
-from pacs_trl import PACSConfig, PACSTrainer, PPOTrainer
-from pacs_trl.baselines.grpo_trainer import GRPOTrainer as BaselineGRPOTrainer
-from pacs_trl.baselines.ppo_trainer import ActorCriticTrainer
-from pacs_trl.experimental._generation import ExtendingTrainer
-from pacs_trl.experimental.dars import DARSTrainer
-from pacs_trl.experimental.genac import GenACTrainer
-from pacs_trl.experimental.rlpr import RLPRTrainer
-from pacs_trl.rollouts.evaluation import BenchmarkEvaluation
-from pacs_trl.rollouts.exact_trainer import ExactUpdateTrainer
+from pacs_trl import PACSConfig
+from pacs_trl.methods import method_names
+from pacs_trl.recipe import trainer_of_method
 from pacs_trl.rollouts.generation_keys import _KEYS, refused_keys
-from pacs_trl.rollouts.publication import Publication
-from pacs_trl.rollouts.resumable_trainer import ResumableTrainer
-from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
 from pacs_trl.rollouts.rollout_worker import RolloutLoop
 from pacs_trl.rollouts.weight_transfer import SharedMemoryTransfer
 from pacs_trl.settings.trl_settings import GRPO_LOSS_SETTINGS, REFUSED
 
 
-TRAINERS = (
-    BenchmarkEvaluation,
-    Publication,
-    ResumableTrainer,
-    RolloutTrainer,
-    ExactUpdateTrainer,
-    PACSTrainer,
-    ExtendingTrainer,
-    DARSTrainer,
-)
-TRAINERS += (RLPRTrainer, ActorCriticTrainer, PPOTrainer, GenACTrainer, BaselineGRPOTrainer)
-OVERRIDDEN = {
-    f"{trainer.__name__}.{name}": (name, value)
-    for trainer in TRAINERS
-    for name, value in vars(trainer).items()
-    if inspect.isfunction(value) and hasattr(GRPOTrainer, name) and name != "__init__"
+TRAINERS = {method: trainer_of_method(method) for method in method_names()}
+CLASSES = {
+    base for trainer in TRAINERS.values() for base in trainer.__mro__ if base.__module__.startswith("pacs_trl.")
+}
+OVERRIDES = {
+    f"{base.__module__.removeprefix('pacs_trl.')}.{base.__name__}.{name}": (name, method)
+    for base in sorted(CLASSES, key=lambda base: (base.__module__, base.__name__))
+    for name, method in vars(base).items()
+    if inspect.isfunction(method) and hasattr(GRPOTrainer, name) and name != "__init__"
 }
 
 
-@pytest.mark.parametrize("override", OVERRIDDEN)
+@pytest.mark.parametrize("override", OVERRIDES)
 def test_overrides_have_the_parameters_of_trl(override):
     """All of them, or the first ones and `*args, **kwargs`."""
-    name, own = OVERRIDDEN[override]
+    name, method = OVERRIDES[override]
     theirs = list(inspect.signature(getattr(GRPOTrainer, name)).parameters)
-    ours = inspect.signature(own).parameters.values()
+    ours = inspect.signature(method).parameters.values()
     named = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     theirs = [parameter for parameter in theirs if parameter != "private"]  # new in push_to_hub of 5.18
     if name == "_init_training_state":  # by position
@@ -70,16 +54,17 @@ def test_overrides_have_the_parameters_of_trl(override):
         assert named == (theirs[: len(named)] if len(named) < len(ours) else theirs)
 
 
-@pytest.mark.parametrize("trainer", [PACSTrainer, PPOTrainer, GenACTrainer, BaselineGRPOTrainer])
-def test_the_trainers_take_the_arguments_of_trl(trainer):
+@pytest.mark.parametrize("method", TRAINERS)
+def test_the_trainers_take_the_arguments_of_trl(method):
     """By name, with their types and defaults; of `args` each trainer has its own type."""
+    trainer = TRAINERS[method]
     theirs, ours = (dict(inspect.signature(t.__init__).parameters) for t in (GRPOTrainer, trainer))
     names = GRPOTrainer.__init__.__globals__ | trainer.__init__.__globals__  # what forward references mean
-    expected, found = (get_type_hints(t.__init__, names) for t in (GRPOTrainer, trainer))
+    their_types, our_types = (get_type_hints(t.__init__, names) for t in (GRPOTrainer, trainer))
     assert [(p.name, p.kind, p.default) for p in ours.values()] == [
         (p.name, p.kind, p.default) for p in theirs.values()
     ]
-    assert found | {"args": None} == expected | {"args": None}
+    assert our_types | {"args": None} == their_types | {"args": None}
 
 
 def tree(function) -> ast.AST:
@@ -130,8 +115,8 @@ REPEATED = {
 def test_repeated_methods_have_not_changed(owner, name):
     """Comments and layout may change, code may not."""
     expected, ours = REPEATED[owner, name]
-    found = hashlib.sha256(ast.unparse(tree(vars(owner)[name])).encode()).hexdigest()[:8]
-    assert found in expected.split(), f"{owner.__name__}.{name} has changed (now {found}). Compare it with {ours}."
+    digest = hashlib.sha256(ast.unparse(tree(vars(owner)[name])).encode()).hexdigest()[:8]
+    assert digest in expected.split(), f"{owner.__name__}.{name} has changed (now {digest}). Compare it with {ours}."
 
 
 # Settings of GRPOConfig that keep their meaning under PACS. All others are refused.
@@ -154,13 +139,12 @@ KEPT = set(
 
 
 def test_every_setting_of_grpo_is_kept_or_refused():
-    of_trainer = {f.name for f in fields(TrainingArguments)}
-    found = {f.name for f in fields(GRPOConfig)} - of_trainer
+    settings = {f.name for f in fields(GRPOConfig)} - {f.name for f in fields(TrainingArguments)}
     refused = set(GRPO_LOSS_SETTINGS)
     assert not KEPT & refused
-    assert found == KEPT | refused, (
-        f"new: {sorted(found - KEPT - refused)}, gone: {sorted((KEPT | refused) - found)}. A new setting is either "
-        "kept or, if only GRPO's loss reads it, refused in pacs_config.py."
+    assert settings == KEPT | refused, (
+        f"new: {sorted(settings - KEPT - refused)}, gone: {sorted((KEPT | refused) - settings)}. A new setting is "
+        "either kept or, if only GRPO's loss reads it, refused in pacs_config.py."
     )
 
 
@@ -187,10 +171,10 @@ USED = set(
 
 
 def test_every_setting_of_the_trainer_is_used_or_refused():
-    of_trainer, refused = {f.name for f in fields(TrainingArguments)}, set(REFUSED)
+    settings, refused = {f.name for f in fields(TrainingArguments)}, set(REFUSED)
     assert not USED & refused
-    assert of_trainer <= USED | refused, (
-        f"new: {sorted(of_trainer - USED - refused)}. A new setting is used or refused in trl_settings.py."
+    assert settings <= USED | refused, (
+        f"new: {sorted(settings - USED - refused)}. A new setting is used or refused in trl_settings.py."
     )
 
 
@@ -205,9 +189,9 @@ def test_every_key_of_generation_is_classified():
     )
 
 
-def test_own_settings_do_not_collide():
-    own = set(PACSConfig.__annotations__) - {"disable_dropout", "vllm_importance_sampling_correction"}
-    assert not own & {f.name for f in fields(GRPOConfig)}
+def test_settings_of_pacs_have_no_name_of_a_setting_of_trl():
+    added = set(PACSConfig.__annotations__) - {"disable_dropout", "vllm_importance_sampling_correction"}
+    assert not added & {f.name for f in fields(GRPOConfig)}
 
 
 def calls(function) -> list[str]:
@@ -240,9 +224,9 @@ def test_trainer_still_calls_the_hooks():
 
 
 def test_the_rollout_loop_overrides_methods_of_trl():
-    own = {"_takes_seed", "_stream", "_acknowledge", "_grader", "_grade"}
+    added = {"_takes_seed", "_stream", "_acknowledge", "_grader", "_grade"}
     for name, method in vars(RolloutLoop).items():
-        if inspect.isfunction(method) and name != "__init__" and name not in own:
+        if inspect.isfunction(method) and name != "__init__" and name not in added:
             theirs = inspect.signature(vars(_AsyncRolloutLoop)[name]).parameters
             assert [*inspect.signature(method).parameters] == [*theirs], name
 
@@ -252,6 +236,6 @@ def test_transfers_of_weights_follow_the_protocol_of_trl():
         assert callable(getattr(SharedMemoryTransfer, name)), name
 
 
-def test_attributes_of_the_sampler():
+def test_the_sampler_keeps_the_attributes_that_resuming_reads():
     sampler = RepeatSampler([1, 2], mini_repeat_count=1, shuffle=True, seed=3)
     assert (sampler.shuffle, sampler.seed) == (True, 3) and sampler.generator.initial_seed() == 3

@@ -1,12 +1,7 @@
-"""Runs on every process of a group: trains each scenario and writes what this process saw.
-
-Each scenario is a function of `(rank, directory)` that returns something `torch.save` can write.
-`test_two_processes.py` compares the results with one process.
-"""
+"""Scenarios of `test_two_processes.py`; see `support/two_processes.py`."""
 
 import os
 from functools import partial
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -16,34 +11,19 @@ from support.fake_llm import SleepingLLM, play_colocated
 from support.long_way import CORRECTION, RaggedGroups
 from support.models import LORA, TOKENIZER, tiny_model, trainable_weights
 from support.problems import held_out as held_out_problems
-from support.related_methods import DarsAndGuidanceTrainer, SteerAndVerlTrainer
-from support.rollouts import Parity, Replay, addition_dataset, boxed, digit_reward
+from support.rollouts import Parity, Replay, addition_dataset, digit_reward
 from support.runs import Recorder, build_trainer, spy_on
 from support.seeds import shifted
-from support.sharding import (
-    FSDP_SETTINGS,
-    full,
-    let_accelerate_run_deepspeed_on_cpu,
-    let_accelerate_shard_on_cpu,
-    zero3_settings,
-)
+from support.sharding import FSDP_SETTINGS, full, zero3_settings
+from support.two_processes import EIGHTH, HALF, QUARTER, Sampled, record, resumed
 from torch.distributed.fsdp import FSDPModule
 from trl.generation import vllm_generation
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
-from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
-from pacs_trl.experimental.steer import STEERTrainer
 from pacs_trl.rollouts import evaluation
 from pacs_trl.update import compiled_layers
 
 
-ADAM = {"optim": "adamw_torch", "learning_rate": 3e-3}
-
-# Two ranks and 16 rows per generation, so two optimizer steps of two groups of four each.
-HALF = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
-QUARTER = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
-EIGHTH = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 8}
 # 32 rows per generation, as groups of 1 to 9.
 RAGGED = {
     "per_device_train_batch_size": 8,
@@ -67,44 +47,10 @@ REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
     "entropy bonus, idle process": ({**HALF, "entropy_coef": 0.2, "max_steps": 4}, {"uniform_groups": 3}),
     "actor term, mean log-probability": ({**HALF, "actor_term_coef": 1.0, "proxy": "mean_logp"}, {}),
     "clipped": ({**HALF, "max_grad_norm": 0.5}, {}),
-    "STEER": ({**QUARTER, "trainer_class": STEERTrainer, "token_weight_min": 0.5, "max_steps": 4}, {}),
-    "labels in several places": (
-        {**QUARTER, "trainer_class": ProcessLabelsTrainer, "group_layout": "split", "max_steps": 4},
-        {"steps": True},
-    ),
     "LoRA": ({**QUARTER, "peft_config": LORA}, {}),
     "ragged, whole": ({**RAGGED, "group_layout": "whole"}, {"unverifiable": 0.2}),
     "ragged, split": ({**RAGGED, "group_layout": "split"}, {"unverifiable": 0.2}),
 }
-# STEER, VERL, and the mismatch correction
-WEIGHTED = HALF | CORRECTION | {"trainer_class": SteerAndVerlTrainer, "token_weight_mapping": "linear", "max_steps": 4}
-WEIGHTED |= {"hidden_state_stride": 2, "group_layout": "split"}
-
-
-class Sampled(Replay):
-    """Rollouts as if an engine had generated them, which gave every token about the same probability."""
-
-    def __call__(self, prompts, trainer):
-        output = super().__call__(prompts, trainer)
-        output["logprobs"] = [[-5.4 + 0.1 * (token % 3) for token in ids] for ids in output["completion_ids"]]
-        return output
-
-
-def record(directory, settings, replay_settings, *, trainer_class=None, replay_class=Replay):
-    settings = {"trainer_class": trainer_class} | settings
-    replay, recorder = replay_class(**replay_settings), Recorder()
-    more = {"callbacks": [recorder], "peft_config": settings.pop("peft_config", None)}
-    torch.manual_seed(shifted(0))  # the same adapter on both processes
-    trainer = build_trainer(directory, replay=replay, more=more, **settings)
-    trainer.train()
-    return {
-        "weights": recorder.weights,
-        "gradients": recorder.gradients,
-        "generations": replay.weights,
-        "final": trainable_weights(trainer.model),
-        "logs": [e for e in trainer.state.log_history if "loss" in e],
-        "sharded": isinstance(trainer.model_wrapped, FSDPModule),
-    }
 
 
 def zero_proxies(rank, directory):
@@ -158,57 +104,15 @@ def label_out_of_range(rank, directory):
     return message_of(build_trainer(directory, reward=reward, **HALF).train)
 
 
-def resumed(rank, directory, lora=False, more=None, reward=None, steps=(3, 4, 5), **settings):
-    """Completions are sampled; a run continued after each of some steps ends with the same bits as one without
-    stop."""
-    shared = {**EIGHTH, **ADAM, "steps_per_generation": 16, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
-
-    def run(name, resume=None):
-        data = {"train_dataset": addition_dataset(8), "peft_config": LORA if lora else None}  # an epoch has 4 steps
-        trainer = build_trainer(directory / name, reward=reward, more=data | (more or {}), **(shared | settings))
-        trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model(trainer.args.output_dir, _internal_call=True)
-        history = [e for e in trainer.state.log_history if "loss" in e]
-        return trainable_weights(trainer.model), [e["loss"] for e in history], history
-
-    straight, losses, history = run("straight")
-    again = {}
-    for step in steps:
-        weights, losses_again, _ = run("again", str(directory / "straight" / f"checkpoint-{step}"))
-        again[step] = losses == losses_again and all(torch.equal(straight[n], weights[n]) for n in straight)
-    return {"final": straight, "again": again, "history": history}
-
-
 def resumed_snapshot(rank, directory, **how):
     """In the middle of a generation, where the snapshot is renewed, and at its border."""
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3, steps=(3, 4), **how)
 
 
-def weighted(rank, directory, **how):
-    return record(directory, WEIGHTED | how, {}, replay_class=Sampled)
-
-
-def drawn_where_needed(rank, directory, **how):
-    """The prompts of one process are nearly never solved without a hint; both draw for them."""
-    drawn = []
-
-    class Watched(DarsAndGuidanceTrainer):
-        def generate_more(self, inputs, num_generations, groups=None):
-            rows = super().generate_more(inputs, num_generations, groups)
-            drawn.append((self.state.global_step, [row.group for row in rows]))
-            return rows
-
-    def reward(prompts, completion_ids, place, **kwargs):
-        hard = [i % 4 >= 2 and "Hint" not in str(prompt) for i, prompt in zip(place, prompts)]
-        return [float(sum(ids) % (19 if is_hard else 2) == 0) for ids, is_hard in zip(completion_ids, hard)]
-
-    # 4 prompts in a generation, the last two of the second process
-    data = addition_dataset(8).map(lambda row, i: {"place": i, "hint": "Count."}, with_indices=True)
-    settings = {"adaptive_rollouts": "hardness_weighted", "max_generations": 16, "adaptive_rollouts_budget": 22}
-    settings |= {"guidance": "hint", "refill_uniform_groups": True, "max_refill_rounds": 1, "shuffle_dataset": False}
-    settings |= HALF | {"max_steps": 4, "trainer_class": Watched} | how
-    more = {"train_dataset": data}
-    return resumed(rank, directory, more=more, reward=reward, steps=(1, 2), **settings) | {"drawn": drawn}
+def corrected(rank, directory, **how):
+    """The correction of log-probs that an engine gives."""
+    settings = HALF | CORRECTION | {"group_layout": "split", "max_steps": 4} | how
+    return record(directory, settings, {}, replay_class=Sampled)
 
 
 def benchmarks(rank, directory, **how):
@@ -242,19 +146,6 @@ def held_out(rank, directory, **how):
     metrics = build_trainer(directory, **HALF | arguments | settings).evaluate()
     names = ("eval_loss", "eval_kl", "eval_entropy", "eval_reward", "eval_reward_std", "eval_rewards/reward/mean")
     return {name: metrics[name] for name in names}
-
-
-def probabilities(rank, directory, **how):
-    """Of reference answers, of the whole training set and of completions, which the processes share."""
-    settings = {"max_completion_length": 12, "per_device_train_batch_size": 4, "learning_rate": 0.5} | how
-    trainer = build_trainer(
-        directory, reward=probability_reward, trainer_class=RLPRTrainer, more={"rollout_func": boxed}, **settings
-    )
-    trainer.train()
-    logs = [
-        {k: v for k, v in e.items() if k.startswith("probability/")} for e in trainer.state.log_history if "loss" in e
-    ]
-    return {"without": trainer._without_reasoning, "logs": logs}
 
 
 def drawn_again(rank, directory, **how):
@@ -328,9 +219,8 @@ def replayed(rank, directory, name, **how):
     return record(directory, {**settings, **how}, replay)
 
 
-BY_ALL = {"weighted": weighted, "grpo": grpo, "asleep": asleep}  # by all kinds
-GENERATING = {"drawn again": drawn_again, "probabilities": probabilities, "benchmarks": benchmarks}
-GENERATING |= {"drawn where needed": drawn_where_needed}
+BY_ALL = {"corrected": corrected, "grpo": grpo, "asleep": asleep}  # by all kinds
+GENERATING = {"drawn again": drawn_again, "benchmarks": benchmarks}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
 DDP |= {
     "experts": experts,
@@ -350,8 +240,6 @@ SHARDED = (
     "bounded by tokens",
     "snapshot, renewed",
     "clipped",
-    "STEER",
-    "labels in several places",
 )
 FSDP2 = {name: partial(replayed, name=name, **FSDP_SETTINGS) for name in SHARDED} | {
     name: partial(scenario, **FSDP_SETTINGS)
@@ -411,17 +299,5 @@ def compiled(rank, directory, **how):
     return record(directory, {**COMPILED, **how}, {}) | {"graphs": compiled_layers.num_graphs()}
 
 
-def run_all(output: Path, kind: str):
-    if "fsdp2" in kind:
-        let_accelerate_shard_on_cpu()
-    if kind == "zero3":
-        let_accelerate_run_deepspeed_on_cpu()
-    rank = int(os.environ["RANK"])
-    scenarios = {"ddp": DDP, "fsdp2": FSDP2, "zero3": ZERO3, "compiled, ddp": {"compiled": compiled}}
-    scenarios |= {"compiled, fsdp2": {"compiled": partial(compiled, **FSDP_SETTINGS)}}
-    for number, (name, scenario) in enumerate(scenarios[kind].items()):
-        print(f"[{rank}] {name}", flush=True)
-        directory = output / "runs" / str(number)
-        result = scenario(rank, directory)
-        torch.save(result, output / f"{name}.{rank}.pt")
-    torch.distributed.destroy_process_group()  # DeepSpeed's groups would wait for each other at exit
+SCENARIOS = {"ddp": DDP, "fsdp2": FSDP2, "zero3": ZERO3, "compiled, ddp": {"compiled": compiled}}
+SCENARIOS |= {"compiled, fsdp2": {"compiled": partial(compiled, **FSDP_SETTINGS)}}

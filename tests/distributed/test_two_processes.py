@@ -1,40 +1,32 @@
 """Two processes learn what one does: DDP, FSDP2 and ZeRO-3 over gloo, groups straddling the processes.
 
-One launch runs all scenarios of a kind (see scenarios.py), because starting processes takes longer than training. Each
-test reads what both processes saw and compares it with the long way over all rows (see long_way.py).
+One launch runs all scenarios of a kind (see scenarios.py). Each test reads what both processes saw and compares it
+with the long way over all rows (see support/two_processes.py).
 """
-
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate.utils import merge_fsdp_weights
-from peft import get_peft_model
 from scenarios import (
     COMPILED,
     FSDP2,
     GATHERED,
     GRPO,
     REPLAYED,
+    SCENARIOS,
     SHARDED,
     benchmarks,
+    corrected,
     experts,
     held_out,
-    probabilities,
-    run_all,
-    weighted,
 )
-from support.long_way import RaggedGroups, in_graph_step
 from support.models import RELATIVE, TOKENIZER, relative_error, tiny_model
 from support.optional_packages import require
-from support.processes import on_two
 from support.rollouts import Replay
-from support.runs import config
 from support.trls_update import TRLS, difference, run
+from support.two_processes import assert_steps_of_one_process, both, launch, numbers_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from pacs_trl import PACSTrainer
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trains]
@@ -45,67 +37,23 @@ ALL_KINDS = [*TWO_KINDS, pytest.param("zero3", marks=pytest.mark.slow)]
 
 @pytest.fixture(scope="module")
 def ddp(tmp_path_factory):
-    return launch(tmp_path_factory, "ddp")
+    return launch(tmp_path_factory, "ddp", SCENARIOS["ddp"])
 
 
 @pytest.fixture(scope="module")
 def fsdp2(tmp_path_factory):
-    return launch(tmp_path_factory, "fsdp2")
+    return launch(tmp_path_factory, "fsdp2", SCENARIOS["fsdp2"])
 
 
 @pytest.fixture(scope="module")
 def zero3(tmp_path_factory):
     require("deepspeed")
-    return launch(
-        tmp_path_factory, "zero3", ACCELERATE_USE_CPU="false", ACCELERATE_USE_DEEPSPEED="true", DS_ACCELERATOR="cpu"
-    )
-
-
-def launch(tmp_path_factory, kind: str, **environment: str) -> Path:
-    output = tmp_path_factory.mktemp(kind)
-    on_two(run_all, output, kind, outputs=output, **environment)
-    return output
-
-
-def both(output: Path, name: str) -> list:
-    return [torch.load(output / f"{name}.{rank}.pt", weights_only=False) for rank in range(2)]
-
-
-def check(tmp_path, results, settings, replay_settings):
-    replay = Replay(**replay_settings)
-    # sizes are checked for one process: four times the rows stand for two processes
-    settings = {**settings, "per_device_train_batch_size": 2 * settings["per_device_train_batch_size"]}
-    trainer_class, peft_config = settings.pop("trainer_class", PACSTrainer), settings.pop("peft_config", None)
-    args = config(tmp_path, trainer_class._config_class, **settings)
-    args.num_iterations = settings.get("num_iterations", 1)
-    first, second = results
-    assert len(first["logs"]) == args.max_steps
-    for update in range(args.max_steps):
-        runs = update, first["weights"], first["generations"]
-        model = get_peft_model(tiny_model(), peft_config) if peft_config else tiny_model()
-        expected = in_graph_step(model.double(), replay, args, *runs, ragged=trainer_class is RaggedGroups)
-        norm = sum(g.square().sum() for g in expected.gradients.values()).sqrt().item()
-        assert first["logs"][update]["grad_norm"] == pytest.approx(norm, rel=RELATIVE)
-        if args.max_grad_norm and norm > args.max_grad_norm:
-            expected.gradients = {n: g * args.max_grad_norm / norm for n, g in expected.gradients.items()}
-        assert first["logs"][update]["loss"] == pytest.approx(expected.loss, rel=RELATIVE), update
-        if any(g is not None for g in first["gradients"][update].values()):  # DeepSpeed has used them up by then
-            assert relative_error(first["gradients"][update], expected.gradients) < RELATIVE, update
-        # the weights after the step follow from the gradient: this is plain gradient descent
-        after = [*first["weights"][1:], first["final"]][update]
-        stepped = {n: first["weights"][update][n] - args.learning_rate * g for n, g in expected.gradients.items()}
-        assert relative_error({n: after[n] for n in stepped}, stepped) < RELATIVE, update
-    for name in first["final"]:
-        assert torch.equal(first["final"][name], second["final"][name])
-    for mine, other in zip(first["logs"], second["logs"], strict=True):
-        assert {k: v for k, v in mine.items() if k.startswith(("pacs/", "loss", "entropy", "grad"))} == {
-            k: v for k, v in other.items() if k.startswith(("pacs/", "loss", "entropy", "grad"))
-        }
+    return launch(tmp_path_factory, "zero3", SCENARIOS["zero3"])
 
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_ddp_equals_one_process(tmp_path, ddp, name):
-    check(tmp_path, both(ddp, name), *REPLAYED[name])
+    assert_steps_of_one_process(tmp_path, both(ddp, name), *REPLAYED[name])
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -185,26 +133,15 @@ def test_an_evaluation_does_not_count_repeated_prompts(tmp_path, ddp):
     assert abs(one["eval_loss"]) > 1e-3 and one["eval_kl"] > 1e-3 and 0.1 < one["eval_reward"] < 0.9
 
 
-@pytest.mark.parametrize("kind", TWO_KINDS)
-def test_probabilities_of_reference_answers(tmp_path, request, kind):
-    """Of 32 problems each process scores half; the first step's labels are those of one process."""
-    first, second = both(request.getfixturevalue(kind), "probabilities")
-    one = probabilities(0, tmp_path, per_device_train_batch_size=8)
-    assert first["without"] == second["without"] and first["logs"] == second["logs"]
-    assert first["without"] == pytest.approx(one["without"], rel=1e-4) and len(one["without"]) == 32
-    assert first["logs"][0] == pytest.approx(one["logs"][0], rel=1e-4)
-
-
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_token_weights_bonus_and_correction_are_those_of_one_process(tmp_path, request, kind):
+def test_the_correction_of_an_engines_logps_is_that_of_one_process(tmp_path, request, kind):
     """Extremes and statistics are of all completions."""
-    first, second = both(request.getfixturevalue(kind), "weighted")
-    one = weighted(0, tmp_path, per_device_train_batch_size=8)
-    names = ("sampling/", "steer/", "hidden/", "loss", "grad_norm")
-    logs = [[{k: v for k, v in e.items() if k.startswith(names)} for e in run["logs"]] for run in (first, second, one)]
+    first, second = both(request.getfixturevalue(kind), "corrected")
+    one = corrected(0, tmp_path, per_device_train_batch_size=8)
+    logs = [numbers_of(run, "sampling/", "loss", "grad_norm") for run in (first, second, one)]
     for mine, other, expected in zip(*logs, strict=True):
         assert mine == other and mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
-    assert [len(log) for log in logs[0]] == [12, 7, 12, 7] and logs[0][-1]["hidden/bonus"] > 0.01
+    assert all(any(name.startswith("sampling/") for name in log) for log in logs[0])
     assert relative_error(first["final"], one["final"]) < RELATIVE
 
 
@@ -216,21 +153,6 @@ def test_loads_of_experts_are_those_of_one_process(tmp_path, ddp):
             assert mine[name] == other[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-5)
     assert relative_error(first["gradients"][0], one["gradients"][0]) < RELATIVE
     assert relative_error(first["final"], one["final"]) < RELATIVE
-
-
-@pytest.mark.parametrize("kind", TWO_KINDS)
-def test_hard_prompts_of_one_process_are_drawn_by_both(request, kind):
-    first, second = both(request.getfixturevalue(kind), "drawn where needed")
-    assert first["again"] == second["again"] == {1: True, 2: True}
-    assert all(torch.equal(first["final"][n], second["final"][n]) for n in first["final"])
-    assert [e["loss"] for e in first["history"]] == [e["loss"] for e in second["history"]]
-    assert [len(rows) for _, rows in first["drawn"]] == [len(rows) for _, rows in second["drawn"]]
-    # in the first generation groups 2 and 3 are hard, whose prompts the second process has
-    for result in (first, second):
-        assert {group for step, rows in result["drawn"] if step == 0 for group in rows} & {2, 3}
-    additional = [e["adaptive/additional"] for e in first["history"] if "adaptive/additional" in e]
-    assert len(additional) == 2 and 0 < max(additional) <= 22
-    assert sum(e.get("guidance/attempted", 0) for e in first["history"]) > 0
 
 
 REPLAYED_SHARDS = [("fsdp2", name, name) for name in SHARDED]
@@ -254,15 +176,15 @@ def test_an_engine_that_sleeps_gets_merged_weights(request, kind):
 def test_shards_equal_one_process(request, tmp_path, kind, scenario, name):
     results = both(request.getfixturevalue(kind), scenario)
     assert all(result["sharded"] == (kind == "fsdp2") for result in results)
-    check(tmp_path, results, *REPLAYED[name])
+    assert_steps_of_one_process(tmp_path, results, *REPLAYED[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_compiled_layers_of_two_processes_equal_eager_ones_of_one(tmp_path_factory, tmp_path, kind):
-    results = both(launch(tmp_path_factory, f"compiled, {kind}"), "compiled")
+    results = both(launch(tmp_path_factory, f"compiled, {kind}", SCENARIOS[f"compiled, {kind}"]), "compiled")
     assert all(result["sharded"] == (kind == "fsdp2") and result["graphs"] > 0 for result in results)
-    check(tmp_path, results, {**COMPILED, "compile_layers": False}, {})
+    assert_steps_of_one_process(tmp_path, results, {**COMPILED, "compile_layers": False}, {})
 
 
 @pytest.mark.slow

@@ -9,13 +9,14 @@ from support import actor_critics
 from support.actor_critics import ADAM, CriticRecorder, assert_close_gradients, assert_same_logs
 from support.fake_llm import play_colocated
 from support.models import TOKENIZER, assert_same_models, load_weights, tiny_model, trainable_weights
-from support.problems import CRITIC_PROMPT
-from support.rollouts import Replay, addition_dataset
+from support.problems import CRITIC_PROMPT, held_out
+from support.rollouts import Parity, Replay, addition_dataset
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.experimental._critic import CriticPrompt, check_critic, reinforce_weights
 from pacs_trl.experimental.genac import GenACConfig, GenACTrainer
+from pacs_trl.rollouts import evaluation
 
 
 SETTINGS = actor_critics.SETTINGS | {"critic_prompt": CRITIC_PROMPT, "critic_max_new_tokens": 6, "max_segments": 3}
@@ -167,6 +168,19 @@ def test_evaluation_is_greedy_and_teaches_nothing(tmp_path, model_path):
     assert "answers" not in notes.batches[0] and trainer._success_rate is None
     assert all(torch.equal(weight, trainer.critic.get_parameter(name)) for name, weight in before.items())
     assert {each.segment is None for each in notes.asked[0]} == {False}
+
+
+def test_a_run_with_evaluations_learns_the_same(tmp_path, model_path, monkeypatch):
+    monkeypatch.setattr(evaluation, "shared_verifier", Parity)
+    settings = {"critic_max_new_tokens": 4, "critic_pretraining_steps": 1, "max_completion_length": 8, "max_steps": 3}
+    evaluating = {"eval_strategy": "steps", "eval_steps": 1, "eval_benchmarks": held_out(), "eval_max_problems": 5}
+    evaluating |= {"eval_num_samples": 4, "eval_temperature": 0.7}
+    plain = build(tmp_path, model_path, **settings)
+    plain.train()
+    evaluated = build(tmp_path, model_path, **settings, **evaluating)
+    evaluated.train()
+    assert sum("eval_pass@4" in entry for entry in evaluated.state.log_history) == 3
+    assert_same_models(plain, evaluated)
 
 
 def test_one_engine_serves_both_in_turn(tmp_path, model_path, monkeypatch):

@@ -11,6 +11,7 @@ from support.models import TOKENIZER, tiny_model, trainable_weights
 from support.rollouts import boxed
 from support.runs import build_trainer, spy_on
 
+from pacs_trl.data import build_prompt
 from pacs_trl.experimental.rlpr import (
     RLPRTrainer,
     filter_by_spread,
@@ -19,9 +20,11 @@ from pacs_trl.experimental.rlpr import (
     reference_text,
     with_reference,
 )
+from pacs_trl.plan.check import check_recipe
 
 
-CASES = yaml.safe_load((Path(__file__).parents[1] / "data" / "answer_formats.yaml").read_text())
+REPOSITORY = Path(__file__).parents[2]
+CASES = yaml.safe_load((REPOSITORY / "tests" / "data" / "answer_formats.yaml").read_text())
 
 
 @pytest.mark.parametrize(("text", "expected", "well_formed"), CASES["texts"].values(), ids=CASES["texts"])
@@ -168,3 +171,13 @@ def test_spread_of_groups_without_verdicts():
     assert metrics["spread_filter/dropped_fraction"] == 0.5
     _, metrics, history = filter_by_spread(torch.full((4,), nan), 2, 1.0, history)
     assert math.isnan(metrics["spread_filter/spread"]) and history[0] == 12
+
+
+def test_rlpr_asks_for_the_tags_of_its_authors():
+    """examples/RLPR/reproduce_qwen.sh, format_mode=R1: think and answer tags in a system turn, the problem alone
+    behind it."""
+    recipe, _ = check_recipe(str(REPOSITORY / "recipes" / "qwen2.5-7b" / "rlpr.yaml"), [], 8)
+    prompt = build_prompt("Why?", instruction=recipe.data.prompt_instruction, system_prompt=recipe.data.system_prompt)
+    assert [turn["role"] for turn in prompt] == ["system", "user"] and prompt[1]["content"] == "Why?"
+    assert is_well_formed("<think> a </think> <answer> b </answer>", prompt)
+    assert not is_well_formed("<answer> b </answer>", prompt)

@@ -6,21 +6,19 @@ import numpy as np
 import pytest
 import torch
 from support.models import LORA, assert_same_models, trainable_weights
-from support.problems import CRITIC_PROMPT, held_out
+from support.problems import held_out
 from support.rollouts import Parity, addition_dataset, digit_reward
 from support.runs import Recorder, build_trainer
 from transformers import AutoConfig
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_trainer import PPOTrainer
-from pacs_trl.experimental.genac import GenACTrainer
 from pacs_trl.rollouts import evaluation
 
 
 BENCHMARKS = {"eval_benchmarks": held_out(), "eval_max_problems": 5, "eval_num_samples": 4}
 BENCHMARKS |= {"eval_temperature": 0.7, "eval_top_p": 0.9}
 EVALUATING = {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, **BENCHMARKS}
-CRITIC = {"critic_prompt": CRITIC_PROMPT, "critic_max_new_tokens": 4, "critic_pretraining_steps": 1}
 
 
 def noisy_reward(completions, **kwargs):
@@ -35,13 +33,13 @@ def half_are_correct(monkeypatch):
 
 def build(trainer_class, output_dir, model_path, more=None, **settings):
     """A trainer whose completions are sampled by transformers."""
-    given = {"max_completion_length": 8, "max_steps": 3} | (CRITIC if trainer_class is GenACTrainer else {})
+    defaults = {"max_completion_length": 8, "max_steps": 3}
     more = {"eval_dataset": addition_dataset(4)} | (more or {})
     arguments = {"model": model_path, "reward": noisy_reward, "trainer_class": trainer_class, "more": more}
-    return build_trainer(output_dir, **arguments, **(given | settings))
+    return build_trainer(output_dir, **arguments, **(defaults | settings))
 
 
-@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer, PPOTrainer, GenACTrainer])
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer, PPOTrainer])
 def test_a_run_with_evaluations_learns_the_same(tmp_path, model_path, trainer_class):
     plain = build(trainer_class, tmp_path, model_path)
     plain.train()

@@ -3,21 +3,14 @@
 import pytest
 import torch
 from support.models import trainable_weights
-from support.related_methods import DarsAndGuidanceTrainer
 from support.rollouts import addition_dataset
 from support.runs import assert_resumes, build_trainer, spy_on
 from transformers import AutoModelForCausalLM
-
-from pacs_trl import rewards
-from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
-from pacs_trl.experimental.steer import STEERTrainer
 
 
 pytestmark = pytest.mark.trains
 
 LEARNING = {"optim": "adamw_torch", "learning_rate": 3e-3}
-LATER_DRAWS = {"adaptive_rollouts": "hardness_weighted", "max_generations": 12, "adaptive_rollouts_budget": 20}
-LATER_DRAWS |= {"refill_uniform_groups": True, "max_refill_rounds": 1}
 PROMPTS = [[5, 60], [200], [17, 33, 90, 4], list(range(40, 60))]
 
 
@@ -107,52 +100,7 @@ def test_correction(tmp_path, checkpoint, colocated, mode):
         assert torch.allclose(value, weights[1][name], atol=1e-5), name
 
 
-def test_token_weights_and_labels_of_steps(tmp_path, checkpoint, colocated):
-    """STEER beside the correction of what the engine says; labels in two places beside verdicts."""
-
-    def even_tokens(completion_ids, **kwargs):
-        labels = [[(t, float(ids[t] % 2 == 0)) for t in sorted({0, len(ids) - 1})] for ids in completion_ids]
-        return [pairs if i % 5 else None for i, pairs in enumerate(labels)]
-
-    updates = colocated | {"steps_per_generation": 2, "max_steps": 4, "vllm_importance_sampling_correction": True}
-    steered = trainer_on(checkpoint, tmp_path / "steer", updates, trainer_class=STEERTrainer)
-    steered.train()
-    logs = [entry for entry in steered.state.log_history if "loss" in entry]
-    assert all(0.8 <= entry["steer/weight_mean"] <= 1 for entry in logs)
-    functions = [rewards.math_reward, even_tokens]
-    judged = trainer_on(checkpoint, tmp_path / "steps", updates, reward=functions, trainer_class=ProcessLabelsTrainer)
-    judged.train()
-    logs = [entry for entry in judged.state.log_history if "loss" in entry]
-    assert all(0 < entry["process/label_mean"] < 1 for entry in logs)
-    assert [entry["pacs/proxy_abs_mean"] > 0 for entry in logs] == [False, True] * 2
-
-
 def test_stopped_and_resumed(tmp_path, checkpoint, colocated):
     """Between generations, and within one: an engine that answers the same batch again gives the same tokens."""
     settings = colocated | {"steps_per_generation": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
     assert_resumes(lambda output_dir: trainer_on(checkpoint, output_dir, settings), tmp_path, 2, 3)
-
-
-def test_hard_prompts_are_drawn_again(tmp_path, checkpoint, colocated):
-    """All later draws with a real engine: other seeds for every completion, and the same run from every step."""
-
-    def rarely(completion_ids, prompts, **kwargs):
-        chances = [1 if "7" in str(prompt) else 2 if "Hint" in str(prompt) else 9 for prompt in prompts]
-        return [float(sum(ids) % chance == 0) for ids, chance in zip(completion_ids, chances)]
-
-    data = addition_dataset(64).map(lambda row: {"hint": "Count."})
-    settings = colocated | {"steps_per_generation": 2, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
-    settings |= LATER_DRAWS | {"guidance": "hint", "reward": rarely, "trainer_class": DarsAndGuidanceTrainer}
-    settings["arguments"] = {"train_dataset": data}
-    straight, again = assert_resumes(
-        lambda output_dir: trainer_on(checkpoint, output_dir, {}, **settings), tmp_path, 1, 2
-    )
-    for trainer in (straight, again):
-        groups = {}
-        for row in (row for update in trainer._waiting.minibatches for row in update.rollouts):
-            groups.setdefault(row.group, []).append(row)
-        assert all(len({tuple(row.completion_ids) for row in rows}) > len(rows) // 2 for rows in groups.values())
-        guided = [row for rows in groups.values() for row in rows if "guided" in row.extra]
-        assert all(torch.tensor(row.sampling_logps).isnan().all() for row in guided)
-    for name in ("adaptive/additional", "guidance/attempted", "refill/prompts"):
-        assert sum(entry.get(name, 0) for entry in straight.state.log_history) > 0, name
