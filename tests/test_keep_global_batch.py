@@ -8,8 +8,8 @@ from support.runs import build_trainer
 from pacs_trl import train
 from pacs_trl.plan.check import main as plan
 from pacs_trl.recipe import Recipe
-from pacs_trl.rollouts.checkpoint_files import last_resumable_checkpoint
-from pacs_trl.rollouts.process_count import SavedRun
+from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_resumable_checkpoint, write_file_list
+from pacs_trl.rollouts.process_count import SavedRun, read_saved_run
 from pacs_trl.update.step_sizes import Step
 
 
@@ -24,6 +24,7 @@ def checkpoint_of(directory, *, sharding="none", step=WRITTEN):
     directory.mkdir()
     torch.save({"processes": saved._asdict()}, directory / "pacs_state_0.pt")
     (directory / "trainer_state.json").write_text("{}")
+    write_file_list(directory)
     return str(directory)
 
 
@@ -118,6 +119,26 @@ def test_a_checkpoint_of_an_earlier_version_is_refused_by_name(tmp_path):
     resume = {"resume_from_checkpoint": str(tmp_path / "checkpoint-3"), "keep_global_batch": True}
     with pytest.raises(ValueError, match="earlier version of pacs_trl"):
         Recipe.from_settings(RECIPE | resume, 4)
+
+
+def test_a_checkpoint_of_another_layout_is_refused_by_name(tmp_path):
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint_of(checkpoint)
+    sizes = WRITTEN.settings | {"completions_per_slot": 4}  # a setting that this version does not have
+    for processes in ({"num_processes": 8}, {"num_processes": 8, "sharding": "none", "sizes": sizes}):
+        torch.save({"processes": processes}, checkpoint / "pacs_state_0.pt")
+        write_file_list(checkpoint)
+        with pytest.raises(ValueError, match="another version of pacs_trl.* Resume with that version"):
+            read_saved_run(checkpoint)
+
+
+def test_a_checkpoint_without_the_list_of_its_files_is_refused(tmp_path):
+    """A copy that lacks it may also lack the optimizer, which Trainer would start anew without a word."""
+    checkpoint = tmp_path / "checkpoint-3"
+    checkpoint_of(checkpoint)
+    (checkpoint / FILE_LIST).unlink()
+    with pytest.raises(ValueError, match=f"has no {FILE_LIST}.* Copy the .*checkpoint again"):
+        read_saved_run(checkpoint)
 
 
 def test_ppo_needs_the_same_number_of_processes(tmp_path):

@@ -24,7 +24,7 @@ from accelerate.utils import DistributedType, set_seed
 
 from ..errors import UserError
 from ..update.step_sizes import Step
-from .checkpoint_files import check_complete
+from .checkpoint_files import FILE_LIST, check_complete
 from .request_seeds import request_seed
 
 
@@ -58,13 +58,27 @@ def facts_to_save(step: Step, distributed_type: DistributedType) -> dict[str, An
 
 
 def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
-    """Return what the state file of a checkpoint says about its processes."""
+    """Return what the state file of a checkpoint says about its processes. Raises a `ValueError` if another version of
+    this package has written it, or if the list of its files is missing."""
     if "processes" not in state:
         raise UserError(
             f"{checkpoint} was written by an earlier version of pacs_trl, which did not store what it needs to "
             "continue. Start a new run from its weights with model_name_or_path."
         )
-    return SavedRun(**state["processes"])
+    if not Path(checkpoint, FILE_LIST).is_file():
+        raise UserError(
+            f"{checkpoint} has no {FILE_LIST}, the list of its files, so other files may be missing too. Copy the "
+            "whole checkpoint again, or resume from another one."
+        )
+    try:
+        saved = SavedRun(**state["processes"])
+        Step(num_processes=saved.num_processes, **saved.sizes)  # raises for settings that this version does not have
+    except TypeError as error:
+        raise UserError(
+            f"{checkpoint} was written by another version of pacs_trl, which stores its batch sizes differently. "
+            "Resume with that version, or start a new run from its weights with model_name_or_path."
+        ) from error
+    return saved
 
 
 def read_saved_run(checkpoint: str | Path) -> SavedRun:

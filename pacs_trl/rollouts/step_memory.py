@@ -57,7 +57,7 @@ class StepMemory:
     def begin_run(self, saved: dict[str, Any] | None) -> None:
         """Use the plan, or what a checkpoint has `saved` ([`state`]) with the same settings if it fits. Call this
         before Trainer prepares the model."""
-        self.choice = self.plan.choice
+        before, self.choice = self.choice, self.plan.choice
         if saved is not None and saved["settings"] == self._settings:
             choice = MemoryChoice(*saved["choice"])
             if self.plan.fits(choice):
@@ -69,7 +69,7 @@ class StepMemory:
                 )
         if self.is_automatic:
             self.trainer.accelerator.print(f"Memory: {self.choice}.")
-        if self.is_automatic or self.choice != self.plan.choice:
+        if self.is_automatic or self.choice != before:  # an earlier run of this trainer may have lowered it
             self._apply()
 
     def state(self) -> dict[str, Any]:

@@ -239,6 +239,15 @@ def test_single_completions_without_memory_recompute_more(tmp_path, monkeypatch)
         trainer.train()
 
 
+def test_a_new_run_of_a_trainer_has_the_micro_batches_of_its_settings_again(tmp_path):
+    trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0))
+    out_of_memory_in(trainer, 1)
+    trainer.train()
+    assert trainer.memory.choice.max_tokens == trainer.update.driver.limits.max_tokens is not None
+    trainer.train()
+    assert trainer.memory.choice.max_tokens is trainer.update.driver.limits.max_tokens is None
+
+
 # Resumed runs -------------------------------------------------------------------------------------------------------
 
 
