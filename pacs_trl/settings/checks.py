@@ -27,7 +27,7 @@ def illegal_values(config: Any) -> list[str]:
             messages.append(f"{name} must be {problem}, got {value!r}. Its default is {field.default!r}.")
         elif legal is not None and (is_missing or (is_number and value not in legal)):
             messages.append(f"{name} must be {legal}, got {value!r}. Its default is {field.default!r}.{turned_off}")
-        elif choices and value not in choices and not (value is None and field.default is None):
+        elif choices and not _is_among(value, choices) and not (value is None and field.default is None):
             messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
     return messages
 
@@ -41,6 +41,11 @@ def _wrong_number(hint: Any, value: Any) -> str | None:
     if types == {float} and isinstance(value, str):
         return "a number"
     return None
+
+
+def _is_among(value: Any, choices: Collection[Any]) -> bool:
+    """Return whether a value is one of the choices; 0 and 1 are no booleans, which code tests with `is True`."""
+    return any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices)
 
 
 def refuse_illegal_values(config: Any) -> None:

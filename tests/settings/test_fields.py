@@ -69,6 +69,16 @@ def test_illegal_values_name_value_range_and_default():
     ]
 
 
+def test_numbers_are_no_booleans():
+    @dataclass
+    class Switch:
+        switch: bool | str = setting("auto", "Whether to.", choices=["auto", True, False])
+
+    assert [illegal_values(Switch(value)) for value in (True, False, "auto")] == [[], [], []]
+    for number in (0, 1, 1.0):
+        assert illegal_values(Switch(number)) == [f"switch must be one of auto, True, False; got {number!r}."]
+
+
 def test_text_and_fractions_are_no_numbers():
     assert illegal_values(Derived(size=1.5, share="0.5")) == [
         "size must be an integer, got 1.5. Its default is None.",
