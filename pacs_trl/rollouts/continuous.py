@@ -15,8 +15,6 @@ generates again.
 
 import contextlib
 import logging
-import secrets
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,84 +38,13 @@ from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
 from .rollout_config import EXTENSION
 from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
+from .server_watch import Failure, ServerWatch, in_one_line
 from .weight_transfer import SharedMemoryTransfer
 
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_CHECKS = 2.0
-_SECONDS_OF_A_CHECK = 7.0
-_MOST_SECONDS_OF_SILENCE = 180.0  # of a server that is connected: it may be busy
 _SECONDS_TO_DRAIN = 60.0
-
-
-class ServerWatch:
-    """
-    Checks every few seconds that the server answers and has the weights that this run has sent.
-
-    Attributes:
-        version (`str`): Name of the weights that the server has, unique to this run.
-        checked_at (`float`): Time of the last check that succeeded, in seconds since the epoch.
-        failure (`tuple[str, str]`, *optional*): State of the server and cause, of the first check that failed.
-    """
-
-    def __init__(self, url: str):
-        self.url, self.version, self.checked_at = url, "", 0.0
-        self.failure: tuple[str, str] | None = None
-        self._replaced_at = 0.0
-        self._run = secrets.token_hex(4)
-        self._lock = threading.Lock()
-        self._closed = threading.Event()
-        threading.Thread(target=self._check_often, daemon=True).start()
-
-    @contextmanager
-    def replacing(self, version: int) -> Iterator[str]:
-        """Check nothing inside the context, in which the server gets the weights with this version."""
-        with self._lock:
-            self.version = f"{self._run}/{version}"
-            yield self.version
-            self._replaced_at = time.time()
-
-    def check(self) -> tuple[str, str] | None:
-        """Check now, and return the first failure. A server that is only busy fails after minutes."""
-        with self._lock:
-            if self.failure is None and self.version:
-                started = time.time()
-                self.failure = self._ask()
-                if self.failure is not None and time.time() - started < 1:  # not after a long wait
-                    self.failure = self._ask()
-                if self.failure is not None:
-                    logger.error("The vLLM server at %s %s (%s).", self.url, *self.failure)
-        return self.failure
-
-    def close(self) -> None:
-        self._closed.set()
-
-    def _check_often(self) -> None:
-        while not self._closed.wait(_SECONDS_BETWEEN_CHECKS):
-            self.check()
-
-    def _ask(self) -> tuple[str, str] | None:
-        started = time.time()
-        try:
-            response = httpx.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
-            response.raise_for_status()
-            version = response.json()["weight_version"]
-        except httpx.ReadTimeout:
-            silence = time.time() - max(self.checked_at, self._replaced_at)
-            return None if silence < _MOST_SECONDS_OF_SILENCE else ("stopped answering", f"for {silence:.0f} s")
-        except (httpx.HTTPError, ValueError, KeyError) as error:
-            return "stopped answering", _in_one_line(error)
-        if version != self.version:
-            cause = f"its weights are {version!r} instead of {self.version!r}"
-            return "was restarted or got weights of another run", cause
-        self.checked_at = started
-        return None
-
-
-def _in_one_line(error: Exception) -> str:
-    """Return an error's type and message, without the address of a manual that httpx appends."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 class ContinuousRollouts:
@@ -159,18 +86,20 @@ class ContinuousRollouts:
         if self.is_main and self._worker is None:
             self._start_worker()
         started = time.perf_counter()
-        failure: tuple[str, str] | None = None
-        groups: list[GradedGroup] = []
+        failure: ServerFailure | None = None
+        groups: list[GradedGroup] | None = None  # none if the run stops
         if self.is_main:
-            failure = self._collect(self.groups_per_step)
-            groups = [] if failure else self._take()
+            try:
+                groups = self._take() if self._wait_for_groups(self.groups_per_step) else None
+            except ServerFailure as error:
+                failure = error
         message: list[Any] = [failure, groups]
         broadcast_object_list(message, from_process=0)
         failure, groups = message
-        if failure == ("", ""):
-            raise Stopped
         if failure is not None:
-            raise WorkerFailure(*failure) if failure[0] == "failed" else ServerFailure(*failure)
+            raise failure
+        if groups is None:
+            raise Stopped
         trainer.record_metrics({"async/learner_wait": time.perf_counter() - started})
         completions = [(group, i) for group in groups for i in range(len(group.completions))]
         first = trainer.accelerator.process_index * num_rows
@@ -183,25 +112,23 @@ class ContinuousRollouts:
 
     def take(self, prompts: list, trainer: ContinuousTrainer | None = None) -> dict[str, list]:
         """Return the completions of the rows of [`take_rows`]. Arguments and result are those of a `rollout_func`."""
-        names = {"prompt_ids": "prompt_ids", "completion_ids": "completion_ids", "logprobs": "logps"}
-        if not self.trainer.tools:
-            names["env_mask"] = "mask"
-        output = {
-            key: [list(getattr(group, name)[i]) for group, i in self._completions] for key, name in names.items()
+        output: dict[str, list] = {
+            "prompt_ids": [list(group.prompt_ids[i]) for group, i in self._completions],
+            "completion_ids": [list(group.completion_ids[i]) for group, i in self._completions],
+            "logprobs": [_logps_of_sampled(group.logps[i], group.mask[i]) for group, i in self._completions],
         }
-        for i, (group, k) in enumerate(self._completions):
-            output["logprobs"][i] = [
-                logp if sampled else None for logp, sampled in zip(output["logprobs"][i], group.mask[k], strict=True)
-            ]
+        if not self.trainer.tools:  # with tools TRL takes the masks from its `_tool_call_loop`
+            output["env_mask"] = [list(group.mask[i]) for group, i in self._completions]
         return output
 
     def tool_calls(self, prompts, prompt_ids, completion_ids, completions, logprobs, *images: Any) -> tuple:
         """Return what TRL's `_tool_call_loop` returns: the worker has called the tools."""
         masks = [list(group.mask[i]) or [1] for group, i in self._completions]  # an end token for empty completions
         messages = [group.completions[i] for group, i in self._completions]
-        calls = [sum(group.tool_calls[i] for group, i in self._completions)]
-        failures = [sum(group.tool_failures[i] for group, i in self._completions)]
-        return masks, messages, completion_ids, logprobs, calls[0], failures[0], [[] for _ in masks]
+        num_calls = sum(group.tool_calls[i] for group, i in self._completions)
+        num_failures = sum(group.tool_failures[i] for group, i in self._completions)
+        images_of_tools: list[list] = [[] for _ in self._completions]
+        return masks, messages, completion_ids, logprobs, num_calls, num_failures, images_of_tools
 
     @contextmanager
     def early_rewards(self) -> Iterator[None]:
@@ -229,41 +156,41 @@ class ContinuousRollouts:
 
     # Groups, on the first process -----------------------------------------------------------------------------------
 
-    def _collect(self, number: int) -> tuple[str, str] | None:
-        """Wait until `number` groups may be trained. Returns the state and the cause of a failure otherwise; both are
-        empty after a signal or another reason to stop."""
+    def _wait_for_groups(self, number: int) -> bool:
+        """Wait until `number` groups may be trained, and return whether there are as many: a signal or another reason
+        to stop ends the wait. Raises a [`ServerFailure`] if server or worker has failed."""
         assert self._watch is not None
-        signals = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
+        signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
         self._num_dropped, deadline = 0, None
         while True:
             self._drop_stale()
             self._admit(is_taken=False)
             if failure := self._failure():
-                return failure
+                raise failure
             if len(self.waiting) >= number and self._watch.check() is None:
                 if all(group.enqueued_at <= self._watch.checked_at for group in self.waiting[:number]):
-                    return None
-            if self.trainer.control.should_training_stop or any(callback.received for callback in signals):
+                    return True
+            if self.trainer.control.should_training_stop or any(c.received for c in signal_callbacks):
                 deadline = deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= deadline:
-                    return "", ""
+                    return False
             self._receive(timeout=0.2)
 
-    def _failure(self) -> tuple[str, str] | None:
-        """Return the state and the cause of a failure of server or worker. Groups that were delivered after the last
-        successful check of the server are discarded."""
+    def _failure(self) -> ServerFailure | None:
+        """Return the failure of server or worker, if there is one. Groups that a server delivered after its last
+        successful check, and before it failed, are discarded."""
         assert self._worker is not None and self._watch is not None
         failure = self._watch.failure
         if (problem := self._worker.problem()) is not None:
             name, message = problem
             if name != "ServerError":
-                return "failed", f"{name}: {message}"
-            failure = self._watch.check() or ("failed to generate", message)
+                return WorkerFailure("failed", f"{name}: {message}")
+            failure = self._watch.check() or Failure("failed to generate", message)
         if failure is None:
             return None
         self._receive(timeout=0)
         self._discard_unchecked()
-        return failure
+        return ServerFailure(*failure)
 
     def _discard_unchecked(self) -> None:
         assert self._watch is not None
@@ -347,7 +274,7 @@ class ContinuousRollouts:
             if trainer.args.startup_check:
                 self._compare_logps()
 
-    def _send(self, weights: Iterator, step: int) -> tuple[str, str] | None:
+    def _send(self, weights: Iterator, step: int) -> Failure | None:
         assert self._watch is not None
         transfer = self._transfer
         if (failure := self._watch.check()) is not None:  # new weights would hide that the server was restarted
@@ -372,7 +299,7 @@ class ContinuousRollouts:
                 self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
         except Exception as error:  # TRL's client raises bare exceptions
             logger.exception("The vLLM server did not take the weights.")
-            return "did not take the weights", _in_one_line(error)
+            return Failure("did not take the weights", in_one_line(error))
         return self._watch.check()
 
     def _drain(self, worker: RolloutWorker) -> None:
@@ -399,7 +326,7 @@ class ContinuousRollouts:
                 comparison.seen = comparison.seen or [(engine_logps, trainer_logps)] * 2
                 result[1] = comparison.difference(model, engine_logps, trainer_logps)
             except Exception as error:  # TRL's client raises bare exceptions
-                result[0] = "failed to compute log-probs", _in_one_line(error)
+                result[0] = Failure("failed to compute log-probs", in_one_line(error))
         broadcast_object_list(result, from_process=0)
         failure, difference = result
         if failure is not None:
@@ -516,6 +443,11 @@ def worker_arguments(trainer: ContinuousTrainer, source: ContinuousRollouts, num
         "max_steps": trainer.state.max_steps,
         "prompt_date": trainer._prompt_date,
     }
+
+
+def _logps_of_sampled(logps: list[float], mask: list[int]) -> list[float | None]:
+    """Return the log-probs of the tokens that the policy has sampled, and `None` for those of tools."""
+    return [logp if is_sampled else None for logp, is_sampled in zip(logps, mask, strict=True)]
 
 
 def _staleness(group: GradedGroup, step: int) -> int:

@@ -335,8 +335,10 @@ class RolloutLoop(_AsyncRolloutLoop):
         results = await asyncio.gather(*(self._grade(grader, arguments) for grader in self._graders))
         rewards, logged = [result[0] for result in results], [result[1] for result in results]
         for environment in self._env_reward_types:
-            own = [reward if reward is not None and reward[0] is environment else None for reward in group.env_rewards]
-            rewards.append(as_numbers([None if r is None else r[1] for r in own], environment.__name__, len(own)))
+            values = [
+                reward[1] if reward is not None and reward[0] is environment else None for reward in group.env_rewards
+            ]
+            rewards.append(as_numbers(values, environment.__name__, len(values)))
             logged.append([])
         # A conversation whose chat template has changed earlier tokens has several sequences.
         sequences = [max(parts, key=lambda part: sum(part.completion_mask)) for parts in group.completions_sequences]
@@ -472,6 +474,9 @@ class RolloutWorker(AsyncRolloutWorker):
 
     def stop(self) -> None:
         if self._process is None:
+            return
+        if self._process.pid is None:  # its start has failed
+            self._process = None
             return
         if self._process.is_alive():  # else the event would wait for the process that waits for it
             self._stop_event_mp.set()

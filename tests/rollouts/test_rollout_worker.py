@@ -346,6 +346,13 @@ def forked_worker(server):
         async_rollout_worker.mp = multiprocessing
 
 
+def test_a_worker_whose_process_could_not_be_started_can_be_stopped(server):
+    worker = RolloutWorker(**arguments_of(server))
+    worker._process = worker._mp_ctx.Process()
+    worker.stop()
+    assert worker._process is None
+
+
 @pytest.mark.slow
 def test_the_process_of_a_worker_delivers_groups_and_ends_with_its_parent(server, tmp_path):
     server.seconds_per_token = 0.001

@@ -1,0 +1,94 @@
+"""Watch of the vLLM server of a run with continuous rollouts: it answers, and has the weights of this run."""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from huggingface_hub.utils import httpx
+
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_BETWEEN_CHECKS = 2.0
+_SECONDS_OF_A_CHECK = 7.0
+_MOST_SECONDS_OF_SILENCE = 180.0  # of a server that is connected: it may be busy
+
+
+class Failure(NamedTuple):
+    """Arguments of a [`~engine.ServerFailure`]: what completes the sentence "The vLLM server ...", and the cause."""
+
+    state: str
+    cause: str
+
+
+class ServerWatch:
+    """
+    Checks every few seconds that the server answers and has the weights that this run has sent.
+
+    Attributes:
+        version (`str`): Name of the weights that the server has, unique to this run.
+        checked_at (`float`): Time of the last check that succeeded, in seconds since the epoch.
+        failure ([`Failure`], *optional*): That of the first check that failed.
+    """
+
+    def __init__(self, url: str):
+        self.url, self.version, self.checked_at = url, "", 0.0
+        self.failure: Failure | None = None
+        self._replaced_at = 0.0
+        self._run = secrets.token_hex(4)
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._check_often, daemon=True).start()
+
+    @contextmanager
+    def replacing(self, version: int) -> Iterator[str]:
+        """Check nothing inside the context, in which the server gets the weights with this version."""
+        with self._lock:
+            self.version = f"{self._run}/{version}"
+            yield self.version
+            self._replaced_at = time.time()
+
+    def check(self) -> Failure | None:
+        """Check now, and return the first failure. A server that is only busy fails after minutes."""
+        with self._lock:
+            if self.failure is None and self.version:
+                started = time.time()
+                self.failure = self._ask()
+                if self.failure is not None and time.time() - started < 1:  # not after a long wait
+                    self.failure = self._ask()
+                if self.failure is not None:
+                    logger.error("The vLLM server at %s %s (%s).", self.url, *self.failure)
+        return self.failure
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _check_often(self) -> None:
+        while not self._closed.wait(_SECONDS_BETWEEN_CHECKS):
+            self.check()
+
+    def _ask(self) -> Failure | None:
+        started = time.time()
+        try:
+            response = httpx.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
+            response.raise_for_status()
+            version = response.json()["weight_version"]
+        except httpx.ReadTimeout:
+            silence = time.time() - max(self.checked_at, self._replaced_at)
+            return None if silence < _MOST_SECONDS_OF_SILENCE else Failure("stopped answering", f"for {silence:.0f} s")
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            return Failure("stopped answering", in_one_line(error))
+        if version != self.version:
+            cause = f"its weights are {version!r} instead of {self.version!r}"
+            return Failure("was restarted or got weights of another run", cause)
+        self.checked_at = started
+        return None
+
+
+def in_one_line(error: Exception) -> str:
+    """Return an error's type and message, without the address of a manual that httpx appends."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
