@@ -27,6 +27,7 @@ from .workload import (
     choice_on_cpu,
     choose,
     chooses,
+    completions_of_a_prompt,
     has_kl_model,
     mean_completion,
     occupied_bytes,
@@ -155,13 +156,7 @@ class Estimate:
         """Return the completions of a prompt in an optimizer step. Trainers that are not exact pack completions, too,
         but compute prompts again."""
         is_packed = self.packing is None or self.packing.is_packed
-        if not (self.training.is_exact and is_packed):
-            return 1
-        completions = self.step.num_generations
-        if self.training.shuffle_minibatches:
-            minibatches = self.step.updates_per_generation // self.training.num_iterations
-            return max(1, completions // minibatches)
-        return completions
+        return completions_of_a_prompt(self.step, self.training) if self.training.is_exact and is_packed else 1
 
     @property
     def on_gpu(self) -> str:

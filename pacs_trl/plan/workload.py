@@ -191,6 +191,14 @@ class Workload:
         return max(0, int((room - casts) / per_token))
 
 
+def completions_of_a_prompt(step: Step, training: Any) -> int:
+    """Return the completions of a prompt in an optimizer step, which shuffled minibatches divide."""
+    if not training.shuffle_minibatches:
+        return step.num_generations
+    minibatches = step.updates_per_generation // training.num_iterations
+    return max(1, step.num_generations // minibatches)
+
+
 def choose(
     workload: Workload, room: float, recomputations: Sequence[Recomputation] = cost.RECOMPUTATIONS
 ) -> MemoryChoice | None:

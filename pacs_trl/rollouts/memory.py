@@ -35,6 +35,7 @@ from ..plan.workload import (
     choice_on_cpu,
     choose,
     chooses,
+    completions_of_a_prompt,
     mean_completion,
     occupied_bytes,
     recomputations_of,
@@ -241,7 +242,7 @@ def _workload(
         longest_prompt=longest_prompt,
         mean_prompt=min(UNKNOWN_MEAN_PROMPT, longest_prompt),
         mean_completion=mean_completion(completion),
-        sharing=1 if args.packing == "never" else step.num_generations,
+        sharing=1 if args.packing == "never" else completions_of_a_prompt(step, args),
     )
 
 

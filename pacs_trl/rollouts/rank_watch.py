@@ -85,7 +85,7 @@ class RankWatch:
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
         text = str(error).strip().splitlines()
-        self._failure = f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ")
+        self._failure = f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ").removesuffix(".")
         self._write("failed")
 
     def explain(self, error: BaseException) -> FailedElsewhere | None:
@@ -175,8 +175,9 @@ class RankWatch:
     def _message(self) -> str:
         last = last_checkpoint(self._output_dir)
         where = f"from {last}" if last else "from the beginning: no checkpoint is complete"
+        others = "other rank has" if self._num_ranks == 2 else f"other {self._num_ranks - 1} ranks have"
         return (
-            f"{self.problem}, so the other {self._num_ranks - 1} ranks have stopped. Find the cause in its log, and "
+            f"{self.problem}, so the {others} stopped. Find the cause in its log, and "
             f"continue with `--resume_from_checkpoint last`, {where}."
         )
 

@@ -14,7 +14,7 @@ from support.rollouts import digit_reward
 from support.runs import build_trainer
 from torch.distributed import HashStore, TCPStore
 
-from pacs_trl.errors import during_run, exit_code
+from pacs_trl.errors import FailedRun, during_run, exit_code
 from pacs_trl.rollouts import checkpoint, rank_watch
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
@@ -111,6 +111,16 @@ def test_a_rank_that_told_and_ended_is_not_repeated(monkeypatch):
     assert first._tells() and first._tells()  # its main thread and its watch ask
     monkeypatch.setattr(second, "_is_dead", lambda rank: True)  # the first one has ended meanwhile
     assert second._is_first_alive() and not second._tells()
+
+
+@pytest.mark.parametrize(("num_ranks", "words"), [(2, "other rank has"), (3, "other 2 ranks have")])
+def test_the_message_is_two_sentences(num_ranks, words):
+    store = HashStore()
+    first, second = (rank_watch.RankWatch(store, rank, num_ranks, limit=6, output_dir="absent") for rank in range(2))
+    second.fail(FailedRun("The reward function 'r' called sys.exit(3). Raise an exception."))
+    first._read()
+    first.problem = first._problem()
+    assert f"sys.exit(3). Raise an exception, so the {words} stopped. Find the cause" in first._message()
 
 
 @pytest.mark.slow

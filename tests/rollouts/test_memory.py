@@ -106,6 +106,16 @@ def test_the_choice_follows_from_the_memory_that_is_left(
     assert f"Memory: {word} recomputation, micro-batches of {size_in_words}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("settings", "sharing"), [({}, 4), ({"shuffle_minibatches": True}, 2), ({"packing": "never"}, 1)]
+)
+def test_completions_that_share_a_prompt_are_those_of_an_optimizer_step(tmp_path, monkeypatch, settings, sharing):
+    """Shuffled minibatches divide groups: a micro-batch computes more prompts than one of whole groups."""
+    on_device(monkeypatch, 1e9)
+    settings = {"trainer_class": GRPOTrainer, "steps_per_generation": 2} | settings
+    assert build_trainer(tmp_path, replay=Replay(), **AUTO, **settings).memory.plan.workload.sharing == sharing
+
+
 def test_the_reason_names_what_does_not_fit(tmp_path, monkeypatch):
     on_device(monkeypatch, 1030.5 * 5520 / 0.9)
     reason = build_trainer(tmp_path, replay=Replay(), **AUTO).memory.choice.reason
