@@ -233,7 +233,8 @@ def watching_ranks(*, limit: float, output_dir: str) -> Iterator[None]:
             watch.fail(error)
             raise
         explanation = watch.explain(error)
-        if explanation is None:
+        if explanation is None:  # all others live: the error is one of this rank, such as a timeout in a user's code
+            watch.fail(error)
             raise
         raise explanation from error
     finally:

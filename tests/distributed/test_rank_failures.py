@@ -6,13 +6,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 from support.processes import start
 from support.rollouts import digit_reward
 from support.runs import build_trainer
-from torch.distributed import HashStore, TCPStore
+from torch.distributed import DistError, HashStore, TCPStore
 
 from pacs_trl.errors import FailedRun, during_run, exit_code
 from pacs_trl.rollouts import checkpoint, rank_watch
@@ -121,6 +122,22 @@ def test_the_message_is_two_sentences(num_ranks, words):
     first._read()
     first.problem = first._problem()
     assert f"sys.exit(3). Raise an exception, so the {words} stopped. Find the cause" in first._message()
+
+
+def test_an_error_that_reads_like_one_of_a_collective_operation_is_told_if_all_others_live():
+    store = HashStore()
+    group = SimpleNamespace(_get_default_store=lambda: SimpleNamespace(clone=lambda: store))
+    fake = {"is_initialized": lambda: True, "get_world_size": lambda: 2, "get_rank": lambda: 1}
+    fake |= {"DistError": DistError, "distributed_c10d": group}
+    with (
+        patch.multiple(rank_watch, dist=SimpleNamespace(**fake), SILENCE=0.1, INTERVAL=0.1),
+        pytest.raises(RuntimeError, match="server timed out"),
+        rank_watch.watching_ranks(limit=6, output_dir="absent"),
+    ):
+        raise RuntimeError("server timed out")  # of a reward function
+    other = rank_watch.RankWatch(store, 0, 2, limit=6, output_dir="absent")
+    other._read()
+    assert "has failed with RuntimeError: server timed out" in other._problem()
 
 
 @pytest.mark.slow
