@@ -11,7 +11,7 @@ from .protocols import LiveTrainer
 COPIED_SETTINGS = (
     *("beta", "epsilon_low", "epsilon_high", "loss_type", "importance_sampling_level", "top_entropy_quantile"),
     *("off_policy_mask_threshold", "num_generations", "num_iterations", "max_completion_length", "temperature"),
-    *("top_p", "top_k", "min_p", "repetition_penalty"),
+    *("top_p", "top_k", "min_p", "repetition_penalty", "aux_loss_enabled", "router_aux_loss_coef"),
     *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
 )
 
@@ -26,7 +26,8 @@ def check_changes(trainer: LiveTrainer, before: dict[str, Any], now: dict[str, A
     value. `before` and `now` are what [`copied_settings`] returned."""
     for name in [name for name in now if now[name] != before[name]]:
         loads_reference = name == "beta" and trainer.args.beta == 0
-        if name not in trainer.live_attributes or loads_reference:
+        is_live = name in trainer.live_attributes or (name == "router_aux_loss_coef" and trainer.aux_loss_enabled)
+        if not is_live or loads_reference:
             raise FailedRun(
                 f"trainer.{name} was changed from {before[name]!r} to {now[name]!r} after the trainer was "
                 f"constructed, and {trainer._name} reads it then"

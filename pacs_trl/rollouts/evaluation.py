@@ -92,11 +92,7 @@ class BenchmarkEvaluation:
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval"):
         if eval_dataset is None and self._benchmarks:
             self._benchmark_prefix = metric_key_prefix
-        self.log_completions = False  # TRL would log those of training again
-        try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self.log_completions = self.args.log_completions
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
         """Evaluate without affecting the training run: random states and logs are restored afterwards."""
@@ -137,7 +133,7 @@ class BenchmarkEvaluation:
         mean_loss = self.accelerator.reduce(loss, reduction="mean").item()
         self._evaluation.end_batch({"loss": [mean_loss], **metrics})
         metrics.clear()  # TRL would log them as those of every dataset
-        if self.args.log_completions:
+        if self.log_completions:
             rows = completion_tables.rows_of(self._logs, self.state.global_step)
             self._evaluated_rows += rows[: self._evaluation.num_counted]
         return loss, logits, labels

@@ -73,7 +73,8 @@ class ExactUpdateTrainer(RolloutTrainer):
     divergence_metrics: tuple[str, ...] = ("grad_norm", "entropy")
     _saved_attributes = (
         *RolloutTrainer._saved_attributes,
-        *("_non_finite", "entropy_coef", "_last_world_entropy", "beta"),  # some may be changed by a callback
+        *("_non_finite", "_last_world_entropy"),
+        *("beta", "entropy_coef", "router_aux_loss_coef"),  # callbacks may change them
     )
 
     # What a method defines ------------------------------------------------------------------------------------------

@@ -111,8 +111,8 @@ def _key_errors(args: Any, engine: str) -> list[str]:
     if doubly_set := sorted(kwargs.keys() & _KEYS["settings"].keys() - {*_ALSO_IN_KWARGS}):
         settings = ", ".join(dict.fromkeys(_KEYS["settings"][key] for key in doubly_set))
         errors.append(
-            f"generation_kwargs must not have {', '.join(doubly_set)}: log-probs would be computed with another "
-            f"value. Set {settings} instead."
+            f"generation_kwargs must not have {', '.join(doubly_set)}: the loss, the memory plan, and the log follow "
+            f"{settings}, which would have another value. Set {settings} instead."
         )
     for key, value in kwargs.items():
         if key in refused and value is not None and value != neutral.get(key):

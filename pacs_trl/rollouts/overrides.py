@@ -32,6 +32,7 @@ NOT_CALLED = {
     "get_off_policy_mask": _WEIGHTS,
     "get_gamma_weights": _LOSS,
     "_prepare_inputs": "Override `_generate_and_score_completions`, which returns a generation batch",
+    "_prepare_context_parallel_inputs": "Derive from TRL's trainer; the exact update has no context parallelism",
     "_get_per_token_logps": _LOSS,
     "_get_last_hidden_state": _LOSS,
     "compute_liger_loss": _LOSS,

@@ -92,6 +92,7 @@ class LiveTrainer(ConfiguredTrainer, Protocol):
     """A trainer whose callbacks may change `live_attributes`, copies of settings."""
 
     live_attributes: tuple[str, ...]
+    aux_loss_enabled: bool  # of the routers in a mixture of experts
     _name: str  # of the method
 
 

@@ -406,7 +406,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         for i, completion in enumerate(completions):
             completions[i] = messages_for_table(completion)
         log_completions = self.log_completions
-        if len(self._logs["prompt"]) == 0:  # after a resume inside a generation batch, whose table is already written
+        # Evaluations have their own tables. After a resume inside a generation batch its table is already written.
+        if not self.model.training or len(self._logs["prompt"]) == 0:
             self.log_completions = False
         super().log(logs, start_time)
         self.log_completions = log_completions

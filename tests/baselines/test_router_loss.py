@@ -176,6 +176,20 @@ def test_the_coefficient_of_the_model_is_the_default_and_a_callback_may_change_i
     assert second["loss"] - first["loss"] == pytest.approx(0.499 * first["aux_loss"], rel=1e-4)
 
 
+@pytest.mark.trains
+def test_a_coefficient_set_by_a_callback_is_kept_after_a_resume(tmp_path):
+    def build(steps):
+        model, settings = tiny_experts(), {"save_strategy": "steps", "save_steps": 1, "max_steps": steps}
+        return build_trainer(tmp_path, model=model, replay=Replay(), trainer_class=GRPOTrainer, **settings)
+
+    first = build(1)
+    first.router_aux_loss_coef = 0.5
+    first.train()
+    resumed = build(2)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2 and resumed.router_aux_loss_coef == resumed.update.router_coef == 0.5
+
+
 def test_checkpointing_that_would_cut_the_gradient_is_refused(tmp_path):
     settings = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
     with pytest.raises(ValueError, match="use_reentrant: false, or router_aux_loss_coef"):

@@ -129,3 +129,13 @@ def test_tables_of_completions_are_apart_from_those_of_training(tmp_path):
         assert {str(list(prompt)) for prompt in table["prompt"]} == held_out_prompts and len(table) == 12
         assert set(table["step"]) == {step} and {"completion", "reward", "advantage"} <= set(table.columns)
         assert list(table["batch"].isna()) == [True] * 8 + [False] * 4
+
+
+def test_tables_that_are_switched_on_after_construction_stay_on_after_an_evaluation(tmp_path):
+    more = {"eval_dataset": addition_dataset(4)}
+    trainer = build_trainer(tmp_path, more=more, per_device_eval_batch_size=8, max_steps=1)
+    trainer.log_completions = True
+    trainer.evaluate()
+    trainer.train()
+    files = sorted(file.name for file in (tmp_path / "completions").iterdir())
+    assert files == ["completions_00001.parquet", "eval_00000.parquet"]

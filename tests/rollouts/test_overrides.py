@@ -241,6 +241,8 @@ def test_attributes_that_a_callback_has_changed_are_kept_after_a_resume(tmp_path
         (GRPOTrainer, "temperature", 0.5),
         (PACSTrainer, "epsilon_low", 0.1),
         (RLOOTrainer, "num_generations", 8),
+        (GRPOTrainer, "aux_loss_enabled", True),
+        (GRPOTrainer, "router_aux_loss_coef", 0.5),  # of a model without experts
     ],
 )
 def test_attributes_that_nothing_reads_anew_are_refused(tmp_path, trainer_class, name, value):
