@@ -465,10 +465,11 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             truncated = self.are_truncated(arguments["completion_ids"]) if "completion_ids" in arguments else None
             return with_truncated(function, arguments, truncated)
 
-        harmless = never_exiting(function, f"The reward function {name!r}")
-        return with_result(
-            harmless, lambda rewards, arguments: as_numbers(rewards, name, len(arguments["completions"])), adjust
-        )
+        def convert(rewards: Any, arguments: dict[str, Any]) -> list[float | None]:
+            # A user may call the function of an environment, which reads no completions, with `environments` alone.
+            return as_numbers(rewards, name, len(arguments["completions"]) if "completions" in arguments else None)
+
+        return with_result(never_exiting(function, f"The reward function {name!r}"), convert, adjust)
 
     def reward_arguments(self) -> dict[str, Any]:
         """Return extra keyword arguments for reward functions; each function receives those that it has a parameter

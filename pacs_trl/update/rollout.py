@@ -78,14 +78,15 @@ def with_arrays(value: Any) -> Any:
 MAX_REWARD = 1e18  # in magnitude: advantages are computed in float32, from squares of rewards
 
 
-def as_numbers(rewards: Any, name: str, num_completions: int) -> list[float | None]:
+def as_numbers(rewards: Any, name: str, num_completions: int | None) -> list[float | None]:
     """Return what the reward function `name` returned as a list, with `None` for NaN, which is a missing reward, as in
-    TRL. Raises a `ValueError` unless it is an ordered iterable of one finite number, NaN, or `None` per completion."""
+    TRL. Raises a `ValueError` unless it is an ordered iterable of finite numbers, NaN, or `None`, one per completion
+    unless their number is unknown."""
     try:
         if isinstance(rewards, Mapping | Set | str | bytes) or not isinstance(rewards, Iterable):
             raise TypeError(f"a {type(rewards).__name__} is not a list")
         numbers = [None if entry is None else _as_number(entry) for entry in rewards]
-        if len(numbers) != num_completions:
+        if num_completions is not None and len(numbers) != num_completions:
             raise UserError(f"{len(numbers)} entries for {num_completions} completions")
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: tensors of several elements
         raise UserError(

@@ -228,6 +228,12 @@ def test_rewards_that_are_no_list_of_numbers():
             as_numbers(result, "reward", len(result))
 
 
+def test_a_function_that_reads_no_completions_may_be_called_without_them(tmp_path):
+    """As that of an environment, by a user who tries it."""
+    trainer = build_trainer(tmp_path, reward=lambda **columns: [1.0, None])
+    assert trainer.reward_funcs[0](environments=["first", "second"]) == [1.0, None]
+
+
 def test_rewards_that_float32_cannot_hold():
     assert as_numbers([1e18, -1e18], "reward", 2) == [1e18, -1e18]
     for result in ([1e39, 0.0], [0.0, -1e19], [10**400, 0]):
