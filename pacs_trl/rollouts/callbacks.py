@@ -112,8 +112,8 @@ class NoSignalCallback(TrainerCallback):
         if before < self._patience <= self._none_in and state.is_world_process_zero:
             reward = self._seen.get("reward")  # None: no completion had a verdict
             logger.warning(
-                f"{self.method} has had little or nothing to learn from in {self._none_in} optimizer steps in a row: in "
-                "each of them every group had equal rewards or every completion was truncated (now: mean reward "
+                f"{self.method} has had little or nothing to learn from in {self._none_in} optimizer steps in a row: "
+                "in each of them every group had equal rewards or every completion was truncated (now: mean reward "
                 f"{'none' if reward is None else format(reward, '.2f')}, truncated share {self._seen[TRUNCATED]:.2f} "
                 f"with max_completion_length={args.max_completion_length}). The problems are too hard or too easy, "
                 "completions are cut off, or the reward function cannot read them. See docs/troubleshooting.md, 'The "
