@@ -27,11 +27,11 @@ from .prompts import build_prompt as build_prompt
 from .sets import (
     FILE_FORMATS,
     ProblemSet,
+    choose_columns,
     gold_answer,
     is_function,
     load_rows,
     named_sets,
-    own_columns,
     require_columns,
 )
 
@@ -259,7 +259,7 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     names = list(dict.fromkeys(name for row in rows for name in row))
     source = args.dataset_path or args.dataset_name
     if args.dataset_name not in TRAINING_SETS:
-        entry = own_columns(entry, names, args.problem_column, args.solution_column)
+        entry = choose_columns(entry, names, args.problem_column, args.solution_column)
     require_columns(source, rows, {key: getattr(entry, key) for key in ("problem_column", "solution_column")})
     instruction = instruction_for(entry, args.prompt_instruction)
     usable, prompts = [], []

@@ -90,7 +90,7 @@ def hub_ids() -> list[str]:
 PROBLEM_COLUMNS = ("prompt", "problem", "question", "messages")
 
 
-def own_columns(
+def choose_columns(
     entry: ProblemSet, names: Sequence[str], problem_column: str | None, solution_column: str | None
 ) -> ProblemSet:
     """Choose the columns of the user's own data that the user does not name."""

@@ -25,7 +25,7 @@ from typing import Any
 
 from ..data import TRAINING_SETS
 from ..data.golds import golds_by_kind, is_in_e_notation
-from ..data.sets import ProblemSet, gold_answer, load_rows, own_columns, read_rows, require_columns
+from ..data.sets import ProblemSet, choose_columns, gold_answer, load_rows, read_rows, require_columns
 from ..errors import UserError
 from ..rewards import VerificationArguments
 from ..settings import Parser
@@ -225,7 +225,7 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
     rows = load_rows(name, entry or ProblemSet(name, title=name), path or None)[: args.max_problems or None]
     if entry is None:
         columns = require_columns(args.golds, rows, {"solution_column": args.solution_column})
-        entry = own_columns(ProblemSet(name, title=name), columns, None, args.solution_column)
+        entry = choose_columns(ProblemSet(name, title=name), columns, None, args.solution_column)
     elif args.solution_column:
         entry = replace(entry, solution_column=args.solution_column, answer_in="column")
     require_columns(args.golds, rows, {"solution_column": entry.solution_column})

@@ -34,7 +34,7 @@ from ..data.images import (
     with_image_blocks,
 )
 from ..data.prompts import read_problem
-from ..data.sets import FILE_FORMATS, ProblemSet, gold_answer, load_rows, named_sets, own_columns, read_rows
+from ..data.sets import FILE_FORMATS, ProblemSet, choose_columns, gold_answer, load_rows, named_sets, read_rows
 from ..errors import UserError
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
@@ -261,7 +261,7 @@ def load_benchmark(
             source = {"file": Path(path).name, **columns}
             rows = read_rows(Path(path))
             names = list(dict.fromkeys(column for row in rows for column in row))
-            entry = own_columns(
+            entry = choose_columns(
                 ProblemSet("", title=name), names, columns.get("problem_column"), columns.get("solution_column")
             )
         if path or Path(name).is_file():

@@ -56,13 +56,11 @@ def parse_mapping(text: str, where: str) -> dict[str, Any]:
         content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except yaml.YAMLError as error:
         raise UserError(f"The {where} is not YAML: {' '.join(str(error).split())}. Fix the syntax.") from error
-    is_mapping = isinstance(content, dict)
-    names = [key.value for key, _ in node.value] if is_mapping else []
-    twice = " and ".join(sorted({name for name in names if names.count(name) > 1}))
-    if twice or not is_mapping:
-        problem = f"contains {twice} more than once. Keep one of each."
-        kind = f"must be a YAML mapping, got {type(content).__name__}. Write `key: value` lines."
-        raise UserError(f"The {where} {problem if is_mapping else kind}")
+    if not isinstance(content, dict):
+        raise UserError(f"The {where} must be a YAML mapping, got {type(content).__name__}. Write `key: value` lines.")
+    names = [key.value for key, _ in node.value]  # of which `content` has the last one
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise UserError(f"The {where} contains {' and '.join(repeated)} more than once. Keep one of each.")
     return {str(key): value for key, value in content.items()}  # YAML reads `on:` and `no:` as booleans
 
 
@@ -153,25 +151,32 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     hints = {name: str(hint) for part in parts for name, hint in type_hints(part).items()}
     words: list[str] = []
     values: dict[str, Any] = {}  # that are no words of a command line
-    for key, value in known_settings(settings, actions, what).items():
-        if isinstance(value, str) and "dict" in hints[key] and value.lstrip().startswith("{"):  # YAML or JSON
-            value = parse_mapping(value, f"setting `{key}`")
-        elif isinstance(value, list) and "tuple" in hints[key]:  # neither YAML nor argparse has tuples
-            value = tuple(_number(entry, key) for entry in value)
-        if any(isinstance(part, bool) for part in (value if isinstance(value, list) else [value])):
-            _check_boolean(key, value, hints[key])
-        if value in ("true", "false") and "True" in hints[key]:  # a choice of a `Literal`
-            value = value.capitalize()
+    for key, written in known_settings(settings, actions, what).items():
+        action, value = actions[key], _as_declared(key, written, hints[key])
         is_switch = key == "fsdp" and value is True
-        if isinstance(value, list) and actions[key].nargs == "+":
+        if isinstance(value, list) and action.nargs == "+":
             words += [f"--{key}", *map(str, value)]
         elif isinstance(value, list | tuple | dict | None) or is_switch:
-            _check_kind(key, value, hints[key], may_be_missing=actions[key].default is None)
+            _check_kind(key, value, hints[key], may_be_missing=action.default is None)
             values[key] = value
-            actions[key].required = False
+            action.required = False
         else:
             words.append(f"--{key}={value}")
     return vars(parser.parse_args(words)) | values
+
+
+def _as_declared(key: str, value: Any, hint: str) -> Any:
+    """Return a value in the form of its field, where YAML or the command line has another. Raises a `ValueError` if
+    YAML has read text as a boolean, or a tuple has other entries than numbers."""
+    if isinstance(value, str) and "dict" in hint and value.lstrip().startswith("{"):  # YAML or JSON
+        return parse_mapping(value, f"setting `{key}`")
+    if isinstance(value, list) and "tuple" in hint:  # neither YAML nor argparse has tuples
+        return tuple(_number(entry, key) for entry in value)
+    if any(isinstance(entry, bool) for entry in (value if isinstance(value, list) else [value])):
+        _check_boolean(key, value, hint)
+    if value in ("true", "false") and "True" in hint:  # a choice of a `Literal`
+        return value.capitalize()
+    return value
 
 
 def known_settings(settings: Mapping[str, Any], known: Collection[str], what: str) -> dict[str, Any]:

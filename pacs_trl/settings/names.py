@@ -99,25 +99,27 @@ def check_model_path(name: str, whole_for: str | None = None, alternative: str =
     directory, adapter = Path(name), Path(name) / "adapter_config.json"
     if not directory.exists() and not looks_like_path(name):
         return
-    problem = None
     if not directory.is_dir():
-        problem = f"The model directory {name!r} does not exist in {Path.cwd()}. Correct the path."
-    elif not (directory / "config.json").is_file() and not adapter.is_file():
-        problem = (
+        raise UserError(f"The model directory {name!r} does not exist in {Path.cwd()}. Correct the path.")
+    if (directory / "config.json").is_file():
+        return
+    if not adapter.is_file():
+        raise UserError(
             f"The directory {name!r} contains no model: config.json and adapter_config.json are missing. Set the "
+            "directory of a checkpoint; convert FSDP shards with `accelerate merge-weights`."
         )
-        problem += "directory of a checkpoint; convert FSDP shards with `accelerate merge-weights`."
-    elif not (directory / "config.json").is_file():
-        base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
-        if not base or (looks_like_path(base) and not Path(base).is_dir()):
-            problem = f"The base model {base!r} of the adapter {name!r} does not exist in {Path.cwd()}. Copy it "
-            problem += "there, or correct base_model_name_or_path in adapter_config.json."
-        elif whole_for is not None:
-            problem = f"{name} contains an adapter, but {whole_for} needs a whole model. {alternative}"
-            problem += f"{'merge' if alternative else 'Merge'} the adapter into its "
-            problem += "base model (peft: merge_and_unload) and save it with the tokenizer."
-    if problem:
-        raise UserError(problem)
+    base = json.loads(adapter.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base or (looks_like_path(base) and not Path(base).is_dir()):
+        raise UserError(
+            f"The base model {base!r} of the adapter {name!r} does not exist in {Path.cwd()}. Copy it there, or "
+            "correct base_model_name_or_path in adapter_config.json."
+        )
+    if whole_for is not None:
+        raise UserError(
+            f"{name} contains an adapter, but {whole_for} needs a whole model. {alternative}"
+            f"{'merge' if alternative else 'Merge'} the adapter into its base model (peft: merge_and_unload) and save "
+            "it with the tokenizer."
+        )
 
 
 def object_of_user(name: str, key: str) -> Any:
