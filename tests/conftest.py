@@ -45,7 +45,7 @@ def pytest_configure(config):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def what_stays_is_not_looked_through():
+def loaded_modules_are_frozen_for_the_garbage_collector():
     """Modules stay: nobody looks through them for garbage, as accelerate would with each training, nor for what is
     installed."""
     import accelerate.utils.imports as installed

@@ -242,7 +242,7 @@ def test_recipe_has_the_settings_of_its_authors_or_of_pacs(name, added, expected
 
 
 @pytest.mark.parametrize("path", sorted((RECIPES / "accelerate_configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_accelerate_file(path):
+def test_accelerate_files_have_known_keys_and_the_stated_processes_and_sharding(path):
     config = load_config_from_file(str(path))  # accelerate raises on unknown keys
     launch, errors = read_launch(str(path), None)
     assert errors == []

@@ -63,7 +63,7 @@ def test_protocols_side_by_side(path, capsys):
         ),
     ],
 )
-def test_forms_of_files(tmp_path, capsys, name, rows, settings, counted):
+def test_completions_are_read_from_every_form_of_file(tmp_path, capsys, name, rows, settings, counted):
     file = tmp_path / name
     if file.suffix == ".parquet":
         pd.DataFrame(rows).to_parquet(file)

@@ -115,7 +115,7 @@ def test_the_digest_changes_with_any_character(tmp_path):
 
 
 @pytest.mark.parametrize("answers", [["1", "2", "3"], [1.0, 2.0, 3.0], [["0.5", "1/2"], ["2"], ["3"]]])
-def test_formats_agree(tmp_path, answers):
+def test_jsonl_json_and_parquet_give_the_same_benchmark(tmp_path, answers):
     rows = [{"question": f"{i}+1", "answer": answer, "id": i} for i, answer in enumerate(answers)]
     write(tmp_path / "rows.jsonl", rows)
     (tmp_path / "rows.json").write_text(json.dumps(rows))

@@ -143,7 +143,7 @@ def test_turns_with_vllm(run, settings, confined, tmp_path):
     assert {record["conversation"][1]["role"] for record in found} == {"assistant"}
 
 
-def test_kinds_of_environments(run, settings, tmp_path, monkeypatch):
+def test_each_example_names_its_environment_and_gets_the_tools_of_that_one(run, settings, tmp_path, monkeypatch):
     """Each example names its own; prompts have the tools of that one alone. Some completions have no reward."""
     (tmp_path / "kinds.py").write_text(
         "from datasets import Dataset\n"

@@ -120,7 +120,7 @@ def history(trainer, name):
 
 
 @pytest.mark.parametrize(("engine", "settings", "more"), RUNS.values(), ids=RUNS, indirect=["engine"])
-def test_a_run_and_its_continuation(tmp_path, model_path, engine, settings, more):
+def test_a_run_that_goes_on_from_any_step_is_bit_identical(tmp_path, model_path, engine, settings, more):
     """A run that goes on from any step, also inside a generation, ends with the same bits."""
     settings = engine[0] | settings | {"max_steps": 3}
     straight = built(tmp_path / "straight", model_path, settings, more)
@@ -296,7 +296,7 @@ def run_with_kills(directory, model_path, num_kills, seed, max_steps) -> list[in
 
 
 @pytest.mark.slow
-def test_kills_in_later_draws(tmp_path, model_path):
+def test_a_run_that_is_killed_in_later_rollouts_ends_with_the_same_weights(tmp_path, model_path):
     codes = run_with_kills(tmp_path / "killed", model_path, 3, seed=1, max_steps=6)
     assert codes[-1] == 0 and -signal.SIGKILL in codes
     straight = built(tmp_path / "straight", model_path, WEIGHTED | HINTS | REFILL, max_steps=6, save_strategy="no")

@@ -30,7 +30,7 @@ def prefixes_of(labels, groups, class_weighting="balanced"):
     return Prefixes(Groups(double([of_completion[-1] for of_completion in labels]), groups), labels, class_weighting)
 
 
-def test_alignment():
+def test_positions_are_spread_evenly_and_outcomes_aligned_with_outcomes():
     assert aligned_positions(4, 4).tolist() == [1, 2, 3, 4]
     assert aligned_positions(4, 2).tolist() == [1, 1, 1, 2]  # three steps with one, outcomes with outcomes
     assert aligned_positions(3, 5).tolist() == [2, 4, 5]

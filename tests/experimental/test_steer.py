@@ -55,7 +55,7 @@ def test_on_paper():
     assert weights.tolist() == pytest.approx([1, 0.8 ** (LN2 / 200 / 0.02), 0.8 ** (0.00375 / 0.02)])
 
 
-def test_properties():
+def test_weights_ignore_the_sign_of_advantages_and_parts_have_those_of_the_whole():
     """The sign of an advantage does not matter; parts of a step have the weights of the whole if they know its
     extremes; no change, and no token at all, have a weight."""
     generator = torch.Generator().manual_seed(shifted(0))

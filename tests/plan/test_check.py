@@ -104,7 +104,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("case", SAID.values(), ids=SAID)
-def test_what_is_said(plan, case):
+def test_plan_prints_the_sentences_of_a_case_and_ends_with_its_status(plan, case):
     arguments, changes, status, *sentences = case
     found, output = plan(*arguments, **changes)
     assert found == status, output

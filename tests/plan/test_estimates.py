@@ -33,7 +33,7 @@ def test_run(estimate_of, settings, optimizer_steps, rollouts):
     assert estimate.step.rollouts(optimizer_steps) == rollouts
 
 
-def test_number_of_problems(estimate_of):
+def test_the_number_of_problems_follows_limits_and_splits(estimate_of):
     for settings, number in (({"max_train_samples": 2048}, 2048), (FEW, 2048), ({"eval_split_size": 315}, 40_000)):
         assert estimate_of(**settings).num_problems == number
 
@@ -138,7 +138,7 @@ BYTES_PER_WEIGHT = {
 
 
 @pytest.mark.parametrize(("size", "settings"), cases(BYTES_PER_WEIGHT))
-def test_training_state(estimate_of, size, settings):
+def test_training_state_has_16_bytes_per_trained_weight_and_4_per_copy(estimate_of, size, settings):
     """16 bytes per trained weight, 4 for a copy; 1 / 64 of them on each process."""
     assert estimate_of(**settings).costs.state == pytest.approx(size * PARAMETERS / 64)
 

@@ -77,7 +77,7 @@ def test_what_training_would_say_of_model_and_data(small, model, tmp_path, monke
     assert "1 conflict(s)" in (output := small()[1]) and "chat_template is not set" in output
 
 
-def test_context_lengths():
+def test_context_lengths_count_scaled_positions_and_windows():
     def found(config):
         return tuple(context_lengths(config).values())
 

@@ -30,12 +30,12 @@ SYNC = {"use_vllm": True, "vllm_sync_adapter": True}
         (LORA, {"vllm_enable_sleep_mode": True}, "vllm_enable_sleep_mode: true"),
     ],
 )
-def test_what_is_not_sent_as_an_adapter(tmp_path, lora, settings, words):
+def test_whole_weights_other_adapters_and_sleeping_engines_get_no_adapters(tmp_path, lora, settings, words):
     with pytest.raises(ValueError, match=f"vllm_sync_adapter.*{words}"):
         max_lora_rank(config(tmp_path, **SYNC, **settings), None, lora)
 
 
-def test_ranks_and_settings(tmp_path):
+def test_the_largest_rank_is_the_next_one_that_vllm_allows(tmp_path):
     ranks = [max_lora_rank(config(tmp_path, **SYNC), None, LoraConfig(r=r)) for r in (1, 8, 9, 512)]
     assert ranks == [8, 8, 16, 512]
     assert max_lora_rank(config(tmp_path), None, None) is None

@@ -33,7 +33,7 @@ STEP |= {"completions/clipped_ratio": 0.0475, "grad_norm": 0.001234}
         ({"train_runtime": 60.0, "train_loss": 0.69}, None),
     ],
 )
-def test_a_line(logs, line):
+def test_a_step_is_printed_as_one_line(logs, line):
     assert step_line(logs, 12, 30) == line
     assert line is None or step_line(logs, 2, 30) == line.replace("step 12", "step  2")
 
@@ -46,7 +46,7 @@ def test_rewards_before_and_after():
     assert change_of_reward([*history[:1], {"reward": None}]) is None
 
 
-def test_what_is_left_to_trainer():
+def test_notebooks_printers_and_bars_of_users_keep_their_callbacks():
     """Its table in notebooks, its dict with `disable_tqdm`, and a bar that the user has given."""
     mine, others = ProgressCallback(), [NotebookProgressCallback(), PrinterCallback()]
     for callbacks in ([mine, ProgressCallback(), *others], [ProgressCallback(), *others], others):

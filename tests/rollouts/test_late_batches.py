@@ -138,7 +138,7 @@ ONCE_MORE = [pytest.param(1, 9, 4, marks=pytest.mark.slow), pytest.param(2, 50, 
 
 @pytest.mark.parametrize(("lag", "steps", "times"), [(2, 9, 4), *ONCE_MORE])
 @pytest.mark.slow
-def test_killed_at_any_moment(tmp_path, lag, steps, times):
+def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_weights(tmp_path, lag, steps, times):
     settings = {"rollout_lag": lag, "max_steps": steps}
     with forked_engine():
         straight = trainer_of(tmp_path / "straight", **settings)

@@ -37,7 +37,7 @@ def replay(mixed=(), truncated=()):
 
 
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer, PPOTrainer])
-def test_all_rewards_zero(tmp_path, model_path, caplog, trainer_class):
+def test_rewards_that_are_all_zero_are_warned_of_once(tmp_path, model_path, caplog, trainer_class):
     """One generation serves two optimizer steps; after the warning nothing more is said."""
     settings = {"steps_per_generation": 2, "max_steps": PATIENCE + 2, "max_completion_length": 4}
     build_trainer(tmp_path, model=model_path, reward=zeros, trainer_class=trainer_class, **settings).train()
@@ -60,7 +60,7 @@ def test_all_rewards_zero(tmp_path, model_path, caplog, trainer_class):
         ({"mixed": range(100)}, None),
     ],
 )
-def test_steps_in_a_row(tmp_path, caplog, given, expected):
+def test_steps_without_a_signal_in_a_row_are_warned_of_once(tmp_path, caplog, given, expected):
     """At most one warning, which names the number of steps."""
     trainer = build_trainer(tmp_path, replay=replay(**given), max_steps=PATIENCE + 2 if "truncated" in given else 19)
     trainer.train()
@@ -76,7 +76,7 @@ def test_one_generation_of_several_for_an_optimizer_step_suffices(tmp_path, capl
 
 
 @pytest.mark.parametrize(("offset", "expected"), [(PATIENCE_AT_START - 1, [1, 1]), (PATIENCE_AT_START + 1, [1, 0])])
-def test_over_a_resume(tmp_path, caplog, offset, expected):
+def test_a_resumed_run_goes_on_counting_and_warns_once(tmp_path, caplog, offset, expected):
     """A resumed run goes on counting, also in the middle of a generation, and does not repeat the warning."""
     found = []
     for resume in (None, str(tmp_path / f"checkpoint-{offset}")):

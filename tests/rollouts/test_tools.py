@@ -240,7 +240,7 @@ SERVER = {"tools": ["run_python"], "use_vllm": True, "vllm_mode": "server"}
         (SERVER | {"vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, 4, "tools with 4 processes"),
     ],
 )
-def test_what_a_recipe_is_refused(settings, processes, message):
+def test_settings_of_tools_without_effect_and_several_processes_are_refused(settings, processes, message):
     with pytest.raises(ValueError, match=message):
         Recipe.from_settings(NAMED | settings, processes)
     Recipe.from_settings(NAMED | CALLS | SERVER | {"vllm_mode": "colocate"}, processes)

@@ -150,7 +150,7 @@ FEWER_LAYERS = [pytest.param(layers, marks=pytest.mark.slow) for layers in (("se
 
 
 @pytest.mark.parametrize("layers", [("landlock", "seccomp"), *FEWER_LAYERS], ids=str)
-def test_attacks(layers, tmp_path, monkeypatch):
+def test_no_attack_is_rewarded_at_any_level_of_isolation(layers, tmp_path, monkeypatch):
     assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) >= 80
     monkeypatch.setenv("PACS_PRIVATE_VARIABLE", "private")
     with ExitStack() as stack:

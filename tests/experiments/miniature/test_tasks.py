@@ -108,7 +108,7 @@ class TestPrograms:
         tokenizer = build_tokenizer()
         assert max(len(tokenizer(row["solution"])["input_ids"]) for row in demonstrations("programs")) < 48
 
-    def test_what_looks_right(self):
+    def test_a_right_answer_or_call_looks_right_and_others_do_not(self):
         for row in demonstrations("programs", 100):
             assert looks_right(row, row["solution"]) and not looks_right(row, row["solution"].replace("*", "+"))
         assert looks_right({"problem": "1+1", "answer": "2"}, r"so \boxed{2}")

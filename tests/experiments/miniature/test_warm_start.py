@@ -98,7 +98,7 @@ class TestCalibration:
         seeds = calibration.asked[1:]  # after the probe
         assert len(set(seeds)) == len(seeds) and min(seeds) > CALIBRATION_SEED
 
-    def test_what_cannot_be_interpolated(self, calibration, monkeypatch):
+    def test_a_target_that_cannot_be_interpolated_is_refused(self, calibration, monkeypatch):
         """Only the probe is above the target; or the untrained model is, too."""
         monkeypatch.setattr(calibration, "_accuracy", lambda weights, num_samples: 0.1)
         assert not self.train_to(calibration, 0.6) and calibration.result is None
