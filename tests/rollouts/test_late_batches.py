@@ -36,7 +36,7 @@ from pacs_trl.rollouts.late_batches import ServerRequests
     [
         (1, None, False, {}),
         (2, GRPOTrainer, False, {"stale_logps": "engine"}),
-        (2, None, True, {"fast_generation": True}),
+        pytest.param(2, None, True, {"fast_generation": True}, marks=pytest.mark.slow),
         (2, None, True, {"fast_generation": True, "stale_logps": "engine"}),
     ],
     ids=str,

@@ -85,10 +85,11 @@ class TestLevels:
 
 
 class TestProcesses:
-    def test_nothing_is_left_behind(self, verifier, tmp_path):
+    @pytest.mark.parametrize("times", [20, pytest.param(200, marks=pytest.mark.slow)])
+    def test_nothing_is_left_behind(self, verifier, tmp_path, times):
         verifier.grade([block("print(3)")], [SUM])
         before, folders = len(os.listdir("/proc/self/fd")), sorted(os.listdir(os.environ["TMPDIR"]))
-        for number in range(200):
+        for number in range(times):
             verifier.grade([block(f"print({number})"), block(f"raise SystemExit({number})")], [SUM, SUM])
         for worker in workers_of(verifier):
             assert not children(worker) and len(os.listdir(f"/proc/{worker}/fd")) < 10
