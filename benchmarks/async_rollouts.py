@@ -14,6 +14,7 @@ import os
 import statistics
 import tempfile
 import time
+from typing import Any, Literal
 
 import torch
 from datasets import Dataset
@@ -25,6 +26,10 @@ from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.rollouts import engine_process
 from pacs_trl.rollouts.late_batches import LateBatches
+
+
+# `rollout_lag` by kind. "0" is the engine process in turn with training, "in process" the trainer's engine.
+LAGS: dict[str, Literal[0, 1, 2]] = {"0": 0, "1": 1, "2": 2}
 
 
 class InTurn(LateBatches):
@@ -48,7 +53,8 @@ class Clock(TrainerCallback):
     """Note when each generation batch has been learned from."""
 
     def __init__(self, updates: int):
-        self.updates, self.times = updates, []
+        self.updates = updates
+        self.times: list[float] = []
 
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % self.updates == 0:
@@ -57,7 +63,7 @@ class Clock(TrainerCallback):
 
 def measure(kind: str, args: argparse.Namespace) -> dict:
     """Train, and return the seconds per generation batch and metrics."""
-    lag, clock = int(kind) if kind.isdigit() else 0, Clock(args.updates)
+    clock = Clock(args.updates)
     questions = [QUESTION.format(a, b) for a in range(20) for b in range(20)]
     prompts = [{"prompt": [{"role": "user", "content": text}]} for text in questions]
     with tempfile.TemporaryDirectory() as directory:
@@ -80,7 +86,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
             learning_rate=1e-5,
             max_steps=args.batches * args.updates,
             fast_generation=True,
-            rollout_lag=lag,
+            rollout_lag=LAGS.get(kind, 0),
             gradient_checkpointing=False,
             logging_steps=1,
             save_strategy="no",
@@ -98,7 +104,8 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
 
         trainer_class = InTurnTrainer if kind == "0" else PACSTrainer
         data = {"train_dataset": Dataset.from_list(prompts), "callbacks": [clock]}
-        trainer = trainer_class(model, late_reward if args.late_rewards else reward, args=config, **data)
+        reward_func: Any = late_reward if args.late_rewards else reward  # TRL's annotation lacks coroutine functions
+        trainer = trainer_class(model, reward_func, args=config, **data)
         trainer.train()
     between = [b - a for a, b in zip(clock.times[1:], clock.times[2:], strict=False)]
     logs = [log for log in trainer.state.log_history if "async/lag_updates" in log][2:]
@@ -110,7 +117,7 @@ def measure(kind: str, args: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="miniature", help="or a path")
-    parser.add_argument("--kinds", nargs="+", default=["0", "1", "2", "in process"])
+    parser.add_argument("--kinds", nargs="+", default=[*LAGS, "in process"])
     parser.add_argument("--threads", type=int, default=1, help="of the trainer; the engine process has one core")
     parser.add_argument("--completions", type=int, default=32, help="per generation batch")
     parser.add_argument("--length", type=int, default=24, help="tokens of each completion")

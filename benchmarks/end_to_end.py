@@ -19,6 +19,7 @@ import tempfile
 import time
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import trl
@@ -111,7 +112,7 @@ def main() -> None:
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
-        rollout_trainer.StepTimer = partial(rollout_trainer.StepTimer, clock=time.process_time)
+        patch.object(rollout_trainer, "StepTimer", partial(rollout_trainer.StepTimer, clock=time.process_time)).start()
     settings = ["--config", str(args.config), "--max_steps", str(args.max_steps)]
     if args.engine == "vllm":
         share_engine(device, "float32")

@@ -230,7 +230,7 @@ def model_flops(shape: ModelShape, rollouts: list[dict]) -> tuple[float, int]:
     return 3 * shape.forward_flops(once, attended), sum(lengths)
 
 
-def even_start(completion_ids, **kwargs) -> list[float]:
+def even_start(completion_ids, **kwargs) -> list[float | None]:
     """Reward an even first token, which random weights learn in seconds."""
     return [float(ids[0] % 2 == 0) for ids in completion_ids]
 
@@ -248,7 +248,7 @@ def save_model(directory: Path, model: str) -> str:
 
 def trainer_on(checkpoint: str, output_dir: Path, device: str, *, callbacks=(), **settings: Any) -> PACSTrainer:
     """Build a float32 trainer on additions. The reward is `even_start`; the verifier runs with weight 0."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "use_cpu": device == "cpu",
         "bf16": False,
         "per_device_train_batch_size": 8,
@@ -284,7 +284,8 @@ class Watch(TrainerCallback):
     """Record memory at every optimizer step, and stop training after `seconds`."""
 
     def __init__(self, seconds: float):
-        self.deadline, self.rows = time.monotonic() + seconds, []
+        self.deadline = time.monotonic() + seconds
+        self.rows: list[dict[str, Any]] = []
 
     def on_step_end(self, args, state, control, **kwargs):
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30

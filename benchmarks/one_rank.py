@@ -46,8 +46,10 @@ from pacs_trl.update.rollout import Rollout
 PROMPT_TOKENS = (200, 300)
 
 # Keys of a recipe that concern generation, data, and reports, which this process does not have.
-WITHOUT = ("use_vllm", "vllm_", "dataset_name", "system_prompt", "chat_template_kwargs", "max_prompt_length")
-WITHOUT += ("save_", "eval_", "expected_processes", "verification_", "attn_implementation")
+WITHOUT = (
+    *("use_vllm", "vllm_", "dataset_name", "system_prompt", "chat_template_kwargs", "max_prompt_length"),
+    *("save_", "eval_", "expected_processes", "verification_", "attn_implementation"),
+)
 
 
 def join_fake_group(num_processes: int, device: str) -> None:

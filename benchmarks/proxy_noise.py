@@ -14,6 +14,7 @@ import argparse
 import platform
 import random
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ def sample_rollouts(model: Qwen3ForCausalLM, device: str, max_length: int) -> li
     shape = NUM_ROWS // NUM_GENERATIONS, PROMPT_LENGTH
     prompts = torch.randint(1, 512, shape, generator=torch.Generator().manual_seed(0)).to(device)
     prompts = prompts.repeat_interleave(NUM_GENERATIONS, dim=0)
-    ids = model.generate(
+    ids = model.generate(  # type: ignore[misc]  # the stub declares another type of `self`
         prompts,
         attention_mask=torch.ones_like(prompts),
         do_sample=True,
@@ -103,7 +104,7 @@ def drift(device: str, model: str, completion_max: int) -> list[dict]:
                     policy,
                     torch.device(device),
                     packing="auto" if packed else "never",
-                    autocast=lambda on=autocast: torch.autocast(device, dtype=torch.bfloat16, enabled=on),
+                    autocast=partial(torch.autocast, device, dtype=torch.bfloat16, enabled=autocast),
                 )
                 batches = micro_batches(rollouts)
                 logps = compute_logps(policy, forward_pass, rollouts, batches)

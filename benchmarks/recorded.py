@@ -174,7 +174,7 @@ class Runner:
     ):
         model = build_model(size.shape, device, model_type=size.model_type, attn_implementation=attention)
         if peft_config is not None:
-            model.to(torch.bfloat16 if size.bf16 else torch.float32)
+            model = model.bfloat16() if size.bf16 else model.float()
         config_class = getattr(trainer_class, "_config_class", GRPOConfig)  # TRL's class has none
         defaults: dict[str, Any] = dict(
             per_device_train_batch_size=size.rows_per_forward,

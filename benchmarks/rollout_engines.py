@@ -24,6 +24,7 @@ from benchmarks.shared_engine import share_engine
 from experiments.miniature.model import build_model
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import PACSConfig, PACSTrainer
+from pacs_trl.rollouts.engine import Engine
 
 
 QUESTION = "What is {} + {}? Reply with the number only."
@@ -53,9 +54,12 @@ def build_trainer(args: argparse.Namespace, directory: str) -> PACSTrainer:
         **settings,
     )
     peft_config = LoraConfig(r=args.lora_r, lora_alpha=32, target_modules="all-linear") if args.lora_r else None
-    reward = lambda completions, **kwargs: [0.0] * len(completions)  # noqa: E731
+
+    def no_reward(completions, **kwargs) -> list[float | None]:
+        return [0.0] * len(completions)
+
     return PACSTrainer(
-        args.model, reward, args=config, train_dataset=Dataset.from_list(prompts), peft_config=peft_config
+        args.model, no_reward, args=config, train_dataset=Dataset.from_list(prompts), peft_config=peft_config
     )
 
 
@@ -71,6 +75,7 @@ def timed(function, repeats: int) -> tuple[float, float, list]:
 
 def generation(trainer: PACSTrainer, repeats: int) -> dict:
     """Time the generation of eight completions of each prompt."""
+    assert isinstance(trainer.train_dataset, Dataset)
     prompts = [row["prompt"] for row in trainer.train_dataset for _ in range(8)]
     prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
 
@@ -85,7 +90,9 @@ def generation(trainer: PACSTrainer, repeats: int) -> dict:
 
 def synchronization(trainer: PACSTrainer, repeats: int) -> dict:
     """Time the synchronization of a LoRA adapter that changes each time."""
-    engine, trained = trainer.vllm_generation, [p for p in trainer.model.parameters() if p.requires_grad]
+    engine = trainer.vllm_generation
+    assert isinstance(engine, Engine) and trainer.model is not None
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
 
     def sync() -> None:
         with torch.no_grad():

@@ -10,7 +10,8 @@ from trl.generation import vllm_generation
 def share_engine(device: str, dtype: str, **settings: Any) -> None:
     """Let all trainers of this process share one engine of this dtype, with further `settings` of vLLM's `LLM`. Each
     trainer sends its weights before it generates."""
-    engine_class, started = vllm_generation.LLM, []
+    engine_class = vllm_generation.LLM
+    started: list[Any] = []
     settings |= {"dtype": dtype} | ({"enforce_eager": True} if device == "cpu" else {})
 
     def engine(**kwargs):
@@ -33,4 +34,4 @@ def keep_plain_products(patch: Callable) -> None:
     from vllm.model_executor.layers import utils
 
     keep = {"cpu_linear": torch.nn.functional.linear}
-    patch(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: vars(layer).update(keep))
+    patch(utils, "dispatch_cpu_unquantized_gemm", lambda layer, remove_weight: layer.__dict__.update(keep))

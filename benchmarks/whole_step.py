@@ -118,11 +118,12 @@ def simulate(workload: tuple[str, int, float, int], gpu: Gpu, num_gpus: int, sta
         "one late, s": _with_speed(late, together),
     }
     for limit in staleness:
-        refilled = best(
-            lambda s, limit=limit: continuous(
-                groups(), engine_on(shape, gpu, engines=s), trainer(num_gpus - s), steps, limit
-            )
-        )
+
+        def refill(generating: int, limit: int = limit) -> Schedule:
+            engine = engine_on(shape, gpu, engines=generating)
+            return continuous(groups(), engine, trainer(num_gpus - generating), steps, limit)
+
+        refilled = best(refill)
         row[f"continuous, staleness {limit}, s"] = _with_speed(refilled, together)
         row[f"dropped, {limit}"] = f"{refilled.schedule.dropped:.1%}"
     return row

@@ -123,7 +123,7 @@ def main() -> None:
             for part in (updates[:5], updates[-5:]):
                 span = f"{part[0]['update']} to {part[-1]['update']}"
                 means = [100 * sum(row[name] for row in part) / len(part) for name in names]
-                rows.append([protocol, seed, span, *(f"{mean:.0f}" for mean in means)])
+                rows.append([protocol, str(seed), span, *(f"{mean:.0f}" for mean in means)])
     heads = ["trained with", "seed", "updates", "unevaluated sums", "several boxes", *PROTOCOLS]
     print("\n".join(["", *markdown(heads, rows, 3)]))
     draw(shares, args.output_dir / "curves.png")

@@ -7,6 +7,7 @@ Their coverage is too low with few problems (docs/evaluation.md): use `pass_inte
 import numpy as np
 
 from pacs_trl.evaluation import Interval
+from pacs_trl.report.tables import Measured
 
 
 def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int = 2000, seed: int = 0) -> Interval:
@@ -31,6 +32,12 @@ def bootstrap_interval(values, *, confidence: float = 0.95, num_resamples: int =
     lower, upper = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
     mean = values.mean(axis=0)
     return Interval(float(mean), float(lower), float(upper)) if values.ndim == 1 else Interval(mean, lower, upper)
+
+
+def bounds(cell: Measured) -> tuple[float, float]:
+    """Return the bounds of a value that has an interval."""
+    assert cell.lower is not None and cell.upper is not None
+    return cell.lower, cell.upper
 
 
 def paired_bootstrap(baseline, candidate, **options) -> Interval:

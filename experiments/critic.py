@@ -78,8 +78,11 @@ def critic_records(
     for problem in loaded.problems:
         for sample, grade in enumerate(grades[problem.id]):
             record = samples[problem.id, sample]
+            question, _ = problem.for_seed(record["seed"])
+            if not isinstance(question, str):
+                raise ValueError(f"Problem {problem.id} of {name} is a conversation. Use a benchmark of texts.")
             prompt = build_prompt(
-                problem.for_seed(record["seed"])[0],
+                question,
                 instruction=instruction_for(loaded, prompt_facts["instruction"]),
                 system_prompt=prompt_facts["system_prompt"],
             )

@@ -1,7 +1,7 @@
 r"""Models, tokenizers, and problems of `equality_scenarios.py`, written once as files that both sides load.
 
-Nothing here imports the package, so that a change of the package cannot change what it is measured with. The models
-have random weights, and a head that prefers some successors of a token, so that completions often have the form
+Nothing here imports `pacs_trl`, so that a change of it cannot change what it is measured with. The models have
+random weights, and a head that prefers some successors of a token, so that completions often have the form
 `\boxed{3}`: a verifier accepts some of them. The critic prefers answers of the form `<7>`.
 """
 
@@ -9,47 +9,14 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from miniature.tokenizer import BOX_TOKEN as BOX
+from miniature.tokenizer import END_TOKEN as END
+from miniature.tokenizer import ROLE_HEADERS, build_tokenizer
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 
-PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
-ASSISTANT = f"{START}assistant\n"
-BOX = r"\boxed{"
+ASSISTANT = ROLE_HEADERS[2]
 HIDDEN_SIZE = 288  # at least the size of the vocabulary: embeddings are orthogonal
-
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-    {{- '<|im_start|>' + ('user' if message.role == 'tool' else message.role) + '\n' }}
-    {{- message.content }}
-    {%- for call in message.tool_calls or [] %}
-        {{- '@' + call.function.name }}
-        {%- for name, value in call.function.arguments.items() %}
-            {{- '|' + name + '=' + value|string }}
-        {%- endfor %}
-    {%- endfor %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\n' }}
-{%- endif %}"""
-
-# A tool call is `@name|argument=value`.
-RESPONSE_TEMPLATE = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": ASSISTANT,
-    "fields": {
-        "tool_calls": {
-            "open_pattern": r"@(?P<name>\w+)(?=[^@]*<\|im_end\|>)",
-            "close_pattern": r"(?=@)|<\|im_end\|>",
-            "repeats": True,
-            "content": "xml-inline",
-            "content_args": {"tag_pattern": r"\|(?P<key>\w+)=(?P<value>[^|]*)"},
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {"close_pattern": r"<\|im_end\|>", "content": "text"},
-    },
-}
 
 # Logits of the successors of a token.
 POLICY = {
@@ -80,9 +47,8 @@ CRITIC = {
 
 def write_inputs(directory: Path) -> None:
     """Write the folders `policy`, `calling` (a policy that calls tools), and `critic`, and two files of problems."""
-    tokenizer = build_tokenizer()
     for seed, (name, successors) in enumerate({"policy": POLICY, "calling": CALLING, "critic": CRITIC}.items()):
-        tokenizer.response_template = RESPONSE_TEMPLATE if name == "calling" else None
+        tokenizer = build_tokenizer(tools=name == "calling")
         build_model(tokenizer, successors, seed).save_pretrained(directory / name)
         tokenizer.save_pretrained(directory / name)
     for name, first in {"problems": 0, "benchmark": 100}.items():
@@ -91,24 +57,6 @@ def write_inputs(directory: Path) -> None:
             for i in range(first, first + 32)
         ]
         (directory / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token per byte, and tokens for the parts of the chat template."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={symbol: i for i, symbol in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (PAD, START, END)])
-    backend.add_tokens([AddedToken(token, normalized=False, special=False) for token in (ASSISTANT, BOX)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=PAD,
-        eos_token=END,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-        chat_template=CHAT_TEMPLATE,
-    )
 
 
 def build_model(
@@ -138,9 +86,9 @@ def build_model(
         for successor, logit in preferred.items():
             logits[_id(tokenizer, token), _id(tokenizer, successor)] = logit
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(directions * HIDDEN_SIZE**0.5)
-        model.get_output_embeddings().weight.copy_(logits.T @ directions / HIDDEN_SIZE**0.5)
-        model.get_output_embeddings().weight.add_(0.02 * torch.randn(len(tokenizer), HIDDEN_SIZE))
+        model.model.embed_tokens.weight.copy_(directions * HIDDEN_SIZE**0.5)
+        model.lm_head.weight.copy_(logits.T @ directions / HIDDEN_SIZE**0.5)
+        model.lm_head.weight.add_(0.02 * torch.randn(len(tokenizer), HIDDEN_SIZE))
     return model
 
 

@@ -6,6 +6,7 @@ writes the summary.
 """
 
 import sys
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from experiments.graded import read_graded
@@ -14,7 +15,7 @@ from pacs_trl.settings import Parser
 from pacs_trl.settings.names import require_matplotlib
 
 
-def _run(argv: list[str]) -> None:
+def _run(argv: Sequence[str]) -> None:
     require_matplotlib("The quickstart")
     import_module("experiments.quickstart").main(argv)
 
@@ -25,13 +26,13 @@ if __name__ == "__main__":  # before the imports below, which need matplotlib, a
 import resource
 import shutil
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from experiments.bootstrap import bounds
 from experiments.figures import save
 from experiments.miniature.files import benchmark, write_data
 from experiments.paper.runs import start_of, train_once
@@ -178,14 +179,13 @@ def _examples(setting: Setting, output_dir: Path, methods: Sequence[str]) -> dic
         for problem in load_benchmark(benchmark(setting.task), max_problems=shown_problems).problems:
             grade = "correct" if grades[problem.id][0] == "1" else "incorrect"
             shown = f"`{one_line(records[problem.id, 0]['completion'])}` {grade}"
-            examples.setdefault(problem.problem, []).append(shown)
+            examples.setdefault(str(problem.problem), []).append(shown)
     return examples
 
 
 def doubled_and_apart(before: Measured, after: Measured) -> bool:
     """Whether pass@1 at least doubled and the two 95 % intervals do not overlap."""
-    assert after.lower is not None and before.upper is not None
-    return after.value >= 2 * before.value and after.lower > before.upper
+    return after.value >= 2 * before.value and bounds(after)[0] > bounds(before)[1]
 
 
 def summary(runs: Sequence[dict[str, Any]], setting: Setting = MINIATURE) -> str:

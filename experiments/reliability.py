@@ -45,13 +45,13 @@ def reliability_bins(scores: Sequence[float], labels: Sequence[float], *, num_bi
         `dict` with arrays of shape `(num_bins,)`: `count`, mean `probability`, and mean `label` (nan in empty bins),
         and the expected calibration error `sum_b count_b / N * |label_b - probability_b|`.
     """
-    scores, labels = np.asarray(scores, dtype=float), np.asarray(labels, dtype=float)
-    probabilities = np.exp(-np.logaddexp(0.0, -scores))
+    score_array, label_array = np.asarray(scores, dtype=float), np.asarray(labels, dtype=float)
+    probabilities = np.exp(-np.logaddexp(0.0, -score_array))
     index = np.minimum((probabilities * num_bins).astype(int), num_bins - 1)
     count = np.bincount(index, minlength=num_bins)
     with np.errstate(invalid="ignore"):
         probability = np.bincount(index, weights=probabilities, minlength=num_bins) / count
-        label = np.bincount(index, weights=labels, minlength=num_bins) / count
+        label = np.bincount(index, weights=label_array, minlength=num_bins) / count
     gaps = np.abs(label - probability)[count > 0]
-    error = float((count[count > 0] * gaps).sum() / scores.size)
+    error = float((count[count > 0] * gaps).sum() / score_array.size)
     return {"count": count, "probability": probability, "label": label, "calibration_error": error}

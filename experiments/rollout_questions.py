@@ -8,6 +8,7 @@ The arms of a seed share their warm start. PACS and DARS generate about 15,360 c
 
 import math
 from statistics import mean
+from typing import Any
 
 from experiments.miniature.files import benchmark
 from experiments.paper.cells import Options, run_cell
@@ -18,7 +19,7 @@ from experiments.studies import arms_parser, markdown, mean_difference, options_
 DARS = {"method": "dars", "adaptive_rollouts": "equal_treatment", "max_generations": 32, "class_weighting": "none"}
 VERL = {"method": "verl", "hidden_state_stride": 10, "max_steps": 160}
 PLAIN, DEPTH, ALL = "PACS, no class weights", "DARS, no class weights", "VERL, bonus on all tokens"
-ARMS = {
+ARMS: dict[str, dict[str, Any]] = {
     "warm start": {},
     PLAIN: {"class_weighting": "none"},
     DEPTH: DARS | {"max_steps": 92},

@@ -41,7 +41,7 @@ def build_processor() -> Gemma3Processor:
     """Return a processor of such pictures, with one token per cell."""
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": list(TOKENS.values())})
-    tokenizer._set_model_specific_special_tokens(special_tokens=TOKENS)
+    tokenizer._set_model_specific_special_tokens(special_tokens={**TOKENS})
     blocks = "{%- for block in message.content %}{{- block.text or '<start_of_image>' }}{%- endfor %}"
     tokenizer.chat_template = CHAT_TEMPLATE.replace("{{- message.content + '<|im_end|>' }}", f"{blocks}<|im_end|>")
     size = {"height": CELLS * CELL, "width": CELLS * CELL}
@@ -74,11 +74,16 @@ def supervise(model: Any, processor: Gemma3Processor, rng: np.random.Generator, 
     loss = torch.tensor(0.0)
     for _ in range(num_steps):
         pictures, numbers = zip(*(picture(rng) for _ in range(32)), strict=True)
-        prompts = [[{"role": "user", "content": _blocks(image)}] for image in pictures]
-        how = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-        inputs = dict(processor.apply_chat_template(prompts, **how))
-        answers = [processor.tokenizer(f"{number}<|im_end|>")["input_ids"] for number in numbers]
-        answers = torch.tensor(answers)
+        prompts: list[Any] = [[{"role": "user", "content": _blocks(image)}] for image in pictures]
+        how: dict[str, Any] = {
+            "tokenize": True,
+            "return_dict": True,
+            "return_tensors": "pt",
+            "add_generation_prompt": True,
+        }
+        batch: Any = processor.apply_chat_template(prompts, **how)
+        inputs: dict[str, torch.Tensor] = dict(batch)
+        answers = torch.tensor([processor.tokenizer(f"{number}<|im_end|>")["input_ids"] for number in numbers])
         length = inputs["input_ids"].shape[1]
         for name, more in (("input_ids", answers), ("attention_mask", torch.ones_like(answers))):
             inputs[name] = torch.cat([inputs[name], more], dim=1)

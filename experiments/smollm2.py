@@ -109,7 +109,7 @@ def convert(path: Path, folder: Path) -> None:
             if key not in ("quantization_config", "_model_name_or_path")
         }
     )
-    plain = type(model)(config).to(torch.bfloat16)
+    plain = type(model)(config).bfloat16()
     plain.load_state_dict(model.state_dict())
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder)

@@ -70,7 +70,12 @@ def teach(
         {"input_ids": question + answer, "completion_mask": [0] * len(question) + [1] * len(answer)}
         for question, answer in zip(question_ids(tokenizer, texts), answers, strict=True)
     ]
-    defaults = {"lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none"}
+    defaults: dict[str, Any] = {
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+    }
     defaults |= {"bf16": torch.cuda.is_available(), "use_cpu": not torch.cuda.is_available()}
     args = SFTConfig(str(output), completion_only_loss=True, max_length=None, **(defaults | settings))
     model = AutoModelForCausalLM.from_pretrained(start, dtype="float32")

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import product
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 
 Split = Literal["train", "test"]
@@ -133,7 +133,7 @@ def _products() -> Iterator[WorkedProblem]:
     for a, b in product(range(10, 100), repeat=2):
         text, boxed = f"{a}*{b}", rf"\boxed{{{a * b}}}"
         call = {"type": "function", "function": {"name": "run_python", "arguments": {"code": f"print({text})"}}}
-        asked = [
+        asked: list[dict[str, Any]] = [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "content": f"{a * b}\n"},
             {"role": "assistant", "content": boxed},

@@ -95,7 +95,7 @@ def warm_start(task: str, *, cache_dir: str | Path = CACHE_DIR, **settings) -> P
     """
     task, _, size = task.partition("/")
     settings |= {"size": size} if size else {}
-    settings = SIZE_SETTINGS.get(settings.get("size"), {}) | TASK_SETTINGS.get(task, {}) | settings
+    settings = SIZE_SETTINGS.get(settings.get("size", ""), {}) | TASK_SETTINGS.get(task, {}) | settings
     wanted = WarmStartSettings(task=task, **settings)
     tasks.check_task(task)
     models.check_size(wanted.size)
@@ -173,6 +173,7 @@ def train_warm_start(settings: WarmStartSettings, output_dir: str | Path) -> dic
                 "max_steps, or lower target_accuracy."
             )
         weights, report["calibration"] = calibration.result
+        assert trainer.model is not None
         trainer.model.load_state_dict(weights)
     trainer.save_model()
     content = json.dumps({"settings": asdict(settings), **report}, indent=1)
@@ -190,6 +191,7 @@ class Calibration(TrainerCallback):
     """
 
     def __init__(self, settings: WarmStartSettings, model: PreTrainedModel, processing_class):
+        assert settings.target_accuracy is not None
         self.settings = settings
         self.target = settings.target_accuracy
         # Copied before a trainer prepares the model: accelerate binds `forward` to the original, also in copies.
@@ -239,7 +241,7 @@ class Calibration(TrainerCallback):
     def _accuracy(self, weights: Weights, num_samples: int) -> float:
         """Measure the accuracy of these weights on held-out problems with new samples."""
         self.num_measurements += 1
-        model = copy.deepcopy(self.average.module)
+        model: Any = copy.deepcopy(self.average.module)  # torch declares a Module, not the model that it averages
         model.load_state_dict(weights)
         seed = CALIBRATION_SEED + self.num_measurements
         return measure(model, self.processing_class, self.held_out, num_samples=num_samples, seed=seed)

@@ -46,7 +46,7 @@ def full_commands(cell: Cell, seed: int, options: Options, *, checkpoints: bool 
     """Return the commands that a full-size cell still needs: training, then evaluations, with `checkpoints` also of
     the saved ones. The seed is that of training, or of the samples if nothing is trained."""
     results, model = cell.directory(options.results_dir, seed), cell.directory(options.work_dir, seed)
-    settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | cell.settings
+    settings = read_mapping(RECIPES / f"{cell.recipe}.yaml", "recipe") | dict(cell.settings)
     if cell.recipe.startswith("evaluation/"):  # names its model and its method itself
         asked = ["--seed", str(seed)]
     elif cell.trained:
@@ -78,7 +78,9 @@ def _training_hours(cell: Cell) -> float | None:
     from pacs_trl.plan.launch import read_launch
 
     launch, _ = read_launch(str(RECIPES.parent / ACCELERATE), None)
+    assert launch is not None
     recipe, _ = check_recipe(str(RECIPES / f"{cell.recipe}.yaml"), cell.words, launch.num_processes)
+    assert recipe is not None
     return Estimate(recipe, launch).gpu_hours(round(MEAN_LENGTH * recipe.training.max_completion_length))
 
 

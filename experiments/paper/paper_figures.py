@@ -7,6 +7,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from experiments.bootstrap import bounds
 from pacs_trl.report import plots, tables
 
 
@@ -74,9 +75,9 @@ def beta_figure(results: Mapping[float, Sequence[dict[str, Any]]], benchmarks: M
         ks = tables.common_ks([run for runs in results.values() for run in runs])
         rows = {v: tables.pass_at_k_cells(results[v], list(benchmarks), ks) for v in values}
         for i, k in enumerate(ks):
-            look = {"color": COLORS[i % 7], "marker": MARKERS[i % 7], "linestyle": DASHES[i % 7]}
+            look: dict[str, Any] = {"color": COLORS[i % 7], "marker": MARKERS[i % 7], "linestyle": DASHES[i % 7]}
             cells = [rows[v][k] for v in values]
-            errors = [[c.value - c.lower for c in cells], [c.upper - c.value for c in cells]]
+            errors = [[c.value - bounds(c)[0] for c in cells], [bounds(c)[1] - c.value for c in cells]]
             points = values, [c.value for c in cells]
             panel.errorbar(*points, yerr=errors, label=f"k={k}", elinewidth=0.7, **look)
         panel.set_xscale("log")

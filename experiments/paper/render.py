@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.bootstrap import bootstrap_interval
+from experiments.bootstrap import bootstrap_interval, bounds
 from experiments.figures import shrink
 from pacs_trl.evaluation.results import read_results, require_same_protocol
 from pacs_trl.report import tables
@@ -78,7 +78,9 @@ def _twin_of(table: Table) -> Table:
     """Rename the models of a table to the miniature ones."""
     title = re.sub(r"Qwen3-\dB", lambda model: f"{TWIN_MODELS[model[0]]}, in place of {model[0]}", table.title)
     cells = [cell._replace(label=_twin(cell.label)) for cell in table.cells]
-    return table._replace(title=title, cells=cells, compare=[tuple(map(_twin, pair)) for pair in table.compare])
+    return table._replace(
+        title=title, cells=cells, compare=[(_twin(first), _twin(second)) for first, second in table.compare]
+    )
 
 
 def _twin(label: str) -> str:
@@ -133,12 +135,16 @@ def _rows(
     if any(number is not None for number in published):
         shown = ["-" if number is None else f"{number:.{max(digits, 2)}f}" for number in published]
         rows.append([f"{of or label}, published", *shown])
-        lies = [
-            "-" if c is None or number is None else "inside" if c.lower <= number <= c.upper else "outside"
-            for c, number in zip(ours, published, strict=True)
-        ]
-        rows += [[f"{label}, published lies", *lies]] if of is None else []
+        if of is None:
+            rows.append([f"{label}, published lies", *map(_where_it_lies, ours, published)])
     return rows
+
+
+def _where_it_lies(cell: tables.Measured | None, published: float | None) -> str:
+    if cell is None or published is None:
+        return "-"
+    lower, upper = bounds(cell)
+    return "inside" if lower <= published <= upper else "outside"
 
 
 def _header(names: dict[str, str], twins: bool) -> list[str]:
@@ -147,6 +153,12 @@ def _header(names: dict[str, str], twins: bool) -> list[str]:
 
 def _all_results(runs: Runs) -> list[dict[str, Any]]:
     return [run.results for group in runs.values() for run in group]
+
+
+def _mean_of_all(values: Sequence[float | None]) -> float | None:
+    """Return the mean of values, `None` if one of them is missing."""
+    known = [value for value in values if value is not None]
+    return statistics.mean(known) if len(known) == len(values) else None
 
 
 def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
@@ -167,8 +179,9 @@ def _pass_at_k(table: Table, runs: Runs, path: Path, twins: bool) -> str:
     def table_of(benchmarks: list[str], ks: list[int]) -> str:
         rows = []
         for label, group in runs.items():
-            columns = [[theirs[name].get(label, {}).get(k) for name in benchmarks] for k in ks]
-            published = [None if twins or None in values else statistics.mean(values) for values in columns]
+            published = [
+                None if twins else _mean_of_all([theirs[n].get(label, {}).get(k) for n in benchmarks]) for k in ks
+            ]
             rows += _rows(label, _cells(group, benchmarks, ks), published)
         return tables.to_markdown(["", *(f"k={k}" for k in ks)], rows)
 
@@ -235,7 +248,8 @@ def _difference(
 
 
 def _direction(cell: tables.Measured, by_seed: Sequence[float], published: float | None) -> str:
-    if cell.lower <= 0 <= cell.upper or not (min(by_seed) > 0 or max(by_seed) < 0):
+    lower, upper = bounds(cell)
+    if lower <= 0 <= upper or not (min(by_seed) > 0 or max(by_seed) < 0):
         return "not resolved"
     if published is None:
         return "-"
@@ -287,7 +301,8 @@ def _diversity_cell(runs: Sequence[Run], name: str, problems: Sequence[str]) -> 
     if not runs or not problems:
         return None
     by_run = np.array([[run.diversity[name][problem] for problem in problems] for run in runs])
-    return tables.Measured(*bootstrap_interval(by_run.mean(axis=0)), _spread(by_run.mean(axis=1).tolist()))
+    mean, lower, upper = map(float, bootstrap_interval(by_run.mean(axis=0)))
+    return tables.Measured(mean, lower, upper, _spread(by_run.mean(axis=1).tolist()))
 
 
 def _spread(by_run: Sequence[float]) -> float | None:
