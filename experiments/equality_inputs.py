@@ -1,7 +1,7 @@
 r"""Models, tokenizers, and problems of `equality_scenarios.py`, written once as files that both sides load.
 
-Nothing here imports `pacs_trl`, so that a change of it cannot change what it is measured with. The models have
-random weights, and a head that prefers some successors of a token, so that completions often have the form
+Nothing here imports the package, so that a change of it cannot change what it is measured with. The models have random
+weights, and a head that prefers some successors of a token, so that completions often have the form
 `\boxed{3}`: a verifier accepts some of them. The critic prefers answers of the form `<7>`.
 """
 
