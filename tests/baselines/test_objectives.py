@@ -77,8 +77,8 @@ def test_gradient(tmp_path, name, split):
         gradients = {n: p.grad for n, p in long_way.named_parameters() if n in recorder.weights[0]}
         assert relative_error(recorder.gradients[update], gradients) < RELATIVE
         if name != "maxrl":
-            # DisCO's is a difference of log-probs near 5.5, whose last digit in float32 is 5e-7
-            rounding = 1e-6 if name == "disco" else None
+            # DisCO's is a difference of sums of log-probs near 5.5, whose last digit in float32 is 5e-7
+            rounding = 5e-6 if name == "disco" else None
             assert logged[update]["loss"] == pytest.approx(expected.item(), rel=RELATIVE, abs=rounding)
 
 
