@@ -65,6 +65,9 @@ class ExactUpdateTrainer(RolloutTrainer):
     """
 
     args: ExactUpdateConfig
+    _waiting: WaitingRollouts
+    _generating_policy: SnapshotReference | None  # a copy, for `stale_logps: recompute` with a server
+    _non_finite: tuple[int, int]  # non-finite optimizer steps: consecutive ones up to the last step, and the total
     late_rollout: Callable | None = None  # an asynchronous `rollout_func`
     update_class: type[PolicyUpdate] = GroupLossUpdate
     # Attributes of TRL's trainer, copies of settings, that `create_objective` reads: they may change during a run.
@@ -113,7 +116,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return MicroBatchConfig(
             self.accelerator.num_processes,
             args.per_device_train_batch_size,
-            args.max_tokens_per_micro_batch,
+            self.memory.choice.max_tokens,
             group_layout=args.group_layout,
             backward_cost=backward_cost(args),
             is_adaptive=self.memory.is_automatic,
@@ -173,7 +176,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self.args.rollout_schedule == "continuous":
             from .continuous import ContinuousRollouts  # imports TRL's asynchronous trainer
 
-            return ContinuousRollouts(self)
+            return ContinuousRollouts(self)  # type: ignore[return-value]  # its `take` is a `rollout_func`
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
     def _prepare_learning(self) -> None:
@@ -274,8 +277,9 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _enter_training(self, model) -> None:
         """Do what Trainer does at the start of a training step."""
         model.train()
-        if hasattr(self.optimizer, "train") and callable(self.optimizer.train):
-            self.optimizer.train()
+        train_optimizer = getattr(self.optimizer, "train", None)
+        if callable(train_optimizer):
+            train_optimizer()
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
@@ -466,8 +470,8 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _reset_run(self) -> None:
         super()._reset_run()
         self._waiting = WaitingRollouts()
-        self._generating_policy: SnapshotReference | None = None  # a copy, for `stale_logps: recompute` with a server
-        self._non_finite = 0, 0  # non-finite optimizer steps: consecutive ones up to the last step, and the total
+        self._generating_policy = None
+        self._non_finite = 0, 0
         reset_entropy_coef(self)
 
     def _save_run(self, directory: Path) -> None:

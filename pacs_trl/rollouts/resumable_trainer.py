@@ -28,6 +28,7 @@ from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss
+from .sources import RolloutSource
 
 
 class ResumableTrainer(GRPOTrainer):
@@ -37,6 +38,11 @@ class ResumableTrainer(GRPOTrainer):
     model: PreTrainedModel
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     num_generations: int
+    num_generations_eval: int
+    reward_funcs: list[Any]
+    chat_template_kwargs: dict[str, Any]
+    _buffered_inputs: Any
+    _source: Any  # a [`RolloutSource`], of which some have more methods
     _logged_loss: LoggedLoss
     _step_start: StepStart
 
@@ -83,6 +89,10 @@ class ResumableTrainer(GRPOTrainer):
         self._step_start.rewind()
         checkpoint.save_last_step(self)
 
+    def _create_source(self) -> RolloutSource:
+        """Return where the completions of training come from."""
+        raise NotImplementedError
+
     def _reset_run(self) -> None:
         """Set the attributes that a run changes to their values at its start."""
         self._source = self._create_source()
@@ -90,7 +100,12 @@ class ResumableTrainer(GRPOTrainer):
         self._buffered_inputs = None
         self._current_train_step_time = 0.0
         self._last_loaded_step = -1  # vLLM may hold the weights of another run
-        logs = [*self._metrics.values(), *self._logs.values(), self._pending_metrics, self._pending_extra_logs]
+        logs: list[Any] = [
+            *self._metrics.values(),
+            *self._logs.values(),
+            self._pending_metrics,
+            self._pending_extra_logs,
+        ]
         for log in logs:
             log.clear()
         self._num_generated_batches = 0  # in training, with those of `generate_more`

@@ -56,6 +56,9 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         model_init_kwargs: dict[str, Any] | None = None
         generation_kwargs: dict[str, Any] | None = None
         gradient_checkpointing_kwargs: dict[str, Any] | None = None
+        vllm_importance_sampling_mode: Literal[
+            "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"
+        ] = "sequence_mask"
         chat_template_kwargs: dict[str, Any] | None = None
         optim: OptimizerNames = OptimizerNames.ADAMW_TORCH
         hub_strategy: HubStrategy = HubStrategy.EVERY_SAVE

@@ -65,7 +65,8 @@ _SIGNATURE = inspect.signature(GRPOTrainer.__init__)
 _MOST_UNREWARDED = 3  # a run fails if this many generation batches at its start have no reward at all
 
 
-class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, ResumableTrainer):
+# The other bases replace methods and attributes of TRL's trainer, which they do not inherit from.
+class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, ResumableTrainer):  # type: ignore[misc]
     """Base class of trainers: [`~trl.GRPOTrainer`], with the same arguments, and exact resumption, input checks, step
     timing, and model cards."""
 
