@@ -132,7 +132,7 @@ def test_weights_and_logs_are_those_of_trl_in_one_micro_batch(tmp_path, method, 
 
 @pytest.mark.trains
 @pytest.mark.parametrize(
-    "trainer_class", [GRPOTrainer, pytest.param(RLOOTrainer, marks=pytest.mark.slow), PACSTrainer]
+    "trainer_class", [pytest.param(c, marks=pytest.mark.slow) for c in (GRPOTrainer, RLOOTrainer)] + [PACSTrainer]
 )
 def test_any_micro_batch_gives_the_same_gradient(tmp_path, trainer_class):
     """Also one completion per micro-batch, of which some are masked, and padded ones."""

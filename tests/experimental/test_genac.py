@@ -170,6 +170,7 @@ def test_evaluation_is_greedy_and_teaches_nothing(tmp_path, model_path):
     assert {each.segment is None for each in notes.asked[0]} == {False}
 
 
+@pytest.mark.slow
 def test_a_run_with_evaluations_learns_the_same(tmp_path, model_path, monkeypatch):
     monkeypatch.setattr(evaluation, "shared_verifier", Parity)
     settings = {"critic_max_new_tokens": 4, "critic_pretraining_steps": 1, "max_completion_length": 8, "max_steps": 3}

@@ -30,6 +30,7 @@ def test_reasons_by_hand(problem, response, reason):
     assert worked_reason(problem, response) == reason
 
 
+@pytest.mark.slow
 def test_traces_are_repeated_written_and_read(tmp_path):
     model, prompt = tiny_model(), CriticPrompt(CRITIC_PROMPT)
     rows = problems("terms", "train", 3)

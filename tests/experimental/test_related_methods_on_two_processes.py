@@ -8,9 +8,9 @@ from support.two_processes import assert_steps_of_one_process, both, launch, num
 from two_process_scenarios import REPLAYED, SCENARIOS, probabilities, weighted
 
 
-pytestmark = [pytest.mark.distributed, pytest.mark.trains]
-TWO_KINDS = ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)]
-ALL_KINDS = [*TWO_KINDS, pytest.param("zero3", marks=pytest.mark.slow)]
+pytestmark = [pytest.mark.distributed, pytest.mark.trains, pytest.mark.slow]  # core methods: tests/distributed
+TWO_KINDS = ["ddp", "fsdp2"]
+ALL_KINDS = [*TWO_KINDS, "zero3"]
 
 
 @pytest.fixture(scope="module")

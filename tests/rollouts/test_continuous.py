@@ -62,9 +62,8 @@ def trainer_of(directory, server, trainer_class=None, callbacks=(), more=None, m
 @pytest.mark.parametrize(
     "trainer_class",
     [
-        PACSTrainer,
         GRPOTrainer,
-        *(pytest.param(c, marks=pytest.mark.slow) for c in (RLOOTrainer, MaxRLTrainer, REALTrainer)),
+        *(pytest.param(c, marks=pytest.mark.slow) for c in (PACSTrainer, RLOOTrainer, MaxRLTrainer, REALTrainer)),
     ],
 )
 def test_each_prompt_of_an_epoch_is_trained_once_in_the_order_of_a_batch(tmp_path, worker, trainer_class):
@@ -125,7 +124,7 @@ def test_a_group_is_as_old_as_its_oldest_sampled_token(worker):
     assert GradedGroup.num_mixed.fget(group) == 1
 
 
-@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_a_resumed_run_trains_what_was_not_trained(tmp_path, worker, step):
     """Groups that were finished are restored, and those that were being decoded are generated again, first."""
     worker.order = staticmethod(lambda started: started[len(started) // 2])

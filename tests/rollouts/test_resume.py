@@ -125,6 +125,7 @@ def train_and_save(directory, resume):
     trainer.save_model()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_in_a_step_goes_on_in_a_new_process(tmp_path):
     """kill -9 inside the seventh step, with the sixth saved; a new process goes on."""
     weights, _, _ = trained(tmp_path / "straight")

@@ -26,7 +26,13 @@ METHODS = {  # settings, and the steps after which a run is resumed
 }
 
 
-@pytest.mark.parametrize(("settings", "steps"), METHODS.values(), ids=METHODS)
+SLOW = ("cispo", "real")  # their losses are of the kinds of GRPO's and of PACS's
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [pytest.param(*METHODS[name], id=name, marks=[pytest.mark.slow] if name in SLOW else []) for name in METHODS],
+)
 def test_a_resumed_run_is_bit_identical(tmp_path, model_path, settings, steps):
     def build(output_dir):
         torch.manual_seed(shifted(0))
