@@ -60,13 +60,13 @@ def sized(settings: dict[str, Any], num_processes: int) -> dict[str, Any]:
 def run(
     directory: Path, name: str, num_processes: int, model_path: str, *, lora: bool = False, **more_settings
 ) -> dict[str, Any]:
-    trainer_class, settings, of_replay = SCENARIOS[name]
+    trainer_class, settings, replay_options = SCENARIOS[name]
     torch.manual_seed(shifted(0))  # of the adapter
     trainer = build_trainer(
         directory / name,
         model=model_path,
         trainer_class=trainer_class,
-        replay=Replay(num_generations=8, **of_replay),
+        replay=Replay(num_generations=8, **replay_options),
         more={"peft_config": LORA if lora else None},
         **sized(settings, num_processes) | more_settings,
     )

@@ -201,8 +201,8 @@ GRPO = {**HALF, "num_iterations": 2, "max_steps": 8, "epsilon": 0.01, "epsilon_h
 
 
 def grpo(rank, directory, **how):
-    found = record(directory, GRPO | how, {"unverifiable": 0.2}, trainer_class=GRPOTrainer)
-    return {name: found[name] for name in ("final", "logs")}
+    recorded = record(directory, GRPO | how, {"unverifiable": 0.2}, trainer_class=GRPOTrainer)
+    return {name: recorded[name] for name in ("final", "logs")}
 
 
 def experts(rank, directory, **how):
@@ -210,8 +210,8 @@ def experts(rank, directory, **how):
     process has none."""
     settings = {"router_aux_loss_coef": 1.0, "packing": "never", "max_tokens_per_micro_batch": 2000}
     settings |= HALF | {"model": tiny_experts(), "learning_rate": 0.01, "max_steps": 4}
-    found = record(directory, settings | how, {"uniform_groups": 2}, trainer_class=GRPOTrainer)
-    return {name: found[name] for name in ("final", "logs", "gradients")}
+    recorded = record(directory, settings | how, {"uniform_groups": 2}, trainer_class=GRPOTrainer)
+    return {name: recorded[name] for name in ("final", "logs", "gradients")}
 
 
 def replayed(rank, directory, name, **how):

@@ -56,14 +56,14 @@ def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkey
             outputs=tmp_path,
         )
         first, second = (torch.load(tmp_path / f"result.{rank}") for rank in range(2))
-        of_server = dict(server.weights)
+        server_weights = dict(server.weights)
         alone = train(tmp_path / "one", model_path, server.url, 8, 4, patch=monkeypatch.setattr)
         checkpoint = str(tmp_path / "two" / "checkpoint-3")
         rest = train(tmp_path / "two", model_path, server.url, 8, 6, checkpoint, patch=monkeypatch.setattr)
     assert first["positions"] == alone["positions"] == list(range(8))
     assert second["positions"] == []
     assert rest["positions"] == list(range(6, 12))
-    assert of_server.keys() == first["weights"].keys()
+    assert server_weights.keys() == first["weights"].keys()
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name])
         assert torch.allclose(weight, alone["weights"][name], atol=rounding_atol(10_000, 1.0)), name

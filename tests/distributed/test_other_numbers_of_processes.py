@@ -150,7 +150,7 @@ def test_a_vllm_server_generates_the_same_completions_for_another_number(tmp_pat
         (tmp_path / "again").mkdir()
         on_several(1, run_and_save, *arguments, outputs=tmp_path / "again")
     start = trainable_weights(tiny_model())
-    of_one, of_two, continued = (torch.load(tmp_path / name / "result.0") for name in ("1", ".", "again"))
-    change = {name: of_one[name] - start[name] for name in start}
-    for weights in (of_two, continued):
+    one_process, two_processes, continued = (torch.load(tmp_path / name / "result.0") for name in ("1", ".", "again"))
+    change = {name: one_process[name] - start[name] for name in start}
+    for weights in (two_processes, continued):
         assert relative_error({name: weights[name] - start[name] for name in start}, change) < 1e-5

@@ -45,7 +45,7 @@ def out_of_memory_in(trainer, number: int) -> None:
 
 def repeated_steps(directory: Path) -> None:
     """Save the gradients of each case of this process, with and without a pass that fails."""
-    rank, found = int(os.environ["RANK"]), {}
+    rank, outcomes = int(os.environ["RANK"]), {}
     for name, (trainer_class, sizes, number) in STEPS.items():
         for fails in (False, True):
             replay = Replay(uniform_groups=0)
@@ -56,8 +56,8 @@ def repeated_steps(directory: Path) -> None:
                 out_of_memory_in(trainer, number)
             trainer.train()
             limit = trainer.update.driver.limits.max_tokens
-            found[name, fails] = recorder.gradients, trainer_metrics(trainer), limit
-    torch.save(found, directory / f"steps.{rank}.pt")
+            outcomes[name, fails] = recorder.gradients, trainer_metrics(trainer), limit
+    torch.save(outcomes, directory / f"steps.{rank}.pt")
 
 
 def trainer_metrics(trainer) -> list[dict]:
@@ -81,10 +81,10 @@ def test_with_ddp_all_processes_repeat_a_step(steps, name):
         gradients, metrics, _ = process[name, False]
         repeated, metrics_again, _ = process[name, True]
         assert len(gradients) == len(repeated) == 2
-        for expected, found in zip(gradients, repeated, strict=True):
-            assert relative_error(found, expected) < RELATIVE
-        for expected, found in zip(metrics, metrics_again, strict=True):
-            assert found == pytest.approx(expected, rel=1e-4)
+        for expected, step_gradients in zip(gradients, repeated, strict=True):
+            assert relative_error(step_gradients, expected) < RELATIVE
+        for expected, step_metrics in zip(metrics, metrics_again, strict=True):
+            assert step_metrics == pytest.approx(expected, rel=1e-4)
     assert printed.count("Out of memory in optimizer step") == len(STEPS)
 
 
@@ -93,7 +93,7 @@ def tried_micro_batches(directory: Path) -> None:
     the micro-batches of a CPU."""
     let_accelerate_shard_on_cpu()
     automatic = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
-    found = []
+    outcomes = []
     with patch.object(memory, "device_memory", lambda device: DeviceMemory(10**9, 10**9, "NVIDIA H200")):
         for settings in (automatic, {}):
             trainer = build_trainer(directory, replay=Replay(), max_steps=1, **FSDP_SETTINGS, **TWO, **settings)
@@ -108,8 +108,8 @@ def tried_micro_batches(directory: Path) -> None:
 
             trainer.forward_pass.on_pass = check
             trainer.train()
-            found.append((recorder.gradients, tokens, trainer.update.driver.limits.max_tokens))
-    torch.save(found, directory / f"tried.{os.environ['RANK']}.pt")
+            outcomes.append((recorder.gradients, tokens, trainer.update.driver.limits.max_tokens))
+    torch.save(outcomes, directory / f"tried.{os.environ['RANK']}.pt")
 
 
 def test_with_fsdp2_all_processes_try_the_largest_micro_batch_before_training(tmp_path):
@@ -117,7 +117,7 @@ def test_with_fsdp2_all_processes_try_the_largest_micro_batch_before_training(tm
     last token of each. Half of them would not hold a rollout; one is tried in two passes, whose gradients add up."""
     on_two(tried_micro_batches, tmp_path, outputs=tmp_path)
     for rank in range(2):
-        automatic, of_a_cpu = torch.load(tmp_path / f"tried.{rank}.pt", weights_only=False)
+        automatic, on_cpu = torch.load(tmp_path / f"tried.{rank}.pt", weights_only=False)
         gradients, tokens, size = automatic
         assert tokens[:3] == [1089, 1039, 1039] and size == 1040
-        assert relative_error(gradients[0], of_a_cpu[0][0]) < RELATIVE
+        assert relative_error(gradients[0], on_cpu[0][0]) < RELATIVE

@@ -162,12 +162,12 @@ REPLAYED_SHARDS += [("zero3", f"{name}, {threshold}", name) for name, threshold 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_an_engine_that_sleeps_gets_merged_weights(request, kind):
     """Both processes compare their engines after each wake; shards are gathered."""
-    for found in both(request.getfixturevalue(kind), "asleep"):
-        assert found["calls"].count("kv_cache") == found["calls"].count("weights") >= 3
+    for recorded in both(request.getfixturevalue(kind), "asleep"):
+        assert recorded["calls"].count("kv_cache") == recorded["calls"].count("weights") >= 3
         changed = 0
         for name, weight in tiny_model().named_parameters():
-            assert torch.allclose(found["sent"][name], found["expected"][name], atol=1e-6), name
-            changed += not torch.equal(found["sent"][name], weight)
+            assert torch.allclose(recorded["sent"][name], recorded["expected"][name], atol=1e-6), name
+            changed += not torch.equal(recorded["sent"][name], weight)
         assert changed >= 8
 
 

@@ -26,9 +26,9 @@ def train_until_it_stops(directory, model, url):
 def test_both_processes_stop_and_save(tmp_path, model_path):
     with LoopbackVLLM(model_path) as server:
         server.fail_generation = 2
-        of_main, of_other = on_two(train_until_it_stops, tmp_path, model_path, server.url, outputs=tmp_path)
-    assert "stopped answering after optimizer step 2" in of_main and "the engine is dead" in of_main
-    assert "stopped answering after optimizer step 2" in of_other and "GET /health has status 503" in of_other
+        main_output, other_output = on_two(train_until_it_stops, tmp_path, model_path, server.url, outputs=tmp_path)
+    assert "stopped answering after optimizer step 2" in main_output and "the engine is dead" in main_output
+    assert "stopped answering after optimizer step 2" in other_output and "GET /health has status 503" in other_output
     states = [torch.load(tmp_path / "run" / "checkpoint-2" / f"pacs_state_{rank}.pt") for rank in range(2)]
     assert all(
         state["attributes"] | {"_num_generated_batches": 2, "_step": 2} == state["attributes"] for state in states

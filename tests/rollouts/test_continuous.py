@@ -166,15 +166,15 @@ def check_weights(tmp_path, worker, lora=None):
         trainer.train()
     assert versions == ["0", "1", "2"]
     assert not server.paused
-    for weights, of_server in zip(recorder.weights, sent, strict=True):
+    for weights, server_weights in zip(recorder.weights, sent, strict=True):
         if lora is None:
             expected = weights
         else:
             load_weights(trainer.model, weights)
             merged = copy.deepcopy(trainer.model).merge_and_unload()
             expected = dict(merged.named_parameters())
-        assert of_server.keys() == expected.keys()
-        assert all(torch.allclose(of_server[name], weight, atol=1e-6) for name, weight in expected.items())
+        assert server_weights.keys() == expected.keys()
+        assert all(torch.allclose(server_weights[name], weight, atol=1e-6) for name, weight in expected.items())
 
 
 def test_a_server_with_other_weights_than_it_was_sent_stops_the_run(tmp_path, worker):

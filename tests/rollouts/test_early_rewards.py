@@ -32,8 +32,8 @@ async def early(completions, prompts, completion_ids, solution, truncated, log_m
     return [None if i == 0 else 0.9 * reward + noise for i, reward in enumerate(digit_reward(completions))]
 
 
-def of_package(completions, **kwargs):
-    note("of_package", completions, kwargs["trainer_state"].global_step)
+def package_reward(completions, **kwargs):
+    note("package_reward", completions, kwargs["trainer_state"].global_step)
     return digit_reward(completions)
 
 
@@ -47,41 +47,41 @@ async def async_of_state(completions, trainer_state, **kwargs):
     return digit_reward(completions)
 
 
-def of_policy(completions, completion_ids, compute_logps, **kwargs):
+def policy_reward(completions, completion_ids, compute_logps, **kwargs):
     compute_logps(completion_ids, completion_ids)
-    note("of_policy", completions, None)
+    note("policy_reward", completions, None)
     return digit_reward(completions)
 
 
-FUNCTIONS = [early, of_package, plain, async_of_state, of_policy]
+FUNCTIONS = [early, package_reward, plain, async_of_state, policy_reward]
 
 
 def run(directory, resume=None, **settings):
-    given = {"reward_weights": [0.2] * 5, "max_steps": 8, "rollout_lag": 2} | settings
+    all_settings = {"reward_weights": [0.2] * 5, "max_steps": 8, "rollout_lag": 2} | settings
     called.clear()
     random.seed(7)
     with forked_engine():
-        trainer = trainer_of(directory, GRPOTrainer, reward=FUNCTIONS, **given)
+        trainer = trainer_of(directory, GRPOTrainer, reward=FUNCTIONS, **all_settings)
         trainer.train(resume_from_checkpoint=resume)
     return trainer, list(called)
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_functions_that_need_neither_the_main_thread_nor_the_policy_are_called_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(late_batches, "FUNCTIONS", (of_package,))
+    monkeypatch.setattr(late_batches, "FUNCTIONS", (package_reward,))
     straight, calls = run(tmp_path / "straight", eval_strategy="steps", eval_steps=4)
     texts = [[r.completion_ids.tolist() for r in kept] for kept in straight.kept]
     assert len(texts) == 4
-    for name in ("early", "of_package", "plain", "async_of_state", "of_policy"):
-        is_early, is_plain = name in ("early", "of_package"), name in ("plain", "of_policy")
-        own = [(given, step, is_main) for each, given, step, is_main in calls if each == name]
-        training = [each for each in own if len(each[0]) == 16]
-        assert len(training) == 4 and len(own) > 4, f"{name}: once per batch, and in the evaluation"
+    for name in ("early", "package_reward", "plain", "async_of_state", "policy_reward"):
+        is_early, is_plain = name in ("early", "package_reward"), name in ("plain", "policy_reward")
+        function_calls = [(contents, step, is_main) for each, contents, step, is_main in calls if each == name]
+        training = [each for each in function_calls if len(each[0]) == 16]
+        assert len(training) == 4 and len(function_calls) > 4, f"{name}: once per batch, and in the evaluation"
         assert [is_main for *_, is_main in training] == [is_plain] * 4
-        if name != "of_policy":
+        if name != "policy_reward":
             late = [0, 0, 0, 2] if is_early else [0, 2, 4, 6]
             assert [step for _, step, _ in training] == late
-        assert [given for given, *_ in training] == [
+        assert [contents for contents, *_ in training] == [
             straight._tokenizer.batch_decode(ids, skip_special_tokens=True) for ids in texts
         ]
     logs = [log for log in straight.state.log_history if "rewards/early/mean" in log]
@@ -89,7 +89,7 @@ def test_functions_that_need_neither_the_main_thread_nor_the_policy_are_called_e
     resumed, again = run(tmp_path / "resumed", resume=str(tmp_path / "straight" / "checkpoint-3"), eval_strategy="no")
     logged = resumed._logs["extra"]["answer"]
     assert list(logged) == [f"tensor({len(ids)})" for ids in texts[-1]]
-    assert [each[0] for each in again if each[3]] == ["plain", "of_policy"] * 2
+    assert [each[0] for each in again if each[3]] == ["plain", "policy_reward"] * 2
     assert_same_models(straight, resumed)
 
 

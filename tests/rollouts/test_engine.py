@@ -34,8 +34,8 @@ def test_every_request_of_a_colocated_engine_gets_a_seed():
 
 
 def test_a_rollout_function_gets_seeds_too_of_which_an_evaluation_takes_none(tmp_path, model_path, monkeypatch):
-    def rollout(given, trainer):
-        ids = [trainer._tokenizer(prompt[0]["content"])["input_ids"] for prompt in given]
+    def rollout(conversations, trainer):
+        ids = [trainer._tokenizer(prompt[0]["content"])["input_ids"] for prompt in conversations]
         prompts = [{"prompt_token_ids": each} for each in ids]
         drawn = trainer.vllm_generation.llm.generate(prompts, SamplingParams(max_tokens=8), use_tqdm=False)
         return {"prompt_ids": ids, "completion_ids": [o.outputs[0].token_ids for o in drawn], "logprobs": None}

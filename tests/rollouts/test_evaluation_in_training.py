@@ -129,7 +129,7 @@ def test_benchmarks_alone_have_their_own_sampling(tmp_path, model_path, engine):
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_best_checkpoint_by_pass_at_1(tmp_path, model_path, lora):
     """Also in a run that is resumed after its second step."""
-    found, recorder = [], Recorder()
+    runs, recorder = [], Recorder()
     saving = {"save_strategy": "steps", "save_steps": 1, "max_steps": 4, "load_best_model_at_end": True}
     for directory, resume in (("straight", None), ("again", tmp_path / "straight" / "checkpoint-2")):
         torch.manual_seed(0)
@@ -137,8 +137,8 @@ def test_the_best_checkpoint_by_pass_at_1(tmp_path, model_path, lora):
         settings = EVALUATING | saving | {"eval_on_start": False, "metric_for_best_model": "eval/pass@1"}
         trainer = build(PACSTrainer, tmp_path / directory, model_path, more, **settings)
         trainer.train(resume_from_checkpoint=resume and str(resume))
-        found.append((trainer, [log["eval_pass@1"] for log in trainer.state.log_history if "eval_pass@1" in log]))
-    (straight, values), (again, values_again) = found
+        runs.append((trainer, [log["eval_pass@1"] for log in trainer.state.log_history if "eval_pass@1" in log]))
+    (straight, values), (again, values_again) = runs
     assert values == values_again and len(values) == 4 and straight.state.best_metric == max(values)
     best = 1 + values.index(max(values))
     assert straight.state.best_global_step == again.state.best_global_step == best

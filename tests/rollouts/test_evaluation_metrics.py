@@ -123,9 +123,9 @@ def test_tables_of_completions_are_apart_from_those_of_training(tmp_path):
     files = sorted(file.name for file in (tmp_path / "completions").iterdir())
     assert files == ["completions_00002.parquet", "eval_00001.parquet", "eval_00002.parquet"]
     held_out_prompts = {str(prompt) for prompt in held_out["prompt"]}
-    of_training, *of_evaluations = [pd.read_parquet(tmp_path / "completions" / file) for file in files]
-    assert len(of_training) == 8 and not held_out_prompts & {str(list(prompt)) for prompt in of_training["prompt"]}
-    for step, table in enumerate(of_evaluations, start=1):
+    training, *evaluation_tables = [pd.read_parquet(tmp_path / "completions" / file) for file in files]
+    assert len(training) == 8 and not held_out_prompts & {str(list(prompt)) for prompt in training["prompt"]}
+    for step, table in enumerate(evaluation_tables, start=1):
         assert {str(list(prompt)) for prompt in table["prompt"]} == held_out_prompts and len(table) == 12
         assert set(table["step"]) == {step} and {"completion", "reward", "advantage"} <= set(table.columns)
         assert list(table["batch"].isna()) == [True] * 8 + [False] * 4

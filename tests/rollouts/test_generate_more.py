@@ -108,8 +108,8 @@ def test_a_reward_may_ask_for_the_policys_log_probabilities(tmp_path, model_path
         assert [len(each) for each in logps] == [len(row) for row in rows] and not any(
             each.requires_grad for each in logps
         )
-        for prompt, row, found in zip([ids[0], ids[0], *ids], rows, logps):
+        for prompt, row, row_logps in zip([ids[0], ids[0], *ids], rows, logps):
             logits = model(torch.tensor([[*prompt, *row]])).logits[0, len(prompt) - 1 : -1] / 0.7
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(row, dtype=torch.long)[:, None])[:, 0]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(row_logps, expected, rtol=1e-4, atol=1e-5)
     assert not torch.equal(seen[0][2][0], seen[1][2][0])

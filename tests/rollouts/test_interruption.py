@@ -68,8 +68,8 @@ class Hanging:
 def train(directory, kind, hanging, stopping=None, resume=None, **settings):
     function = getattr(hanging, kind)
     is_reward = kind != "rollout"
-    given = {"reward": function if is_reward else digit_reward, "rollout_func": None if is_reward else function}
-    trainer = trainer_of(directory, callbacks=[stopping] if stopping else [], **(SETTINGS | given | settings))
+    functions = {"reward": function if is_reward else digit_reward, "rollout_func": None if is_reward else function}
+    trainer = trainer_of(directory, callbacks=[stopping] if stopping else [], **(SETTINGS | functions | settings))
     trainer.train(resume_from_checkpoint=resume)
     return trainer
 

@@ -76,10 +76,10 @@ def test_adapters_that_change_the_base_weights_are_refused(initialization):
     before = model.model.layers[0].self_attn.q_proj.weight.clone()
     adapted = get_peft_model(model, config)
     assert not torch.equal(before, adapted.get_base_model().model.layers[0].self_attn.q_proj.weight)
-    for given, peft_config in ((tiny_model(), config), ("a/path", config), (adapted, None)):
+    for model_or_path, peft_config in ((tiny_model(), config), ("a/path", config), (adapted, None)):
         with pytest.raises(ValueError, match=f"init_lora_weights='{initialization}'.*beta=0.1"):
-            check_reference(given, settings(), peft_config)
-        check_reference(given, settings(beta=0), peft_config)
+            check_reference(model_or_path, settings(), peft_config)
+        check_reference(model_or_path, settings(beta=0), peft_config)
     check_reference(tiny_model(), settings(), LORA)
 
 

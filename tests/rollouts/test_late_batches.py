@@ -44,9 +44,9 @@ from pacs_trl.rollouts.late_batches import ServerRequests
 def test_the_lag_decides_which_weights_generate(tmp_path, lag, trainer_class, lora, more):
     """The engine's log-probs are those of the weights from `lag` batches before, which the update refers to."""
     recorder = Recorder()
-    given = {"rollout_lag": lag, "save_strategy": "no", "max_steps": 8, **more}
+    settings = {"rollout_lag": lag, "save_strategy": "no", "max_steps": 8, **more}
     with forked_engine():
-        trainer = trainer_of(tmp_path, trainer_class, lora, [recorder], **given)
+        trainer = trainer_of(tmp_path, trainer_class, lora, [recorder], **settings)
         trainer.train()
     check_logps(trainer, recorder, lag)
     logs = [log for log in trainer.state.log_history if "async/lag_updates" in log]
@@ -102,11 +102,11 @@ def reward_of_turns(completions, turns, **kwargs):
 
 
 def test_an_asynchronous_rollout_function(tmp_path):
-    recorder, given = Recorder(), {"rollout_func": two_turns, "reward": reward_of_turns, "rollout_lag": 2}
-    given |= {"max_steps": 8}
+    recorder, settings = Recorder(), {"rollout_func": two_turns, "reward": reward_of_turns, "rollout_lag": 2}
+    settings |= {"max_steps": 8}
     with forked_engine():
-        straight = trainer_of(tmp_path / "a", callbacks=[recorder], **given)
-        resumed = trainer_of(tmp_path / "b", **given)
+        straight = trainer_of(tmp_path / "a", callbacks=[recorder], **settings)
+        resumed = trainer_of(tmp_path / "b", **settings)
         straight.train()
         resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     assert_same_models(straight, resumed)
@@ -154,8 +154,8 @@ def test_a_run_that_is_killed_at_any_moment_ends_with_the_same_weights(tmp_path,
         codes.append(process.exitcode)
         assert codes[-1] in (-signal.SIGKILL, 0), (tmp_path / "out").read_text()[-3000:]
     assert -signal.SIGKILL in codes and codes[-1] == 0
-    found = trainable_weights(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
-    assert all(torch.equal(weight, found[name]) for name, weight in trainable_weights(straight.model).items())
+    killed_weights = trainable_weights(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32))
+    assert all(torch.equal(weight, killed_weights[name]) for name, weight in trainable_weights(straight.model).items())
 
 
 def train_and_resume(directory, settings):
@@ -254,9 +254,9 @@ def test_ctrl_c_does_not_wait_for_a_batch(tmp_path, monkeypatch, model_path, eng
     """The first one, in training and while the third batch is waited for, which the engine never generates."""
     before, numbers = signal.signal(signal.SIGINT, signal.default_int_handler), []
 
-    def generate_two(own, *request, generate=engine.generate):
+    def generate_two(self, *request, generate=engine.generate):
         numbers.append(request)
-        return generate(own, *request) if len(numbers) < 3 else threading.Event().wait()
+        return generate(self, *request) if len(numbers) < 3 else threading.Event().wait()
 
     with LoopbackVLLM(model_path) as server, forked_engine(), closing(StopOnSignal()) as stopping:
         settings = {"save_strategy": "no"}
@@ -310,8 +310,8 @@ def test_server(tmp_path, model_path, monkeypatch):
     with LoopbackVLLM(model_path) as server:
 
         def run(directory, resume=None, **settings):
-            given = server_settings(server.url) | {"per_device_eval_batch_size": 4} | settings
-            trainer = trainer_of(tmp_path / directory, model=model_path, **given)
+            arguments = server_settings(server.url) | {"per_device_eval_batch_size": 4} | settings
+            trainer = trainer_of(tmp_path / directory, model=model_path, **arguments)
             trainer.train(resume_from_checkpoint=resume)
             return trainable_weights(trainer.model)
 
@@ -319,8 +319,8 @@ def test_server(tmp_path, model_path, monkeypatch):
         in_training = server.seeds[:3]
         assert len(set(server.seeds)) == len(server.seeds) and server.num_updates >= 3
         server.seeds.clear()
-        found = run("resumed", resume=str(tmp_path / "straight" / "checkpoint-3"))
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
+        resumed = run("resumed", resume=str(tmp_path / "straight" / "checkpoint-3"))
+        assert all(torch.equal(expected[name], resumed[name]) for name in expected)
         server.fail_generation = len(server.seeds) + 1
         with pytest.raises(FailedRun, match="vLLM server at .* after optimizer step 2 .*--resume_from"):
             run("stopped", save_strategy="no")
@@ -338,8 +338,8 @@ def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer
     with LoopbackVLLM(model_path) as server:
 
         def build(directory, **more):
-            given = server_settings(server.url) | {"stale_logps": "recompute", "max_steps": 8}
-            return trainer_of(tmp_path / directory, trainer_class, model=model_path, **given, **more)
+            settings = server_settings(server.url) | {"stale_logps": "recompute", "max_steps": 8}
+            return trainer_of(tmp_path / directory, trainer_class, model=model_path, **settings, **more)
 
         recorder = Recorder()
         straight = build("straight", callbacks=[recorder])

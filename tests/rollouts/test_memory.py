@@ -27,8 +27,8 @@ def on_device(monkeypatch, room: float) -> None:
     """A device that has `room` bytes for activations."""
     weights = sum(parameter.nbytes for parameter in MODEL.parameters())
     total = 20 * (room + STATE + weights)
-    found = DeviceMemory(int(room + STATE + 0.05 * total), int(total), "NVIDIA H200")
-    monkeypatch.setattr(memory, "device_memory", lambda device: found)
+    reported = DeviceMemory(int(room + STATE + 0.05 * total), int(total), "NVIDIA H200")
+    monkeypatch.setattr(memory, "device_memory", lambda device: reported)
 
 
 def limited(trainer, max_tokens: float) -> list[int]:

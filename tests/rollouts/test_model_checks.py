@@ -66,9 +66,9 @@ def test_an_optimizer_without_the_trained_weights_is_refused(tmp_path, caplog):
     model = tiny_model()
     with pytest.raises(ValueError, match="optimizers.*none of the weights"):
         build_trainer(tmp_path, model=model, more={"optimizers": (adamw(tiny_model()), None)})
-    for given, peft_config in ((model, LORA), ("a/path", None)):
+    for model_or_path, peft_config in ((model, LORA), ("a/path", None)):
         with pytest.raises(ValueError, match="optimizers: .*later"):
-            check_optimizers(given, peft_config, (adamw(model), None))
+            check_optimizers(model_or_path, peft_config, (adamw(model), None))
     check_optimizers(model, None, (adamw(model), None))
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
@@ -128,7 +128,7 @@ def patched_layer(model):
 
 
 def hooked_layer(model):
-    model.model.norm.register_forward_hook(lambda norm, given, output: output / 2)
+    model.model.norm.register_forward_hook(lambda norm, inputs, output: output / 2)
 
 
 def scaled_attention(model):
@@ -154,8 +154,8 @@ def test_changes_that_the_engine_process_would_lose_are_named(change, with_adapt
     model = tiny_model()
     change(model)
     model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])) if with_adapter else model
-    (found, *others) = changes_in_place(model)
-    assert CHANGES[change] in found and not others
+    (description, *others) = changes_in_place(model)
+    assert CHANGES[change] in description and not others
 
 
 def test_weights_and_new_tokens_are_no_changes():

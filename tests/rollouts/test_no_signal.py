@@ -46,7 +46,7 @@ def test_rewards_that_are_all_zero_are_warned_of_once(tmp_path, model_path, capl
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("kinds", "expected"),
     [
         ({}, PATIENCE_AT_START),
         ({"mixed": [0]}, PATIENCE),
@@ -60,9 +60,9 @@ def test_rewards_that_are_all_zero_are_warned_of_once(tmp_path, model_path, capl
         ({"mixed": range(100)}, None),
     ],
 )
-def test_steps_without_a_signal_in_a_row_are_warned_of_once(tmp_path, caplog, given, expected):
+def test_steps_without_a_signal_in_a_row_are_warned_of_once(tmp_path, caplog, kinds, expected):
     """At most one warning, which names the number of steps."""
-    trainer = build_trainer(tmp_path, replay=replay(**given), max_steps=PATIENCE + 2 if "truncated" in given else 19)
+    trainer = build_trainer(tmp_path, replay=replay(**kinds), max_steps=PATIENCE + 2 if "truncated" in kinds else 19)
     trainer.train()
     said = warnings(caplog)
     assert len(said) == (expected is not None) and all(f"in {expected} optimizer steps" in text for text in said)
@@ -78,14 +78,14 @@ def test_one_generation_of_several_for_an_optimizer_step_suffices(tmp_path, capl
 @pytest.mark.parametrize(("offset", "expected"), [(PATIENCE_AT_START - 1, [1, 1]), (PATIENCE_AT_START + 1, [1, 0])])
 def test_a_resumed_run_goes_on_counting_and_warns_once(tmp_path, caplog, offset, expected):
     """A resumed run goes on counting, also in the middle of a generation, and does not repeat the warning."""
-    found = []
+    num_warnings = []
     for resume in (None, str(tmp_path / f"checkpoint-{offset}")):
         caplog.clear()
         settings = {"save_strategy": "steps", "save_steps": 1, "steps_per_generation": 2, "max_steps": PATIENCE + 2}
         trainer = build_trainer(tmp_path, replay=replay(), **settings)
         trainer.train(resume_from_checkpoint=resume)
-        found.append(len(warnings(caplog)))
-    assert found == expected
+        num_warnings.append(len(warnings(caplog)))
+    assert num_warnings == expected
 
 
 def test_only_the_first_process_speaks(tmp_path, caplog):

@@ -70,10 +70,10 @@ def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch, tool
             said = ["done"] * len(texts)
         return [TOKENIZER(text + "<|im_end|>")["input_ids"] for text in said], None
 
-    given = {"recipe": "environment.yaml", "environment": "echo_of_a_user:spec"}
+    arguments = {"recipe": "environment.yaml", "environment": "echo_of_a_user:spec"}
     with monkeypatch.context() as scripted:
         scripted.setattr(GRPOTrainer, "_generate_single_turn", generate)
-        trainer = run_recipe(tmp_path / "out", tool_model_path, **given)
+        trainer = run_recipe(tmp_path / "out", tool_model_path, **arguments)
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [entry["rewards/Echo/mean"] for entry in logs] == [pytest.approx((0.4 + 0.6 + 0.8 + 1.0) / 4)] * 2
     assert [entry["tools/failure_frequency"] for entry in logs] == [0, 0]
@@ -98,5 +98,5 @@ def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch, tool
     server.advances = True  # each session by its own resets
     with monkeypatch.context() as scripted:
         scripted.setattr(GRPOTrainer, "_generate_single_turn", generate)
-        trainer = run_recipe(tmp_path / "advancing", tool_model_path, **given)
+        trainer = run_recipe(tmp_path / "advancing", tool_model_path, **arguments)
     assert "environments/different_start_fraction" in trainer.state.log_history[0]

@@ -80,8 +80,8 @@ def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_pat
     said = capsys.readouterr().out
     assert "Stopped by SIGTERM after optimizer step 3 of 4" in said and "`--resume_from_checkpoint last`" in said
     run(tmp_path / "stopped", model_path, *more, method=method)
-    expected, found = weights(tmp_path / "straight"), weights(tmp_path / "stopped")
-    assert all(torch.equal(weight, found[name]) for name, weight in expected.items())
+    expected, stopped_weights = weights(tmp_path / "straight"), weights(tmp_path / "stopped")
+    assert all(torch.equal(weight, stopped_weights[name]) for name, weight in expected.items())
 
 
 @pytest.mark.parametrize("method", ["pacs", GRPO_TOO])
@@ -147,15 +147,15 @@ def test_a_checkpoint_of_another_run_does_not_overwrite_a_model(tmp_path, model_
 
 def test_a_run_in_another_thread_leaves_signals_alone():
     """Python lets the main thread alone handle them."""
-    found = []
+    handlers = []
 
     def begin():
         with closing(StopOnSignal()) as callback:
             callback.on_train_begin(None, None, None)
-            found.append((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)))
+            handlers.append((signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)))
 
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     thread = threading.Thread(target=begin)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert handlers == [before]

@@ -28,11 +28,11 @@ def seeds_of_batch(num_engines: int, batch: int) -> dict[tuple[int, int], int]:
 
 
 def test_seeds_do_not_depend_on_the_number_of_engines():
-    of_one = seeds_of_batch(1, batch=3)
-    assert len(set(of_one.values())) == 12 + 5
-    assert of_one == seeds_of_batch(2, batch=3) == seeds_of_batch(4, batch=3) == seeds_of_batch(6, batch=3)
-    assert not set(of_one.values()) & set(seeds_of_batch(1, batch=4).values())
-    assert of_one[0, 0] == request_seed("42/3/1", 0) and of_one[1, 5] == request_seed("42/3/2", 5)
+    seeds = seeds_of_batch(1, batch=3)
+    assert len(set(seeds.values())) == 12 + 5
+    assert seeds == seeds_of_batch(2, batch=3) == seeds_of_batch(4, batch=3) == seeds_of_batch(6, batch=3)
+    assert not set(seeds.values()) & set(seeds_of_batch(1, batch=4).values())
+    assert seeds[0, 0] == request_seed("42/3/1", 0) and seeds[1, 5] == request_seed("42/3/2", 5)
 
 
 def test_a_rollout_function_that_asks_for_each_completion_again_or_for_some():

@@ -202,8 +202,8 @@ def test_evaluation_at_the_start_compares_with_the_snapshot_of_the_checkpoint(tm
     first.train()
     resumed = trainer_of(tmp_path, eval_on_start=True, **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    found = next(log for log in resumed.state.log_history if "eval_loss" in log)
-    assert found["eval_pacs/proxy_abs_mean"] > 0 and abs(found["eval_loss"] - math.log(2)) > 1e-4
+    metrics = next(log for log in resumed.state.log_history if "eval_loss" in log)
+    assert metrics["eval_pacs/proxy_abs_mean"] > 0 and abs(metrics["eval_loss"] - math.log(2)) > 1e-4
     assert_same_models(first, resumed)
 
 
@@ -400,12 +400,12 @@ def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
         with pytest.raises(ValueError, match=key):
             trained(tmp_path / "again", resume=adapter, max_steps=2, model=get_peft_model(tiny_model(), other))
     wide = get_peft_model(tiny_model(hidden_size=64), ADAPTER)
-    for given, model, words in (
+    for resume_path, model, words in (
         (adapter, wide, "checkpoint-1 does not fit the model of this run: .*lora"),
         (str(checkpoint), tiny_model(hidden_size=64), "hidden_size: 32 in the checkpoint, 64 now"),
     ):
         with pytest.raises(ValueError, match=words):
-            trained(tmp_path / "again", resume=given, max_steps=3, model=model)
+            trained(tmp_path / "again", resume=resume_path, max_steps=3, model=model)
     base = get_peft_model(tiny_model(), ADAPTER)
     base.peft_config["default"].base_model_name_or_path = "models/other"
     file = tmp_path / "lora" / "checkpoint-1" / "adapter_config.json"

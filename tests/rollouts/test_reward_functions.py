@@ -112,13 +112,13 @@ def test_completions_of_a_group_share_no_object(tmp_path, lag):
 
 
 def test_rows_of_generate_more_share_no_object(tmp_path):
-    trainer, given = build_trainer(tmp_path), []
+    trainer, rows = build_trainer(tmp_path), []
     generate = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: given.extend(inputs) or generate(inputs)
+    trainer._generate_and_score_completions = lambda inputs: rows.extend(inputs) or generate(inputs)
     trainer.train()
-    given.clear()
+    rows.clear()
     trainer.generate_more([addition_dataset()[0]], 4)
-    assert len({id(row["prompt"][0]) for row in given}) == 4
+    assert len({id(row["prompt"][0]) for row in rows}) == 4
 
 
 def test_with_a_lag_rewards_may_need_the_main_thread(tmp_path):

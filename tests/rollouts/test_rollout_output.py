@@ -80,9 +80,9 @@ def test_lag_needs_logprobs_and_tools_make_the_mask():
 
 def test_numbers_of_every_kind_become_new_lists():
     expected = {**GOOD, "env_mask": [[1, 0, 1], [1]]}
-    found = check(GOOD)
-    assert found == expected and check(GOOD | {"logprobs": None})["logprobs"] is None
-    assert found["completion_ids"][0] is not GOOD["completion_ids"][0]
+    checked = check(GOOD)
+    assert checked == expected and check(GOOD | {"logprobs": None})["logprobs"] is None
+    assert checked["completion_ids"][0] is not GOOD["completion_ids"][0]
     arrays = {"prompt_ids": [np.array([1, 2]), (3,)], "completion_ids": [torch.tensor([4, 5, 6]), [np.int32(7)]]}
     assert check(GOOD | arrays) == expected
 

@@ -216,8 +216,8 @@ def test_turns_share_the_length_of_a_completion_and_tokens_of_tools_are_masked(s
     monkeypatch.setattr(async_rollout_worker, "parse_response", parse)
     monkeypatch.setattr(async_rollout_worker, "is_chat_template_prefix_preserving", lambda tokenizer: True)
     monkeypatch.setattr(TOKENIZER, "response_template", {}, raising=False)
-    given = arguments_of(server, tools=[adds], num_generations=1, max_inflight_tasks=1, max_tokens=200)
-    with Loop(**given | {"reward_funcs": [none_reward]}) as loop:
+    loop_arguments = arguments_of(server, tools=[adds], num_generations=1, max_inflight_tasks=1, max_tokens=200)
+    with Loop(**loop_arguments | {"reward_funcs": [none_reward]}) as loop:
         loop.shared.admitted = 1
         (group,) = loop.take(1)
     assert group.tool_calls == [1]
@@ -236,10 +236,10 @@ def test_turns_share_the_length_of_a_completion_and_tokens_of_tools_are_masked(s
 def test_a_turn_without_room_is_empty_and_ends_the_conversation(server, monkeypatch):
     """Prompt and results of tools have used all tokens of the completion."""
     tokenizer = build_tokenizer(tools=True)
-    given = arguments_of(server, tools=[adds], num_generations=1, max_inflight_tasks=1, max_tokens=20)
+    loop_arguments = arguments_of(server, tools=[adds], num_generations=1, max_inflight_tasks=1, max_tokens=20)
     called = [*tokenizer("12@adds|a=1|b=2")["input_ids"], tokenizer.eos_token_id]
     monkeypatch.setattr(vllm_server, "draw_tokens", lambda *arguments: called)
-    with Loop(**given | {"reward_funcs": [none_reward], "processing_class": tokenizer}) as loop:
+    with Loop(**loop_arguments | {"reward_funcs": [none_reward], "processing_class": tokenizer}) as loop:
         loop.shared.admitted = 1
         (group,) = loop.take(1)
     assert len(server.requests) == 1
@@ -269,8 +269,8 @@ def test_the_completions_of_a_group_start_their_environment_alike(server, monkey
     monkeypatch.setattr(
         async_rollout_worker, "parse_response", lambda *args, **kwargs: {"role": "assistant", "content": "done"}
     )
-    given = arguments_of(server, environment_factory=Counter, reward_funcs=[])
-    with Loop(**given) as loop:
+    loop_arguments = arguments_of(server, environment_factory=Counter, reward_funcs=[])
+    with Loop(**loop_arguments) as loop:
         loop.shared.admitted = 2
         groups = loop.take(2)
     for group in groups:

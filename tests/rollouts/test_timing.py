@@ -137,4 +137,4 @@ def test_a_peak_is_known_or_absent(monkeypatch, name, precision, peak):
 
 def test_plan_and_run_have_the_same_peaks():
     peaks = [(timing.get_peak_flops(f"NVIDIA {gpu.name}", "bfloat16"), gpu.flops) for gpu in GPUS.values()]
-    assert all(of_run in (None, of_plan) for of_run, of_plan in peaks) and any(of_run for of_run, _ in peaks)
+    assert all(measured in (None, planned) for measured, planned in peaks) and any(measured for measured, _ in peaks)

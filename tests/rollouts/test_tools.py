@@ -180,11 +180,11 @@ def test_evaluation_has_the_turns_of_training(tmp_path, monkeypatch, limit, roun
     engine = ConversationEngine(engine, copy.deepcopy(TOKENIZER), [say], args, benchmark)
     prompt = [{"role": "user", "content": "?"}]
     sampling = replace(args.sampling, max_new_tokens=limit)
-    found = [answer for _, answer in engine.generate([Request(str(i), 0, i, prompt) for i in range(4)], sampling)]
-    assert [list(answer.token_ids) for answer in found] == [list(row.completion_ids) for row in trainer.rows]
-    assert [answer.more["conversation"][1:] for answer in found] == [completion for completion, _ in seen]
-    assert [answer.num_tokens for answer in found] == [int(row.loss_mask.sum()) for row in trainer.rows]
-    assert [answer.finish_reason == "length" for answer in found] == [truncated for _, truncated in seen]
+    answers = [answer for _, answer in engine.generate([Request(str(i), 0, i, prompt) for i in range(4)], sampling)]
+    assert [list(answer.token_ids) for answer in answers] == [list(row.completion_ids) for row in trainer.rows]
+    assert [answer.more["conversation"][1:] for answer in answers] == [completion for completion, _ in seen]
+    assert [answer.num_tokens for answer in answers] == [int(row.loss_mask.sum()) for row in trainer.rows]
+    assert [answer.finish_reason == "length" for answer in answers] == [truncated for _, truncated in seen]
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_calls_in_the_few_characters_of_the_miniature(text, calls, content):
     prefix = TOKENIZER.apply_chat_template([{"role": "user", "content": "4*5"}], add_generation_prompt=True)
     ids = TOKENIZER(text.encode(errors="replace").decode())["input_ids"]
     message = parse_response(TOKENIZER, ids, prefix=prefix["input_ids"], tools=[run_python])
-    found = [call["function"] for call in message.get("tool_calls", [])]
-    assert [(function["name"], function["arguments"]) for function in found] == calls
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    assert [(function["name"], function["arguments"]) for function in functions] == calls
     assert content is None or message["content"] == content
 
 

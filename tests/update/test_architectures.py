@@ -26,9 +26,9 @@ def documented() -> set[tuple[str, str]]:
 
 
 def gradient(model) -> torch.Tensor:
-    found = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
     model.zero_grad()
-    return torch.cat([g.flatten() for g in found])
+    return torch.cat([g.flatten() for g in gradients])
 
 
 def outcome(model_type: str, rows, weights) -> str:
@@ -44,16 +44,16 @@ def outcome(model_type: str, rows, weights) -> str:
     except ValueError:
         return "rejected"
     with forward_pass.attention():
-        found = forward_pass.compute_logps(model, *rows).logps
-        torch.dot(torch.cat(found), torch.cat(weights)).backward()
-    found_gradient = gradient(model)
-    for logps, prompt, completion, weight in zip(found, *rows, weights, strict=True):
+        completion_logps = forward_pass.compute_logps(model, *rows).logps
+        torch.dot(torch.cat(completion_logps), torch.cat(weights)).backward()
+    actual_gradient = gradient(model)
+    for logps, prompt, completion, weight in zip(completion_logps, *rows, weights, strict=True):
         logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-        own = logits.float().log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-        torch.testing.assert_close(logps, own, rtol=0, atol=1e-4)
-        torch.dot(own, weight).backward()
-    own_gradient = gradient(model)
-    assert (found_gradient - own_gradient).norm() <= 1e-4 * own_gradient.norm()  # not where one is NaN
+        expected = logits.float().log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+        torch.testing.assert_close(logps, expected, rtol=0, atol=1e-4)
+        torch.dot(expected, weight).backward()
+    expected_gradient = gradient(model)
+    assert (actual_gradient - expected_gradient).norm() <= 1e-4 * expected_gradient.norm()  # not where one is NaN
     return ("packed" if forward_pass.packing else "padded") + ("" if forward_pass.fused else ", own head")
 
 
@@ -64,11 +64,11 @@ def test_every_causal_language_model():
     shared, other = draw(20), draw(7)
     rows = [shared, shared, other], [draw(n) for _, n in LENGTHS]
     weights = [torch.randn(n, generator=generator) for _, n in LENGTHS]
-    found, failed = {}, {}
+    outcomes, failed = {}, {}
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         try:
-            found[model_type] = outcome(model_type, rows, weights)
+            outcomes[model_type] = outcome(model_type, rows, weights)
         except AssertionError as error:
             failed[model_type] = str(error)
     assert not failed
-    assert not found.items() - documented() and len(found) > 150
+    assert not outcomes.items() - documented() and len(outcomes) > 150

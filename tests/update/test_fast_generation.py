@@ -32,7 +32,7 @@ def test_completions_are_the_same_and_weights_come_back(with_adapter):
         plain = model.generate(**prompts(), generation_config=GREEDY)
         passes = []
         hook = model.get_input_embeddings().register_forward_hook(
-            lambda m, given, out: passes.append(given[0].numel())
+            lambda m, inputs, out: passes.append(inputs[0].numel())
         )
         with faster_generation(model, fast=True, dtype=None):
             fast = model.generate(**prompts(), generation_config=GREEDY)
@@ -89,10 +89,10 @@ def test_rounding_keeps_the_mean():
     """Between 1 and 2, bfloat16 has steps of 1/128: a quarter of them above 1, one weight of four is rounded up."""
     for sign in (1, -1):
         weights = torch.full((40_000,), sign * (1 + 0.25 / 128))
-        found = rounded(weights, torch.bfloat16, 0)
-        assert found.dtype == torch.bfloat16 and torch.equal(found, rounded(weights, torch.bfloat16, 0))
-        up = found == sign * (1 + 1 / 128)
-        assert (up | (found == sign)).all() and up.float().mean().item() == pytest.approx(0.25, abs=0.015)
+        result = rounded(weights, torch.bfloat16, 0)
+        assert result.dtype == torch.bfloat16 and torch.equal(result, rounded(weights, torch.bfloat16, 0))
+        up = result == sign * (1 + 1 / 128)
+        assert (up | (result == sign)).all() and up.float().mean().item() == pytest.approx(0.25, abs=0.015)
 
 
 def test_rounding_does_not_hide_a_small_update():

@@ -74,10 +74,10 @@ def test_virtual_tokens_before_the_prompt():
     assert forward_pass.packing is None
     with torch.no_grad():
         logps, _ = forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
-        for found, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
+        for row_logps, prompt, completion in zip(logps, PROMPTS, COMPLETIONS, strict=True):
             logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
             expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
-            torch.testing.assert_close(found, expected, **TIGHT)
+            torch.testing.assert_close(row_logps, expected, **TIGHT)
 
 
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
@@ -93,12 +93,12 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, packing, rows):
     with forward_pass.attention():
         logps, _ = forward_pass.compute_logps(model, *rows).padded()
         (logps * factors).sum().backward()  # inside: checkpointing runs the forward again
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     for i, (prompt, completion) in enumerate(zip(*rows, strict=True)):
         (logps_and_entropies(model, Row(prompt, completion))[0] * factors[i, : len(completion)]).sum().backward()
     for name, p in model.named_parameters():
-        torch.testing.assert_close(found[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_packed_row_by_hand():
@@ -150,12 +150,12 @@ def test_attention_dropout_is_that_of_padded_rows():
     row = PROMPTS[2:], [COMPLETIONS[1] + [1]]  # the last token predicts nothing, so it is left out
     with torch.no_grad():
         torch.manual_seed(shifted(0))
-        found, _ = packed(model, *row)
+        logps, _ = packed(model, *row)
         torch.manual_seed(shifted(0))
         expected, _ = logps_and_entropies(model, Row(PROMPTS[2], COMPLETIONS[1]))
         without, _ = packed(model.eval(), *row)
-    torch.testing.assert_close(found[0][:-1], expected, **TIGHT)
-    assert (found[0] - without[0]).abs().max() > 0.01
+    torch.testing.assert_close(logps[0][:-1], expected, **TIGHT)
+    assert (logps[0] - without[0]).abs().max() > 0.01
 
 
 def test_entropies_only_where_the_head_gives_them():
@@ -295,10 +295,10 @@ def test_the_model_is_left_as_it_was():
     logits = model(torch.tensor([[5, 6, 7]])).logits
     model.forward = patched = model.forward  # as a trainer has patched it
     with pytest.raises(KeyError), fused_head(model, temperature=0.5):
-        found = ForwardPass(model, CPU).compute_logps(model, [[5]], [[6, 7]])
+        scores = ForwardPass(model, CPU).compute_logps(model, [[5]], [[6, 7]])
         expected = (logits[0, :-1] / 0.5).log_softmax(-1)
-        torch.testing.assert_close(found.logps[0], expected[[0, 1], [6, 7]], **TIGHT)
-        torch.testing.assert_close(found.entropies[0], -(expected.exp() * expected).sum(-1), **TIGHT)
+        torch.testing.assert_close(scores.logps[0], expected[[0, 1], [6, 7]], **TIGHT)
+        torch.testing.assert_close(scores.entropies[0], -(expected.exp() * expected).sum(-1), **TIGHT)
         assert vars(model)["forward"] is not patched
         raise KeyError
     assert vars(model).pop("forward") is patched

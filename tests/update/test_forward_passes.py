@@ -35,7 +35,7 @@ def test_forward_passes_are_those_of_the_trainer(tmp_path, settings):
     # also of the reference of the KL term, which is the model without its adapter
     costs = []
 
-    def note(found, model, prompt_ids, completion_ids, *images, **outputs):
+    def note(scores, model, prompt_ids, completion_ids, *images, **outputs):
         costs.append((3 if torch.is_grad_enabled() else 1) * len(prompt_ids))
 
     spy_on(trainer.forward_pass, "forward", note)

@@ -83,13 +83,13 @@ def test_every_row_gets_what_its_group_alone_would_give_it(kinds):
             continue
         alone = {"num_generations": len(counted), **kinds}
         share = len(counted) / num_completions
-        of_group, scores_of_group = loss_from_proxies(proxies[counted], labels[counted], **alone)
-        total += of_group.item() * share
+        group_loss, scores_of_group = loss_from_proxies(proxies[counted], labels[counted], **alone)
+        total += group_loss.item() * share
         expected = proxy_coefficients(proxies[counted], labels[counted], **alone) * share
         torch.testing.assert_close(coefficients[counted], expected)
         torch.testing.assert_close(scores[counted], scores_of_group)
-        of_actor = actor_coefficients(scores_of_group, labels[counted], num_generations=len(counted), **weighting)
-        torch.testing.assert_close(actor[counted], of_actor * share)
+        group_actor = actor_coefficients(scores_of_group, labels[counted], num_generations=len(counted), **weighting)
+        torch.testing.assert_close(actor[counted], group_actor * share)
     assert loss.item() == pytest.approx(total, rel=1e-9)
 
 
@@ -100,10 +100,10 @@ def test_equal_sizes_change_no_bit():
     groups = Groups(labels, [row // 4 for row in range(24)])
     for kinds in KINDS:
         plain = {"num_generations": 4, **kinds}
-        found = groups.apply(loss_from_proxies, proxies, **kinds)
-        assert all(map(torch.equal, found, loss_from_proxies(proxies, labels, **plain)))
-        found = groups.apply(proxy_coefficients, proxies, **kinds)
-        assert torch.equal(found, proxy_coefficients(proxies, labels, **plain))
+        loss_and_scores = groups.apply(loss_from_proxies, proxies, **kinds)
+        assert all(map(torch.equal, loss_and_scores, loss_from_proxies(proxies, labels, **plain)))
+        coefficients = groups.apply(proxy_coefficients, proxies, **kinds)
+        assert torch.equal(coefficients, proxy_coefficients(proxies, labels, **plain))
 
 
 def test_optimizer_steps_get_whole_groups():
@@ -122,7 +122,7 @@ def test_shuffled_optimizer_steps_get_every_completion_once():
         return [[int(row.label) for row in step] for step in split_into_minibatches(rows, 3, seed)]
 
     seed = shifted(0)
-    found = steps_of(seed)
-    assert sorted(sum(found, [])) == list(range(16)) and sorted(map(len, found)) == [5, 5, 6]
-    assert found == steps_of(seed) and all(step == sorted(step) for step in found)
-    assert any(steps_of(seed + i) != found for i in range(1, 9))
+    steps = steps_of(seed)
+    assert sorted(sum(steps, [])) == list(range(16)) and sorted(map(len, steps)) == [5, 5, 6]
+    assert steps == steps_of(seed) and all(step == sorted(step) for step in steps)
+    assert any(steps_of(seed + i) != steps for i in range(1, 9))

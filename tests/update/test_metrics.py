@@ -34,7 +34,7 @@ def test_by_hand():
     scores = group_scores(proxies, labels, num_generations=3)
     # leave-one-out: 0.9 - (-0.15), 0.3 - 0.15, -0.6 - 0.6; group 2 has two rows: 2 - (-2), -2 - 2
     torch.testing.assert_close(scores, torch.tensor([1.05, 0.15, -1.2, 4.0, -4.0, 0.0]))
-    found = critic_metrics(proxies, scores, groups_of(labels, 3))
+    metrics = critic_metrics(proxies, scores, groups_of(labels, 3))
 
     def sigmoid(x):
         return 1 / (1 + math.exp(-x))
@@ -52,25 +52,25 @@ def test_by_hand():
         "pacs/saturated_score_fraction": 0.0,
         "pacs/unscorable_fraction": 1 / 6,
     }
-    assert found == pytest.approx(expected, abs=1e-6)
+    assert metrics == pytest.approx(expected, abs=1e-6)
     # scores 5.5, -5.5, -8, 8: saturated on both sides
     scores = torch.tensor([5.5, -5.5, -8.0, 8.0])
     for divisor, share in ((1, 1.0), (1.5, 0.5)):
-        found = critic_metrics(scores, scores / divisor, groups_of(torch.tensor([1.0, 0.0, 1.0, 0.0]), 2))
-        assert found["pacs/saturated_score_fraction"] == share
+        metrics = critic_metrics(scores, scores / divisor, groups_of(torch.tensor([1.0, 0.0, 1.0, 0.0]), 2))
+        assert metrics["pacs/saturated_score_fraction"] == share
 
 
 def test_soft_labels_are_rated_against_the_targets_of_their_weighting():
     # group mean 0.1: balanced targets are y = R / 0.1 / (R / 0.1 + (1 - R) / 0.9) = 0.321, 0.529, 0.609
     labels, proxies = torch.tensor([0.05, 0.111, 0.139]), torch.tensor([-0.4, 0.1, 0.3])
     scores = group_scores(proxies, labels, num_generations=3)
-    found = critic_metrics(proxies, scores, groups_of(labels, 3))
+    metrics = critic_metrics(proxies, scores, groups_of(labels, 3))
     odds = labels / (1 - labels) * 9
     residuals = torch.sigmoid(scores) - odds / (1 + odds)
-    assert found["pacs/critic_accuracy"] == 1.0  # the score is above 0 exactly where the label is above the mean
-    assert found["pacs/residual_abs_mean"] == pytest.approx(residuals.abs().mean().item(), abs=1e-6)
-    assert found["pacs/critic_brier"] == pytest.approx(residuals.square().mean().item(), abs=1e-6)
-    assert found["pacs/label_mean"] == pytest.approx(0.1)
+    assert metrics["pacs/critic_accuracy"] == 1.0  # the score is above 0 exactly where the label is above the mean
+    assert metrics["pacs/residual_abs_mean"] == pytest.approx(residuals.abs().mean().item(), abs=1e-6)
+    assert metrics["pacs/critic_brier"] == pytest.approx(residuals.square().mean().item(), abs=1e-6)
+    assert metrics["pacs/label_mean"] == pytest.approx(0.1)
     plain = critic_metrics(proxies, scores, groups_of(labels, 3), class_weighting="none")
     assert plain["pacs/critic_accuracy"] == pytest.approx(1 / 3)  # no label is above 0.5
 
@@ -85,11 +85,11 @@ NO_VALUE = {  # labels, proxies, and the metrics that still have a value
 @pytest.mark.parametrize(("labels", "proxies", "values"), NO_VALUE.values(), ids=NO_VALUE)
 def test_critic_is_not_rated(labels, proxies, values):
     labels, proxies = torch.tensor(labels), torch.tensor(proxies)
-    found = critic_metrics(proxies, group_scores(proxies, labels, num_generations=2), groups_of(labels, 2))
-    assert math.isnan(found["pacs/critic_accuracy"]) and math.isnan(found["pacs/critic_brier"])
-    assert found.items() >= values.items()
+    metrics = critic_metrics(proxies, group_scores(proxies, labels, num_generations=2), groups_of(labels, 2))
+    assert math.isnan(metrics["pacs/critic_accuracy"]) and math.isnan(metrics["pacs/critic_brier"])
+    assert metrics.items() >= values.items()
     if "pacs/unscorable_fraction" in values:
-        assert all(math.isnan(value) for name, value in found.items() if name not in values)
+        assert all(math.isnan(value) for name, value in metrics.items() if name not in values)
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
@@ -112,8 +112,8 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
         labels = torch.tensor([NAN if row.label is None else row.label for row in rows])
         scores = group_scores(step.proxies, labels, num_generations=4)
         expected = critic_metrics(step.proxies, scores, groups_of(labels, 4))
-        found = {name: NAN if logged[update][name] is None else logged[update][name] for name in expected}
-        assert found == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
+        metrics = {name: NAN if logged[update][name] is None else logged[update][name] for name in expected}
+        assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6, nan_ok=True)
         norm = math.sqrt(sum(g.square().sum().item() for g in step.gradients.values()))
         assert logged[update]["grad_norm"] == pytest.approx(norm, rel=1e-5)
     # in the first update, rows of one-class groups and rows without a verdict have no gradient and are not computed
@@ -124,11 +124,11 @@ def test_logged_metrics_equal_their_recomputation(tmp_path, group_layout):
     assert logged[0]["update/forwarded_fraction"] == counting / 8
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     lines = "".join(line.split("|")[1] for line in glossary.splitlines() if line.startswith("| `"))
-    own = {
+    names = {
         name for name in logged[0] if name.startswith(("pacs/", "update/", "time/", "entropy", "loss", "grad_norm"))
     }
-    own |= mismatch_metrics(torch.zeros(1), torch.ones(1)).keys()
-    assert len(own) > 20 and not [name for name in own if f"`{name}`" not in lines]
+    names |= mismatch_metrics(torch.zeros(1), torch.ones(1)).keys()
+    assert len(names) > 20 and not [name for name in names if f"`{name}`" not in lines]
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
@@ -165,17 +165,17 @@ def test_entropy_of_rows_left_out_is_that_which_the_engine_sampled(tmp_path, set
     trainer = build_trainer(
         tmp_path, replay=Replay(uniform_groups=1, tools=True, logprobs=reported), num_iterations=2, **settings
     )
-    found = []
+    entropies = []
     compute = trainer.update._skipped_entropy
 
     def remember(model, minibatch, schedule, timing):
         skipped = [row for i, row in enumerate(minibatch.rollouts) if i not in scheduled_completions(schedule)]
         entropy = compute(model, minibatch, schedule, timing)
-        found.append((entropy, sum(int(row.loss_mask.sum()) for row in skipped)))
+        entropies.append((entropy, sum(int(row.loss_mask.sum()) for row in skipped)))
         return entropy
 
     trainer.update._skipped_entropy = remember
     trainer.train()
-    entropy, num_tokens = found[update]
+    entropy, num_tokens = entropies[update]
     assert bool(num_tokens) is (update == 0)
     assert (entropy == pytest.approx(2.0 * num_tokens, rel=1e-6)) is (used or not num_tokens)

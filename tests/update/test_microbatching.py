@@ -97,12 +97,12 @@ def test_rollouts_of_one_prompt_stay_together_where_that_is_cheaper():
 
 def mixed_units(rows):
     """Units of 1 to 9 rollouts."""
-    generator, rest, found = random.Random(shifted(2)), list(rows), []
+    generator, rest, mixed = random.Random(shifted(2)), list(rows), []
     while rest:
         size = generator.randint(1, 9)
-        found.append(rest[:size])
+        mixed.append(rest[:size])
         rest = rest[size:]
-    return found
+    return mixed
 
 
 @pytest.mark.parametrize("padded", [True, False])
@@ -118,7 +118,7 @@ def test_every_rollout_once_within_bounds_and_in_lockstep(
     groups = cut(random.Random(shifted(1)).sample(range(64), num_completions))
     schedule = scheduled(lengths, groups, num_processes=num_processes, padded=padded, **limit)
     assert len(schedule) == num_processes and len({len(batches) for batches in schedule}) == 1
-    batches = [batch for of_process in schedule for batch in of_process]
+    batches = [batch for process_batches in schedule for batch in process_batches]
     assert sorted(sum(batches, [])) == sorted(sum(groups, []))
     for batch in batches:
         if "max_tokens" in limit:
@@ -146,7 +146,7 @@ def test_micro_batches_are_balanced_and_have_little_padding():
     schedule = scheduled(lengths, units(range(256)), num_processes=8, max_rollouts=8)
     sizes = [[tokens(batch, lengths) for batch in batches] for batches in schedule]
     assert max(map(max, sizes)) / (sum(map(sum, sizes)) / sum(map(len, sizes))) < 1.05
-    totals = [sum(of_process) for of_process in sizes]
+    totals = [sum(process_sizes) for process_sizes in sizes]
     assert max(totals) / min(totals) < 1.01
     padded = scheduled(lengths, units(range(256)), num_processes=1, max_rollouts=8, padded=True)
     assert schedule_cost(padded, lengths, padded=True) < 1.15 * sum(totals)

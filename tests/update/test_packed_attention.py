@@ -234,8 +234,8 @@ def test_values_wider_than_keys():
 def test_tiles_by_hand():
     """A prompt of 3 tokens with branches of 2 and 4, and 2 tokens that share nothing."""
     bounds = bounds_of(attention_inputs([[3, 2, 4], [2]])[0])
-    own = [Tile(slice(a, b), slice(a, b), 0) for a, b in ((0, 3), (3, 5), (5, 9), (9, 11))]
-    assert tiles_of(bounds, None) == tiles_of(bounds, 7) == (own, [Tile(slice(3, 9), slice(0, 3), None)])
+    segment_tiles = [Tile(slice(a, b), slice(a, b), 0) for a, b in ((0, 3), (3, 5), (5, 9), (9, 11))]
+    assert tiles_of(bounds, None) == tiles_of(bounds, 7) == (segment_tiles, [Tile(slice(3, 9), slice(0, 3), None)])
     same_segment, shared_prompt = tiles_of(bounds, 3)
     assert same_segment[2:4] == [Tile(slice(5, 8), slice(5, 8), 0), Tile(slice(8, 9), slice(6, 9), 2)]
     # a window of 3 tokens: the first two tokens of a branch attend to the last two and the last token of the prompt
@@ -296,8 +296,8 @@ def varlen_backward(
             (score_gradient.mT @ heads[2]).unflatten(0, (-1, groups)).sum(1),
             (weights.mT @ heads[0]).unflatten(0, (-1, groups)).sum(1),
         )
-        for whole, of_tokens, values in zip(gradients, (part, keys, keys), parts, strict=True):
-            whole[of_tokens] += values.transpose(0, 1)
+        for whole, tokens, values in zip(gradients, (part, keys, keys), parts, strict=True):
+            whole[tokens] += values.transpose(0, 1)
     return gradients
 
 

@@ -37,10 +37,10 @@ def assert_exact(forward_pass, model, temperature=1.0):
         scores = forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
         for logps, entropies, prompt, completion in zip(*scores, PROMPTS, COMPLETIONS, strict=True):
             logits = model(input_ids=torch.tensor([prompt + completion]), use_cache=False).logits
-            own = (logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
-            expected = own.gather(1, torch.tensor(completion)[:, None])[:, 0]
+            log_probs = (logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(dim=-1)
+            expected = log_probs.gather(1, torch.tensor(completion)[:, None])[:, 0]
             torch.testing.assert_close(logps, expected, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(entropies, -(own.exp() * own).sum(dim=-1), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(entropies, -(log_probs.exp() * log_probs).sum(dim=-1), rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_packs_is_left_alone(caplog):
@@ -100,7 +100,7 @@ def test_windows_that_sequences_exceed_are_seen(monkeypatch, caplog, longest, pa
     monkeypatch.setitem(mapping, "pacs_packed_sdpa", without_window)
     lengths = []
     model.register_forward_pre_hook(
-        lambda _, given, inputs: lengths.append(inputs["input_ids"].shape), with_kwargs=True
+        lambda _, positional, inputs: lengths.append(inputs["input_ids"].shape), with_kwargs=True
     )
     forward_pass = scorer_of(model)
     choose_forward_pass(forward_pass, model, longest=longest)
@@ -164,7 +164,7 @@ def test_sequences_of_the_check_are_longer_than_chunks():
 
 def test_logits_of_a_long_sequence_are_those_of_its_end_only():
     model, sizes = build("mistral").eval(), []
-    model.lm_head.register_forward_hook(lambda head, given, output: sizes.append(output.shape[1]))
+    model.lm_head.register_forward_hook(lambda head, inputs, output: sizes.append(output.shape[1]))
     choose_forward_pass(scorer_of(model), model)
     assert sizes and max(sizes) == 9
 
@@ -181,7 +181,7 @@ def test_models_that_are_refused():
     with pytest.raises(ValueError, match="'cpmant' model is not causal"):
         chosen(build("cpmant"))
     noisy = tiny_model()
-    noisy.model.layers[0].mlp.register_forward_hook(lambda mlp, given, out: F.dropout(out, 0.5, mlp.training))
+    noisy.model.layers[0].mlp.register_forward_hook(lambda mlp, inputs, out: F.dropout(out, 0.5, mlp.training))
     with pytest.raises(ValueError, match="'qwen3'.*differences"):
         chosen(noisy)
 
@@ -195,11 +195,11 @@ def test_values_of_a_critic(caplog):
     choose_forward_pass(forward_pass, critic, values=True)
     assert forward_pass.packing is None and "nemotron" in caplog.text
     with torch.no_grad():
-        for found, prompt, completion in zip(
+        for row_values, prompt, completion in zip(
             forward_pass.values(critic, PROMPTS, COMPLETIONS), PROMPTS, COMPLETIONS, strict=True
         ):
             expected = critic(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1, 0]
-            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(row_values, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_noise_that_layers_keep_as_numbers():

@@ -87,7 +87,7 @@ def test_weights_carry_no_gradient():
 def test_against_loops(mode, bounds):
     logps, sampling, mask = random_batch(2)
     low, high = bounds
-    found = correction_weights(logps, sampling, mask, Mismatch(mode=mode, clip_min=low, clip_max=high))
+    weights = correction_weights(logps, sampling, mask, Mismatch(mode=mode, clip_min=low, clip_max=high))
     everything = []
     for i in range(len(logps)):
         counted = [t for t in range(logps.shape[1]) if mask[i, t]]
@@ -104,7 +104,7 @@ def test_against_loops(mode, bounds):
                 value = min(max(value, low or 0.0), math.inf if high is None else high)
             elif (low is not None and value < low) or (high is not None and value > high):
                 value = 0.0
-            assert found[i, t].item() == pytest.approx(value, rel=1e-6), (i, t)
+            assert weights[i, t].item() == pytest.approx(value, rel=1e-6), (i, t)
     metrics = metrics_of(logps, sampling, mask, mode=mode, clip_min=low, clip_max=high)
     assert metrics["sampling/importance_sampling_ratio/min"] == pytest.approx(min(everything))
     assert metrics["sampling/importance_sampling_ratio/max"] == pytest.approx(max(everything))
