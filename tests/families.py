@@ -41,8 +41,8 @@ def table() -> str:
 
 def documented() -> str:
     """The table of the page."""
-    (found,) = re.findall(rf"{re.escape(HEADER)}(?:\n\|.*)+", PAGE.read_text(encoding="utf-8"))
-    return found
+    (documented_table,) = re.findall(rf"{re.escape(HEADER)}(?:\n\|.*)+", PAGE.read_text(encoding="utf-8"))
+    return documented_table
 
 
 def model_of(family: dict[str, Any]) -> torch.nn.Module:

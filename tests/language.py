@@ -28,19 +28,19 @@ QUESTION = re.compile(r"(What|How|Which|Who|Where|When|Why)\b")
 
 def main() -> int:
     files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    found = []
+    problems = []
     for name in files:
         is_text = name.endswith((".py", ".md", ".yaml", ".ipynb", ".txt", ".cfg")) or name == "Makefile"
         if not is_text or name.startswith(("docs/results/", "tests/data/")) or name == "tests/language.py":
             continue
         text = (ROOT / name).read_text(encoding="utf-8")
-        found += [f"{name}:{text[: m.start()].count(chr(10)) + 1}: {m[0]!r}" for m in BANNED.finditer(text)]
+        problems += [f"{name}:{text[: m.start()].count(chr(10)) + 1}: {m[0]!r}" for m in BANNED.finditer(text)]
         docstring = (name.endswith(".py") and ast.get_docstring(ast.parse(text))) or ""
         if QUESTION.match(docstring):
-            found.append(f"{name}:1: module docstring begins with {docstring.split()[0]!r}")
-    if found:
-        print(*found, sep="\n")
-    return int(bool(found))
+            problems.append(f"{name}:1: module docstring begins with {docstring.split()[0]!r}")
+    if problems:
+        print(*problems, sep="\n")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

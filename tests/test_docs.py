@@ -64,10 +64,10 @@ def commands_of(text: str) -> list[str]:
     lines = [line for block in blocks for line in re.sub(r"\\\n\s*", " ", block).splitlines()]
     outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
     spans = [re.sub(r"\s+", " ", span) for span in re.findall(r"`([^`]+)`", outside)]
-    found = [line.strip() for line in lines] + [span for span in spans if span.startswith(BEGINNINGS)]
-    found = [re.sub(r"(^|\s)#.*", "", line).strip() for line in found]
+    commands = [line.strip() for line in lines] + [span for span in spans if span.startswith(BEGINNINGS)]
+    commands = [re.sub(r"(^|\s)#.*", "", line).strip() for line in commands]
     # NAME=value before a command is the shell's
-    return [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in found if line]
+    return [re.sub(r"^([A-Z_]+=\S+ )+", "", line) for line in commands if line]
 
 
 FOUND = sorted({(str(page.relative_to(ROOT)), command) for page in PAGES for command in commands_of(text_of(page))})
@@ -98,15 +98,17 @@ def parse_only(monkeypatch, main, arguments):
 
 def check_module(monkeypatch, name: str, arguments: list[str], num_processes: int = 1) -> None:
     if name in ("pacs_trl.train", "pacs_trl.plan.check"):
-        own = read_plan_arguments(arguments)
+        plan_arguments = read_plan_arguments(arguments)
         if name == "pacs_trl.plan.check":
-            launch, errors = read_launch(own.accelerate_config, own.num_processes)
+            launch, errors = read_launch(plan_arguments.accelerate_config, plan_arguments.num_processes)
             assert not errors, errors
             num_processes = launch.num_processes
         folders = ("smollm2-135m/", "images/", "miniature/")  # with models that another command prepares
-        is_prepared = any(folder in own.config for folder in folders)
+        is_prepared = any(folder in plan_arguments.config for folder in folders)
         without_model = ["--model_name_or_path", "org/model"] if is_prepared else []
-        recipe, conflicts = check_recipe(own.config, [*own.overrides, *without_model], num_processes)
+        recipe, conflicts = check_recipe(
+            plan_arguments.config, [*plan_arguments.overrides, *without_model], num_processes
+        )
         assert recipe is not None and not conflicts, conflicts
     elif name == "pacs_trl.evaluation.run":
         from pacs_trl.evaluation.arguments import read_evaluation

@@ -96,5 +96,5 @@ def test_rloo_is_what_trl_computes(normalize):
     if normalize:
         known = expected[~expected.isnan()]
         expected = (expected - known.mean()) / (known.std() + 1e-4)
-    found = rloo_advantages(rewards, num_generations=4, normalize=normalize)
-    torch.testing.assert_close(found, expected.nan_to_num(nan=0.0), rtol=1e-12, atol=1e-12)
+    advantages = rloo_advantages(rewards, num_generations=4, normalize=normalize)
+    torch.testing.assert_close(advantages, expected.nan_to_num(nan=0.0), rtol=1e-12, atol=1e-12)

@@ -139,11 +139,11 @@ def test_a_misspelt_argument_is_found(tmp_path):
     wrong = {
         i: re.search('"(.*)"', line.split("# wrong:")[1])[1] for i, line in enumerate(lines, 1) if "# wrong" in line
     }
-    found = {
+    messages = {
         int(i): message for i, message in re.findall(r"^script\.py:(\d+): error: (.*)$", result.stdout, re.MULTILINE)
     }
-    assert found.keys() == wrong.keys(), result.stdout + result.stderr
-    assert all(f'"{wrong[i]}"' in message for i, message in found.items()), result.stdout
+    assert messages.keys() == wrong.keys(), result.stdout + result.stderr
+    assert all(f'"{wrong[i]}"' in message for i, message in messages.items()), result.stdout
 
 
 def test_every_trainer_of_the_table_of_methods_is_exported_with_its_configuration():
@@ -156,10 +156,10 @@ def test_every_trainer_of_the_table_of_methods_is_exported_with_its_configuratio
 def test_the_names_are_those_that_are_loaded():
     source = Path(pacs_trl.__file__).read_text()
     seen = re.findall(r"^    from \.([\w.]+) import (\w+) as \w+$", source, re.MULTILINE)
-    found = {name: f"pacs_trl.{module}" for module, name in seen}
-    assert found == pacs_trl._PUBLIC_NAMES
+    modules = {name: f"pacs_trl.{module}" for module, name in seen}
+    assert modules == pacs_trl._PUBLIC_NAMES
     assert sorted(pacs_trl.__all__) == sorted(["__version__", *pacs_trl._PUBLIC_NAMES]) == dir(pacs_trl)
-    assert [getattr(pacs_trl, name).__name__ for name in found] == list(found)
+    assert [getattr(pacs_trl, name).__name__ for name in modules] == list(modules)
 
 
 def imported_modules(file: Path) -> set[str]:

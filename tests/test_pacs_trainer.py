@@ -55,7 +55,9 @@ def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(tmp_path, setti
     settings = {"steps_per_generation": 2, "learning_rate": 0.0, "max_steps": 3, "bf16": bf16} | settings
     trainer = build_trainer(tmp_path, replay=Replay(unverifiable=0.1), **settings)
     dtypes = [p.dtype for p in trainer.model.parameters()]
-    spy_on(trainer.forward_pass, "compute_logps", lambda found, *_: dtypes.extend(each.dtype for each in found.logps))
+    spy_on(
+        trainer.forward_pass, "compute_logps", lambda result, *_: dtypes.extend(each.dtype for each in result.logps)
+    )
     trainer.train()
     assert set(dtypes) == {torch.float32}
     assert logged(trainer, "pacs/proxy_abs_mean") == [0.0, 0.0, 0.0]
@@ -70,7 +72,7 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
     settings = {"learning_rate": 0.5, "startup_check": False}
     trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=1, logprobs=logprobs), **settings)
     rows = {True: [], False: []}
-    note = lambda found, *_: rows[torch.is_grad_enabled()].append(len(found.logps))  # noqa: E731
+    note = lambda result, *_: rows[torch.is_grad_enabled()].append(len(result.logps))  # noqa: E731
     spy_on(trainer.forward_pass, "compute_logps", note)
     trainer.train()
     assert rows[True] == [4, 4]  # of 8 rows per step, 4 are in the group of one class

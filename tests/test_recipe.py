@@ -127,9 +127,9 @@ def test_a_recipe_is_read_for_another_launch_than_this(tmp_path):
 
 def test_texts_are_values_of_their_types():
     """As YAML and a command line give them; `settings` repeat the run, and hold no token."""
-    given = {"learning_rate": "1e-5", "reward_weights": ["1e-0"], "use_vllm": "yes", "num_iterations": "2"}
-    given |= {"model_init_kwargs": '{"dtype": "bfloat16"}', "hub_token": "s3cr3t", "no_startup_check": True} | LORA
-    recipe = read(**given)
+    settings = {"learning_rate": "1e-5", "reward_weights": ["1e-0"], "use_vllm": "yes", "num_iterations": "2"}
+    settings |= {"model_init_kwargs": '{"dtype": "bfloat16"}', "hub_token": "s3cr3t", "no_startup_check": True} | LORA
+    recipe = read(**settings)
     values = recipe.training
     assert (values.learning_rate, values.num_iterations) == (1e-5, 2) and values.use_vllm is True
     assert values.reward_weights == [1.0] and values.model_init_kwargs == {"dtype": "bfloat16"}

@@ -81,7 +81,7 @@ def test_addresses(url, clean):
 def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
     (tmp_path / "outputs" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    given = {
+    settings = {
         "model_name_or_path": "outputs/model",  # there is such a folder, so this is no Hub id
         "critic_model_name_or_path": "outputs/mine/critic/",
         "critic_prompt": "genac",
@@ -93,7 +93,7 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
         "base_model_name_or_path": "/base",  # on another machine than this
         "chat_template_path": "outputs/elsewhere",
     }
-    assert published(given) == given | {
+    assert published(settings) == settings | {
         "model_name_or_path": "model",
         "critic_model_name_or_path": "critic",
         "output_dir": "run",
@@ -102,7 +102,7 @@ def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
         "base_model_name_or_path": "base",
         "chat_template_path": "elsewhere",
     }
-    assert without_secrets(given | {"token": SECRET, "env": {}}) == given  # on this machine, paths stay
+    assert without_secrets(settings | {"token": SECRET, "env": {}}) == settings  # on this machine, paths stay
     assert published({"model_name_or_path": "x" * 5000, "dataset_name": "a\0b"}) is not None
 
 

@@ -226,16 +226,16 @@ def test_messages_without_template_and_prompts_beyond_the_context(tmp_path, is_p
     config = tiny_model().config
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path / "model")
-    given = {"model": str(tmp_path / "model") if is_path else tiny_model(), "reward": digit_reward}
+    arguments = {"model": str(tmp_path / "model") if is_path else tiny_model(), "reward": digit_reward}
     plain = copy.deepcopy(TOKENIZER)
     plain.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
-        build_trainer(tmp_path, more={"processing_class": plain}, **given)
+        build_trainer(tmp_path, more={"processing_class": plain}, **arguments)
     longest = max(prompt_lengths(addition_dataset()["prompt"][:], TOKENIZER))
     with pytest.raises(ValueError, match=f"max_position_embeddings=512.*max_completion_length to {512 - longest}"):
-        build_trainer(tmp_path, max_completion_length=513 - longest, **given)
+        build_trainer(tmp_path, max_completion_length=513 - longest, **arguments)
     with pytest.raises(OSError, match="model.safetensors") if is_path else contextlib.nullcontext():
-        build_trainer(tmp_path, max_completion_length=512 - longest, **given)
+        build_trainer(tmp_path, max_completion_length=512 - longest, **arguments)
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [{"content": "1+1"}]], ids=repr)

@@ -84,11 +84,11 @@ class TestNamedSets:
         assert system == {"role": "system", "content": "Think."}  # that of the data
         assert user["content"].startswith("Why is the sky blue? Please reason") and "<answer>" in user["content"]
         assert train[0]["solution"] == "Rayleigh scattering"
-        given = {"dataset_path": str(tmp_path / "r.jsonl"), "prompt_instruction": ""}
-        train, _ = load("rlpr", **given, system_prompt="Reason in tags.")
+        settings = {"dataset_path": str(tmp_path / "r.jsonl"), "prompt_instruction": ""}
+        train, _ = load("rlpr", **settings, system_prompt="Reason in tags.")
         assert [turn["content"] for turn in train[0]["prompt"]] == ["Reason in tags.", "Why is the sky blue?"]
         write_jsonl(tmp_path / "r.jsonl", [row | {"prompt": turns[1:]} for row in rows])
-        assert [turn["role"] for turn in load("rlpr", **given)[0][0]["prompt"]] == ["user"]
+        assert [turn["role"] for turn in load("rlpr", **settings)[0][0]["prompt"]] == ["user"]
 
     def test_programs_and_their_tests(self, caplog):
         path = str(DATA / "verifiable_coding.jsonl")
@@ -98,8 +98,8 @@ class TestNamedSets:
         row = next(row for row in train if row["problem_id"] == "sum")
         assert read_tests(row["solution"]).cases == (("1 2\n", "3\n"), ("10 -4\n", "6\n"))
         assert row["prompt"][0]["content"].endswith(f"their sum. {TRAINING_SETS['verifiable_coding'].instruction}")
-        own, _ = load("verifiable_coding", dataset_path=path, prompt_instruction="Write Python.")
-        assert own[0]["prompt"][0]["content"].endswith(" Write Python.")
+        rows, _ = load("verifiable_coding", dataset_path=path, prompt_instruction="Write Python.")
+        assert rows[0]["prompt"][0]["content"].endswith(" Write Python.")
 
     def test_tests_of_ones_own_and_of_other_languages(self, tmp_path):
         def load_tests(cell):

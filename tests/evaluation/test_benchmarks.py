@@ -128,11 +128,11 @@ def test_jsonl_json_and_parquet_give_the_same_benchmark(tmp_path, answers):
 
 def test_a_file_of_ones_own(tmp_path):
     path = write(tmp_path / "sums.jsonl", [{"problem": "1+1", "answer": 2}, {"problem": "2+2", "answer": "4"}])
-    own = load_benchmark(str(path))
-    assert (own.name, own.title, own.source["file"]) == ("sums", "sums", "sums.jsonl")
-    assert [(p.id, p.problem, p.solution) for p in own.problems] == [("0", "1+1", "2"), ("1", "2+2", "4")]
+    benchmark = load_benchmark(str(path))
+    assert (benchmark.name, benchmark.title, benchmark.source["file"]) == ("sums", "sums", "sums.jsonl")
+    assert [(p.id, p.problem, p.solution) for p in benchmark.problems] == [("0", "1+1", "2"), ("1", "2+2", "4")]
     named = load_benchmark(f"held_out={path}")
-    assert (named.name, named.problems) == ("held_out", own.problems)
+    assert (named.name, named.problems) == ("held_out", benchmark.problems)
     write(path, [{"question": "1+1", "gold": 2}])
     columns = {"problem_column": "question", "solution_column": "gold"}
     other = load_benchmark(str(path), columns=columns)

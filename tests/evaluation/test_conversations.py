@@ -54,8 +54,8 @@ def test_calls_of_a_scripted_model(run, settings, benchmark, play, confined):
     tools = {"tools": ["run_python"]} if benchmark != PRODUCTS else {}
     results = run(settings, benchmarks=benchmark, **tools)
     shared_code_verifier().close()
-    entry, found = results["benchmarks"][benchmark.partition("=")[0]], records(settings["output_dir"])
-    for record in found:
+    entry, samples = results["benchmarks"][benchmark.partition("=")[0]], records(settings["output_dir"])
+    for record in samples:
         user, first, *rest = record["conversation"]
         calls = [call["function"] for call in first.get("tool_calls", [])]
         assert len(calls) == record["seed"] % 2 and ("reward" in record) == (benchmark == PRODUCTS)
@@ -64,10 +64,10 @@ def test_calls_of_a_scripted_model(run, settings, benchmark, play, confined):
             (result, answer) = rest
             assert int(result["content"]) == eval(user["content"])
             assert record["completion"] == answer["content"] == rf"\boxed{{{result['content'].strip()}}}"
-    right = [sum(r["seed"] % 2 for r in found if r["problem"] == p["id"]) for p in entry["problems"]]
+    right = [sum(r["seed"] % 2 for r in samples if r["problem"] == p["id"]) for p in entry["problems"]]
     assert [problem["c"] for problem in entry["problems"]] == right and 0 < sum(right) < 12
     assert entry["verification"]["correct"] == sum(right)
-    asked = {record["problem"]: record["conversation"][0]["content"] for record in found}
+    asked = {record["problem"]: record["conversation"][0]["content"] for record in samples}
     assert len(set(asked.values())) == 3
 
 
@@ -112,9 +112,9 @@ def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, chan
     if changes["benchmarks"] == "TEXT":
         (tmp_path / "text.jsonl").write_text('{"prompt": "1 + 1 =", "solution": "2"}\n')
         changes = changes | {"benchmarks": str(tmp_path / "text.jsonl")}
-    given = settings | changes
-    given = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
-    argv = [part for key, values in given.items() for part in (f"--{key}", *values)]
+    arguments = settings | changes
+    arguments = {key: value if isinstance(value, list) else [value] for key, value in arguments.items()}
+    argv = [part for key, values in arguments.items() for part in (f"--{key}", *values)]
     with pytest.raises(ValueError, match=message):
         main([str(part) for part in argv])
 
@@ -138,9 +138,9 @@ def test_turns_with_vllm(run, settings, confined, tmp_path):
     }
     run(settings | changes, benchmarks=PRODUCTS)
     shared_code_verifier().close()
-    found = records(settings["output_dir"])
-    assert len(found) == 12 and all(1 <= record["num_tokens"] <= 60 for record in found)
-    assert {record["conversation"][1]["role"] for record in found} == {"assistant"}
+    samples = records(settings["output_dir"])
+    assert len(samples) == 12 and all(1 <= record["num_tokens"] <= 60 for record in samples)
+    assert {record["conversation"][1]["role"] for record in samples} == {"assistant"}
 
 
 def test_each_example_names_its_environment_and_gets_the_tools_of_that_one(run, settings, tmp_path, monkeypatch):

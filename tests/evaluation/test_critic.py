@@ -58,8 +58,8 @@ def test_scores_of_an_evaluation(run, arguments, checkpoint, policy, sums, tmp_p
         tokens = tokens + [tokenizer.eos_token_id] * (record["finish_reason"] == "stop")
         proxies.append(2 * (logp_alone(engine[0], prompt, tokens) - logp_alone(engine[1], prompt, tokens)))
     scores = [r - (sum(proxies) - r) / 7 for r in proxies]
-    found = [record["score"] for record in records if record["problem"] == first]
-    assert found == pytest.approx(scores, abs=1e-3) and max(map(abs, scores)) > 0.01
+    recorded_scores = [record["score"] for record in records if record["problem"] == first]
+    assert recorded_scores == pytest.approx(scores, abs=1e-3) and max(map(abs, scores)) > 0.01
 
     same = critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums}")
     assert all(record["score"] == 0 for record in same)

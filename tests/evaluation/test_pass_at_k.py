@@ -96,8 +96,8 @@ def test_pass_interval_by_hand():
 def test_pass_interval_without_spread_is_plain_wilson(num_problems):
     n = num_problems**2 / (num_problems + 1)
     for value in (0.0, 1.0):
-        found = pass_interval(np.full(num_problems, value))
-        assert found == pytest.approx(wilson(value, n), abs=1e-6) and 0 <= found.lower < found.upper <= 1
+        interval = pass_interval(np.full(num_problems, value))
+        assert interval == pytest.approx(wilson(value, n), abs=1e-6) and 0 <= interval.lower < interval.upper <= 1
 
 
 def test_pass_interval_of_several_k_and_benchmarks():
@@ -165,13 +165,13 @@ def test_paired_interval_by_hand():
     # Four problems that neither model solves: Wilson's upper end for n_eff = 16/5 is z^2 / (n_eff + z^2) = 0.545549,
     # and the two have no correlation. All solved is the same.
     for value in (0.0, 1.0):
-        found = paired_interval(([value] * 4, [value] * 4))
-        assert found == pytest.approx((0.0, -0.545549, 0.545549), abs=1e-6)
+        interval = paired_interval(([value] * 4, [value] * 4))
+        assert interval == pytest.approx((0.0, -0.545549, 0.545549), abs=1e-6)
     # Values 0, 0, 1 and 1, 0, 1: deviations (-1, -1, 2) / 3 and (1, -2, 1) / 3, so r = (3/9) / (6/9) = 1/2. The second
     # interval is the first one mirrored, so both distances are equal, and with r = 1/2 the root is that distance.
     _, lower, upper = wilson(1 / 3, 9 / 4)
-    found = paired_interval(([0.0, 0.0, 1.0], [1.0, 0.0, 1.0]))
-    assert found == pytest.approx((1 / 3, 2 / 3 - upper, 2 / 3 - lower), abs=1e-6)
+    interval = paired_interval(([0.0, 0.0, 1.0], [1.0, 0.0, 1.0]))
+    assert interval == pytest.approx((1 / 3, 2 / 3 - upper, 2 / 3 - lower), abs=1e-6)
     with pytest.raises(ValueError):
         paired_interval(([0.0, 1.0], [0.0]))
 
@@ -205,6 +205,6 @@ def test_paired_interval_covers_the_truth_where_a_bootstrap_does_not(num_problem
     first, second = draw(1_000_000)
     truth = (second - first).mean()
     drawn = [rng.binomial(128, chance) / 128 for chance in draw((num_problems, 1_000))]
-    found, resampled = paired_interval(drawn), paired_bootstrap(*drawn, num_resamples=200)
-    covered = [((i.lower <= truth) & (truth <= i.upper)).mean() for i in (found, resampled)]
+    interval, resampled = paired_interval(drawn), paired_bootstrap(*drawn, num_resamples=200)
+    covered = [((i.lower <= truth) & (truth <= i.upper)).mean() for i in (interval, resampled)]
     assert covered[0] > 0.97 and covered[1] < covered[0]

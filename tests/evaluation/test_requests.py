@@ -23,9 +23,9 @@ def test_prompts_of_a_tokenizer_that_adds_a_first_token(tmp_path, prompt):
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer))
     trainer = build_trainer(tmp_path, model=model, more={"processing_class": tokenizer})
-    (of_training,) = trainer._tokenize_prompts([prompt])[0]
-    assert list(tokenize_prompt(tokenizer, prompt)) == list(of_training)
-    assert (of_training[0] == tokenizer.bos_token_id) == isinstance(prompt, str)
+    (training_ids,) = trainer._tokenize_prompts([prompt])[0]
+    assert list(tokenize_prompt(tokenizer, prompt)) == list(training_ids)
+    assert (training_ids[0] == tokenizer.bos_token_id) == isinstance(prompt, str)
 
 
 def test_a_model_without_a_context_length_generates():

@@ -120,8 +120,8 @@ def test_grades_and_the_samples_they_are_of(tmp_path):
         read_graded(tmp_path, "miniature/terms")
     grades.parent.mkdir()
     grades.write_text('{"p": "1-"}')  # the store holds more than was graded
-    found, records = read_graded(tmp_path, "miniature/terms")
-    assert found == {"p": "1-"} and {key: r["completion"] for key, r in records.items()} == {
+    outcomes, records = read_graded(tmp_path, "miniature/terms")
+    assert outcomes == {"p": "1-"} and {key: r["completion"] for key, r in records.items()} == {
         ("p", 0): "text 0",
         ("p", 1): "text 1",
     }

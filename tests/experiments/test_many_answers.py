@@ -32,8 +32,8 @@ def test_probabilities_of_all_answers_are_exact():
 @pytest.mark.parametrize("arm", [Arm("PACS"), Arm("PACS", reset=0), Arm("GRPO"), Arm("MaxRL"), Arm("REAL")])
 def test_a_first_update_prefers_correct_answers(arm):
     labels, mask = torch.tensor([1.0, *[0.0] * 7]), torch.ones(8, 5)
-    found = many_answers.token_coefficients(arm, torch.zeros(8, 5), labels, mask)
-    assert (found[0] < 0).all() and (found[1:] > 0).all()
+    coefficients = many_answers.token_coefficients(arm, torch.zeros(8, 5), labels, mask)
+    assert (coefficients[0] < 0).all() and (coefficients[1:] > 0).all()
     if arm.method == "PACS":  # balanced class weights reverse the actor term (docs/method.md)
         reversed_signs = many_answers.token_coefficients(arm._replace(actor=1.0), torch.zeros(8, 5), labels, mask)
         assert (reversed_signs[0] > 0).all() and (reversed_signs[1:] < 0).all()
@@ -43,9 +43,9 @@ def test_metrics_at_equal_pass_1():
     """pass@1 passes 40 % halfway between the measurements at 20 and 40 updates; the second seed does not reach it."""
     record = {name: [[0.1, 0.1], [0.3, 0.2], [0.5, 0.3]] for name in many_answers_tables.METRICS if name != "updates"}
     record |= {"seeds": [7, 8], "every": 20, "pass@64": [[1.0, 1.0], [0.9, 1.0], [0.7, 1.0]]}
-    found = many_answers_tables.at_pass_1(record, 0.4)
-    assert list(found) == [7]
-    assert found[7]["pass@64"] == pytest.approx(0.8) and found[7]["updates"] == pytest.approx(30)
+    metrics = many_answers_tables.at_pass_1(record, 0.4)
+    assert list(metrics) == [7]
+    assert metrics[7]["pass@64"] == pytest.approx(0.8) and metrics[7]["updates"] == pytest.approx(30)
 
 
 @pytest.mark.slow

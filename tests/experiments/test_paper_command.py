@@ -162,11 +162,13 @@ class TestMiniatureRuns:
         assert "Seeds: Base 1, PPO 1, GRPO 0, PACS 1, PACS without weights 0." in first
         records = Records(Path("results"))
         for run in cells.split(","):
-            (found,) = records.runs(run, "label")
-            assert found.seed == 0 and found.results["n"] == 2 and found.results["k"] == [1]
-            assert (found.training is None) == (records.settings(run)["training"] is None) == run.endswith("base")
+            (recorded,) = records.runs(run, "label")
+            assert recorded.seed == 0 and recorded.results["n"] == 2 and recorded.results["k"] == [1]
+            assert (recorded.training is None) == (records.settings(run)["training"] is None) == run.endswith("base")
             assert (
-                found.diversity.keys() == found.results["benchmarks"].keys() == {*TWINS.values(), "miniature/grouped"}
+                recorded.diversity.keys()
+                == recorded.results["benchmarks"].keys()
+                == {*TWINS.values(), "miniature/grouped"}
             )
         (pacs,) = records.runs("sums-0.1m/pacs", "PACS")
         assert [log["step"] for log in pacs.training["log_history"]] == [1, 2]

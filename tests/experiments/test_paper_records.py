@@ -22,20 +22,20 @@ def a_run(seed: int = 0, **changes) -> Run:
 
 
 def test_a_run_comes_back_as_far_as_tables_need_it(tmp_path):
-    given = a_run(seed=3)
-    record(tmp_path, "m/pacs", given, {"training": {"beta": 1.0}})
+    run = a_run(seed=3)
+    record(tmp_path, "m/pacs", run, {"training": {"beta": 1.0}})
     record(tmp_path, "m/base", a_run(training=None))
-    (found,) = Records(tmp_path).runs("m/pacs", "PACS")
-    assert found.seed == 3 and found.results["method"] == "PACS"
+    (stored,) = Records(tmp_path).runs("m/pacs", "PACS")
+    assert stored.seed == 3 and stored.results["method"] == "PACS"
     for key in ("n", "k", "protocol"):
-        assert found.results[key] == given.results[key]
-    for name, entry in found.results["benchmarks"].items():
-        original, kept = given.results["benchmarks"][name], ("id", "n", "c", "ungraded")
+        assert stored.results[key] == run.results[key]
+    for name, entry in stored.results["benchmarks"].items():
+        original, kept = run.results["benchmarks"][name], ("id", "n", "c", "ungraded")
         assert entry["problems"] == [{key: problem[key] for key in kept} for problem in original["problems"]]
         assert all(entry[key] == original[key] for key in ("title", "source", "pass_at_k"))
-    assert found.diversity == {"terms": {"0": 0.123457, "2": 0.0}}
-    assert str(found.diversity["terms"]["2"]) == "0.0"
-    assert found.training == {
+    assert stored.diversity == {"terms": {"0": 0.123457, "2": 0.0}}
+    assert str(stored.diversity["terms"]["2"]) == "0.0"
+    assert stored.training == {
         "log_history": [{"step": 1, "reward": 0.5, "entropy": 1 / 3}, {"step": 3, "reward": 1.0}],
         "checkpoints": [{"step": 2, "eval_terms/pass@1": 0.5}],
     }

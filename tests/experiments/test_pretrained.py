@@ -26,13 +26,13 @@ def test_arms_differ_only_in_their_objective(arm, task):
     recipe's. The model has no dropout, LoRA has."""
     differing = OF_OBJECTIVES | ({"beta"} if "KL" in arm else set())
     differing |= {"disable_dropout"} if "LoRA" not in arm or "dropout" in arm else set()
-    found = []
+    settings = []
     for each in ("PACS, LoRA" if "LoRA" in arm else "PACS", arm):
         cell = cell_of(task, each, 3e-5, 7)
         recipe = read_recipe(["--config", str(RECIPES / f"{cell.recipe}.yaml"), *cell.words])
         names = {field.name for field in fields(GRPOConfig)} - differing - {"output_dir"}
-        found.append((recipe.data, recipe.model, {name: getattr(recipe.training, name, None) for name in names}))
-    assert found[0] == found[1]
+        settings.append((recipe.data, recipe.model, {name: getattr(recipe.training, name, None) for name in names}))
+    assert settings[0] == settings[1]
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_the_page_has_the_numbers_of_the_records():
             continue
         seeds = tuple(map(int, cells[4].split(", ")))
         options = Options(seeds, None, results_dir=RESULTS, **sizes_of(task))
-        found = report(options, task, {cells[2]: float(cells[3])}, 20)[-1].split(" | ")
-        expected = [cell.partition(" (")[0] if len(seeds) == 1 else cell for cell in found[3:6]]
-        assert (found[2], *expected, found[7]) == (cells[4], *cells[5:8], cells[9]), line
+        row = report(options, task, {cells[2]: float(cells[3])}, 20)[-1].split(" | ")
+        expected = [cell.partition(" (")[0] if len(seeds) == 1 else cell for cell in row[3:6]]
+        assert (row[2], *expected, row[7]) == (cells[4], *cells[5:8], cells[9]), line
         checked += 1
     assert checked >= 15

@@ -33,9 +33,9 @@ def test_pairs():
     ids[2].pop()  # cut off at a comma
     completions = [[{"role": "assistant", "content": text}] for text in texts]
     prompts = [[{"role": "user", "content": "7+30+8"}]] * 4
-    found = step_reward(completions, prompts, ids, solution=["45"] * 4)
-    assert found == [[(7, 1.0), (17, 1.0)], [(7, 0.0), (17, 0.0)], [(1, 0.0), (2, 0.0)], [(4, 1.0)]]
-    assert [ids[0][t] for t, _ in found[0]] == [*TOKENIZER(",")["input_ids"], TOKENIZER.eos_token_id]
+    pairs = step_reward(completions, prompts, ids, solution=["45"] * 4)
+    assert pairs == [[(7, 1.0), (17, 1.0)], [(7, 0.0), (17, 0.0)], [(1, 0.0), (2, 0.0)], [(4, 1.0)]]
+    assert [ids[0][t] for t, _ in pairs[0]] == [*TOKENIZER(",")["input_ids"], TOKENIZER.eos_token_id]
     unreadable = step_reward(completions, prompts, ids, solution=[None] * 4)
     assert unreadable == [None] * 4
 

@@ -81,8 +81,8 @@ def test_the_card_of_a_trained_model(trained):
     ):
         assert words in card.text
     assert str(trained.parent) not in card.content and kept_readme(trained) is None
-    of_checkpoint = (trained / "checkpoint-5" / "README.md").read_text()
-    assert block(of_checkpoint, "python") == block(card.text, "python") and valid_metadata(of_checkpoint).text
+    checkpoint_readme = (trained / "checkpoint-5" / "README.md").read_text()
+    assert block(checkpoint_readme, "python") == block(card.text, "python") and valid_metadata(checkpoint_readme).text
 
 
 def test_it_is_the_same_after_pushing_and_its_snippet_and_command_run(

@@ -112,7 +112,7 @@ def test_a_failed_push_without_a_token_says_how_to_log_in(checkpoint, hub, monke
 
 
 @pytest.mark.parametrize(
-    ("base", "of_adapter", "words"),
+    ("base", "adapter_base", "words"),
     [
         ("Qwen/Qwen3-8B", None, None),
         ("outputs/models/base", None, "'outputs/models/base' is a local directory, so the card names it without"),
@@ -124,10 +124,10 @@ def test_a_failed_push_without_a_token_says_how_to_log_in(checkpoint, hub, monke
         ("outputs/models/base", "Qwen/Qwen3-8B", None),
     ],
 )
-def test_a_base_model_that_only_this_machine_has_is_warned_of(checkpoint, hub, caplog, base, of_adapter, words):
+def test_a_base_model_that_only_this_machine_has_is_warned_of(checkpoint, hub, caplog, base, adapter_base, words):
     (checkpoint.parent / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"model_name_or_path": base}))
-    if of_adapter is not None:
-        (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": of_adapter}))
+    if adapter_base is not None:
+        (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": adapter_base}))
     push_it(checkpoint, hub)
     warnings = [record.message for record in caplog.records if record.name == "pacs_trl.hub"]
     assert [words in warning for warning in warnings] == [True] * (words is not None)

@@ -140,16 +140,16 @@ def test_every_scalar_and_table_of_every_step_in_one_run(runs, rows_of):
 
 def test_wandb_keeps_the_completions_of_every_step(runs):
     output_dir, parts, _, _ = runs
-    found = {}
+    tables = {}
     for part in parts:
         for row in wandb_history(part):
             for key, path in row.items():
                 if match := re.fullmatch(r"completions/step_(\d{5})/path", key):
                     step = int(match[1])
-                    assert row["train/global_step"] == step and step not in found
-                    found[step] = json.loads((part / "files" / path).read_text())
-    assert sorted(found) == [1, 2, 3, 4]
-    for step, table in found.items():
+                    assert row["train/global_step"] == step and step not in tables
+                    tables[step] = json.loads((part / "files" / path).read_text())
+    assert sorted(tables) == [1, 2, 3, 4]
+    for step, table in tables.items():
         written = pd.read_parquet(output_dir / "completions" / f"completions_{step:05d}.parquet")
         assert table["columns"] == list(written.columns)
         column = table["columns"].index("completion")
@@ -191,8 +191,8 @@ def test_tensorboard_has_one_folder_with_the_same(runs):
     events = EventAccumulator(str(folder)).Reload()
     expected = scalars(log_history)
     for name in expected[4]:
-        found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx({step: logged[name] for step, logged in expected.items() if name in logged})
+        values = {event.step: event.value for event in events.Scalars(name)}
+        assert values == pytest.approx({step: logged[name] for step, logged in expected.items() if name in logged})
 
 
 def identity_of(output_dir, *, resuming, report_to="wandb"):

@@ -106,8 +106,8 @@ SAID = {
 @pytest.mark.parametrize("case", SAID.values(), ids=SAID)
 def test_plan_prints_the_sentences_of_a_case_and_ends_with_its_status(plan, case):
     arguments, changes, status, *sentences = case
-    found, output = plan(*arguments, **changes)
-    assert found == status, output
+    exit_status, output = plan(*arguments, **changes)
+    assert exit_status == status, output
     for sentence in sentences:
         assert (sentence.removeprefix("no: ") in output) != sentence.startswith("no: "), sentence
 

@@ -75,9 +75,9 @@ def test_a_copy_of_the_weights_of_a_server(estimate_of):
 
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
-    own = {"use_vllm": False, "rollout_lag": 2}
-    assert estimate_of(**own).costs.copies == 2 * 4 * PARAMETERS
-    with_lora = estimate_of(**own | LORA)
+    engine_process = {"use_vllm": False, "rollout_lag": 2}
+    assert estimate_of(**engine_process).costs.copies == 2 * 4 * PARAMETERS
+    with_lora = estimate_of(**engine_process | LORA)
     assert with_lora.costs.copies == 4 * (PARAMETERS + 2 * with_lora.costs.trained)
     assert "engine process" in with_lora.text(350)
 

@@ -34,8 +34,8 @@ def small(plan, model, tmp_path):
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
 
     def run(*arguments, **changes):
-        given = {"model_name_or_path": str(model), "dataset_name": str(data), "max_steps": 9, "save_steps": 1}
-        return plan(*arguments, **(sizes | given | changes))
+        settings = {"model_name_or_path": str(model), "dataset_name": str(data), "max_steps": 9, "save_steps": 1}
+        return plan(*arguments, **(sizes | settings | changes))
 
     return run
 
@@ -78,18 +78,18 @@ def test_what_training_would_say_of_model_and_data(small, model, tmp_path, monke
 
 
 def test_context_lengths_count_scaled_positions_and_windows():
-    def found(config):
+    def lengths(config):
         return tuple(context_lengths(config).values())
 
-    assert found(GPT2Config(n_positions=77)) == (77, None) and found(MambaConfig()) == (None, None)
+    assert lengths(GPT2Config(n_positions=77)) == (77, None) and lengths(MambaConfig()) == (None, None)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}
-    assert found(LlamaConfig(max_position_embeddings=32, rope_parameters=yarn)) == (128, None)
+    assert lengths(LlamaConfig(max_position_embeddings=32, rope_parameters=yarn)) == (128, None)
     llama3 = yarn | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    assert found(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == (512, None)
+    assert lengths(LlamaConfig(max_position_embeddings=512, rope_parameters=llama3)) == (512, None)
     longrope = {"rope_type": "longrope", "original_max_position_embeddings": 32, "factor": 4.0, "rope_theta": 1e4}
     longrope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     sizes = {"max_position_embeddings": 128, "hidden_size": 128, "num_attention_heads": 4}
-    assert found(LlamaConfig(**sizes, rope_parameters=longrope)) == (128, 32)
+    assert lengths(LlamaConfig(**sizes, rope_parameters=longrope)) == (128, 32)
 
 
 def test_bfloat16_needs_hardware_where_the_run_starts_only(small):

@@ -51,10 +51,10 @@ def test_scores_that_are_all_zero_have_intervals():
     for result in (base, tuned):
         for problem in result["benchmarks"]["aime_2024"]["problems"]:
             problem["c"] = 0
-    own = tables.pass_at_k_cells([tuned], AIME, [4])[4]
-    assert own.value == own.lower == 0.0 < own.upper
+    cell = tables.pass_at_k_cells([tuned], AIME, [4])[4]
+    assert cell.value == cell.lower == 0.0 < cell.upper
     difference = tables.paired_difference([tuned], [base], AIME, [4])[4]
-    assert difference[:3] == pytest.approx((0.0, -own.upper, own.upper))
+    assert difference[:3] == pytest.approx((0.0, -cell.upper, cell.upper))
 
 
 def test_problems_that_could_not_be_graded_are_left_out():

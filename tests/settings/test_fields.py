@@ -87,7 +87,7 @@ def test_text_and_fractions_are_no_numbers():
 
 
 def test_settings_belong_to_the_class_that_declares_them_last():
-    sections = {part: [each.name for each in found] for part, found in declared_settings(Derived).items()}
+    sections = {part: [each.name for each in declared] for part, declared in declared_settings(Derived).items()}
     assert sections == {Derived: ["share", "name", "kind"], Base: ["size"]}
 
 

@@ -47,8 +47,8 @@ def assert_close_gradients(actual: dict, expected: dict, relative: float = 1e-4)
         assert error < relative, f"{name}: {error}"
 
 
-def assert_same_logs(found, expected, first: int):
+def assert_same_logs(trainer, expected, first: int):
     """Numbers from one log entry on, without those of a clock."""
-    for mine, theirs in zip(found.state.log_history[first:-1], expected.state.log_history[first:-1], strict=True):
+    for mine, theirs in zip(trainer.state.log_history[first:-1], expected.state.log_history[first:-1], strict=True):
         kept = [name for name in theirs if not name.startswith(("time/", "perf/", "step_time")) and name != "epoch"]
         assert str({name: mine[name] for name in kept}) == str({name: theirs[name] for name in kept})  # nan is nan

@@ -50,10 +50,10 @@ def check_logps(trainer, recorder, lag, recomputed=False):
             for rollout in rollouts:
                 ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]])
                 logits = policy(input_ids=ids.long()).logits[0, len(rollout.prompt_ids) - 1 : -1] / 1.3
-                found = logits.log_softmax(-1).gather(1, ids[0, len(rollout.prompt_ids) :, None].long())[:, 0]
-                of_generating = rollout.ref_logps if isinstance(trainer, PACSTrainer) else rollout.old_logps
-                if of_generating is None and recomputed:
+                logps = logits.log_softmax(-1).gather(1, ids[0, len(rollout.prompt_ids) :, None].long())[:, 0]
+                recorded_logps = rollout.ref_logps if isinstance(trainer, PACSTrainer) else rollout.old_logps
+                if recorded_logps is None and recomputed:
                     continue
-                own, used = torch.from_numpy(rollout.loss_mask), torch.from_numpy(of_generating)
-                assert torch.allclose(found[own], used[own], atol=1e-4), f"batch {number}"
-                assert recomputed != (of_generating == rollout.sampling_logps).all()
+                mask, used = torch.from_numpy(rollout.loss_mask), torch.from_numpy(recorded_logps)
+                assert torch.allclose(logps[mask], used[mask], atol=1e-4), f"batch {number}"
+                assert recomputed != (recorded_logps == rollout.sampling_logps).all()

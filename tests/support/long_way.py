@@ -129,8 +129,8 @@ def in_graph_step(
     def cancellation() -> float:
         weights = [model.get_parameter(name) for name in gradients]
         sums = (logps * mask).sum(dim=1) / len(rows)
-        of_completions = [torch.autograd.grad(total, weights, retain_graph=True) for total in sums]
-        return (sum(_norm(own) for own in of_completions) / _norm(gradients.values())).item()
+        completion_gradients = [torch.autograd.grad(total, weights, retain_graph=True) for total in sums]
+        return (sum(_norm(gradient) for gradient in completion_gradients) / _norm(gradients.values())).item()
 
     return Step(loss.item(), gradients, result.proxies.detach(), cancellation)
 

@@ -60,16 +60,16 @@ def load_weights(model, weights: dict[str, torch.Tensor]) -> None:
 def assert_same_models(first, second) -> None:
     """Policy, and critic if there is one, of two trainers, bit by bit."""
     for name in ("model", "critic") if hasattr(first, "critic") else ("model",):
-        expected, found = (trainable_weights(getattr(trainer, name)) for trainer in (first, second))
-        assert all(torch.equal(weight, found[key]) for key, weight in expected.items()), name
+        expected, weights = (trainable_weights(getattr(trainer, name)) for trainer in (first, second))
+        assert all(torch.equal(weight, weights[key]) for key, weight in expected.items()), name
 
 
-def relative_error(found: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor]) -> float:
+def relative_error(actual: dict[str, torch.Tensor | None], expected: dict[str, torch.Tensor]) -> float:
     """Norm of the difference over norm of the expected, all parameters together. What should be 0 must be exactly
     0."""
-    assert found.keys() >= expected.keys()
+    assert actual.keys() >= expected.keys()
     difference = sum(
-        ((0 if found[name] is None else found[name].double()) - value).square().sum().item()
+        ((0 if actual[name] is None else actual[name].double()) - value).square().sum().item()
         for name, value in expected.items()
     )
     size = sum(value.double().square().sum().item() for value in expected.values())

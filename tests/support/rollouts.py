@@ -46,8 +46,8 @@ def steps_of(ids: list[int]) -> tuple[list[tuple[int, float]], int]:
 
 def stored_steps(completions, label, completion_ids, **kwargs) -> list[list[tuple[int, float]] | None]:
     """Reward function that returns what the recorded rollouts say, and labels of steps before it."""
-    found = [(steps_of(ids), y) for ids, y in zip(completion_ids, label, strict=True)]
-    return [None if y is None else [*steps, (end, y)] for (steps, end), y in found]
+    steps_and_labels = [(steps_of(ids), y) for ids, y in zip(completion_ids, label, strict=True)]
+    return [None if y is None else [*steps, (end, y)] for (steps, end), y in steps_and_labels]
 
 
 def boxed(prompts, trainer):
@@ -134,15 +134,15 @@ class Replay:
             len(prompts) * trainer.accelerator.num_processes if shares is None else shares.num_completions,
         )
         self.weights.append(trainable_weights(trainer.model))
-        own = rows[first:][:num_rows]
+        process_rows = rows[first:][:num_rows]
         output = {
-            "prompt_ids": [row.prompt_ids for row in own],
-            "completion_ids": [list(row.completion_ids) for row in own],
-            "logprobs": None if self.logprobs is None else [self._logprobs(row) for row in own],
-            "label": [row.label for row in own],
+            "prompt_ids": [row.prompt_ids for row in process_rows],
+            "completion_ids": [list(row.completion_ids) for row in process_rows],
+            "logprobs": None if self.logprobs is None else [self._logprobs(row) for row in process_rows],
+            "label": [row.label for row in process_rows],
         }
         if self.tools:
-            output["env_mask"] = [row.env_mask for row in own]
+            output["env_mask"] = [row.env_mask for row in process_rows]
         return output
 
 

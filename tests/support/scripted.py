@@ -22,9 +22,9 @@ def run_recipe(output_dir, model_path, *words: str, recipe="pacs.yaml", **settin
     for key in ("dataset_name", "critic_prompt"):
         if key in files and f"--{key}" not in words:
             settings = {key: RECIPES.parents[1] / files[key]} | settings
-    given = {"config": RECIPES / recipe, "model_name_or_path": model_path, "output_dir": output_dir, "max_steps": 2}
-    given |= {"per_device_train_batch_size": 8, "num_generations": 4, "seed": shifted(42)} | settings
-    return train.main([part for key, value in given.items() for part in (f"--{key}", str(value))] + list(words))
+    options = {"config": RECIPES / recipe, "model_name_or_path": model_path, "output_dir": output_dir, "max_steps": 2}
+    options |= {"per_device_train_batch_size": 8, "num_generations": 4, "seed": shifted(42)} | settings
+    return train.main([part for key, value in options.items() for part in (f"--{key}", str(value))] + list(words))
 
 
 def play_products(monkeypatch) -> list[list[str]]:

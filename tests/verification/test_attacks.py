@@ -141,8 +141,8 @@ def layers_of(level):
 def is_stopped(attack, level):
     """Whether one of the layers that hold stops an attack."""
     holding = {"limits", *layers_of(level)} | ({"root"} if os.geteuid() == 0 else set())
-    if found := re.search(r"landlock (\d+)", level):
-        holding |= {f"landlock {earlier}" for earlier in range(1, int(found[1]) + 1)}
+    if match := re.search(r"landlock (\d+)", level):
+        holding |= {f"landlock {earlier}" for earlier in range(1, int(match[1]) + 1)}
     return bool(holding & set(attack.stopped_by))
 
 

@@ -70,8 +70,8 @@ def test_calls(call):
     _, numbers, arguments, action = call.split(" | ")
     for machine, number in zip(AUDIT_NAMES, numbers.split(), strict=True):
         if number != "-":
-            given = [int(argument, 0) for argument in arguments.split()]
-            assert interpret(filter_for(machine), machine, int(number), *given) == getattr(confinement, action), (
+            values = [int(argument, 0) for argument in arguments.split()]
+            assert interpret(filter_for(machine), machine, int(number), *values) == getattr(confinement, action), (
                 machine
             )
 

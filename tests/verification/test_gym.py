@@ -85,8 +85,8 @@ def test_attacks_change_nothing_but_their_own_grade(verifier, tmp_path):
         (row,) = gym_rows({task: None}, 1, shifted(7))
         right = reasoning_gym.create_dataset(task, seed=shifted(7), size=1)[0]["answer"]
         grades = verifier.grade_detailed([*attacks, right], [row["solution"]] * (len(attacks) + 1))
-        found = dict(zip(attacks, (grade.outcome.name for grade in grades)))
-        assert found == attacks, task
+        outcomes = dict(zip(attacks, (grade.outcome.name for grade in grades)))
+        assert outcomes == attacks, task
         assert grades[-1].outcome is Outcome.CORRECT
     assert not (tmp_path / "mark").exists()
     # sympy evaluates expressions, and no code

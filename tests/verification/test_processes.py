@@ -143,16 +143,16 @@ class Kind(NamedTuple):
 @pytest.fixture(params=["answers", "programs"])
 def kind(request):
     if request.param == "answers":
-        found = Kind(Verifier(num_workers=2, protocol="authors", cpu_seconds=2.0), box, str)
+        verifier_kind = Kind(Verifier(num_workers=2, protocol="authors", cpu_seconds=2.0), box, str)
     else:
         verifier = CodeVerifier(num_workers=2, isolation="rlimits")
 
         def tests(i):
             return {"type": "stdin_stdout", "cases": [{"input": "", "output": str(i)}]}
 
-        found = Kind(verifier, lambda i: block(f"print({i})"), tests)
-    with found.verifier:
-        yield found
+        verifier_kind = Kind(verifier, lambda i: block(f"print({i})"), tests)
+    with verifier_kind.verifier:
+        yield verifier_kind
 
 
 class TestBothVerifiers:
