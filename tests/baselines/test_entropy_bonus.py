@@ -56,11 +56,11 @@ def test_weights_and_logs_are_those_of_trl_in_one_micro_batch(tmp_path, settings
     with in_double_precision(), patch.object(trl.GRPOTrainer, "get_high_entropy_mask", high_entropy_mask):
         how = {"sharpness": SHARPNESS, **settings}
         before, trls, expected = run(tmp_path / "trl", TRLS, "grpo", Replay(**replay), **how)
-        _, ours, found = run(tmp_path / "ours", OWN, "grpo", Replay(**replay), **how)
+        _, ours, logs = run(tmp_path / "ours", OWN, "grpo", Replay(**replay), **how)
     assert difference(ours, trls, before) < 1e-10
-    for own, other in zip(found, expected, strict=True):
+    for ours_logged, other in zip(logs, expected, strict=True):
         for name in ("loss", "policy_loss", "entropy", "entropy_coef", "grad_norm"):
-            assert own[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+            assert ours_logged[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
 def test_adaptive_control_raises_the_coefficient_up_to_the_target_and_lowers_it_above(tmp_path):
@@ -144,11 +144,11 @@ def test_gradient_is_that_without_a_bonus_minus_the_coefficient_times_that_of_th
     }
     without, with_bonus = gradients
     zeros = {parameter: torch.zeros_like(gradient) for parameter, gradient in expected.items()}
-    found = {
+    gradients = {
         parameter: with_bonus[parameter] - (zeros[parameter] if without[parameter] is None else without[parameter])
         for parameter in expected
     }
-    assert relative_error(found, expected) < RELATIVE
+    assert relative_error(gradients, expected) < RELATIVE
     assert losses[1] == pytest.approx(losses[0] - 10 * mean.item(), rel=1e-4)
 
 
@@ -288,10 +288,10 @@ def test_loss_of_an_evaluation_has_the_bonus_as_in_trl(tmp_path):
     with in_double_precision():
         how = {"sharpness": SHARPNESS, **settings}
         *_, expected = run(tmp_path / "trl", TRLS, "grpo", Replay(), **how)
-        *_, found = run(tmp_path / "ours", OWN, "grpo", Replay(), **how)
-    pairs = [pair for pair in zip(found, expected, strict=True) if "eval_loss" in pair[1]]
+        *_, logs = run(tmp_path / "ours", OWN, "grpo", Replay(), **how)
+    pairs = [pair for pair in zip(logs, expected, strict=True) if "eval_loss" in pair[1]]
     assert len(pairs) == 3
-    for own, other in pairs:
-        assert "eval_entropy_coef" not in own
+    for ours_logged, other in pairs:
+        assert "eval_entropy_coef" not in ours_logged
         for name in ("eval_loss", "eval_policy_loss", "eval_entropy"):
-            assert own[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name
+            assert ours_logged[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), name

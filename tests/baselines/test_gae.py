@@ -53,11 +53,11 @@ class TestGeneralizedAdvantages:
         rewards, values, mask = random_batch()
         advantages, returns = generalized_advantages(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
         for i in range(len(rewards)):
-            own = values[i][mask[i]].tolist()
-            expected = advantages_by_definition(rewards[i].item(), own, gamma, gae_lambda)
+            row_values = values[i][mask[i]].tolist()
+            expected = advantages_by_definition(rewards[i].item(), row_values, gamma, gae_lambda)
             torch.testing.assert_close(advantages[i][mask[i]], torch.tensor(expected, dtype=torch.float64))
             torch.testing.assert_close(
-                returns[i][mask[i]], torch.tensor([a + v for a, v in zip(expected, own)], dtype=torch.float64)
+                returns[i][mask[i]], torch.tensor([a + v for a, v in zip(expected, row_values)], dtype=torch.float64)
             )
         assert (advantages[~mask] == 0).all() and (returns[~mask] == 0).all()
 

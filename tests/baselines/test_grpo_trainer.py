@@ -60,18 +60,18 @@ def compare(directory, method, settings, replay, bound=None, **how):
     """In float64, where the weights agree to 1e-10, or with `bound` in float32."""
     with nullcontext() if bound else in_double_precision():
         before, trls, expected = run(directory / "trl", TRLS, method, Replay(**replay), **settings, **how)
-        _, ours, found = run(directory / "ours", OWN, method, Replay(**replay), **settings, **how)
+        _, ours, logs = run(directory / "ours", OWN, method, Replay(**replay), **settings, **how)
     error = difference(ours, trls, before)
     print(f"{error:.1e}")
-    assert len(found) == len(expected) == 8
+    assert len(logs) == len(expected) == 8
     assert error < (bound or 1e-10)
     # a completion without tokens has a constant loss in TRL's RLOO
     # and normalized advantages of uniform groups have the sign of a rounding error
     has_noise = settings.get("normalize_advantages") or "truncated" in replay
     compared = ("grad_norm", "cispo", "vespo", "kl", *(() if has_noise else ("loss", "clip_ratio")))
-    for own, other in zip(found, expected):
+    for ours_logged, other in zip(logs, expected):
         for name in (name for name in other if name.startswith(compared)):
-            assert own[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+            assert ours_logged[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
     return expected
 
 
@@ -197,15 +197,15 @@ def test_evaluations_are_those_of_trl(tmp_path, model_path, settings):
     path = model_path if "beta" in settings else None
     with in_double_precision():
         _, _, expected = run(tmp_path / "trl", TRLS, "grpo", Replay(), path=path, sharpness=20.0, **settings)
-        _, _, found = run(tmp_path / "ours", OWN, "grpo", Replay(), path=path, sharpness=20.0, **settings)
+        _, _, logs = run(tmp_path / "ours", OWN, "grpo", Replay(), path=path, sharpness=20.0, **settings)
     evaluations = [log for log in expected if "eval_loss" in log]
-    own_evaluations = [log for log in found if "eval_loss" in log]
-    assert len(evaluations) == len(own_evaluations) == 3
-    for own, trls in zip(own_evaluations, evaluations, strict=True):
+    our_evaluations = [log for log in logs if "eval_loss" in log]
+    assert len(evaluations) == len(our_evaluations) == 3
+    for ours, trls in zip(our_evaluations, evaluations, strict=True):
         compared = {name for name in trls if not name.endswith(("_runtime", "_per_second"))}
         assert {"eval_loss", "eval_reward"} <= compared
         for name in compared:
-            assert own[name] == pytest.approx(trls[name], rel=1e-4, abs=1e-7), name
+            assert ours[name] == pytest.approx(trls[name], rel=1e-4, abs=1e-7), name
 
 
 def test_the_last_step_of_an_epoch_with_fewer_generation_batches_has_the_weights_of_trl(tmp_path):

@@ -33,9 +33,9 @@ def test_logs_have_the_keys_of_trl(tmp_path, model_path, method, settings, repla
         run(tmp_path / name, trainers, method, Replay(**replay), path=path, **settings)[2]
         for name, trainers in (("trl", TRLS), ("ours", OWN))
     ]
-    for other, own in zip(*runs, strict=True):
-        assert [key for key in other if key not in own] == []
-        assert [key for key, value in other.items() if value is not None and own[key] is None] == []
+    for other, ours in zip(*runs, strict=True):
+        assert [key for key in other if key not in ours] == []
+        assert [key for key, value in other.items() if value is not None and ours[key] is None] == []
 
 
 def one_completion_per_group(generation, rows):

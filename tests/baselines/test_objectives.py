@@ -90,12 +90,12 @@ SLOW_LOSSES = [pytest.param(loss, marks=pytest.mark.slow) for loss in ("dapo", "
 def test_any_micro_batch_gives_the_same_weights(tmp_path, loss_type):
     settings = {**REUSED, "loss_type": loss_type, "top_entropy_quantile": 0.7}
     with in_double_precision():
-        found = [
+        results = [
             run(tmp_path / str(i), OWN, "grpo", Replay(unverifiable=0.2), **(settings | split))
             for i, split in enumerate(SPLITS)
         ]
-    before, reference, _ = found[0]
-    for _, weights, _ in found[1:]:
+    before, reference, _ = results[0]
+    for _, weights, _ in results[1:]:
         assert difference(weights, reference, before) < 1e-10
 
 

@@ -41,10 +41,10 @@ def rows_as_float64(model, critic, row):
 
 def ppo_losses(rows, scored, old, args, *, tools):
     """Policy loss and value loss of one optimizer step over `rows`, written as the sums they are."""
-    own = [[t for t in range(len(r.completion_ids)) if not tools or r.env_mask[t]] for r in rows]
-    own = [[] if r.label is None else tokens for r, tokens in zip(rows, own)]
+    sampled_positions = [[t for t in range(len(r.completion_ids)) if not tools or r.env_mask[t]] for r in rows]
+    sampled_positions = [[] if r.label is None else tokens for r, tokens in zip(rows, sampled_positions)]
     advantages, returns = {}, {}
-    for i, (row, tokens) in enumerate(zip(rows, own)):
+    for i, (row, tokens) in enumerate(zip(rows, sampled_positions)):
         advantage = next_value = 0.0
         for t in reversed(tokens):
             reward = row.label if t == tokens[-1] else 0.0
@@ -160,10 +160,10 @@ def test_passes_give_what_those_of_trl_give(tmp_path, model_path):
     mask = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1]])
     ids = torch.arange(18).view(3, 6).masked_fill(mask == 0, TOKENIZER.pad_token_id)
     for batch_size in (None, 2):
-        given = (trainer.model, ids, mask, 3, batch_size)
-        found = trainer._get_per_token_logps_and_entropies(*given, compute_entropy=True)
-        expected = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, *given, compute_entropy=True)
-        torch.testing.assert_close(found[:2], expected[:2], rtol=1e-5, atol=1e-5)
+        arguments = (trainer.model, ids, mask, 3, batch_size)
+        actual = trainer._get_per_token_logps_and_entropies(*arguments, compute_entropy=True)
+        expected = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, *arguments, compute_entropy=True)
+        torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-5, atol=1e-5)
 
 
 def test_gradients_of_policy_and_critic_are_clipped_each_on_its_own(tmp_path, model_path):

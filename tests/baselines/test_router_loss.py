@@ -45,8 +45,8 @@ def test_shares_add_up_to_the_loss_of_transformers():
     loads = ExpertLoads(fractions, 21.0, 0.0)
     loss = sum(loads.share_of(part) for part in parts)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
-    for own, other in zip(torch.autograd.grad(loss, layers), gradients, strict=True):
-        assert torch.allclose(own, other, rtol=1e-5, atol=1e-9)
+    for gradient, other in zip(torch.autograd.grad(loss, layers), gradients, strict=True):
+        assert torch.allclose(gradient, other, rtol=1e-5, atol=1e-9)
 
 
 PROMPTS, COMPLETIONS = [[3, 5, 7], [3, 5, 7], [4], [9, 1]], [[1, 2, 3], [6], [8, 9], []]
@@ -122,12 +122,12 @@ def test_weights_and_logs_are_those_of_trl_in_one_micro_batch(tmp_path, method, 
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "per_device_eval_batch_size": 16}
     with patch("support.trls_update.tiny_model", tiny_experts):
         before, trls, expected = run(tmp_path / "trl", TRLS, method, Replay(**replay), **settings)
-        _, ours, found = run(tmp_path / "ours", OWN, method, Replay(**replay), **settings)
+        _, ours, logs = run(tmp_path / "ours", OWN, method, Replay(**replay), **settings)
     assert difference(ours, trls, before) < 1e-4
-    for own, other in zip(found, expected, strict=True):
+    for ours_logged, other in zip(logs, expected, strict=True):
         names = ("eval_loss", "eval_aux_loss") if "eval_loss" in other else ("loss", "aux_loss", "grad_norm")
         for name in names:
-            assert own[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
+            assert ours_logged[name] == pytest.approx(other[name], rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.trains
@@ -156,8 +156,8 @@ def test_any_micro_batch_gives_the_same_gradient(tmp_path, trainer_class):
     gradients, losses = recorded[0]
     for other_gradients, other_losses in recorded[1:]:
         assert other_losses == pytest.approx(losses, rel=1e-5)
-        for found, expected in zip(other_gradients, gradients, strict=True):
-            assert relative_error(found, expected) < 10 * RELATIVE
+        for actual, expected in zip(other_gradients, gradients, strict=True):
+            assert relative_error(actual, expected) < 10 * RELATIVE
 
 
 @pytest.mark.trains

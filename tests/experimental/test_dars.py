@@ -18,11 +18,11 @@ WEIGHTED = {"schedule": "hardness_weighted", "max_generations": 64}
 def test_vectors_of_the_authors_code():
     for vector in VECTORS:
         kinds = {"max_generations": vector["max_generations"], "use_std": vector["use_std"]}
-        found = [
+        additional = [
             additional_completions(k, vector["num_generations"], schedule=NAMES[vector["schedule"]], **kinds)
             for k in range(vector["num_generations"] + 1)
         ]
-        assert found == vector["additional"], vector
+        assert additional == vector["additional"], vector
     assert len(VECTORS) == 16
 
 
@@ -39,10 +39,10 @@ def test_on_paper():
 @pytest.mark.parametrize("schedule", [EQUAL, WEIGHTED], ids=["ET", "HW"])
 def test_soft_labels_ask_for_less_the_higher_their_sum(schedule):
     sums = [0.0, 1e-7, 1e-3, 0.3, 0.5, 0.9, 1.0, 1.7, 2.0, 3.99, 4.0, 7.5]
-    found = [additional_completions(total, 8, **schedule) for total in sums]
-    assert found == sorted(found, reverse=True) and found[-2:] == [0, 0]
+    additional = [additional_completions(total, 8, **schedule) for total in sums]
+    assert additional == sorted(additional, reverse=True) and additional[-2:] == [0, 0]
     # a sum below one half counts as one half, which is what the authors' code takes for 0
-    assert len(set(found[:5])) == 1
+    assert len(set(additional[:5])) == 1
 
 
 @pytest.mark.parametrize("num_correct", [-0.1, 8.5, math.nan])

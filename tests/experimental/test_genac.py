@@ -29,7 +29,7 @@ def build(output_dir, model_path, *, read=True, **settings):
     parse = trainer._prompt.parse
     if read:
         trainer._prompt.parse = lambda text: (
-            found if (found := parse(text)) is not None else (sum(map(ord, text)) % 11 / 10 if len(text) % 7 else None)
+            score if (score := parse(text)) is not None else (sum(map(ord, text)) % 11 / 10 if len(text) % 7 else None)
         )
     return trainer
 
@@ -45,8 +45,8 @@ class Notes(CriticRecorder):
     def watch(self, trainer):
         def note(method, kept):
             def call(*args):
-                kept.append(copy.deepcopy(found := method(*args)))
-                return found
+                kept.append(copy.deepcopy(result := method(*args)))
+                return result
 
             return call
 
@@ -92,11 +92,11 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
         assert logs[update]["genac/critic_loss"] == pytest.approx(loss.item(), rel=1e-4, abs=1e-7)
     for i, row in enumerate(rows):  # values are those of segments, advantages what they leave of the reward
         if row.label is not None and args.gae_lambda == 1.0:
-            own = batch["values"][i, : len(row.completion_ids)]
-            torch.testing.assert_close(batch["advantages"][i, : len(own)], row.label - own)
+            row_values = batch["values"][i, : len(row.completion_ids)]
+            torch.testing.assert_close(batch["advantages"][i, : len(row_values)], row.label - row_values)
             pairs = [(v, state) for v, state in zip(values, asked, strict=True) if state.completion == i]
             read = {v or 0.0 for v, state in pairs if state.segment is not None}
-            assert {round(v, 6) for v in own.tolist()} == {round(v, 6) for v in read}
+            assert {round(v, 6) for v in row_values.tolist()} == {round(v, 6) for v in read}
 
 
 @pytest.mark.trains
@@ -111,12 +111,14 @@ def test_what_the_critic_is_asked(tmp_path, model_path):
     rows, asked = replay.rows(0, 16), notes.asked[0]
     means = [sum(row.label for row in rows[i - i % 4 :][:4]) / 4 for i in range(16)]
     for i, row in enumerate(rows):
-        own = [each for each in asked if each.completion == i]
-        lengths = [each.tokens_used for each in own]
+        row_states = [each for each in asked if each.completion == i]
+        lengths = [each.tokens_used for each in row_states]
         assert lengths[0] == 0 and lengths == sorted(set(lengths)) and lengths[-1] == len(row.completion_ids) - 1
-        assert [each.segment for each in own[:-1]] == list(range(len(own) - 1)) and len(own) <= 4
-        assert [each.outcome for each in own] == [means[i], *[row.label] * (len(own) - 1)] or len(own) == 1
-        for state in own:
+        assert [each.segment for each in row_states[:-1]] == list(range(len(row_states) - 1)) and len(row_states) <= 4
+        assert [each.outcome for each in row_states] == [means[i], *[row.label] * (len(row_states) - 1)] or len(
+            row_states
+        ) == 1
+        for state in row_states:
             prefix = row.completion_ids[: state.tokens_used]
             assert state.response == TOKENIZER.decode(prefix, skip_special_tokens=True)
     question = TOKENIZER.decode(notes.batches[0]["answers"][0][0]["prompt"])

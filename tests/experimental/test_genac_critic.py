@@ -28,8 +28,9 @@ NAN = math.nan
 
 
 def test_rewards_by_hand():
-    found = critic_rewards(torch.tensor([1.0, 0.0, 0.5, NAN]), torch.tensor([1.0, 1.0, 0.25, 0.0]))
-    torch.testing.assert_close(found, torch.tensor([1.0, 0.0, 0.9375, 0.0]))  # 1 - 0, 1 - 1, 1 - 1/16, unread
+    critic = critic_rewards(torch.tensor([1.0, 0.0, 0.5, NAN]), torch.tensor([1.0, 1.0, 0.25, 0.0]))
+    # 1 - 0, 1 - 1, 1 - 1/16, unread
+    torch.testing.assert_close(critic, torch.tensor([1.0, 0.0, 0.9375, 0.0]))
 
 
 def test_weights_by_hand():
@@ -47,10 +48,10 @@ def test_weights_equal_a_loop_sum_to_zero_on_each_side_and_do_not_depend_on_proc
     assert whole[outcomes == 1].sum().item() == pytest.approx(0.0, abs=1e-5)
     parts = [slice(0, 15), slice(15, 40)]
     for part in parts:
-        reinforce_weights(rewards[part], outcomes[part], lambda own: totals.append(own) or own)
+        reinforce_weights(rewards[part], outcomes[part], lambda local_sum: totals.append(local_sum) or local_sum)
     for part in parts:
-        found = reinforce_weights(rewards[part], outcomes[part], lambda own: sum(totals))
-        torch.testing.assert_close(found, whole[part])
+        part_weights = reinforce_weights(rewards[part], outcomes[part], lambda local_sum: sum(totals))
+        torch.testing.assert_close(part_weights, whole[part])
 
 
 def test_losses_by_hand_and_their_gradient():
@@ -123,16 +124,16 @@ def test_advantages_equal_the_definition(gamma, lam):
     for length in (1, 2, 9, 30):
         starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, most=6)
         values, reward = [rng.random() for _ in starts], rng.random()
-        of_each = token_values(values, starts, length)[None]
+        values_by_token = token_values(values, starts, length)[None]
         advantages, _ = generalized_advantages(
             torch.tensor([reward]),
-            of_each,
+            values_by_token,
             torch.ones(1, length, dtype=torch.bool),
             gamma=gamma,
             gae_lambda=border_lambdas(starts, length, lam)[None],
         )
         expected = [target_by_definition(t, starts, values, reward, length, gamma, lam) for t in range(length)]
-        error = (advantages[0] - (torch.tensor(expected) - of_each[0])).abs().max()
+        error = (advantages[0] - (torch.tensor(expected) - values_by_token[0])).abs().max()
         assert error <= rounding_atol(4 * length, 1.0)
         if gamma == lam == 1.0:  # R - V(segment of t)
             segment = [max(k for k, start in enumerate(starts) if start <= t) for t in range(length)]

@@ -47,7 +47,9 @@ def reward(prompts, completion_ids, solution, **kwargs) -> list[float | None]:
 def most_are_hard(prompts, solution, **kwargs) -> list[float]:
     """Prompts whose solution is no multiple of three; the others are solved by every second completion."""
     hinted = [float("Hint" in str(prompt)) for prompt in prompts]
-    return [own if int(answer) % 3 else float(i % 2) for i, (own, answer) in enumerate(zip(hinted, solution))]
+    return [
+        is_hinted if int(answer) % 3 else float(i % 2) for i, (is_hinted, answer) in enumerate(zip(hinted, solution))
+    ]
 
 
 ADAPTIVE = {"adaptive_rollouts": "equal_treatment", "max_generations": 16}
@@ -133,8 +135,8 @@ def test_a_run_that_goes_on_from_any_step_is_bit_identical(tmp_path, model_path,
     if "gradient_accumulation_steps" not in settings:  # of the first draw alone
         assert history(straight, "reward") == pytest.approx(rewards)
     glossary = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
-    own = {name for name in straight.state.log_history[0] if name.startswith(("adaptive/", "guidance/", "refill/"))}
-    assert own and all(f"`{name}`" in glossary for name in own), own
+    names = {name for name in straight.state.log_history[0] if name.startswith(("adaptive/", "guidance/", "refill/"))}
+    assert names and all(f"`{name}`" in glossary for name in names), names
     for step in (1, 2):
         resumed = built(tmp_path / "resumed", model_path, settings, more)
         resumed.train(resume_from_checkpoint=str(tmp_path / "straight" / f"checkpoint-{step}"))

@@ -27,7 +27,7 @@ def double(values):
 
 def prefixes_of(labels, groups, class_weighting="balanced"):
     """`labels` of each completion, the last one the outcome."""
-    return Prefixes(Groups(double([of_completion[-1] for of_completion in labels]), groups), labels, class_weighting)
+    return Prefixes(Groups(double([prefix_labels[-1] for prefix_labels in labels]), groups), labels, class_weighting)
 
 
 def test_positions_are_spread_evenly_and_outcomes_aligned_with_outcomes():
@@ -74,10 +74,10 @@ def test_coefficients_are_the_total_derivative(seed, class_weighting):
     prefixes, leaf = prefixes_of(labels, groups, class_weighting), proxies.clone().requires_grad_()
     loss, _ = prefixes.loss(leaf)
     (expected,) = torch.autograd.grad(loss, leaf)
-    found = prefixes.coefficients(proxies)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
-    assert found.abs().max() > 1e-3
-    assert (found[(prefixes.row == 3) | (prefixes.row == 11)] == 0).all()  # without a verdict, alone in its group
+    actual = prefixes.coefficients(proxies)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-15)
+    assert actual.abs().max() > 1e-3
+    assert (actual[(prefixes.row == 3) | (prefixes.row == 11)] == 0).all()  # without a verdict, alone in its group
 
 
 @pytest.mark.parametrize("size", [3, 7, 11])
@@ -91,8 +91,8 @@ def test_equal_labels_and_proxies_have_no_gradient(size):
 def test_tokens_get_the_prefixes_that_contain_them():
     # prefixes end at tokens 1 and 3 of 5: tokens 0, 1 are in both, 2, 3 in the second, 4 in none; an empty prefix
     rows, ends = torch.tensor([0, 0, 1]), torch.tensor([1, 3, -1])
-    found = token_coefficients(double([0.25, -1.0, 7.0]), rows, ends, torch.Size((2, 5)))
-    assert found.tolist() == [[-0.75, -0.75, -1.0, -1.0, 0.0], [0.0] * 5]
+    by_token = token_coefficients(double([0.25, -1.0, 7.0]), rows, ends, torch.Size((2, 5)))
+    assert by_token.tolist() == [[-0.75, -0.75, -1.0, -1.0, 0.0], [0.0] * 5]
 
 
 def test_expected_gradient_of_an_enumerated_policy():
@@ -114,8 +114,8 @@ def test_expected_gradient_of_an_enumerated_policy():
         prefixes = prefixes_of([(step[c[0]], outcome[c]) for c in pair], [0, 0], "none")
         c = prefixes.coefficients(torch.zeros(4, dtype=torch.float64))
         chance = torch.stack([logps(each).sum() for each in pair]).sum().exp().item()
-        of_tokens = token_coefficients(c, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.Size((2, 2)))
-        surrogate = (of_tokens * torch.stack([logps(each) for each in pair])).sum()
+        by_token = token_coefficients(c, torch.tensor([0, 0, 1, 1]), torch.tensor([0, 1, 0, 1]), torch.Size((2, 2)))
+        surrogate = (by_token * torch.stack([logps(each) for each in pair])).sum()
         total += chance * torch.autograd.grad(surrogate, logits)[0]
     torch.testing.assert_close(total, -expected, rtol=1e-10, atol=0)
 

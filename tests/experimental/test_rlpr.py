@@ -29,10 +29,10 @@ CASES = yaml.safe_load((REPOSITORY / "tests" / "data" / "answer_formats.yaml").r
 
 @pytest.mark.parametrize(("text", "expected", "well_formed"), CASES["texts"].values(), ids=CASES["texts"])
 def test_the_reference_takes_the_place_of_the_answer(text, expected, well_formed):
-    found = with_reference(text, "six pm")
-    assert (found and found[0]) == expected and is_well_formed(text) is well_formed
-    if found:
-        assert found[0][slice(*found[1:])] == "six pm"
+    answer = with_reference(text, "six pm")
+    assert (answer and answer[0]) == expected and is_well_formed(text) is well_formed
+    if answer:
+        assert answer[0][slice(*answer[1:])] == "six pm"
 
 
 THINKING = [{"role": "user", "content": "Reason in <think> </think>, answer in <answer> </answer>. What is it?"}]
@@ -51,7 +51,7 @@ def test_reference_answers_as_text():
 
 
 def test_the_label_on_paper():
-    given = SimpleNamespace(
+    probability_function = SimpleNamespace(
         after_reasoning=lambda prompts, texts, answers: [0.8, 0.3, 0.0, 1.0],
         without_reasoning=lambda prompts, answers: [0.2, 0.5, 0.1, 0.0],
     )
@@ -59,7 +59,7 @@ def test_the_label_on_paper():
     # closed
     completions, logged = ["<answer>a</answer>", "<answer>b</answer>", "c", "<answer>d"], {}
     labels = probability_reward(
-        completions, ["q"] * 4, ["a"] * 4, reference_probability=given, log_metric=logged.__setitem__
+        completions, ["q"] * 4, ["a"] * 4, reference_probability=probability_function, log_metric=logged.__setitem__
     )
     assert labels == pytest.approx([0.64, 0.1, 0.0, 0.9])
     assert logged == pytest.approx(
@@ -72,8 +72,8 @@ PROMPT = [{"role": "user", "content": "1+1"}]
 
 
 def build(output_dir, **changed):
-    given = {"trainer_class": RLPRTrainer, "reward": probability_reward, "more": {"rollout_func": boxed}}
-    return build_trainer(output_dir, **given | SETTINGS | changed)
+    settings = {"trainer_class": RLPRTrainer, "reward": probability_reward, "more": {"rollout_func": boxed}}
+    return build_trainer(output_dir, **settings | SETTINGS | changed)
 
 
 def by_hand(model, prompt, text, start, end):
@@ -95,14 +95,14 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
     trainer, kept = build(tmp_path), []
     for name in ("after_reasoning", "without_reasoning"):
 
-        def keep(found, *arguments, name=name):
-            kept.append((name, arguments, found, trainable_weights(trainer.model)))
+        def keep(probabilities, *arguments, name=name):
+            kept.append((name, arguments, probabilities, trainable_weights(trainer.model)))
 
         spy_on(trainer, name, keep)
     trainer.train()
     assert [name for name, *_ in kept] == ["after_reasoning", "without_reasoning"] * 3
     start = tiny_model()
-    for name, arguments, found, weights in kept:
+    for name, arguments, probabilities, weights in kept:
         today = tiny_model()
         today.load_state_dict(weights, strict=False)
         for i in (0, 1, 5):
@@ -112,7 +112,7 @@ def test_probabilities_are_those_of_the_policy_and_of_its_start(tmp_path):
             else:
                 edited = with_reference(arguments[1][i], answer)
                 expected = 0.0 if edited is None else by_hand(today, prompt, *edited)
-            assert found[i] == pytest.approx(expected, rel=1e-4), (name, i)
+            assert probabilities[i] == pytest.approx(expected, rel=1e-4), (name, i)
     assert len(trainer._without_reasoning) == 32  # the whole training set, once
     logged = trainer.state.log_history[0]
     assert 0 < logged["probability/format"] < 1 and logged["time/log_probs"] > 0
@@ -124,24 +124,24 @@ def test_a_second_run_begins_with_its_own_policy(tmp_path):
     asked of other prompts is of today, too, and not remembered: an evaluation before a stop would be known to one run
     and not to its continuation."""
     trainer = build(tmp_path, save_steps=1)
-    of_other = []
+    other_probabilities = []
     for _ in range(2):
         start = trainable_weights(trainer.model)
-        of_other += trainer.without_reasoning([PROMPT], ["22"])
+        other_probabilities += trainer.without_reasoning([PROMPT], ["22"])
         trainer.train()
         model = tiny_model()
         model.load_state_dict(start, strict=False)
         row = trainer.train_dataset[3]
         expected = by_hand(model, row["prompt"], f" {row['solution']} ", 1, 1 + len(row["solution"]))
-        (found,) = trainer.without_reasoning([row["prompt"]], [row["solution"]])
-        assert found == pytest.approx(expected, rel=1e-4)
-    assert of_other[0] != of_other[1]
+        (probabilities,) = trainer.without_reasoning([row["prompt"]], [row["solution"]])
+        assert probabilities == pytest.approx(expected, rel=1e-4)
+    assert other_probabilities[0] != other_probabilities[1]
 
 
 def test_answers_that_are_too_long_count_as_malformed(tmp_path):
     reference, texts = build(tmp_path), [r"\boxed{2}", None, r"\boxed{2}"]
-    found = reference.after_reasoning([PROMPT] * 3, texts, ["2", "2", "2" * 12])
-    assert found[0] > 0 and found[1:] == [0.0, 0.0]
+    probabilities = reference.after_reasoning([PROMPT] * 3, texts, ["2", "2", "2" * 12])
+    assert probabilities[0] > 0 and probabilities[1:] == [0.0, 0.0]
     assert reference._mean_probabilities([], [], None) == []
     assert reference._mean_probabilities([PROMPT], [("ab", 1, 1)], None) == [0.0]  # no token lies there
 

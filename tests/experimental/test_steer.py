@@ -24,9 +24,9 @@ def test_vectors_of_the_authors_code():
         *values, advantages, mask = (torch.tensor(vector[name]) for name in VALUES)
         kinds = {name: vector[name] for name in ("mapping", "weight_min", "weight_max")}
         expected, counted = torch.tensor(vector["weights"]), mask.bool()
-        for given in (advantages, advantages[:, None].expand_as(mask)):  # per completion, per token
-            found = steer_weights(*values, given, mask, **kinds)
-            torch.testing.assert_close(found[counted], expected[counted], rtol=2e-6, atol=0)
+        for shaped_advantages in (advantages, advantages[:, None].expand_as(mask)):  # per completion, per token
+            weights = steer_weights(*values, shaped_advantages, mask, **kinds)
+            torch.testing.assert_close(weights[counted], expected[counted], rtol=2e-6, atol=0)
     assert {vector["mapping"] for vector in VECTORS} == {"linear", "exponential"}
 
 

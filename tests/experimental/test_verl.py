@@ -32,8 +32,8 @@ def test_vectors_of_the_authors_code(vector):
     assert effective_rank(states) == pytest.approx(vector["effective_rank"][0], rel=1e-5)
     # Their Gram matrices are float32, in which each eigenvalue that should be 0 adds a singular value of about 3e-4 of
     # the largest, and a prefix of n tokens has n - D of them: their ranks are up to 0.03 too high.
-    found = rank_velocity_and_acceleration(states, vector["stride"])
-    assert found == pytest.approx((vector["velocity"], vector["acceleration"]), abs=0.015)
+    actual = rank_velocity_and_acceleration(states, vector["stride"])
+    assert actual == pytest.approx((vector["velocity"], vector["acceleration"]), abs=0.015)
 
 
 def test_on_paper():
@@ -89,13 +89,13 @@ RANKS = torch.tensor([[6.0, 2.0, 4.0, 99.0], [1.5, 0.5, 1.0, 99.0], [0.0, 0.0, 0
 def test_bonus_by_hand():
     # Means begin at the first step's: 4, 1, 0. Completion 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) =
     # 0.462; A = 1 may grow by 1/2. Completion 1: Phi < 0. Completion 2: Phi = 0. Completion 3 is ignored.
-    found, means = verl_coefficients(COEFFICIENTS, RANKS, 4, None)
-    assert found.tolist() == pytest.approx([-(1 + math.tanh(0.5)) / 4, 0.25, -0.05, 0.0])
+    actual, means = verl_coefficients(COEFFICIENTS, RANKS, 4, None)
+    assert actual.tolist() == pytest.approx([-(1 + math.tanh(0.5)) / 4, 0.25, -0.05, 0.0])
     assert means == pytest.approx([4.0, 1.0, 0.0])
     # Next step, twice as high: deviations of completion 0 are 2, 2, and of completion 1 0, 0:
     # A = 1 + min(tanh 2, 1/2); A = -1 + 0; A = 0.2 + min(tanh 1, 0.1)
-    found, means = verl_coefficients(COEFFICIENTS, 2 * RANKS, 4, means)
-    assert found.tolist() == pytest.approx([-1.5 / 4, 0.25, -0.075, 0.0])
+    actual, means = verl_coefficients(COEFFICIENTS, 2 * RANKS, 4, means)
+    assert actual.tolist() == pytest.approx([-1.5 / 4, 0.25, -0.075, 0.0])
     assert means == pytest.approx([0.7 * 4 + 0.3 * 8, 0.7 + 0.3 * 2, 0.0])
     unchanged, after = verl_coefficients(torch.zeros(3), torch.ones(3, 3), 3, means)
     assert torch.equal(unchanged, torch.zeros(3)) and after == means  # no completion has a gradient
@@ -112,8 +112,8 @@ def test_bounds_and_acceleration():
         assert 0.5 - 1e-6 <= factors[~pushed_up].min() and factors[~pushed_up].max() <= 1
     # Where the acceleration is high the rank decides (2: above its mean), where it is low the velocity (0: below)
     ranks = torch.tensor([[2.0, 2.0], [0.0, 0.0], [9.0, -9.0]])
-    found, _ = verl_coefficients(torch.tensor([-1.0, -1.0]), ranks, 1, [1.0, 1.0, 1.0])
-    assert found.tolist() == pytest.approx([-1.5, -1.0])
+    actual, _ = verl_coefficients(torch.tensor([-1.0, -1.0]), ranks, 1, [1.0, 1.0, 1.0])
+    assert actual.tolist() == pytest.approx([-1.5, -1.0])
 
 
 @pytest.mark.parametrize("packing", ["auto", "never"])
@@ -121,10 +121,10 @@ def test_hidden_states_are_those_of_each_row_alone(packing):
     model = tiny_model().eval()
     rows = [[5, 6, 7], [8], [5, 6, 7]], [[20, 21], [30, 31, 32, 33], []]
     with torch.no_grad(), fused_head(model):
-        found = hidden_states(ForwardPass(model, model.device, packing=packing), model, *rows)
-        for states, prompt, completion in zip(found, *rows, strict=True):
-            own = model.model(torch.tensor([prompt + completion])).last_hidden_state[0, len(prompt) :]
-            torch.testing.assert_close(states, own, rtol=1e-5, atol=1e-5)
+        packed_states = hidden_states(ForwardPass(model, model.device, packing=packing), model, *rows)
+        for states, prompt, completion in zip(packed_states, *rows, strict=True):
+            expected_states = model.model(torch.tensor([prompt + completion])).last_hidden_state[0, len(prompt) :]
+            torch.testing.assert_close(states, expected_states, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.trains
@@ -149,19 +149,19 @@ def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
     trainer.train()
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     model = tiny_model().double()
-    for update, (coefficients, of_verl, ranks) in enumerate(kept):
-        assert not torch.equal(of_verl, coefficients) and (of_verl == 0).equal(coefficients == 0)
+    for update, (coefficients, verl_values, ranks) in enumerate(kept):
+        assert not torch.equal(verl_values, coefficients) and (verl_values == 0).equal(coefficients == 0)
         assert 0 < logged[update]["hidden/bonus"] <= 0.5
         load_weights(model, recorder.weights[update])
         model.zero_grad()
         _, rows = rows_of_update(replay, trainer.args, update)
-        for row, coefficient, of_last, rank in zip(rows, coefficients, of_verl, ranks, strict=True):
+        for row, coefficient, last_value, rank in zip(rows, coefficients, verl_values, ranks, strict=True):
             ids = torch.tensor([row.prompt_ids + row.completion_ids])
-            own = torch.tensor(row.env_mask).bool() | (not last)
+            is_sampled = torch.tensor(row.env_mask).bool() | (not last)
             states = model.model(ids).last_hidden_state[0, len(row.prompt_ids) :].detach()
-            assert not coefficient or rank.item() == pytest.approx(effective_rank(states[own]), rel=1e-4)
-            logps = logps_and_entropies(model, row)[0][own]
-            ((coefficient if last else of_last) * logps[:-1].sum() + of_last * logps[-1:].sum()).backward()
+            assert not coefficient or rank.item() == pytest.approx(effective_rank(states[is_sampled]), rel=1e-4)
+            logps = logps_and_entropies(model, row)[0][is_sampled]
+            ((coefficient if last else last_value) * logps[:-1].sum() + last_value * logps[-1:].sum()).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
     assert trainer.verl_means is not None and len(kept) == 2

@@ -57,14 +57,14 @@ def place_of(test: str) -> tuple[str, int]:
 
 def machine(gpus: dict[str, Any]) -> dict[str, Any]:
     """Return the facts without which a number means nothing; `gpus` are those that only a process with CUDA knows."""
-    found = dict(versions())
+    package_versions = dict(versions())
     for package in ("accelerate", "peft", "deepspeed", "flash-attn", "triton", "numpy"):
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
             continue
     processor = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    return gpus | {"processor": processor, "versions": found, "commit": source_commit()}
+    return gpus | {"processor": processor, "versions": package_versions, "commit": source_commit()}
 
 
 class GpuReport:

@@ -69,7 +69,7 @@ def compute(policy, rollouts: list[dict], device: str, layout: str, *, autocast:
     )
     if layout == "compiled":
         forward_pass.compiled_layers = CompiledLayers(policy)
-    found: dict[str, list[torch.Tensor]] = {"logps": [], "entropies": []}
+    results: dict[str, list[torch.Tensor]] = {"logps": [], "entropies": []}
     policy.zero_grad()
     with fused_head(policy):
         for start in range(0, len(rollouts), 4):
@@ -80,10 +80,10 @@ def compute(policy, rollouts: list[dict], device: str, layout: str, *, autocast:
             with forward_pass.attention():
                 scores = forward_pass.compute_logps(policy, prompts, completions)
                 sum((1 - 2 * (i % 2)) * logps.mean() for i, logps in enumerate(scores.logps)).backward()
-            for name in found:
-                found[name] += [values.detach().float() for values in getattr(scores, name)]
-    found["gradient"] = [weight.grad.float().flatten() for weight in policy.parameters()]
-    return {name: torch.cat(parts) for name, parts in found.items()}
+            for name in results:
+                results[name] += [values.detach().float() for values in getattr(scores, name)]
+    results["gradient"] = [weight.grad.float().flatten() for weight in policy.parameters()]
+    return {name: torch.cat(parts) for name, parts in results.items()}
 
 
 def differences(passes: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> dict[str, float]:

@@ -32,8 +32,8 @@ def test_steps(alone, device, tmp_path, record_property, model, checkpointing):
     """PACS, also with half of the groups uniform, and GRPO on both updates; same rollouts of up to 4,096 tokens."""
     rows = alone(measured, device, tmp_path, model, checkpointing, ("pacs", "grpo", "trl_grpo"), 4096, False)
     record_property("rows", rows)
-    found = [(row["method"], row["uniform"]) for row in rows]
-    assert found == [("pacs", 0.0), ("pacs", 0.5), ("grpo", 0.0), ("trl_grpo", 0.0)]
+    methods = [(row["method"], row["uniform"]) for row in rows]
+    assert methods == [("pacs", 0.0), ("pacs", 0.5), ("grpo", 0.0), ("trl_grpo", 0.0)]
     check_steps(rows, device)
 
 

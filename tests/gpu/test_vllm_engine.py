@@ -42,26 +42,26 @@ def train_and_watch(directory, engine: dict, fraction: float, sleep: bool, tenso
     settings = COLOCATED | {"vllm_gpu_memory_utilization": fraction, "vllm_enable_sleep_mode": sleep}
     settings |= {"vllm_tensor_parallel_size": tensor_parallel, "max_steps": 4 if sleep else 6}
     trainer = trainer_on(checkpoint, directory / "run", device, **settings)
-    found = {"engine GiB": gib_in_use(device) - before, "share GiB": fraction * total_gib(device)}
-    found["rows"] = []
+    report = {"engine GiB": gib_in_use(device) - before, "share GiB": fraction * total_gib(device)}
+    report["rows"] = []
     generation = trainer.vllm_generation
     sync, generate = generation.sync_weights, generation.generate
     generation.sync_weights = lambda: sync() if trainer.state.global_step < 4 else None
 
     def generate_and_look(**kwargs):
         result = generate(**kwargs)
-        found["rows"].append({"generation": trainer.state.global_step + 1, "GiB": gib_in_use(device) - before})
+        report["rows"].append({"generation": trainer.state.global_step + 1, "GiB": gib_in_use(device) - before})
         return result
 
     generation.generate = generate_and_look
     trainer.train()
     for row, difference, seconds in zip(
-        found["rows"], logged(trainer, MISMATCH), logged(trainer, "time/weight_sync"), strict=True
+        report["rows"], logged(trainer, MISMATCH), logged(trainer, "time/weight_sync"), strict=True
     ):
         row |= {"mean difference": difference, "seconds to send weights": seconds}
     if not sleep:
-        found["seeds"] = completions_of_seeds(trainer)
-    return found
+        report["seeds"] = completions_of_seeds(trainer)
+    return report
 
 
 def gib_in_use(device: str) -> float:
@@ -84,15 +84,15 @@ def completions_of_seeds(trainer) -> list[list[tuple]]:
     ]
     llm = trainer.vllm_generation.llm.llm
     outputs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
-    return [[tuple(output.outputs[0].token_ids) for output in of_call] for of_call in outputs]
+    return [[tuple(output.outputs[0].token_ids) for output in call_outputs] for call_outputs in outputs]
 
 
-def check_weights(found: dict, dtype: str, sleep: bool) -> None:
-    differences = [row["mean difference"] for row in found["rows"]]
+def check_weights(report: dict, dtype: str, sleep: bool) -> None:
+    differences = [row["mean difference"] for row in report["rows"]]
     assert max(differences[:4]) < MAX_MISMATCH[dtype]
     if not sleep:
         assert differences[5] > 3 * max(differences[:4])  # weights that stay behind are noticed
-        first, second = found["seeds"]
+        first, second = report["seeds"]
         assert first == second and first[0] == first[2] and len(set(first)) == 3
 
 
@@ -106,21 +106,21 @@ def check_weights(found: dict, dtype: str, sleep: bool) -> None:
 )
 def test_weights_reach_the_engine(alone, tmp_path, record_property, engine, fraction, sleep):
     """Equal seeds give equal completions, and memory stays in its share."""
-    found = alone(train_and_watch, tmp_path, engine, fraction, sleep)
-    record_property("rows", found["rows"])
-    check_weights(found, engine["dtype"], sleep)
+    report = alone(train_and_watch, tmp_path, engine, fraction, sleep)
+    record_property("rows", report["rows"])
+    check_weights(report, engine["dtype"], sleep)
     if engine["device"] == "cuda":
-        assert sleep or found["engine GiB"] < found["share GiB"] + 2
-        assert not sleep or found["rows"][-1]["GiB"] < 0.1 * found["share GiB"]
+        assert sleep or report["engine GiB"] < report["share GiB"] + 2
+        assert not sleep or report["rows"][-1]["GiB"] < 0.1 * report["share GiB"]
 
 
 @pytest.mark.needs(cuda=True, num_gpus=2)
 def test_weights_reach_both_halves_of_an_engine(alone, tmp_path, record_property, engine):
     """Two processes share an engine by tensor parallelism."""
     save_model(tmp_path / "model", engine["model"])
-    found = alone(train_and_watch, tmp_path, engine, 0.3, False, 2, num_processes=2)
-    record_property("rows", found["rows"])
-    check_weights(found, engine["dtype"], sleep=False)
+    report = alone(train_and_watch, tmp_path, engine, 0.3, False, 2, num_processes=2)
+    record_property("rows", report["rows"])
+    check_weights(report, engine["dtype"], sleep=False)
 
 
 def resume(directory, engine: dict) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
@@ -141,8 +141,8 @@ def test_a_run_resumes(alone, tmp_path, record_property, engine):
     """Within a generation, the next step learns from the same completions; on a CPU all bits are equal."""
     (losses, weights), within, between = alone(resume, tmp_path, engine)
     equal = [
-        found == losses and all(torch.equal(other[name], weights[name]) for name in weights)
-        for found, other in (within, between)
+        losses_there == losses and all(torch.equal(other[name], weights[name]) for name in weights)
+        for losses_there, other in (within, between)
     ]
     record_property("rows", [{"from step": step, "bits equal": same} for step, same in zip((3, 2), equal)])
     assert abs(within[0][3] - losses[3]) < 1e-3

@@ -53,22 +53,22 @@ def greedy_by_model(model):
 
 def compare_at_every_generation(trainer):
     """Train; right after each generation, what engine and policy say. Returns (tokens agree, largest difference)."""
-    found = []
+    comparisons = []
 
     def compare(result, **kwargs):
-        (of_engine, logps), (of_model, expected) = greedy_by_engine(trainer), greedy_by_model(trainer.model)
-        found.append((of_engine == of_model, float((logps - expected).abs().max())))
+        (engine_ids, logps), (model_ids, expected) = greedy_by_engine(trainer), greedy_by_model(trainer.model)
+        comparisons.append((engine_ids == model_ids, float((logps - expected).abs().max())))
 
     spy_on(trainer.vllm_generation, "generate", compare)
     trainer.train()
-    return found
+    return comparisons
 
 
 def test_weights_reach_the_engine_after_every_update(tmp_path, checkpoint, colocated):
     trainer = trainer_on(checkpoint, tmp_path, colocated, max_steps=6)
-    found = compare_at_every_generation(trainer)
-    assert len(found) == 6
-    assert all(agree and difference < 1e-3 for agree, difference in found), found
+    comparisons = compare_at_every_generation(trainer)
+    assert len(comparisons) == 6
+    assert all(agree and difference < 1e-3 for agree, difference in comparisons), comparisons
     for entry in trainer.state.log_history[:6]:
         assert entry["time/weight_sync"] > 0.0
         # float32 on both sides: what remains is the order of sums

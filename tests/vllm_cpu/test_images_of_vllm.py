@@ -92,10 +92,12 @@ def test_engine_reads_what_the_trainer_reads_after_every_update(trainer_on):
     def compare(result, prompts, **kwargs):
         _, completions, logps, _ = result
         with torch.no_grad():
-            own = trainer.forward_pass.compute_logps(trainer.model, prompts, completions, trainer._prompt_images).logps
-        for ids, of_engine, expected in zip(completions, logps, own, strict=True):
+            trainer_logps = trainer.forward_pass.compute_logps(
+                trainer.model, prompts, completions, trainer._prompt_images
+            ).logps
+        for ids, engine_tokens, expected in zip(completions, logps, trainer_logps, strict=True):
             if trainer.model.config.image_token_id not in ids:  # which the trainer reads as padding
-                differences.append((torch.tensor([token[0] for token in of_engine]) - expected).abs().max().item())
+                differences.append((torch.tensor([token[0] for token in engine_tokens]) - expected).abs().max().item())
 
     spy_on(trainer.vllm_generation, "generate", compare)
     trainer.train()

@@ -22,11 +22,11 @@ def test_merged_lora_reaches_the_engine_in_one_call(tmp_path, checkpoint, coloca
     worker, calls = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker, []
     model, load = worker.model_runner.model, worker.model_runner.model.load_weights
     model.load_weights = lambda weights: calls.append(load(weights))
-    found = compare_at_every_generation(trainer)
+    comparisons = compare_at_every_generation(trainer)
     del model.load_weights
-    assert len(found) == len(calls) == 3
+    assert len(comparisons) == len(calls) == 3
     assert all(loaded == {name for name, _ in model.named_parameters()} for loaded in calls)
-    assert all(agree and difference < 1e-3 for agree, difference in found), found
+    assert all(agree and difference < 1e-3 for agree, difference in comparisons), comparisons
     assert all(torch.equal(trainer.model.get_parameter(name), weight) for name, weight in base.items())
 
 

@@ -41,18 +41,19 @@ def trainer(tmp_path, checkpoint, colocated):
 def test_the_engine_has_the_weights_of_the_model_that_writes(trainer):
     """Right after each of its calls it says what that model says, and not what the other one does; its prefix cache is
     on. What it drew is learnt from at a ratio of 1."""
-    engine, found, drawn = trainer.vllm_generation, [], []
+    engine, matches, drawn = trainer.vllm_generation, [], []
     generate, losses = engine.generate, trainer._answer_losses
 
     def generate_and_compare(*args, **kwargs):
         result = generate(*args, **kwargs)
-        of_engine, logps = greedy_by_engine(trainer)
+        engine_ids, logps = greedy_by_engine(trainer)
         by_model = {name: greedy_by_model(model) for name, model in models.items()}
         writes = next(name for name, model in models.items() if model is engine.model)
         same = {
-            name: of_engine == ids and bool((logps - own).abs().max() < 1e-3) for name, (ids, own) in by_model.items()
+            name: engine_ids == ids and bool((logps - model_logps).abs().max() < 1e-3)
+            for name, (ids, model_logps) in by_model.items()
         }
-        found.append((writes, [name for name, is_same in same.items() if is_same]))
+        matches.append((writes, [name for name, is_same in same.items() if is_same]))
         return result
 
     def note(answers):
@@ -65,7 +66,7 @@ def test_the_engine_has_the_weights_of_the_model_that_writes(trainer):
     engine.generate, trainer._answer_losses = generate_and_compare, note
     before = {name: [p.clone() for p in model.parameters()] for name, model in models.items()}
     trainer.train()
-    assert found == [("policy", ["policy"]), ("critic", ["critic"])] * 3
+    assert matches == [("policy", ["policy"]), ("critic", ["critic"])] * 3
     assert drawn and max(drawn) < 1e-3
     for name, model in models.items():
         assert any(not torch.equal(old, new) for old, new in zip(before[name], model.parameters(), strict=True)), name
