@@ -85,4 +85,7 @@ def test_offline_completions_are_those_of_transformers(checkpoint, expected):
     drawn, again = ({r.seed: c.text for r, c in engine.generate(requests(), sampled)} for _ in range(2))
     assert drawn == again and len(drawn) == len(PROMPTS)
     engine.close()
+    for process in multiprocessing.active_children():
+        if process.pid not in before:
+            process.join(60)  # it was told to end
     assert {process.pid for process in multiprocessing.active_children()} <= before
