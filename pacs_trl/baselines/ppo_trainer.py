@@ -22,7 +22,7 @@ from trl.trainer.utils import create_model_from_path, disable_dropout_in_model, 
 
 from ..errors import UserError
 from ..rollouts.rollout_trainer import RolloutTrainer
-from ..update.forward_pass import without_peft
+from ..update.peft_models import without_peft
 from ..update.rollout import without_padding
 from ..update.startup_check import choose_forward_pass, disable_noise
 from .gae import clipped_value_losses, explained_variance, generalized_advantages, masked_mean_and_variance, whiten

@@ -318,15 +318,6 @@ def config_of(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> 
     return AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
 
 
-def without_adapter(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model inside PEFT's wrapper, or the model itself if it has none."""
-    if not isinstance(model, PeftModel):
-        return model
-    base = model.get_base_model()
-    assert isinstance(base, PreTrainedModel)
-    return base
-
-
 def name_of(model: str | PreTrainedModel) -> str:
     return model if isinstance(model, str) else get_config_model_id(model.config)
 

@@ -36,10 +36,10 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
+from ..update.peft_models import without_peft
 from .checkpoint import next_call_seed, next_seeds, save_last_step
 from .checks import max_lora_rank, serve_command, server_url
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WakeCheck, merged_parameters
-from .peft_models import base_model
 from .protocols import EngineTrainer
 
 
@@ -270,10 +270,10 @@ class Engine(VLLMGeneration):
         """Iterate over the weights under vLLM's names, see [`merged_parameters`]."""
         model = self.model
         is_tuner = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
-        if not is_tuner or self._dist.fsdp_version == 1 or getattr(base_model(model), "is_quantized", False):
+        if not is_tuner or self._dist.fsdp_version == 1 or getattr(without_peft(model), "is_quantized", False):
             yield from super()._iter_named_params()
             return
-        weights = merged_parameters(base_model(model), self.accelerator.device, self._dist.gather_params)
+        weights = merged_parameters(without_peft(model), self.accelerator.device, self._dist.gather_params)
         for name, weight in weights:
             yield self._fix_param_name_to_vllm(name), weight
 

@@ -30,8 +30,8 @@ from trl.trainer.utils import pad
 
 from ..update.forward_pass import ForwardPass, fused_head
 from ..update.generation import faster_generation
+from ..update.peft_models import without_peft
 from .checkpoint import seeded_random_numbers
-from .peft_models import base_model
 from .protocols import EngineProcessTrainer
 from .request_seeds import request_seed
 
@@ -193,7 +193,7 @@ class EngineProcess:
 
     def __init__(self, trainer: EngineProcessTrainer, num_slots: int):
         model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model_wrapped)
-        base = base_model(model)
+        base = without_peft(model)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         self._memory = [open(os.memfd_create("pacs_trl"), "wb") for _ in range(1 + num_slots)]  # /dev/shm may be small

@@ -26,7 +26,7 @@ from trl.trainer.utils import get_callable_name
 from ..data import images
 from ..data.text_tokenizer import accepting_text, load_text_tokenizer
 from ..errors import UserError
-from .checks import without_adapter
+from ..update.peft_models import without_peft
 from .rollout_config import RolloutConfig
 
 
@@ -230,7 +230,7 @@ def names_outside_language_model(model: PreTrainedModel | PeftModel) -> list[str
 
 def freeze_outside_language_model(model: PreTrainedModel | PeftModel) -> None:
     """Freeze all weights outside of the language model and its head. Raises a `ValueError` if none is left."""
-    base = without_adapter(model)
+    base = without_peft(model)
     inside = {id(p) for part in (base.get_decoder(), base.get_output_embeddings()) for p in part.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in inside:

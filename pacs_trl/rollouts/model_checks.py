@@ -18,7 +18,8 @@ from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import UserError
 from ..update.compiled_layers import missing_compiler
-from .checks import config_of, without_adapter
+from ..update.peft_models import without_peft
+from .checks import config_of
 from .memory import uses_plugin
 from .rollout_config import RolloutConfig
 
@@ -312,7 +313,7 @@ def check_copy_in_engine_process(model: PreTrainedModel | PeftModel) -> None:
 def changes_in_place(model: PreTrainedModel | PeftModel) -> list[str]:
     """Return what differs between a model and one that is built from its class and configuration, except the values
     of weights. Attributes of modules are compared if they are numbers with a fraction."""
-    base = without_adapter(model)
+    base = without_peft(model)
     if type(base).__module__ == "__main__":
         return [f"its class {type(base).__name__} is defined in the main module"]
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
@@ -399,7 +400,7 @@ def check_checkpointing_of_routers(args: RolloutConfig) -> None:
 def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfig) -> bool:
     """Return whether a mixture of experts returns the logits of its routers, which their loss needs. If not, raise a
     `ValueError` for an explicit coefficient, and warn if that of the model is left out."""
-    base = without_adapter(model)
+    base = without_peft(model)
     if "router_logits" in (getattr(base.base_model, "_can_record_outputs", None) or {}):
         return True
     without = f"{type(base).__name__} does not return the logits of its routers, so there is no loss to weight"
@@ -418,7 +419,7 @@ def check_adapter_of_tied_weights(model: PreTrainedModel | PeftModel) -> None:
     their weights: vLLM gets one merged weight for both."""
     if not isinstance(model, PeftModel):
         return
-    base = without_adapter(model)
+    base = without_peft(model)
     embeddings, head = base.get_input_embeddings(), base.get_output_embeddings()
     if head is None or _original(embeddings).weight is not _original(head).weight:
         return

@@ -13,7 +13,7 @@ from transformers.utils.quantization_config import Mxfp4Config
 from trl.trainer.utils import create_model_from_path
 
 from ..errors import UserError
-from .checks import without_adapter
+from ..update.peft_models import without_peft
 from .rollout_config import RolloutConfig
 
 
@@ -73,7 +73,7 @@ def dequantized(
         model.to(dtype)  # type: ignore[arg-type]  # transformers decorates `to`, which then lacks `self`
         arguments["quantization_config"] = None
     if not isinstance(model, str):
-        base = without_adapter(model)
+        base = without_peft(model)
         conversions = getattr(base, "_weight_conversions", None) or []
         operations = [type(step).__name__ for entry in conversions for step in getattr(entry, "operations", [])]
         if "Mxfp4Dequantize" in operations:

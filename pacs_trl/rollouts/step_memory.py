@@ -15,6 +15,7 @@ from ..plan.cost import RECOMPUTATIONS
 from ..plan.workload import MemoryChoice, chooses
 from ..update.driver import OutOfMemoryElsewhere, StepResult
 from ..update.minibatch import Minibatch
+from ..update.peft_models import without_peft
 from ..update.recomputation import set_recomputation
 from .checkpoint import fixed_settings
 from .memory import (
@@ -25,7 +26,6 @@ from .memory import (
     set_checkpointing,
     trial_minibatch,
 )
-from .peft_models import base_model
 
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class StepMemory:
         trainer, args = self.trainer, self.trainer.args
         set_checkpointing(args, self.choice)
         trainer._fixed_settings = fixed_settings(args)
-        model = base_model(trainer.accelerator.unwrap_model(trainer.model))
+        model = without_peft(trainer.accelerator.unwrap_model(trainer.model))
         set_recomputation(model, self.choice.recomputation, args.gradient_checkpointing_kwargs)
         driver = trainer.update.driver
         driver.limits = driver.limits._replace(

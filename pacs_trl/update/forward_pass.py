@@ -37,6 +37,7 @@ from .packing import (
     warn_of_soft_cap,
 )
 from .packing_name import renamed_packing
+from .peft_models import without_peft
 from .prompt_images import PromptImages, packed_image_inputs, padded_image_inputs
 from .router_loss import RouterSums, router_sums
 
@@ -352,13 +353,6 @@ class ForwardPass:
         if images:
             inputs |= padded_image_inputs(images, ids.shape[1])
         return inputs, mask.numpy(), np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
-
-
-def without_peft(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return the model inside a PEFT wrapper, or the model itself."""
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
-    assert isinstance(base, PreTrainedModel)
-    return base
 
 
 @contextmanager

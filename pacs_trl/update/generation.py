@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from .context_length import attention_windows
 from .packed_states import state_modules
 from .packing import packing_backend
+from .peft_models import without_peft
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
             [`rounded`]; by default that of the weights.
     """
     trained_weights = [(parameter, parameter.data) for parameter in model.parameters()]
-    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    base = without_peft(model)
     has_virtual_tokens = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
     layers = _mergeable_layers(model, base) if fast else []
     try:

@@ -4,8 +4,8 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 
-def base_model(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    """Return a model without its PEFT wrapper; its layers keep their adapters."""
+def without_peft(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    """Return the model inside a PEFT wrapper, whose layers keep their adapters, or the model itself."""
     if not isinstance(model, PeftModel):
         return model
     base = model.get_base_model()
