@@ -196,7 +196,7 @@ def test_a_server_that_was_left_paused_is_resumed_with_fresh_weights(tmp_path, w
     assert taken.positions == [[0, 1]]
 
 
-@pytest.mark.parametrize("kind", ["restarted", "dead"])
+@pytest.mark.parametrize("kind", [pytest.param("restarted", marks=pytest.mark.slow), "dead"])
 def test_groups_since_the_last_check_of_a_failed_server_are_generated_again(tmp_path, worker, kind):
     """The state after the last optimizer step is saved, without groups that another server may have generated."""
 

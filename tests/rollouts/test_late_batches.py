@@ -101,6 +101,7 @@ def reward_of_turns(completions, turns, **kwargs):
     return [turn / 2 * reward for turn, reward in zip(turns, digit_reward(completions), strict=True)]
 
 
+@pytest.mark.slow
 def test_an_asynchronous_rollout_function(tmp_path):
     recorder, settings = Recorder(), {"rollout_func": two_turns, "reward": reward_of_turns, "rollout_lag": 2}
     settings |= {"max_steps": 8}

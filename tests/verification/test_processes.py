@@ -241,7 +241,10 @@ def start_program(*parts):
 class TestEndOfTheParent:
     @pytest.mark.parametrize(
         "ending",
-        [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, "", "exit(3)", "raise RuntimeError('oops')", "os._exit(0)"],
+        [
+            *(signal.SIGKILL, signal.SIGTERM, "", "raise RuntimeError('oops')"),
+            *(pytest.param(ending, marks=pytest.mark.slow) for ending in (signal.SIGINT, "exit(3)", "os._exit(0)")),
+        ],
     )
     def test_end_without_close(self, ending):
         is_signal = isinstance(ending, int)
