@@ -186,8 +186,8 @@ class RankWatch:
 
 
 def check_shared_folder(accelerator: Any, output_dir: str) -> None:
-    """Raise a `ValueError` on all ranks if one does not see the folder of checkpoints that rank 0 sees: the parts that
-    run that resumes would not see what they write there."""
+    """Raise a `ValueError` on all ranks if one of them does not see the folder of checkpoints that rank 0 sees. A run
+    that resumes would not see the parts of checkpoints that such a rank has written."""
     token = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])[0]
     file = Path(output_dir, token)
     if accelerator.is_main_process:
