@@ -13,8 +13,6 @@ Checkpoints hold the groups that wait, and the positions of prompts that were no
 generates again.
 """
 
-import contextlib
-import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,29 +20,18 @@ from functools import partial
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
-from huggingface_hub.utils import httpx
-from trl.experimental.async_grpo.vllm_client import VLLMClient
-from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-from ..errors import FailedRun
 from ..rewards import shared_arguments
 from .callbacks import StopOnSignal
 from .checks import server_url
 from .engine import ServerFailure, WorkerFailure
-from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
-from .rollout_config import EXTENSION
 from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
-from .server_watch import Failure, ServerWatch, in_one_line
-from .weight_transfer import SharedMemoryTransfer
-
-
-logger = logging.getLogger(__name__)
-
-_SECONDS_TO_DRAIN = 60.0
+from .server_connection import ServerConnection
+from .server_watch import Failure
 
 
 class ContinuousRollouts:
@@ -68,12 +55,14 @@ class ContinuousRollouts:
         self._taken_at = -1
         self._completions: list[tuple[GradedGroup, int]] = []  # those of this process in the current step
         self._num_delivered = 0  # by the current worker
-        self._sent_step = -1  # optimizer steps before the weights of the server
+        self._server = ServerConnection(trainer)
         self._worker: RolloutWorker | None = None
-        self._watch: ServerWatch | None = None
-        self._transfer: Any = None
-        self._comparison: LogpComparison | None = None
         self._order: PromptOrder | None = None
+
+    def send_weights(self) -> None:
+        """Send the current weights to the server, unless it has them. All processes must call this. Raises a
+        [`ServerFailure`] or a [`FailedRun`], as [`ServerConnection.send_weights`] does."""
+        self._server.send_weights(self._worker)
 
     # Rollouts of a step ---------------------------------------------------------------------------------------------
 
@@ -159,7 +148,8 @@ class ContinuousRollouts:
     def _wait_for_groups(self, number: int) -> bool:
         """Wait until `number` groups may be trained, and return whether there are as many: a signal or another reason
         to stop ends the wait. Raises a [`ServerFailure`] if server or worker has failed."""
-        assert self._watch is not None
+        watch = self._server.watch
+        assert watch is not None
         signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
         self._num_dropped, deadline = 0, None
         while True:
@@ -167,8 +157,8 @@ class ContinuousRollouts:
             self._admit(is_taken=False)
             if failure := self._failure():
                 raise failure
-            if len(self.waiting) >= number and self._watch.check() is None:
-                if all(group.enqueued_at <= self._watch.checked_at for group in self.waiting[:number]):
+            if len(self.waiting) >= number and watch.check() is None:
+                if all(group.enqueued_at <= watch.checked_at for group in self.waiting[:number]):
                     return True
             if self.trainer.control.should_training_stop or any(c.received for c in signal_callbacks):
                 deadline = deadline or time.monotonic() + PATIENCE
@@ -179,13 +169,14 @@ class ContinuousRollouts:
     def _failure(self) -> ServerFailure | None:
         """Return the failure of server or worker, if there is one. Groups that a server delivered after its last
         successful check, and before it failed, are discarded."""
-        assert self._worker is not None and self._watch is not None
-        failure = self._watch.failure
+        watch = self._server.watch
+        assert self._worker is not None and watch is not None
+        failure = watch.failure
         if (problem := self._worker.problem()) is not None:
             name, message = problem
             if name != "ServerError":
                 return WorkerFailure("failed", f"{name}: {message}")
-            failure = self._watch.check() or Failure("failed to generate", message)
+            failure = watch.check() or Failure("failed to generate", message)
         if failure is None:
             return None
         self._receive(timeout=0)
@@ -193,9 +184,10 @@ class ContinuousRollouts:
         return ServerFailure(*failure)
 
     def _discard_unchecked(self) -> None:
-        assert self._watch is not None
-        discarded = [group for group in self.waiting if group.enqueued_at > self._watch.checked_at]
-        self.waiting = [group for group in self.waiting if group.enqueued_at <= self._watch.checked_at]
+        watch = self._server.watch
+        assert watch is not None
+        discarded = [group for group in self.waiting if group.enqueued_at > watch.checked_at]
+        self.waiting = [group for group in self.waiting if group.enqueued_at <= watch.checked_at]
         self.missing = sorted([*self.missing, *(group.position for group in discarded)])
 
     def _receive(self, timeout: float) -> None:
@@ -249,106 +241,15 @@ class ContinuousRollouts:
         trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
         return groups
 
-    # Weights --------------------------------------------------------------------------------------------------------
-
-    def send_weights(self) -> None:
-        """Send the current weights to the server, unless it has them, and compare log-probs of a fixed text. All
-        processes must call this. Raises a [`ServerFailure`] if the server does not answer, and a [`FailedRun`] if it
-        computes with other weights."""
-        trainer, step = self.trainer, self.trainer.state.global_step
-        if self._sent_step == step:
-            return
-        if self.is_main and self._watch is None:
-            self._connect()
-        failure: list[Any] = [None]
-        with trainer.timer.part("weight_sync"):
-            weights = trainer.vllm_generation._iter_named_params()
-            if self.is_main:
-                failure = [self._send(weights, step)]
-            for _ in weights:  # take part in the gathering of sharded weights
-                pass
-            broadcast_object_list(failure, from_process=0)
-            if failure[0] is not None:
-                raise ServerFailure(*failure[0])
-            self._sent_step = step
-            if trainer.args.startup_check:
-                self._compare_logps()
-
-    def _send(self, weights: Iterator, step: int) -> Failure | None:
-        assert self._watch is not None
-        transfer = self._transfer
-        if (failure := self._watch.check()) is not None:  # new weights would hide that the server was restarted
-            return failure
-        is_staged = isinstance(transfer, SharedMemoryTransfer)
-        if is_staged:
-            transfer.stage(weights)
-        try:
-            with self._watch.replacing(step) as version:
-                started = time.perf_counter()
-                transfer.pause()
-                if is_staged:
-                    transfer.load()
-                else:
-                    transfer.send_weights(weights)
-                if self._worker is not None:
-                    self._drain(self._worker)
-                    self._worker.shared.value = step
-                body = {"new_version": version}
-                httpx.post(f"{self._watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
-                transfer.resume()
-                self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
-        except Exception as error:  # TRL's client raises bare exceptions
-            logger.exception("The vLLM server did not take the weights.")
-            return Failure("did not take the weights", in_one_line(error))
-        return self._watch.check()
-
-    def _drain(self, worker: RolloutWorker) -> None:
-        """Wait until the worker has read what the server had sent before its pause."""
-        shared = worker.shared
-        shared.asked += 1
-        deadline = time.monotonic() + _SECONDS_TO_DRAIN
-        while shared.drained != shared.asked and not worker.has_failed:
-            if time.monotonic() > deadline:
-                raise TimeoutError("the rollout worker is busy")
-            time.sleep(0.002)
-
-    def _compare_logps(self) -> None:
-        trainer = self.trainer
-        if self._comparison is None:
-            ids = trainer._tokenizer(FIXED_TEXT)["input_ids"][:MAX_FIXED_TOKENS]
-            self._comparison = LogpComparison(trainer.create_forward_pass(trainer.model, 1.0), ids)
-        comparison, model = self._comparison, trainer.vllm_generation.model
-        trainer_logps = comparison.trainer_logps(model)
-        result: list[Any] = [None, None]  # failure, difference
-        if self.is_main:
-            try:
-                engine_logps = trainer.vllm_generation.vllm_client.prompt_logps(comparison.prompt_ids)
-                comparison.seen = comparison.seen or [(engine_logps, trainer_logps)] * 2
-                result[1] = comparison.difference(model, engine_logps, trainer_logps)
-            except Exception as error:  # TRL's client raises bare exceptions
-                result[0] = Failure("failed to compute log-probs", in_one_line(error))
-        broadcast_object_list(result, from_process=0)
-        failure, difference = result
-        if failure is not None:
-            raise ServerFailure(*failure)
-        if difference is not None:
-            off, mismatch = difference
-            raise FailedRun(
-                "The vLLM server does not generate with the trained weights: its log-probs of a fixed text differ "
-                f"from the trainer's by {off:.2g} nats per token, and after the first transfer by {mismatch:.2g}. "
-                "Start the server with the precision and quantization of training (dtype), and continue with "
-                "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
-            )
-
     # State ----------------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, Any]:
         """Return the groups that wait and the positions to generate again, for a checkpoint. Nothing is waited for."""
         if not self.is_main:
             return {}
-        if self._worker is not None and self._watch is not None:
+        if self._worker is not None and self._server.watch is not None:
             self._receive(timeout=0)
-            if self._watch.check() is not None:
+            if self._server.watch.check() is not None:
                 self._discard_unchecked()
         groups = [dict(vars(group)) for group in self.waiting]
         return {"groups": groups, "missing": list(self.missing), "next_position": self.next_position}
@@ -369,13 +270,8 @@ class ContinuousRollouts:
         """End the worker, whose requests the server then aborts; leave the server running."""
         if self._worker is not None:
             self._worker.stop()
-        if self._watch is not None:
-            self._watch.close()
-        if self._transfer is not None:
-            with contextlib.suppress(Exception):
-                self._transfer.destroy()
-        self._worker = self._watch = self._transfer = self._comparison = None
-        self._sent_step, self._num_delivered = -1, 0
+        self._server.close()
+        self._worker, self._num_delivered = None, 0
 
     # Start ----------------------------------------------------------------------------------------------------------
 
@@ -385,29 +281,10 @@ class ContinuousRollouts:
             self._order = PromptOrder(sampler.num_samples, sampler.batch_size, sampler.shuffle, sampler.seed)
         return self._order
 
-    def _connect(self) -> None:
-        """Start the watch of the server, and the transfer of weights to it."""
-        trainer = self.trainer
-        client = VLLMClient(server_url(trainer.args))
-        config = client.get_server_info()
-        self._num_slots = config["scheduler_config"]["max_num_seqs"]
-        if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
-            self._transfer = SharedMemoryTransfer(client)
-        else:
-            weights = list(trainer.vllm_generation._iter_named_params())
-            info = {
-                "names": [name for name, _ in weights],
-                "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
-                "shapes": [list(weight.shape) for _, weight in weights],
-            }
-            self._transfer = WeightTransferClient(client, info)
-        self._transfer.init_weight_transfer()
-        self._watch = ServerWatch(client.server_url)
-
     def _start_worker(self) -> None:
         self._num_delivered = 0
-        self._worker = RolloutWorker(**worker_arguments(self.trainer, self, self._num_slots))
-        self._worker.shared.value = self._sent_step
+        self._worker = RolloutWorker(**worker_arguments(self.trainer, self, self._server.num_slots))
+        self._worker.shared.value = self._server.sent_step
         self._worker.start()
 
 

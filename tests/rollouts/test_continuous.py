@@ -204,7 +204,7 @@ def test_groups_since_the_last_check_of_a_failed_server_are_generated_again(tmp_
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 2:
                 source = trainer._source
-                assert source._watch.check() is None
+                assert source._server.watch.check() is None
                 source._receive(0)
                 source.waiting[-1].enqueued_at = time.time() + 60
                 late.append(source.waiting[-1].position)

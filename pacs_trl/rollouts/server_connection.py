@@ -1,0 +1,174 @@
+"""Connection of a run with continuous rollouts to its vLLM server, which gets the weights of each optimizer step."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from accelerate.utils import broadcast_object_list
+from huggingface_hub.utils import httpx
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
+
+from ..errors import FailedRun
+from .checks import server_url
+from .engine import ServerFailure
+from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
+from .protocols import ContinuousTrainer
+from .rollout_config import EXTENSION
+from .rollout_worker import RolloutWorker
+from .server_watch import Failure, ServerWatch, in_one_line
+from .weight_transfer import SharedMemoryTransfer
+
+
+logger = logging.getLogger(__name__)
+
+_SECONDS_TO_DRAIN = 60.0
+
+
+class ServerConnection:
+    """
+    The weights that a server has, the way they get there, and the watch of the server.
+
+    All processes have one, since they gather sharded weights together; only the first process talks to the server,
+    and connects when it sends weights for the first time.
+
+    Attributes:
+        sent_step (`int`): Number of optimizer steps before the weights of the server; -1 before the first transfer.
+        watch ([`ServerWatch`], *optional*): On the first process, once it is connected.
+        num_slots (`int`): Number of completions that the server decodes at the same time; known with `watch`.
+    """
+
+    def __init__(self, trainer: ContinuousTrainer):
+        self.trainer = trainer
+        self.is_main = trainer.accelerator.is_main_process
+        self.sent_step = -1
+        self.watch: ServerWatch | None = None
+        self.num_slots = 0
+        self._transfer: Any = None
+        self._comparison: LogpComparison | None = None
+
+    def send_weights(self, worker: RolloutWorker | None) -> None:
+        """Send the current weights to the server, unless it has them, and compare log-probs of a fixed text. All
+        processes must call this. `worker` is the one whose completions the server generates, if it has started, on
+        the first process. Raises a [`ServerFailure`] if the server does not answer, and a [`FailedRun`] if it computes
+        with other weights."""
+        trainer, step = self.trainer, self.trainer.state.global_step
+        if self.sent_step == step:
+            return
+        if self.is_main and self.watch is None:
+            self._connect()
+        failure: list[Any] = [None]
+        with trainer.timer.part("weight_sync"):
+            weights = trainer.vllm_generation._iter_named_params()
+            if self.is_main:
+                failure = [self._send(weights, step, worker)]
+            for _ in weights:  # take part in the gathering of sharded weights
+                pass
+            broadcast_object_list(failure, from_process=0)
+            if failure[0] is not None:
+                raise ServerFailure(*failure[0])
+            self.sent_step = step
+            if trainer.args.startup_check:
+                self._compare_logps()
+
+    def close(self) -> None:
+        """End the connection, and leave the server running. Sending weights connects again."""
+        if self.watch is not None:
+            self.watch.close()
+        if self._transfer is not None:
+            with contextlib.suppress(Exception):
+                self._transfer.destroy()
+        self.watch = self._transfer = self._comparison = None
+        self.sent_step = -1
+
+    def _connect(self) -> None:
+        client = VLLMClient(server_url(self.trainer.args))
+        config = client.get_server_info()
+        self.num_slots = config["scheduler_config"]["max_num_seqs"]
+        if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
+            self._transfer = SharedMemoryTransfer(client)
+        else:
+            self._transfer = WeightTransferClient(client, self._weight_info())
+        self._transfer.init_weight_transfer()
+        self.watch = ServerWatch(client.server_url)
+
+    def _weight_info(self) -> dict[str, list]:
+        """Return names, dtypes, and shapes of the weights, which a transfer by NCCL announces."""
+        weights = list(self.trainer.vllm_generation._iter_named_params())
+        return {
+            "names": [name for name, _ in weights],
+            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
+            "shapes": [list(weight.shape) for _, weight in weights],
+        }
+
+    def _send(
+        self, weights: Iterator[tuple[str, torch.Tensor]], step: int, worker: RolloutWorker | None
+    ) -> Failure | None:
+        assert self.watch is not None
+        transfer = self._transfer
+        if (failure := self.watch.check()) is not None:  # new weights would hide that the server was restarted
+            return failure
+        is_staged = isinstance(transfer, SharedMemoryTransfer)
+        if is_staged:
+            transfer.stage(weights)
+        try:
+            with self.watch.replacing(step) as version:
+                started = time.perf_counter()
+                transfer.pause()
+                if is_staged:
+                    transfer.load()
+                else:
+                    transfer.send_weights(weights)
+                if worker is not None:
+                    _drain(worker)
+                    worker.shared.value = step
+                body = {"new_version": version}
+                httpx.post(f"{self.watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
+                transfer.resume()
+                self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
+        except Exception as error:  # TRL's client raises bare exceptions
+            logger.exception("The vLLM server did not take the weights.")
+            return Failure("did not take the weights", in_one_line(error))
+        return self.watch.check()
+
+    def _compare_logps(self) -> None:
+        trainer = self.trainer
+        if self._comparison is None:
+            ids = trainer._tokenizer(FIXED_TEXT)["input_ids"][:MAX_FIXED_TOKENS]
+            self._comparison = LogpComparison(trainer.create_forward_pass(trainer.model, 1.0), ids)
+        comparison, model = self._comparison, trainer.vllm_generation.model
+        trainer_logps = comparison.trainer_logps(model)
+        result: list[Any] = [None, None]  # failure, difference
+        if self.is_main:
+            try:
+                engine_logps = trainer.vllm_generation.vllm_client.prompt_logps(comparison.prompt_ids)
+                comparison.seen = comparison.seen or [(engine_logps, trainer_logps)] * 2
+                result[1] = comparison.difference(model, engine_logps, trainer_logps)
+            except Exception as error:  # TRL's client raises bare exceptions
+                result[0] = Failure("failed to compute log-probs", in_one_line(error))
+        broadcast_object_list(result, from_process=0)
+        failure, difference = result
+        if failure is not None:
+            raise ServerFailure(*failure)
+        if difference is not None:
+            off, mismatch = difference
+            raise FailedRun(
+                "The vLLM server does not generate with the trained weights: its log-probs of a fixed text differ "
+                f"from the trainer's by {off:.2g} nats per token, and after the first transfer by {mismatch:.2g}. "
+                "Start the server with the precision and quantization of training (dtype), and continue with "
+                "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
+            )
+
+
+def _drain(worker: RolloutWorker) -> None:
+    """Wait until a worker has read what the server had sent before its pause."""
+    shared = worker.shared
+    shared.asked += 1
+    deadline = time.monotonic() + _SECONDS_TO_DRAIN
+    while shared.drained != shared.asked and not worker.has_failed:
+        if time.monotonic() > deadline:
+            raise TimeoutError("the rollout worker is busy")
+        time.sleep(0.002)
