@@ -11,8 +11,8 @@ from trl import TrlParser
 
 from pacs_trl import PACSConfig, PACSTrainer
 from pacs_trl.rewards import math_reward
-from pacs_trl.rollouts.callbacks import StopOnSignal
 from pacs_trl.rollouts.checkpoint_files import last_resumable_checkpoint
+from pacs_trl.rollouts.stop_on_signal import StopOnSignal
 
 
 parser = TrlParser(PACSConfig)

@@ -22,7 +22,7 @@ from .errors import UserError
 from .methods import DEFAULT_METHOD, METHODS, check_method, is_of_user, keys_of_other_methods
 from .rewards import VerificationArguments
 from .rollouts.checkpoint_files import last_resumable_checkpoint
-from .rollouts.checks import shared_turns_error
+from .rollouts.process_checks import shared_turns_error
 from .rollouts.process_count import read_saved_run
 from .rollouts.rollout_config import RolloutConfig
 from .settings import read_settings, set_environment, typed_values

@@ -40,12 +40,13 @@ from .recipe import (
     trainer_of_method,
 )
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
-from .rollouts.callbacks import NAMES, StopOnSignal, tracked_run
 from .rollouts.checkpoint import check_same_adapter
 from .rollouts.checkpoint_files import check_complete, check_output_dir, last_resumable_checkpoint
-from .rollouts.checks import OWN_PARAMETERS, check_dataset, check_number_of_prompts
+from .rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
 from .rollouts.process_count import check_batch, check_processes, read_saved_run
+from .rollouts.stop_on_signal import SIGNAL_NAMES, StopOnSignal
+from .rollouts.trackers import tracked_run
 from .settings.names import check_model_path, function_of_user, looks_like_path, make_directory, unloadable_model
 from .update.step_sizes import Step
 
@@ -157,7 +158,7 @@ def _leave(trainer: "RolloutTrainer", output_dir: Path, signum: signal.Signals) 
         checkpoint = output_dir / f"checkpoint-{state.global_step}"
         outcome = f", saved in {checkpoint}. Continue with `--resume_from_checkpoint last`."
     trainer.accelerator.print(
-        f"Stopped by {NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}{outcome} "
+        f"Stopped by {SIGNAL_NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}{outcome} "
         f"Exit code {code}."
     )
     raise SystemExit(code)
@@ -215,7 +216,7 @@ def _datasets(
         )
     check_number_of_prompts(len(train_dataset), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions
-        check_dataset("the training set", train_dataset, reward_funcs, OWN_PARAMETERS)
+        check_dataset("the training set", train_dataset, reward_funcs, OPTIONAL_PARAMETERS)
     return train_dataset, eval_dataset
 
 

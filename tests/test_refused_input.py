@@ -20,7 +20,7 @@ from trl import GRPOConfig
 
 from pacs_trl import PACSTrainer
 from pacs_trl.data.prompts import prompt_lengths
-from pacs_trl.rollouts import checks
+from pacs_trl.rollouts import argument_checks
 from pacs_trl.update.rollout import as_numbers
 
 
@@ -172,7 +172,7 @@ def test_refused_before_training(tmp_path, settings, words):
 
 
 def test_a_process_that_generates_is_refused_where_the_system_is_not_linux(tmp_path, monkeypatch):
-    monkeypatch.setattr(checks, "sys", SimpleNamespace(platform="darwin"))
+    monkeypatch.setattr(argument_checks, "sys", SimpleNamespace(platform="darwin"))
     with pytest.raises(ValueError, match="does not support a process that generates on darwin. Remove rollout_lag"):
         build_trainer(tmp_path, model="no/model", **LAG)
 

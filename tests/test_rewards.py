@@ -14,7 +14,7 @@ from pacs_trl.rewards import (
     math_reward,
     shared_verifier,
 )
-from pacs_trl.rollouts.checks import check_golds
+from pacs_trl.rollouts.dataset_checks import check_golds
 from pacs_trl.verification import Verifier
 
 

@@ -23,18 +23,18 @@ from ..data.sets import FILE_FORMATS, is_function
 from ..errors import UserError
 from ..recipe import LAST, NONE, Recipe, load_tokenizer, reward_function, settings_without_effect
 from ..rewards import tool_function
+from ..rollouts.attention_checks import flash_attention_4_error, missing_attention
 from ..rollouts.checkpoint_files import check_output_dir, last_resumable_checkpoint
-from ..rollouts.checks import OWN_PARAMETERS, check_dataset, check_model_type, check_prompt_lengths
+from ..rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset
+from ..rollouts.half_precision import rounded_updates
 from ..rollouts.image_checkpoints import processor_of
-from ..rollouts.model_checks import (
-    flash_attention_4_error,
-    missing_attention,
-    refusal_of_compilation,
-    rounded_updates,
-)
+from ..rollouts.layer_compilation import refusal_of_compilation
+from ..rollouts.model_checks import check_model_type
 from ..rollouts.mxfp4 import check_mxfp4
 from ..rollouts.process_count import check_batch, check_processes, read_saved_run
-from ..rollouts.rollout_config import continuous_server_command
+from ..rollouts.prompt_lengths import check_prompt_lengths
+from ..rollouts.router_checks import check_router_loss
+from ..rollouts.server_command import continuous_server_command
 from ..settings import read_settings
 from ..settings.names import check_model_path, function_of_user
 from ..update.context_length import context_lengths
@@ -241,7 +241,8 @@ def _model_errors(estimate: Estimate) -> list[str]:
         try:
             arguments = {"quantization_config": get_quantization_config(recipe.model)}
             check_mxfp4(recipe.model_name, config, recipe.training, arguments)
-            check_model_type(config, recipe.training)
+            check_model_type(config)
+            check_router_loss(config, recipe.training)
         except (ValueError, ImportError) as error:
             errors.append(str(error))
     if estimate.model is not None and (does_not_fit := adapter_error(recipe, estimate.model)):
@@ -288,7 +289,7 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         datasets = {"train_dataset": dataset, "eval_dataset": evaluation}
         check_prompt_lengths(datasets, training, tokenizer, tools, contexts)
         functions = [reward_function(name) for name in recipe.run.reward_funcs]
-        check_dataset("the training set", dataset, functions, OWN_PARAMETERS)
+        check_dataset("the training set", dataset, functions, OPTIONAL_PARAMETERS)
     except ValueError as error:  # also of libraries that read the model and the data
         return prompts, [str(error)]
     return prompts, []

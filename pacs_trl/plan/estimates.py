@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from ..data import DataArguments
 from ..recipe import Recipe
-from ..rollouts.model_checks import obstacle_to_compilation, trains_routers
+from ..rollouts.layer_compilation import obstacle_to_compilation
+from ..rollouts.router_checks import trains_routers
 from ..settings import render
 from ..settings.names import looks_like_path
 from . import cost

@@ -22,16 +22,16 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from ..rewards import shared_arguments
-from .callbacks import StopOnSignal
-from .checks import server_url
 from .engine import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
 from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
+from .server_command import server_url
 from .server_connection import ServerConnection
 from .server_watch import Failure
+from .stop_on_signal import StopOnSignal
 
 
 class ContinuousRollouts:

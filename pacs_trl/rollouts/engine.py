@@ -37,10 +37,11 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
 from ..update.peft_models import without_peft
+from .adapter_checks import max_lora_rank
 from .checkpoint import next_call_seed, next_seeds, save_last_step
-from .checks import max_lora_rank, serve_command, server_url
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WakeCheck, merged_parameters
 from .protocols import EngineTrainer
+from .server_command import serve_command, server_url
 
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
 from ..verification import completion_text
 from . import checkpoint, completion_tables
-from .checks import check_lengths
 from .evaluation_metrics import EvaluationMetrics
+from .prompt_lengths import check_lengths
 
 
 class BenchmarkEvaluation:

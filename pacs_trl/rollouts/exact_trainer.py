@@ -38,24 +38,25 @@ from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
-from .checks import config_of
 from .copied_settings import check_changes, copied_settings
 from .engine import ServerFailure, stop_without_engine
 from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef, reset_entropy_coef
 from .late_batches import LateBatches, use_engine_logps
-from .layer_compilation import compile_policy_and_reference
+from .layer_compilation import compile_policy_and_reference, compiles_layers
 from .memory import plan_memory, with_choice
-from .model_checks import check_checkpointing_of_routers, compiles_layers, trains_routers
+from .model_config import config_of
 from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
-from .server_checks import check_server_of_continuous, check_user_code
+from .router_checks import check_checkpointing_of_routers, trains_routers
+from .server_checks import check_server_of_continuous
 from .sources import RolloutSource
 from .step_memory import StepMemory, backward_cost
 from .uneven_shares import UnevenSampler, UnevenShares
 from .waiting_rollouts import WaitingRollouts, merge_rollouts, rollouts_to_save, share_logps, split_into_slices
+from .worker_checks import check_user_code
 
 
 class ExactUpdateTrainer(RolloutTrainer):

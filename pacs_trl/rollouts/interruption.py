@@ -1,8 +1,8 @@
 """Interruption of a user's code, so that a reward function that hangs does not keep a run from stopping.
 
 After a signal the current optimizer step is finished and saved. If the main thread waits for a user's code longer than
-`PATIENCE`, [`~callbacks.StopOnSignal`] raises [`Interrupted`] in it, and the state after the last optimizer step is
-saved instead.
+`PATIENCE`, [`~stop_on_signal.StopOnSignal`] raises [`Interrupted`] in it, and the state after the last optimizer step
+is saved instead.
 """
 
 import time

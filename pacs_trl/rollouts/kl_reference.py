@@ -15,7 +15,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer import grpo_trainer
 
 from ..errors import UserError
-from .model_checks import is_wrapper_of_own_forward
+from .engine_copies import is_wrapper_of_own_forward
 from .rollout_config import RolloutConfig
 
 

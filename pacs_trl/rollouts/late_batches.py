@@ -40,9 +40,7 @@ from ..errors import FailedRun, UserError, without_exit
 from ..rewards import FUNCTIONS
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
-from .callbacks import StopOnSignal
 from .checkpoint import indices_of_generation
-from .checks import server_url
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
 from .interruption import PATIENCE, Stopped
@@ -50,6 +48,8 @@ from .protocols import LateTrainer, ServedTrainer
 from .request_seeds import request_seed
 from .reward_functions import independent_copy
 from .rollout_output import ENGINE_FIELDS, check_prompts
+from .server_command import server_url
+from .stop_on_signal import StopOnSignal
 
 
 logger = logging.getLogger(__name__)

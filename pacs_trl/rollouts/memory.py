@@ -46,7 +46,7 @@ from ..update.reference import local_shard
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from .checkpoint import random_states, restore_random_states
-from .checks import config_of
+from .model_config import config_of
 from .rollout_config import RolloutConfig
 
 

@@ -19,7 +19,6 @@ from trl import GRPOTrainer
 
 from ..errors import UserError
 from . import checkpoint
-from .callbacks import StepStart, StopOnSignal
 from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
@@ -29,6 +28,8 @@ from .request_seeds import RequestSeeds
 from .rollout_config import RolloutConfig
 from .run_position import LoggedLoss
 from .sources import RolloutSource
+from .step_start import StepStart
+from .stop_on_signal import StopOnSignal
 
 
 class ResumableTrainer(GRPOTrainer):

@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from transformers.trainer_utils import HubStrategy
     from transformers.training_args import OptimizerNames
 
-# Of the workers of a vLLM server that shares memory with the trainer.
-EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"
-
 
 class MethodSettings:
     """Settings that only some methods have, with the value that the others behave as. They are no fields here."""
@@ -414,19 +411,3 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 "completions_per_step."
             )
         return errors
-
-
-def continuous_server_command(args: RolloutConfig, model: str, dtype: str) -> str:
-    """Return the shell command that starts the vLLM server of a run with `rollout_schedule: continuous` on the machine
-    of the trainer, with the precision `dtype`. On CPUs the batch of a step must hold all completions as a whole."""
-    server = f"vllm serve {model}"
-    if args.use_cpu:
-        slots = (args.max_staleness + 1) * args.generation_batch_size
-        server = f"python -m vllm.entrypoints.openai.api_server --model {model} --max-num-seqs {slots}"
-        if args.vllm_max_model_length is not None:
-            tokens = slots * args.vllm_max_model_length
-            server += f" --max-num-batched-tokens {tokens}"
-    if args.vllm_max_model_length is not None:
-        server += f" --max-model-len {args.vllm_max_model_length}"
-    sharing = f"--dtype {dtype} --worker-extension-cls {EXTENSION}"
-    return f"VLLM_SERVER_DEV_MODE=1 {server} {sharing} --logprobs-mode processed_logprobs --max-logprobs -1"

@@ -24,14 +24,17 @@ from ..data import check_chat_template_kwargs
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
-from ..errors import FailedRun
+from ..errors import FailedRun, UserError
 from ..rewards import math_reward
 from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from . import checkpoint, checks, completion_columns, image_checkpoints, model_checks, mxfp4
-from .callbacks import NoSignalCallback, StepStart, shorten_console
+from . import checkpoint, completion_columns, image_checkpoints, mxfp4
+from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
+from .argument_checks import check_arguments
+from .console import shorten_console
+from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
@@ -40,7 +43,12 @@ from .group_starts import GroupStarts
 from .image_prompts import ImagePrompts
 from .kl_reference import check_reference, reference_from_memory
 from .logged_names import FORMER_METRIC_NAMES, check_column_name, check_metric_name, distinct_names
+from .model_checks import check_model, check_model_type
+from .model_config import config_of, name_of
+from .nothing_to_learn import NothingToLearnCallback
 from .overrides import following_overrides
+from .process_checks import check_dataset_size, check_whole_weights, shared_turns_error
+from .prompt_lengths import check_lengths
 from .publication import Publication
 from .resumable_trainer import ResumableTrainer
 from .reward_functions import (
@@ -52,8 +60,10 @@ from .reward_functions import (
     with_truncated,
 )
 from .rollout_config import RolloutConfig
+from .router_checks import check_router_loss, returns_router_logits
 from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
+from .step_start import StepStart
 from .timing import StepTimer
 from .uneven_shares import UnevenShares
 from .user_code import UserCode
@@ -82,13 +92,14 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
-            args = self._config_class(f"{checks.name_of(model).split('/')[-1]}-{self._name}")
+            args = self._config_class(f"{name_of(model).split('/')[-1]}-{self._name}")
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
-        config, name = checks.config_of(model, args), checks.name_of(model)
-        checks.check_model_type(config, args)
+        config, name = config_of(model, args), name_of(model)
+        check_model_type(config)
+        check_router_loss(config, args)
         mxfp4.check_mxfp4(model, config, args, arguments)
         self._has_language_model_inside = image_checkpoints.has_language_model_inside(config)
         if self._has_language_model_inside:
@@ -99,7 +110,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             prepare(model, config, name, args, arguments)
         else:
             image_checkpoints.check_no_images(name, arguments)
-        self._longest_sequence = checks.check_lengths(model, args, arguments)
+        self._longest_sequence = check_lengths(model, args, arguments)
         args = self._choose_settings(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         model, peft_config = mxfp4.dequantized(model, config, args, arguments), arguments["peft_config"]
@@ -111,7 +122,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 image_checkpoints.freeze_outside_language_model(self.model)
             self._processor_files = image_checkpoints.processor_files(name, args)
         if self.aux_loss_enabled:  # of the routers in a mixture of experts
-            self.aux_loss_enabled = args.is_exact and model_checks.returns_router_logits(self.model, args)
+            self.aux_loss_enabled = args.is_exact and returns_router_logits(self.model, args)
         self.reward_func_names = distinct_names(self.reward_func_names)
         self._card_facts: dict[str, Any] = {}  # arguments of `create_model_card`
         self._is_saved = False  # in `output_dir`
@@ -129,7 +140,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     def _prepare_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
-        checks.check_arguments(model, args, arguments)
+        check_arguments(model, args, arguments)
         factories = arguments["environment_factory"]
         if factories is not None:
             self._group_starts = GroupStarts()
@@ -138,7 +149,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             else:
                 factories = self._group_starts.wrap(factories)
             arguments["environment_factory"] = factories
-        model_checks.check_model(model, args, arguments)
+        check_model(model, args, arguments)
         check_reference(model, args, arguments["peft_config"])
 
     def _choose_settings(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> RolloutConfig:
@@ -152,19 +163,23 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
                 config.output_router_logits = False
         is_sharded = self.is_fsdp_enabled or is_deepspeed_zero3_enabled()
-        has_evaluation = self.eval_dataset is not None
-        checks.check_loaded(self.model, self.train_dataset, self.args, bool(self.tools), is_sharded, has_evaluation)
+        generates = self.args.rollout_schedule != "continuous" or self.eval_dataset is not None  # in this process
+        if self.tools and generates and (error := shared_turns_error(self.args, is_sharded)):
+            raise UserError(error)
+        check_lora_targets(self.model)
+        check_whole_weights(self.args, is_sharded)
+        check_dataset_size(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
         if self.use_vllm and not self.args.vllm_sync_adapter:
-            model_checks.check_adapter_of_tied_weights(self.model)
+            check_adapter_of_tied_weights(self.model)
         shorten_console(self.callback_handler.callbacks)
         self.add_callback(self.timer)
-        self.add_callback(NoSignalCallback(self._name))
+        self.add_callback(NothingToLearnCallback(self._name))
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
-            checks.check_golds(self.train_dataset)
+            check_golds(self.train_dataset)
         self._shares: UnevenShares | None = None  # of the generation batch that is generated, if they are uneven
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
@@ -248,7 +263,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._choose_forward_passes()  # needed for an evaluation without training
         has_environments = self.environment_factories is not None
         # Of a stream, or of a dataset that `evaluate` gets.
-        checks.check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
+        check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
         rows = self.first_row(len(inputs)) + torch.arange(len(inputs))  # indices over all processes
         groups = self._next_groups(rows)
         if has_environments:
@@ -502,7 +517,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if self._multi_environment:
             datasets = {"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}
-            checks.check_environment_names(datasets, self.environment_factories)
+            check_environment_names(datasets, self.environment_factories)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._choose_forward_passes()
         return prepared

@@ -1,91 +1,81 @@
-"""Checks of `rollout_schedule: continuous` before the model is loaded: code of the user, and the vLLM server."""
+"""Checks of vLLM before the model is loaded: its version, ports, and server, which would hang or fail late."""
 
-import inspect
-import pickle
-from importlib.util import find_spec
+import logging
+import os
+import socket
+import time
 from typing import Any
 
-from datasets import Dataset
+import torch
 from huggingface_hub.utils import httpx
-from torch import nn
-from transformers import AutoTokenizer
-from trl.chat_template_utils import add_response_schema
-from trl.data_utils import is_conversational
 
 from ..errors import UserError
-from .checks import name_of, serve_command, server_url, training_dtype
-from .rollout_config import EXTENSION, RolloutConfig
+from ..settings.names import require_vllm
+from .model_config import name_of
+from .rollout_config import RolloutConfig
+from .server_command import EXTENSION, serve_command, server_url, training_dtype
 
 
-_VERSIONS = ("0.31.",)  # of vLLM, that were tested
+logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_TRIES = 2.0  # of questions to a vLLM server
+_CONTINUOUS_VERSIONS = ("0.31.",)  # of vLLM, tested with `rollout_schedule: continuous`
 
 
-def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return reward functions, tools, and environments of a run as the user has passed them. Raises a [`UserError`]
-    if the rollout worker, a process of its own, cannot use them, or if the dataset is not one that it can read."""
-    functions = arguments["reward_funcs"]
-    functions = list(functions) if isinstance(functions, list | tuple) else [functions] * (functions is not None)
-    tools, environments = list(arguments["tools"] or ()), arguments["environment_factory"]
-    what = "rollout_schedule: continuous"
-    for function in functions:
-        name = getattr(function, "__name__", repr(function)[:50])
-        if isinstance(function, str | nn.Module):
-            raise UserError(
-                f"{what} calls reward functions in another process, which has no reward model such as {name!r:.50}. "
-                "Pass a function, or remove the key."
-            )
-        needs = sorted({"compute_logps", "environments"} & inspect.signature(function).parameters.keys())
-        if needs:
-            raise UserError(
-                f"{what} calls reward functions in another process, which has no `{needs[0]}` for {name!r}. Remove "
-                "the parameter, or the key."
-            )
-    factories = list(environments.values()) if isinstance(environments, dict) else [environments]
-    for kind, entries in (("reward function", functions), ("tool", tools), ("environment", factories)):
-        for entry in entries:
-            _check_sendable(entry, kind)
-    dataset = arguments["train_dataset"]
-    if arguments["rollout_func"] is not None or not isinstance(dataset, Dataset | None):
-        refused = "rollout_func" if arguments["rollout_func"] is not None else "a streaming dataset"
-        raise UserError(f"{what} does not support {refused}. Remove it, or use rollout_schedule: batch.")
-    if dataset is not None and "prompt" in dataset.column_names and not is_conversational(dataset[0]):
-        raise UserError(
-            f"{what} needs prompts that are lists of messages, and row 0 of train_dataset has text. Make it "
-            '[{"role": "user", "content": TEXT}], or remove the key.'
-        )
-    if find_spec("aiohttp") is None:
-        raise UserError(f"{what} needs aiohttp, which is not installed. Run `pip install aiohttp`.")
-    if tools or environments is not None:
-        _check_reads_calls(model, args, arguments["processing_class"])
-    return {"reward_funcs": functions, "tools": tools, "environment_factory": environments}
-
-
-def _check_sendable(entry: Any, kind: str) -> None:
-    try:
-        pickle.dumps(entry)
-    except Exception as error:  # of any library
-        name = getattr(entry, "__name__", repr(entry)[:50])
-        raise UserError(
-            f"rollout_schedule: continuous sends the {kind} {name!r} to another process, which fails "
-            f"({type(error).__name__}: {str(error)[:100]}). Define it at the top of a module, without a lambda or a "
-            "closure."
-        ) from error
-
-
-def _check_reads_calls(model: Any, args: RolloutConfig, tokenizer: Any) -> None:
-    if tokenizer is None:
-        tokenizer = AutoTokenizer.from_pretrained(name_of(model), trust_remote_code=args.trust_remote_code)
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-    if getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None):
+def check_vllm(args: RolloutConfig, model: str, lora_rank: int | None = None) -> None:
+    """Raise a `ValueError` if the vLLM version, a port, or the server is unsuitable for the policy with the name or
+    path `model`."""
+    require_vllm("set use_vllm=False to generate with transformers")
+    if args.process_index != 0:
         return
-    try:
-        add_response_schema(tokenizer)
-    except ValueError as error:
-        raise UserError(
-            "rollout_schedule: continuous cannot read the tool calls of this model: its tokenizer has no "
-            "`response_template`, and TRL knows none for its chat template. Set `response_template` on the tokenizer, "
-            "or remove tools."
-        ) from error
+    if args.vllm_mode == "server":
+        check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
+        check_server(args, model, lora_rank)
+        return
+    port_is_of_launcher = torch.distributed.is_initialized() or torch.distributed.is_torchelastic_launched()
+    if (port := os.environ.get("MASTER_PORT", "")).isdigit() and not port_is_of_launcher:
+        remedy = "Unset MASTER_PORT, or start with `accelerate launch --main_process_port 0`."
+        check_port(int(port), "MASTER_PORT", remedy)
+
+
+def check_port(port: int, setting: str, remedy: str) -> None:
+    """Raise a `ValueError` if another process listens on `port` of this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"{setting}={port} cannot be used on this machine ({error.strerror}): another process, perhaps "
+                f"another run, holds the port. {remedy}"
+            ) from error
+
+
+def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) -> None:
+    """Wait up to `vllm_server_timeout` seconds for the server. Raises a `ValueError` if none answers, where TRL may
+    wait forever, or if it serves another model."""
+    url, command = server_url(args), serve_command(model, lora_rank, args)
+    deadline = time.monotonic() + args.vllm_server_timeout
+    with httpx.Client(base_url=url, timeout=10.0) as client:
+        served: dict = {}
+        while not served:
+            try:
+                client.get("/health").raise_for_status()
+                served = client.get("/v1/models").raise_for_status().json()["data"][0]
+            except (httpx.HTTPError, ValueError, LookupError) as error:
+                reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"No vLLM server answers at {url} after {args.vllm_server_timeout:g} s (vllm_server_timeout; "
+                        f"{reason}). Start it with: {command} or correct vllm_server_base_url, or vllm_server_host "
+                        "and vllm_server_port."
+                    ) from error
+                logger.warning("Waiting for the vLLM server at %s (%s).", url, reason)
+                time.sleep(_SECONDS_BETWEEN_TRIES)
+        if model not in (served["id"], served.get("root")):
+            raise UserError(
+                f"The vLLM server at {url} serves {served['id']!r}, but this run trains {model!r} (for the same "
+                f"weights under another name, add --served-model-name {model}). Start it with: {command}"
+            )
 
 
 def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | None) -> None:
@@ -103,7 +93,7 @@ def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | N
 
     answer = httpx.get(f"{url}/version", timeout=10)
     version = answer.json().get("version", "") if answer.is_success else ""
-    if not version.startswith(_VERSIONS):
+    if not version.startswith(_CONTINUOUS_VERSIONS):
         refuse(f"has version {version or 'unknown'}, and rollout_schedule: continuous is tested with 0.31 only")
     answer = httpx.get(f"{url}/server_info", params={"config_format": "json"}, timeout=10)
     if answer.status_code != 200:

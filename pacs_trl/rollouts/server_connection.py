@@ -13,12 +13,11 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from ..errors import FailedRun
-from .checks import server_url
 from .engine import ServerFailure
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
 from .protocols import ContinuousTrainer
-from .rollout_config import EXTENSION
 from .rollout_worker import RolloutWorker
+from .server_command import EXTENSION, server_url
 from .server_watch import Failure, ServerWatch, in_one_line
 from .weight_transfer import SharedMemoryTransfer
 

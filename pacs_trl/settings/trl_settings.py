@@ -93,7 +93,7 @@ REFUSED = {
     ),
     "hub_always_push": "would be ignored, because models are pushed at the end of training",
     "enable_jit_checkpoint": (
-        "may save inside an optimizer step; `pacs-trl train` and pacs_trl.rollouts.callbacks.StopOnSignal() "
+        "may save inside an optimizer step; `pacs-trl train` and pacs_trl.rollouts.stop_on_signal.StopOnSignal() "
         "save between two"
     ),
 }

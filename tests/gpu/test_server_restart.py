@@ -13,7 +13,7 @@ import pytest
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from benchmarks.gpu import save_model, trainer_on
-from pacs_trl.rollouts.checks import serve_command
+from pacs_trl.rollouts.server_command import serve_command
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]

@@ -16,7 +16,7 @@ from support.optional_packages import needs
 
 from pacs_trl import PACSConfig, train
 from pacs_trl.redaction import published
-from pacs_trl.rollouts import callbacks
+from pacs_trl.rollouts import trackers
 
 
 pytestmark = [needs("wandb"), needs("trackio"), needs("tensorboard")]
@@ -197,7 +197,7 @@ def test_tensorboard_has_one_folder_with_the_same(runs):
 
 def identity_of(output_dir, *, resuming, report_to="wandb"):
     settings = PACSConfig(str(output_dir), report_to=report_to, use_cpu=True, bf16=False)
-    with callbacks.tracked_run(settings, {}, resuming=resuming):
+    with trackers.tracked_run(settings, {}, resuming=resuming):
         return os.environ.get("WANDB_RUN_ID"), settings.run_name
 
 

@@ -13,7 +13,7 @@ from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.checks import max_lora_rank
+from pacs_trl.rollouts.adapter_checks import max_lora_rank
 from pacs_trl.rollouts.engine import AdapterSync
 from pacs_trl.update.forward_pass import ForwardPass
 

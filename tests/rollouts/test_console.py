@@ -5,7 +5,7 @@ from support.optional_packages import IPython  # noqa: F401 (skips without it)
 from transformers import PrinterCallback, ProgressCallback
 from transformers.utils.notebook import NotebookProgressCallback
 
-from pacs_trl.rollouts.callbacks import ConsoleCallback, change_of_reward, shorten_console, step_line
+from pacs_trl.rollouts.console import ConsoleCallback, change_of_reward, shorten_console, step_line
 
 
 STEP = {"reward": 0.371, "entropy": 0.1949, "completions/mean_length": 20.6, "time/total": 1.16, "loss": 0.69}

@@ -18,8 +18,8 @@ from support.scripted import run_recipe
 
 from pacs_trl import PACSTrainer
 from pacs_trl.rollouts import interruption
-from pacs_trl.rollouts.callbacks import StopOnSignal
 from pacs_trl.rollouts.checkpoint import last_checkpoint
+from pacs_trl.rollouts.stop_on_signal import StopOnSignal
 
 
 SETTINGS = {"steps_per_generation": 1, "max_steps": 4, "save_strategy": "no"}

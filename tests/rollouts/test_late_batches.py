@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts import late_batches
-from pacs_trl.rollouts.callbacks import StopOnSignal
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
 from pacs_trl.rollouts.late_batches import ServerRequests
+from pacs_trl.rollouts.stop_on_signal import StopOnSignal
 
 
 @pytest.mark.parametrize(

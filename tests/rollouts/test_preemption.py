@@ -15,9 +15,9 @@ from support.rollouts import digit_reward
 from support.scripted import run_recipe
 
 from pacs_trl.errors import exit_code
-from pacs_trl.rollouts.callbacks import StopOnSignal
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 from pacs_trl.rollouts.rollout_trainer import RolloutTrainer
+from pacs_trl.rollouts.stop_on_signal import StopOnSignal
 
 
 send_at: int | None = None  # the optimizer step in which signals come, from 0

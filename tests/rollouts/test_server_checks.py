@@ -1,26 +1,23 @@
-"""Refusals of continuous rollouts before the model is loaded: servers, code of the user, and data."""
+"""Checks before a run with vLLM: its version, ports, and the server, also one that is to generate continuously."""
 
-import copy
+import socket
+from contextlib import nullcontext
 
 import pytest
-from datasets import Dataset
-from support.models import TOKENIZER
-from support.rollouts import addition_dataset, digit_reward
-from support.runs import build_trainer
+from support.continuous_refusals import SETTINGS, assert_continuous_is_refused
+from support.runs import build_trainer, config
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
-from torch import nn
 
-from pacs_trl.rollouts import server_checks
-from pacs_trl.rollouts.checks import serve_command
-
-
-SETTINGS = {"rollout_schedule": "continuous", "max_completion_length": 16}
+from pacs_trl.rollouts import worker_checks
+from pacs_trl.rollouts.server_checks import check_vllm
+from pacs_trl.rollouts.server_command import serve_command
+from pacs_trl.settings import names
 
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
     play_installed(monkeypatch.setattr)
-    monkeypatch.setattr(server_checks, "find_spec", lambda name: True)
+    monkeypatch.setattr(worker_checks, "find_spec", lambda name: True)
 
 
 @pytest.fixture
@@ -29,13 +26,66 @@ def server(model_path):
         yield server
 
 
-def refused(tmp_path, server, model_path, message, reward=None, more=None, **settings):
-    """The message has two sentences: what is wrong, and what to do."""
-    with pytest.raises(ValueError, match=message) as error:
-        build_trainer(
-            tmp_path, model=model_path, reward=reward, more=more, **(SETTINGS | server_settings(server.url) | settings)
-        )
-    assert "from_pretrained" not in str(error.value)
+@pytest.mark.parametrize("version", ["0.22.0", "0.31.2+cpu", "0.27.1rc1", "dev", "0.21.9", "0.32.0", "1.0.0", None])
+def test_versions_that_trl_drives(monkeypatch, version):
+    monkeypatch.setattr(names, "installed_vllm", lambda: version)
+    is_driven = version == "dev" or (version or "").startswith(("0.22", "0.27", "0.31"))
+    with nullcontext() if is_driven else pytest.raises(ValueError, match=f"vLLM {version or 'is not'}"):
+        names.require_vllm("wait")
+
+
+def test_the_version_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(names, "installed_vllm", lambda: "0.12.0")
+    with pytest.raises(ValueError, match="vLLM 0.12.0"):
+        build_trainer(tmp_path, model="no/such-model", use_vllm=True)
+
+
+def test_master_port_in_use(tmp_path, monkeypatch):
+    """By torchrun, which holds it for this run, or by another process."""
+    args = config(tmp_path, use_vllm=True, vllm_mode="colocate")
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        monkeypatch.setenv("MASTER_PORT", str(other.getsockname()[1]))
+        with pytest.raises(ValueError, match="MASTER_PORT="):
+            check_vllm(args, "model")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+        check_vllm(args, "model")
+
+
+def test_no_server(tmp_path):
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    args = config(tmp_path, use_vllm=True, vllm_server_base_url=url, vllm_server_timeout=0.2, vllm_mode="server")
+    with pytest.raises(ValueError, match=rf"No vLLM server answers at {url} after 0.2 s.*vllm serve Qwen/X"):
+        check_vllm(args, "Qwen/X")
+
+
+REFUSED = {
+    "something else answers": ({"answers": {"/v1/models": 404}}, "No vLLM server answers .*404.*/v1/models"),
+    "not healthy": ({"dead": True}, "No vLLM server answers .*503.*/health"),
+    "another model": (
+        {"models": {"data": [{"id": "Qwen/Other"}]}},
+        "serves 'Qwen/Other', but this run trains .*--served-model-name",
+    ),
+}
+
+
+@pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
+def test_server_that_will_not_do(tmp_path, server, model_path, state, message):
+    vars(server).update(state)
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        check_vllm(config(tmp_path, **server_settings(server.url)), model_path)
+
+
+def test_server_that_will_do(tmp_path, server, model_path):
+    server.models["data"][0]["id"] = "another name"  # its root is the model
+    check_vllm(config(tmp_path, **server_settings(server.url)), model_path)
+    assert server.calls == ["/health", "/v1/models"]
+
+
+# Continuous rollouts ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -54,22 +104,28 @@ def test_a_server_that_cannot_generate_continuously(tmp_path, server, model_path
     config = server.info["vllm_config"]
     for part, values in change.items():
         config[part] = values if part not in ("model_config", "scheduler_config") else config[part] | values
-    refused(tmp_path, server, model_path, f"The vLLM server at {server.url} .*{message}.*--worker-extension-cls")
+    assert_continuous_is_refused(
+        tmp_path, server, model_path, f"The vLLM server at {server.url} .*{message}.*--worker-extension-cls"
+    )
 
 
 def test_a_server_without_development_mode(tmp_path, server, model_path):
     server.answers["/server_info"] = 404
-    refused(tmp_path, server, model_path, "has no development endpoints.*VLLM_SERVER_DEV_MODE=1")
+    assert_continuous_is_refused(tmp_path, server, model_path, "has no development endpoints.*VLLM_SERVER_DEV_MODE=1")
 
 
 def test_a_version_of_vllm_that_was_not_tested(tmp_path, server, model_path):
     server.vllm_version = "0.30.2"
-    refused(tmp_path, server, model_path, "has version 0.30.2, and rollout_schedule: continuous is tested with 0.31")
+    assert_continuous_is_refused(
+        tmp_path, server, model_path, "has version 0.30.2, and rollout_schedule: continuous is tested with 0.31"
+    )
 
 
 def test_a_server_with_another_model(tmp_path, server, model_path):
     server.models["data"][0] |= {"id": "other", "root": "other"}
-    refused(tmp_path, server, model_path, "serves 'other', but this run trains.*--worker-extension-cls")
+    assert_continuous_is_refused(
+        tmp_path, server, model_path, "serves 'other', but this run trains.*--worker-extension-cls"
+    )
 
 
 def test_the_command_of_the_message_starts_such_a_server(tmp_path, server, model_path):
@@ -83,60 +139,3 @@ def test_the_command_of_the_message_starts_such_a_server(tmp_path, server, model
     assert "VLLM_SERVER_DEV_MODE=1 vllm serve model --max-model-len 64 --dtype bfloat16" in serve_command(
         "model", args=args, dtype="bfloat16"
     )
-
-
-def test_code_of_the_user_that_cannot_run_in_another_process(tmp_path, server, model_path):
-    def local_reward(completions, **kwargs):
-        return digit_reward(completions)
-
-    def needs_policy(completions, compute_logps, **kwargs):
-        return digit_reward(completions)
-
-    for reward in (local_reward, lambda completions, **kwargs: digit_reward(completions)):
-        refused(tmp_path, server, model_path, "sends the reward function .* to another process, which fails", reward)
-    refused(tmp_path, server, model_path, "no `compute_logps` for 'needs_policy'. Remove", needs_policy)
-    refused(tmp_path, server, model_path, "has no reward model", nn.Linear(2, 1))
-    refused(tmp_path, server, model_path, "sends the tool 'local_tool'", digit_reward, {"tools": [local_tool_of()]})
-
-
-def local_tool_of():
-    def local_tool(a: int) -> int:
-        """
-        Return a number.
-
-        Args:
-            a: The number.
-        """
-        return a
-
-    return local_tool
-
-
-def tool(a: int) -> int:
-    """
-    Return a number.
-
-    Args:
-        a: The number.
-    """
-    return a
-
-
-def test_tools_need_a_template_that_reads_their_calls(tmp_path, server, model_path):
-    tokenizer = copy.deepcopy(TOKENIZER)
-    more = {"tools": [tool], "processing_class": tokenizer}
-    refused(tmp_path, server, model_path, "no `response_template`.*Set `response_template`", digit_reward, more)
-
-
-def test_data_that_the_worker_cannot_read(tmp_path, server, model_path):
-    text = Dataset.from_list([{"prompt": "1 + 1 =", "solution": "2"}] * 4)
-    refused(tmp_path, server, model_path, "prompts that are lists of messages", more={"train_dataset": text})
-    stream = {"train_dataset": addition_dataset().to_iterable_dataset()}
-    refused(tmp_path, server, model_path, "does not support a streaming dataset", more=stream, max_steps=2)
-    more = {"rollout_func": lambda prompts, trainer: {}}
-    refused(tmp_path, server, model_path, "does not support rollout_func", digit_reward, more)
-
-
-def test_aiohttp_is_missing(tmp_path, server, model_path, monkeypatch):
-    monkeypatch.setattr(server_checks, "find_spec", lambda name: None)
-    refused(tmp_path, server, model_path, "needs aiohttp, which is not installed. Run `pip install aiohttp`")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import torch
 
-from pacs_trl.rollouts import continuous, server_checks, server_watch
+from pacs_trl.rollouts import continuous, server_watch, worker_checks
 from pacs_trl.rollouts.rollout_worker import GradedGroup
 from support.models import TOKENIZER, tiny_model
 from support.rollouts import digit_reward
@@ -101,7 +101,7 @@ def play_worker(patch: Callable) -> type[ScriptedWorker]:
     worker = type("Script", (ScriptedWorker,), {"generated": []})
     patch(continuous, "RolloutWorker", worker)
     patch(server_watch, "_SECONDS_BETWEEN_CHECKS", 0.02)
-    patch(server_checks, "find_spec", lambda name: True)
+    patch(worker_checks, "find_spec", lambda name: True)
     play_installed(patch)
     return worker
 

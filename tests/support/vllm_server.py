@@ -16,8 +16,8 @@ from requests.adapters import HTTPAdapter
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.generation import vllm_client, vllm_generation
 
-from pacs_trl.rollouts import checks
-from pacs_trl.rollouts.rollout_config import EXTENSION
+from pacs_trl.rollouts import server_checks
+from pacs_trl.rollouts.server_command import EXTENSION
 from pacs_trl.rollouts.vllm_extension import SharedWeights
 from pacs_trl.settings import names
 from support.models import TOKENIZER
@@ -31,7 +31,7 @@ def play_installed(patch: Callable) -> None:
     `patch(owner, name, value)` is `setattr`, or that of a monkeypatch.
     """
     patch(names, "installed_vllm", lambda: "0.31.0")
-    patch(checks, "_SECONDS_BETWEEN_TRIES", 0.05)
+    patch(server_checks, "_SECONDS_BETWEEN_TRIES", 0.05)
     for module in (vllm_client, vllm_generation, async_rollout_worker):
         patch(module, "is_vllm_available", lambda: True)
     patch(vllm_client.VLLMClient, "init_communicator", lambda self, device: None)

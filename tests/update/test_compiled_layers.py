@@ -23,8 +23,8 @@ from trl.trainer.utils import add_fused_lm_head
 
 from pacs_trl import GRPOTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
-from pacs_trl.rollouts import exact_trainer, layer_compilation, model_checks
-from pacs_trl.rollouts.model_checks import compiles_layers
+from pacs_trl.rollouts import exact_trainer, layer_compilation
+from pacs_trl.rollouts.layer_compilation import compiles_layers
 from pacs_trl.update import compiled_layers, startup_check
 from pacs_trl.update.compiled_layers import CompiledLayers, num_graphs
 from pacs_trl.update.forward_pass import ForwardPass
@@ -334,9 +334,9 @@ def arguments(**settings) -> SimpleNamespace:
 
 @pytest.mark.parametrize("case", OBSTACLES)
 def test_what_prevents_compilation_is_refused_or_named(monkeypatch, caplog, case):
-    monkeypatch.setattr(model_checks, "is_deepspeed_zero3_enabled", lambda: case == "ZeRO-3")
+    monkeypatch.setattr(layer_compilation, "is_deepspeed_zero3_enabled", lambda: case == "ZeRO-3")
     monkeypatch.setattr(
-        model_checks, "missing_compiler", lambda device: "a compiler" if case == "no compiler" else None
+        layer_compilation, "missing_compiler", lambda device: "a compiler" if case == "no compiler" else None
     )
     quantization = BitsAndBytesConfig(load_in_8bit=True) if case == "quantized" else None
     args = arguments(compile_layers=True, torch_compile=case == "torch_compile")
@@ -358,7 +358,7 @@ def test_what_prevents_compilation_is_refused_or_named(monkeypatch, caplog, case
 
 
 def test_layers_are_compiled_on_a_gpu_by_default(monkeypatch):
-    monkeypatch.setattr(model_checks, "missing_compiler", lambda device: None)
+    monkeypatch.setattr(layer_compilation, "missing_compiler", lambda device: None)
     args = arguments(device=torch.device("cuda"))
     assert compiles_layers(tiny_model(), args)
     args.device = CPU

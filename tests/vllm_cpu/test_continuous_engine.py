@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.rollout_config import EXTENSION
+from pacs_trl.rollouts.server_command import EXTENSION
 
 
 CONTEXT = 128

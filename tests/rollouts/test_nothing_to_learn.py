@@ -9,7 +9,7 @@ from support.rollouts import Replay, addition_dataset
 from support.runs import build_trainer
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
-from pacs_trl.rollouts.callbacks import PATIENCE, PATIENCE_AT_START
+from pacs_trl.rollouts.nothing_to_learn import PATIENCE, PATIENCE_AT_START
 
 
 WARNING = "nothing to learn from"

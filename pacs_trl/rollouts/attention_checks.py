@@ -1,0 +1,58 @@
+"""Checks of the attention implementation that a model is to be loaded with."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from .rollout_config import RolloutConfig
+
+
+# Packages of the attention implementations that transformers does not bring.
+_ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+
+
+def check_attention(args: RolloutConfig) -> None:
+    """Raise a `ValueError` if a model to be loaded asks for an attention that is not installed, or cannot train."""
+    loading = args.model_init_kwargs or {}
+    capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+    error = flash_attention_4_error(args, loading, capability) or missing_attention(loading.get("attn_implementation"))
+    if error:
+        raise UserError(error)
+
+
+def flash_attention_4_error(
+    args: RolloutConfig, loading: dict[str, Any], capability: int, planned_gpu: str | None = None
+) -> str | None:
+    """Return why FlashAttention 4 cannot train, if a model would be loaded with it. `loading` are the arguments of
+    `from_pretrained`, `capability` is the major compute capability of the GPU (0 without one), and `planned_gpu` its
+    name if another machine trains."""
+    if loading.get("attn_implementation") != "flash_attention_4":
+        return None
+    dtype = loading.get("dtype")
+    if dtype in (None, "float32", torch.float32) and not (args.bf16 or args.fp16):
+        return (
+            "attn_implementation: flash_attention_4 computes in half precision, and the weights are float32 without "
+            "autocast. Set bf16: true, or attn_implementation: sdpa."
+        )
+    if capability < 9:
+        device = f"a GPU of compute capability {capability}" if capability else "no GPU"
+        device = f"the plan is for an {planned_gpu}" if planned_gpu else f"this machine has {device}"
+        return (
+            f"attn_implementation: flash_attention_4 is for Hopper and Blackwell GPUs, and {device}. Set "
+            "attn_implementation: sdpa."
+        )
+    return None
+
+
+def missing_attention(implementation: Any) -> str | None:
+    """Return which package an attention implementation lacks on this machine, and what to do; `None` if it lacks none.
+    The package `kernels` downloads another implementation instead."""
+    package = _ATTENTION_PACKAGES.get(str(implementation))
+    if package is None or find_spec(package) is not None or find_spec("kernels") is not None:
+        return None
+    return (
+        f"attn_implementation: {implementation} needs the package {package}, which is not installed here. Install it, "
+        "or set attn_implementation: sdpa, which packs completions, too."
+    )

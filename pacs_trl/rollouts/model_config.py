@@ -1,0 +1,18 @@
+"""Configuration and name of the model that a trainer receives, which may not be loaded yet."""
+
+from peft import PeftModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from trl.trainer.utils import get_config_model_id
+
+from .rollout_config import RolloutConfig
+
+
+def config_of(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> PreTrainedConfig:
+    """Return the config of a model, which may be the name of one that is not loaded yet."""
+    kwargs = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    return AutoConfig.from_pretrained(model, **kwargs) if isinstance(model, str) else model.config
+
+
+def name_of(model: str | PreTrainedModel) -> str:
+    """Return the name or path of a model."""
+    return model if isinstance(model, str) else get_config_model_id(model.config)

@@ -1,0 +1,49 @@
+"""Checks of a run on several processes, after the model is loaded: tools, whole weights, and equal datasets."""
+
+from typing import Any
+
+from accelerate.utils import gather_object
+
+from ..errors import UserError
+from .dataset_checks import check_number_of_prompts
+from .rollout_config import RolloutConfig
+
+
+def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | None:
+    """Return an error message if several processes generate together: with tools they would deadlock, because a
+    process requests another turn only while its own completions call tools."""
+    if args.use_vllm:
+        generates_alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1
+    else:
+        generates_alone = not is_sharded
+    if generates_alone or args.world_size == 1:
+        return None
+    return (
+        f"tools with {args.world_size} processes that generate together (a vLLM server, vllm_tensor_parallel_size "
+        "above 1, or FSDP and ZeRO-3 without vLLM) would wait forever: a process whose completions call no tool asks "
+        "for no further turn. Set use_vllm: true, vllm_mode: colocate, and vllm_tensor_parallel_size: 1."
+    )
+
+
+def check_whole_weights(args: RolloutConfig, is_sharded: bool) -> None:
+    """Raise a `ValueError` if generation needs whole weights, which a process does not have."""
+    needs_weights = args.fast_generation or args.generation_dtype or args.vllm_sync_adapter
+    if needs_weights and (is_sharded or args.use_transformers_continuous_batching):
+        raise UserError(
+            "`fast_generation`, `generation_dtype`, and `vllm_sync_adapter` need whole weights on every process and "
+            "no continuous batching. Remove them with FSDP, ZeRO 3, and use_transformers_continuous_batching."
+        )
+
+
+def check_dataset_size(dataset: Any, args: RolloutConfig) -> None:
+    """Raise a `ValueError` if the training set differs between processes or is too small for a generation batch. All
+    processes must call this. Streaming datasets are skipped."""
+    if not hasattr(dataset, "__len__"):
+        return
+    sizes = gather_object([len(dataset)])
+    if len(set(sizes)) > 1:
+        raise UserError(
+            f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
+            "the same data with the same seed, or groups would be incomplete."
+        )
+    check_number_of_prompts(len(dataset), args)

@@ -1,0 +1,42 @@
+"""Checks of quantized models: settings that would convert or copy their packed weights."""
+
+from typing import Any
+
+from peft import PeftModel
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from .model_config import config_of
+from .rollout_config import RolloutConfig
+
+
+def check_quantization(
+    model: str | PreTrainedModel | PeftModel, args: RolloutConfig, quantization_config: Any = None
+) -> None:
+    """Raise a `ValueError` for a quantized model with settings that would convert or copy its packed weights."""
+    if not args.generation_dtype and (not args.rollout_lag or args.use_vllm):
+        return
+    method = quantization_method(quantization_config or getattr(config_of(model, args), "quantization_config", None))
+    if method is None:
+        return
+    if args.rollout_lag and not args.use_vllm:
+        raise UserError(
+            f"rollout_lag={args.rollout_lag}: the engine process cannot copy a model quantized with {method}. Remove "
+            "rollout_lag, or load the model without quantization."
+        )
+    if args.generation_dtype and method != "bitsandbytes":
+        raise UserError(
+            f"generation_dtype={args.generation_dtype!r} would convert the weights of a model quantized with {method} "
+            "without their scales. Remove it."
+        )
+
+
+def quantization_method(config: Any) -> str | None:
+    """Return the name of the quantization method, or `None` if weights are not quantized or are dequantized."""
+    if config is None:
+        return None
+    settings = config if isinstance(config, dict) else config.to_dict()
+    if settings.get("dequantize"):
+        return None
+    method = settings.get("quant_method", "unknown")
+    return str(getattr(method, "value", method))
