@@ -66,11 +66,12 @@ class ContinuousRollouts:
 
     # Rollouts of a step ---------------------------------------------------------------------------------------------
 
-    def take_rows(self, num_rows: int) -> list[dict[str, Any]]:
-        """Return the dataset rows, with their prompts, of the `num_rows` completions of this process in the next
-        optimizer step, and wait for their groups. Raises a [`ServerFailure`] on all processes if server or worker has
-        failed, and [`Stopped`] if a signal stops the run first."""
-        trainer = self.trainer
+    def next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Wait for the groups of the next optimizer step, and return the dataset rows, with their prompts, of the
+        completions of this process. Groups come in the order in which they were finished, so of `rows` only the number
+        is used. Raises a [`ServerFailure`] on all processes if server or worker has failed, and [`Stopped`] if a
+        signal stops the run first."""
+        trainer, num_rows = self.trainer, len(rows)
         self.send_weights()
         if self.is_main and self._worker is None:
             self._start_worker()
@@ -94,13 +95,12 @@ class ContinuousRollouts:
         first = trainer.accelerator.process_index * num_rows
         self._completions = completions[first : first + num_rows]
         order, dataset = self._prompt_order(), trainer.train_dataset
-        rows = {group.position: dataset[order[group.position]] for group, _ in self._completions}
+        row_of = {group.position: dataset[order[group.position]] for group, _ in self._completions}
         return [
-            independent_copy(rows[group.position]) | {"prompt": group.prompts[i]} for group, i in self._completions
+            independent_copy(row_of[group.position]) | {"prompt": group.prompts[i]} for group, i in self._completions
         ]
 
-    def take(self, prompts: list, trainer: ContinuousTrainer | None = None) -> dict[str, list]:
-        """Return the completions of the rows of [`take_rows`]. Arguments and result are those of a `rollout_func`."""
+    def take(self, prompts: list, *args: Any, **kwargs: Any) -> dict[str, Any]:
         output: dict[str, list] = {
             "prompt_ids": [list(group.prompt_ids[i]) for group, i in self._completions],
             "completion_ids": [list(group.completion_ids[i]) for group, i in self._completions],

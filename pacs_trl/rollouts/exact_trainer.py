@@ -14,8 +14,8 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from accelerate.utils import gather_object
@@ -170,14 +170,14 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _prepare_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
             self.late_rollout = self.rollout_func
-            self.rollout_func = lambda prompts, trainer: self._source.take_rollout(prompts)
+            self.rollout_func = lambda prompts, trainer: self._source.take(prompts)
         super()._prepare_generation()
 
     def _create_source(self) -> RolloutSource:
         if self.args.rollout_schedule == "continuous":
             from .continuous import ContinuousRollouts  # imports TRL's asynchronous trainer
 
-            return ContinuousRollouts(self)  # type: ignore[return-value]  # its `take` is a `rollout_func`
+            return ContinuousRollouts(self)
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
     def _prepare_learning(self) -> None:
@@ -348,35 +348,33 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _generate_rollouts(self, inputs) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
-        if self.late_rollout is not None:
+        is_continuous = self.args.rollout_schedule == "continuous"
+        if is_continuous or self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
-        if self.args.rollout_schedule == "continuous":
-            return self._take_continuous_rollouts(len(inputs))
         self._shares = self._uneven_shares()
         if self._shares is not None:
             inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
         try:
-            rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
+            with self._conversations_of_source() if is_continuous else nullcontext():
+                rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
+        except ServerFailure as failure:
+            stop_without_engine(self, failure)
         finally:
             self._shares = None
-        if self.args.rollout_lag and not self._keeps_generating_policy:
+        if self.args.is_asynchronous and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
 
-    def _take_continuous_rollouts(self, num_completions: int) -> list[Rollout]:
-        """Return the next completions of the source for this process, without padding. TRL's methods log them as if
-        they had generated and graded them."""
-        source: Any = self._source
-        try:
-            inputs = source.take_rows(num_completions)
-        except ServerFailure as failure:
-            stop_without_engine(self, failure)
-        self._last_loaded_step = self.state.global_step
-        no_environments: dict[str, Any] = {"environment_factories": None, "environments": None}
-        with replaced(self, rollout_func=source.take, _tool_call_loop=source.tool_calls, **no_environments):
-            rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
-        use_engine_logps(rollouts, self.update.logps_of_generating_policy)
-        return rollouts
+    def _conversations_of_source(self) -> AbstractContextManager[None]:
+        """Return a context in which TRL's methods log whole conversations of the source, with calls of tools, as if
+        they had generated them."""
+        return replaced(
+            self,
+            rollout_func=lambda prompts, trainer: self._source.take(prompts),
+            _tool_call_loop=self._source.tool_calls,
+            environment_factories=None,
+            environments=None,
+        )
 
     def _store_logps_for_later_updates(self) -> None:
         """Store the log-probs at rollout time that later updates read, before the policy changes."""

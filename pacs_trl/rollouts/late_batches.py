@@ -126,13 +126,10 @@ class LateBatches:
         """Number of the batch that training takes next."""
         return self.trainer.generation_number
 
-    def take(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list]:
-        """Return `completion_ids` and `logprobs` of the next batch, see [`take_rollout`]."""
-        output = self.take_rollout([list(ids) for ids in prompt_ids])
-        self.trainer._end_empty(**output)
-        return output["completion_ids"], output["logprobs"]
+    def next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return rows  # batches are generated in the order of the data loader
 
-    def take_rollout(self, prompts: list) -> dict[str, Any]:
+    def take(self, prompts: list, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the `output` of the next batch, and start to generate the one `lag` batches later. `prompts` are
         those that training expects. Raises a [`ServerFailure`] on all processes if the engine has failed on one of
         them, and [`Stopped`] if a signal stops the run first."""

@@ -4,7 +4,7 @@ docs/extending.md lists the methods that TRL's documentation, examples, and trai
 called.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -80,18 +80,18 @@ def check_batch(
 
 
 @contextmanager
-def replaced(owner: Any, **methods: Callable) -> Iterator[None]:
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of an object inside the context, in place of methods of its class."""
-    before = {name: vars(owner)[name] for name in methods if name in vars(owner)}
-    for name, method in methods.items():
-        setattr(owner, name, method)
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        for name in methods:
+        for name in attributes:
             delattr(owner, name)
-        for name, method in before.items():
-            setattr(owner, name, method)
+        for name, value in before.items():
+            setattr(owner, name, value)
 
 
 @contextmanager

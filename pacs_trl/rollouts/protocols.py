@@ -211,10 +211,6 @@ class LateTrainer(SourceTrainer, EngineProcessTrainer, Protocol):
 
     def _tokenize_prompts(self, prompts: list) -> tuple[list[list[int]], list | None, dict[str, Any]]: ...
 
-    def _end_empty(
-        self, completion_ids: list[list[int]], logprobs: list[list[Any]], env_mask: list[list[int]] | None = None
-    ) -> None: ...
-
 
 class ContinuousTrainer(SourceTrainer, Protocol):
     """A trainer with `rollout_schedule: continuous`."""

@@ -261,6 +261,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     def _generate_and_score_completions(self, inputs):
         self._choose_forward_passes()  # needed for an evaluation without training
+        if self.model.training:
+            inputs = self._source.next_rows(inputs)
         has_environments = self.environment_factories is not None
         # Of a stream, or of a dataset that `evaluate` gets.
         check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
@@ -368,11 +370,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         return generated
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        if self.model.training:
-            return self._source.take(prompt_ids, *args, **kwargs)
-        return self._generate_now(prompt_ids, *args, **kwargs)
+        generate = self._source.take if self.model.training else self._generate_now
+        output = generate([list(ids) for ids in prompt_ids], *args, **kwargs)
+        self._end_empty(**output)
+        return output["completion_ids"], output["logprobs"]
 
-    def _generate_now(self, prompt_ids, *args, **kwargs):
+    def _generate_now(self, prompt_ids, *args, **kwargs) -> dict[str, Any]:
         fast, dtype = self.args.fast_generation, self.args.generation_dtype
         faster: AbstractContextManager = nullcontext()
         converts = self.args.use_transformers_continuous_batching  # TRL rounds the trained weights themselves
@@ -387,8 +390,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 completion_ids = completion_ids[:-1]
             else:
                 completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        self._end_empty(completion_ids, logprobs)
-        return completion_ids, logprobs
+        return {"completion_ids": completion_ids, "logprobs": logprobs}
 
     def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
         """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip

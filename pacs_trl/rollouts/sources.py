@@ -1,4 +1,4 @@
-"""Sources of the completions of training: generation now, or batches that were generated ahead of training."""
+"""Sources of the completions of training: generation now, or completions that were generated beside training."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,11 +6,31 @@ from typing import Any, Protocol
 
 
 class RolloutSource(Protocol):
-    """Where a trainer takes the completions of its generation batches from. Evaluations always generate now."""
+    """
+    Where a trainer takes the completions of its generation batches from. Evaluations always generate now.
 
-    def take(self, prompt_ids: list, *args: Any, **kwargs: Any) -> tuple[list, list | None]:
-        """Return `completion_ids` and their `logprobs` for the prompts of the next generation batch. Arguments are
-        those of TRL's `_generate_single_turn`."""
+    All processes call the methods in this order. In each generation batch:
+
+    1. [`next_rows`] first, before TRL prepares prompts;
+    2. [`take`] when TRL generates;
+    3. [`early_rewards`] around TRL's call of the reward functions.
+
+    Then [`finish`] before each checkpoint and each evaluation, which must not run beside reward functions of a source.
+    When a signal or a failed engine stops a run inside an optimizer step, [`put_back`], and [`finish`] for the
+    checkpoint. In a run that resumes [`load`], before the first generation batch. At the end of training, also of one
+    that fails, [`close`].
+    """
+
+    def next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the dataset rows of the completions of this process in the next generation batch, one per completion.
+        `rows` are those that are next in the order of the data loader. Raises a [`ServerFailure`] on all processes if
+        an engine has failed, and [`Stopped`] if a signal stops the run first."""
+
+    def take(self, prompts: list, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the completions of the rows of [`next_rows`], with the keys of a `rollout_func`: `completion_ids`,
+        `logprobs` (`None` if the engine reports none), and what else the source knows. `prompts` are token ids, or
+        what a `rollout_func` gets. A source that generates now is also asked for each further turn of a conversation
+        with tools, and gets the other arguments of TRL's `_generate_single_turn`. Raises as [`next_rows`] does."""
 
     def early_rewards(self) -> AbstractContextManager:
         """Return a context in which the trainer's reward functions return the rewards that they have computed for the
@@ -30,10 +50,18 @@ class RolloutSource(Protocol):
 
 
 class GenerationNow:
-    """Generates each batch with the current policy when it is taken; `generate` is TRL's `_generate_single_turn`."""
+    """
+    Generates each batch with the current policy when it is taken.
 
-    def __init__(self, generate: Callable[..., tuple[list, list | None]]):
+    Args:
+        generate (`Callable`): Has the arguments and the result of [`~RolloutSource.take`].
+    """
+
+    def __init__(self, generate: Callable[..., dict[str, Any]]):
         self.take = generate
+
+    def next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return rows
 
     def early_rewards(self) -> AbstractContextManager:
         return nullcontext()

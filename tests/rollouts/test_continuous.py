@@ -71,8 +71,8 @@ def test_each_prompt_of_an_epoch_is_trained_once_in_the_order_of_a_batch(tmp_pat
     rollouts = []
     with server_of(tiny_model()) as server:
         trainer, taken = trainer_of(tmp_path, server, trainer_class, num_train_epochs=1, max_steps=-1)
-        take = trainer._take_continuous_rollouts
-        trainer._take_continuous_rollouts = lambda n: rollouts.append(take(n)) or rollouts[-1]
+        take = trainer._generate_rollouts
+        trainer._generate_rollouts = lambda inputs: rollouts.append(take(inputs)) or rollouts[-1]
         trainer.train()
     assert taken.positions == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11]]
     order = trainer._source._prompt_order()
