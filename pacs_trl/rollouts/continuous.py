@@ -13,6 +13,7 @@ Checkpoints hold the groups that wait, and the positions of prompts that were no
 generates again.
 """
 
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,8 +31,11 @@ from .reward_functions import independent_copy
 from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
 from .server_command import server_url
 from .server_connection import ServerConnection
-from .server_watch import Failure
+from .server_watch import Failure, in_one_line
 from .stop_on_signal import StopOnSignal
+
+
+logger = logging.getLogger(__name__)
 
 
 class ContinuousRollouts:
@@ -73,19 +77,18 @@ class ContinuousRollouts:
         signal stops the run first."""
         trainer, num_rows = self.trainer, len(rows)
         self.send_weights()
-        if self.is_main and self._worker is None:
-            self._start_worker()
         started = time.perf_counter()
         failure: ServerFailure | None = None
         groups: list[GradedGroup] | None = None  # none if the run stops
         if self.is_main:
             try:
+                if self._worker is None:
+                    self._start_worker()
+                    started = time.perf_counter()
                 groups = self._take() if self._wait_for_groups(self.groups_per_step) else None
             except ServerFailure as error:
                 failure = error
-        message: list[Any] = [failure, groups]
-        broadcast_object_list(message, from_process=0)
-        failure, groups = message
+        failure, groups = broadcast_object_list([failure, groups], from_process=0)
         if failure is not None:
             raise failure
         if groups is None:
@@ -283,9 +286,13 @@ class ContinuousRollouts:
 
     def _start_worker(self) -> None:
         self._num_delivered = 0
-        self._worker = RolloutWorker(**worker_arguments(self.trainer, self, self._server.num_slots))
-        self._worker.shared.value = self._server.sent_step
-        self._worker.start()
+        try:
+            self._worker = RolloutWorker(**worker_arguments(self.trainer, self, self._server.num_slots))
+            self._worker.shared.value = self._server.sent_step
+            self._worker.start()
+        except Exception as error:  # of the user's code, which is sent to the process, and of its start
+            logger.exception("The rollout worker failed to start.")
+            raise WorkerFailure("failed to start", in_one_line(error)) from error
 
 
 def worker_arguments(trainer: ContinuousTrainer, source: ContinuousRollouts, num_slots: int) -> dict[str, Any]:

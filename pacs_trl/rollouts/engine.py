@@ -37,6 +37,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
 from ..update.peft_models import without_peft
+from ..update.reference import reshard
 from .adapter_checks import max_lora_rank
 from .checkpoint import next_call_seed, next_seeds, save_last_step
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WakeCheck, merged_parameters
@@ -270,6 +271,7 @@ class Engine(VLLMGeneration):
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the weights under vLLM's names, see [`merged_parameters`]."""
         model = self.model
+        reshard(model)  # after forward passes some parameters are gathered copies, which TRL does not expect
         is_tuner = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
         if not is_tuner or self._dist.fsdp_version == 1 or getattr(without_peft(model), "is_quantized", False):
             yield from super()._iter_named_params()

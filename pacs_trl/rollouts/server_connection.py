@@ -19,7 +19,7 @@ from .protocols import ContinuousTrainer
 from .rollout_worker import RolloutWorker
 from .server_command import EXTENSION, server_url
 from .server_watch import Failure, ServerWatch, in_one_line
-from .weight_transfer import SharedMemoryTransfer
+from .weight_transfer import SharedIterator, SharedMemoryTransfer
 
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class ServerConnection:
         self.sent_step = -1
         self.watch: ServerWatch | None = None
         self.num_slots = 0
+        self._client: VLLMClient | None = None
         self._transfer: Any = None
         self._comparison: LogpComparison | None = None
 
@@ -57,18 +58,14 @@ class ServerConnection:
         trainer, step = self.trainer, self.trainer.state.global_step
         if self.sent_step == step:
             return
-        if self.is_main and self.watch is None:
-            self._connect()
-        failure: list[Any] = [None]
         with trainer.timer.part("weight_sync"):
-            weights = trainer.vllm_generation._iter_named_params()
-            if self.is_main:
-                failure = [self._send(weights, step, worker)]
-            for _ in weights:  # take part in the gathering of sharded weights
+            if self.sent_step < 0:
+                self._connect()
+            weights = SharedIterator(trainer.vllm_generation._iter_named_params())
+            failure = self._send(weights, step, worker) if self.is_main else None
+            for _ in weights:  # take part in the gathering of sharded weights, also after a failure
                 pass
-            broadcast_object_list(failure, from_process=0)
-            if failure[0] is not None:
-                raise ServerFailure(*failure[0])
+            raise_on_all(failure)
             self.sent_step = step
             if trainer.args.startup_check:
                 self._compare_logps()
@@ -84,24 +81,41 @@ class ServerConnection:
         self.sent_step = -1
 
     def _connect(self) -> None:
-        client = VLLMClient(server_url(self.trainer.args))
-        config = client.get_server_info()
-        self.num_slots = config["scheduler_config"]["max_num_seqs"]
-        if config["parallel_config"].get("worker_extension_cls") == EXTENSION:
-            self._transfer = SharedMemoryTransfer(client)
-        else:
-            self._transfer = WeightTransferClient(client, self._weight_info())
-        self._transfer.init_weight_transfer()
-        self.watch = ServerWatch(client.server_url)
+        """Choose how weights reach the server, and start to watch it. All processes must call this."""
+        failure, uses_nccl = None, False
+        if self.is_main:
+            self._client = VLLMClient(server_url(self.trainer.args))
+            try:
+                config = self._client.get_server_info()
+                self.num_slots = config["scheduler_config"]["max_num_seqs"]
+                uses_nccl = config["parallel_config"].get("worker_extension_cls") != EXTENSION
+            except Exception as error:  # TRL's client raises bare exceptions
+                failure = Failure("did not answer", in_one_line(error))
+        raise_on_all(failure)
+        (uses_nccl,) = broadcast_object_list([uses_nccl], from_process=0)
+        info = self._weight_info() if uses_nccl else None
+        if self.is_main:
+            try:
+                if info is None:
+                    self._transfer = SharedMemoryTransfer(self._client)
+                else:
+                    self._transfer = WeightTransferClient(self._client, info)
+                self._transfer.init_weight_transfer()
+                self.watch = ServerWatch(self._client.server_url)
+            except Exception as error:
+                logger.exception("There is no transfer of weights to the vLLM server.")
+                failure = Failure("did not connect", in_one_line(error))
+        raise_on_all(failure)
 
     def _weight_info(self) -> dict[str, list]:
-        """Return names, dtypes, and shapes of the weights, which a transfer by NCCL announces."""
-        weights = list(self.trainer.vllm_generation._iter_named_params())
-        return {
-            "names": [name for name, _ in weights],
-            "dtype_names": [str(weight.dtype).removeprefix("torch.") for _, weight in weights],
-            "shapes": [list(weight.shape) for _, weight in weights],
-        }
+        """Return names, dtypes, and shapes of the weights, which a transfer by NCCL announces. All processes must call
+        this; sharded weights are gathered, one at a time."""
+        info: dict[str, list] = {"names": [], "dtype_names": [], "shapes": []}
+        for name, weight in self.trainer.vllm_generation._iter_named_params():
+            info["names"].append(name)
+            info["dtype_names"].append(str(weight.dtype).removeprefix("torch."))
+            info["shapes"].append(list(weight.shape))
+        return info
 
     def _send(
         self, weights: Iterator[tuple[str, torch.Tensor]], step: int, worker: RolloutWorker | None
@@ -111,9 +125,9 @@ class ServerConnection:
         if (failure := self.watch.check()) is not None:  # new weights would hide that the server was restarted
             return failure
         is_staged = isinstance(transfer, SharedMemoryTransfer)
-        if is_staged:
-            transfer.stage(weights)
         try:
+            if is_staged:
+                transfer.stage(weights)
             with self.watch.replacing(step) as version:
                 started = time.perf_counter()
                 transfer.pause()
@@ -148,10 +162,8 @@ class ServerConnection:
                 result[1] = comparison.difference(model, engine_logps, trainer_logps)
             except Exception as error:  # TRL's client raises bare exceptions
                 result[0] = Failure("failed to compute log-probs", in_one_line(error))
-        broadcast_object_list(result, from_process=0)
-        failure, difference = result
-        if failure is not None:
-            raise ServerFailure(*failure)
+        failure, difference = broadcast_object_list(result, from_process=0)
+        raise_on_all(failure)
         if difference is not None:
             off, mismatch = difference
             raise FailedRun(
@@ -160,6 +172,13 @@ class ServerConnection:
                 "Start the server with the precision and quantization of training (dtype), and continue with "
                 "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
             )
+
+
+def raise_on_all(failure: Failure | None) -> None:
+    """Raise a [`ServerFailure`] on all processes, which must call this, if the first process has a failure."""
+    (failure,) = broadcast_object_list([failure], from_process=0)
+    if failure is not None:
+        raise ServerFailure(*failure)
 
 
 def _drain(worker: RolloutWorker) -> None:

@@ -50,7 +50,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
     )
 
 
-def _reshard(model: torch.nn.Module) -> None:
+def reshard(model: torch.nn.Module) -> None:
     """Free the gathered parameters that FSDP2 may keep after a forward pass."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -68,7 +68,7 @@ class SnapshotReference:
     """
 
     def __init__(self, model: torch.nn.Module, offload: bool = False):
-        _reshard(model)  # otherwise `parameters()` may list gathered copies that are freed later
+        reshard(model)  # otherwise `parameters()` may list gathered copies that are freed later
         self._model = model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._device = torch.device("cpu") if offload else None
@@ -93,7 +93,7 @@ class SnapshotReference:
             copy.copy_(policy)
         if gathered:
             gathered[0].all_gather(gathered)
-        _reshard(self._model)  # FSDP2's gathered copies are stale now
+        reshard(self._model)  # FSDP2's gathered copies are stale now
 
     @contextmanager
     def in_place_of_policy(self) -> Iterator[None]:

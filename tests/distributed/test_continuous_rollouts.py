@@ -1,17 +1,27 @@
 """Continuous rollouts on two processes: the first one has the worker, and both train on its groups."""
 
+import copy
+import os
+import re
+
 import pytest
 import torch
-from support.models import trainable_weights
+from peft import get_peft_model
+from support.models import LORA, load_weights, trainable_weights
 from support.processes import on_two, run_and_save
 from support.rollouts import addition_dataset
-from support.runs import build_trainer
+from support.runs import Recorder, build_trainer
 from support.scripted_worker import play_worker, server_of
+from support.sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu
 from support.tolerances import rounding_atol
 from support.vllm_server import server_settings
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from pacs_trl.errors import FailedRun
 from pacs_trl.rewards import VerificationArguments
+from pacs_trl.rollouts import server_connection
+from pacs_trl.rollouts.weight_transfer import SharedMemoryTransfer
 
 
 class Taken(TrainerCallback):
@@ -22,21 +32,17 @@ class Taken(TrainerCallback):
         self.positions += [group.position for group in self.trainer._source._taken]
 
 
+def trainer_of(directory, model, url, callbacks=(), lora=None, **settings):
+    settings = {"rollout_schedule": "continuous", "max_staleness": 2} | server_settings(url) | settings
+    more = {"train_dataset": addition_dataset(12), "callbacks": list(callbacks), "peft_config": lora}
+    return build_trainer(directory, model=model, more=more, **settings)
+
+
 def train(directory, model, url, batch_size, max_steps, resume=None, patch=setattr):
     play_worker(patch)
     taken = Taken()
-    trainer = build_trainer(
-        directory,
-        model=model,
-        more={"train_dataset": addition_dataset(12), "callbacks": [taken]},
-        per_device_train_batch_size=batch_size,
-        max_steps=max_steps,
-        rollout_schedule="continuous",
-        max_staleness=2,
-        save_strategy="steps",
-        save_steps=1,
-        **server_settings(url),
-    )
+    settings = {"per_device_train_batch_size": batch_size, "save_strategy": "steps", "save_steps": 1}
+    trainer = trainer_of(directory, model, url, [taken], max_steps=max_steps, **settings)
     taken.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
     return {"weights": trainable_weights(trainer.model), "positions": taken.positions}
@@ -67,3 +73,95 @@ def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkey
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name])
         assert torch.allclose(weight, alone["weights"][name], atol=rounding_atol(10_000, 1.0)), name
+
+
+def train_with_fsdp2(directory, model, url):
+    """Train all weights, then LoRA; return the weights before each of three steps."""
+    let_accelerate_shard_on_cpu()
+    play_worker(setattr)
+    weights = []
+    for lora in (None, LORA):
+        torch.manual_seed(0)  # the same adapter on both processes
+        recorder = Recorder()
+        settings = {"per_device_train_batch_size": 4, "max_steps": 3, "optim": "adamw_torch", "learning_rate": 3e-3}
+        trainer = trainer_of(directory / str(lora is None), model, url, [recorder], lora, **FSDP_SETTINGS | settings)
+        trainer.train()
+        assert isinstance(trainer.model_wrapped, FSDPModule)
+        weights.append(recorder.weights)
+    return weights
+
+
+@pytest.mark.slow
+def test_with_fsdp2_the_server_gets_the_full_weights_after_every_step(tmp_path, model_path):
+    """All of them, or those with LoRA merged into them."""
+    sent: list[dict[str, torch.Tensor]] = []
+    base = AutoModelForCausalLM.from_pretrained(model_path)
+    with server_of(base) as server:
+        load = server._load_weights
+
+        def load_weights_of_server(weights):
+            names = load(weights)
+            sent.append(server.weights)
+            return names
+
+        server._load_weights = load_weights_of_server
+        arguments = (tmp_path, model_path, server.url)
+        on_two(run_and_save, train_with_fsdp2, arguments, tmp_path, outputs=tmp_path)
+    all_weights, adapters = torch.load(tmp_path / "result.0")
+    expected = list(all_weights)
+    for adapter in adapters:
+        model = get_peft_model(copy.deepcopy(base), LORA)
+        load_weights(model, adapter)
+        expected.append(dict(model.merge_and_unload().named_parameters()))
+    assert len(sent) == len(expected) == 6
+    assert not torch.equal(*(expected[step]["model.layers.0.self_attn.q_proj.weight"] for step in (3, 5)))
+    for weights, server_weights in zip(expected, sent, strict=True):
+        assert server_weights.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.allclose(server_weights[name], weight, atol=1e-6), name
+
+
+FAILURES = {
+    "no answer": "vLLM server at .* did not answer after optimizer step 0 .*500",
+    "full memory": "vLLM server at .* did not take the weights after optimizer step 0 .*OSError: no space",
+    "no worker": "rollout worker failed to start after optimizer step 0 .*RuntimeError: no room",
+}
+
+
+def start_and_fail(directory, model, url):
+    """What fails on the first process, which the second one does not see."""
+    let_accelerate_shard_on_cpu()
+    worker = play_worker(setattr)
+    is_main = os.environ["RANK"] == "0"
+
+    def fail(error):
+        def raise_error(*args, **kwargs):
+            raise error
+
+        return raise_error
+
+    messages = {}
+    for failure in FAILURES:
+        settings = {"per_device_train_batch_size": 4, "max_steps": 2, **FSDP_SETTINGS}
+        trainer = trainer_of(directory / failure, model, url, **settings)
+        with pytest.MonkeyPatch.context() as patch:
+            if failure == "no answer" and is_main:
+                patch.setattr(server_connection.VLLMClient, "get_server_info", fail(Exception("Request failed: 500")))
+            if failure == "full memory" and is_main:
+                patch.setattr(SharedMemoryTransfer, "stage", fail(OSError("no space")))
+            if failure == "no worker" and is_main:
+                patch.setattr(worker, "start", fail(RuntimeError("no room")))
+            with pytest.raises(FailedRun) as stopped:
+                trainer.train()
+        messages[failure] = str(stopped.value)
+    return messages
+
+
+@pytest.mark.slow
+def test_what_fails_at_the_start_on_the_first_process_stops_all_with_the_same_message(tmp_path, model_path):
+    with server_of(AutoModelForCausalLM.from_pretrained(model_path)) as server:
+        on_two(run_and_save, start_and_fail, (tmp_path, model_path, server.url), tmp_path, outputs=tmp_path)
+    first, second = (torch.load(tmp_path / f"result.{rank}") for rank in range(2))
+    assert first == second
+    for failure, words in FAILURES.items():
+        assert re.search(words, first[failure])

@@ -240,6 +240,17 @@ def test_a_worker_that_fails_stops_the_run_after_the_last_step(tmp_path, worker)
     assert (tmp_path / "checkpoint-1").is_dir()
 
 
+def test_a_worker_that_does_not_start_stops_the_run(tmp_path, worker):
+    def start(self):
+        raise RuntimeError("its process exited")
+
+    worker.start = start
+    with server_of(tiny_model()) as server:
+        trainer, _ = trainer_of(tmp_path, server, max_steps=1)
+        with pytest.raises(FailedRun, match="rollout worker failed to start .*RuntimeError: its process exited"):
+            trainer.train()
+
+
 def test_a_signal_that_stops_the_wait_saves_the_last_step(tmp_path, worker):
     worker.delivers = True
 
