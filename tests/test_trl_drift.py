@@ -95,7 +95,10 @@ REPEATED = {
     (_AsyncRolloutLoop, "_score_loop"): ("91fb41de", "RolloutLoop._score_loop, which runs it several times"),
     (_AsyncRolloutLoop, "_score_group"): ("7563d072", "RolloutLoop._score_group"),
     (_AsyncRolloutLoop, "_generate_one"): ("38df5c16", "RolloutLoop._generate_one"),
-    (_AsyncRolloutLoop, "_generate_one_turn"): ("8137dd02", "RolloutLoop._post, which streams its request"),
+    (_AsyncRolloutLoop, "_generate_one_turn"): (
+        "8137dd02",
+        "RolloutLoop._generate_one_turn, _post",
+    ),
     (_AsyncRolloutLoop, "_run_loops"): ("f66f5921", "RolloutLoop._run_loops"),
     (_AsyncRolloutLoop, "_repeat_iterator"): ("6f350444", "RolloutLoop._repeat_iterator"),
     (_AsyncRolloutLoop, "_post"): ("a99e5999", "RolloutLoop._post"),

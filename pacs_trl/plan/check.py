@@ -21,8 +21,17 @@ from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS, is_function
 from ..errors import UserError
-from ..recipe import LAST, NONE, Recipe, load_tokenizer, reward_function, settings_without_effect
+from ..recipe import (
+    LAST,
+    NONE,
+    Recipe,
+    adapter_config,
+    load_tokenizer,
+    reward_function,
+    settings_without_effect,
+)
 from ..rewards import tool_function
+from ..rollouts.adapter_checks import max_lora_rank
 from ..rollouts.attention_checks import flash_attention_4_error, missing_attention
 from ..rollouts.checkpoint_files import check_output_dir, last_resumable_checkpoint
 from ..rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset
@@ -141,8 +150,15 @@ def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) ->
         print(f"  {command}")
     if recipe.training.rollout_schedule == "continuous":
         dtype = "bfloat16" if recipe.training.bf16 else recipe.model.dtype or "float32"
-        print("A server on the same machine shares memory with the trainer instead of using NCCL:")
-        print(f"  {continuous_server_command(recipe.training, recipe.model_name, dtype)}")
+        try:
+            lora_rank = max_lora_rank(recipe.training, None, adapter_config(recipe.model))
+        except UserError as error:
+            return [str(error)]
+        if lora_rank is None:
+            print("A server on the same machine shares memory with the trainer instead of using NCCL:")
+        else:
+            print("A server that reads adapters from output_dir:")
+        print(f"  {continuous_server_command(recipe.training, recipe.model_name, dtype, lora_rank)}")
     return []
 
 

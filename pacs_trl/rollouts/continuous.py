@@ -3,7 +3,8 @@
 A worker process (`rollout_worker.py`) keeps the slots of the server filled while fewer groups are decoded or wait than
 `max_staleness + 1` optimizer steps need. An optimizer step takes the groups that were finished and graded first. After
 each step the server gets the new weights: it is paused, completions in flight go on with the new weights, and their
-cache is computed again with them. The version of weights is the number of optimizer steps before them.
+cache is computed again with them. With `vllm_sync_adapter` it gets an adapter that new turns use, without a pause. The
+version of weights is the number of optimizer steps before them.
 
 The log-probs of the engine are the reference `rollout` and the denominator of probability ratios, as with
 `rollout_lag`: each is that of the version that sampled the token, after the whole prefix.
@@ -303,6 +304,7 @@ def worker_arguments(trainer: ContinuousTrainer, source: ContinuousRollouts, num
         generation_kwargs["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return {
         "model_name": trainer.vllm_generation.vllm_client.model,
+        "lora_name": source._server.lora_name,
         "dataset": trainer.train_dataset,
         "processing_class": trainer._tokenizer,
         "eos_token_ids": list(trainer.eos_token_ids),

@@ -27,10 +27,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
-from peft import PeftModel, get_peft_model_state_dict
+from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTuner
-from safetensors.torch import save_file
-from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -40,7 +38,15 @@ from ..update.peft_models import without_peft
 from ..update.reference import reshard
 from .adapter_checks import max_lora_rank
 from .checkpoint import next_call_seed, next_seeds, save_last_step
-from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WakeCheck, merged_parameters
+from .engine_weights import (
+    FIXED_TEXT,
+    MAX_FIXED_TOKENS,
+    LogpComparison,
+    WakeCheck,
+    merged_parameters,
+    save_adapter,
+    whole_adapter,
+)
 from .protocols import EngineTrainer
 from .server_command import serve_command, server_url
 
@@ -138,6 +144,15 @@ class CountingClient:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.client, name)
 
+    @property
+    def model(self) -> str:
+        """Name of the model, or of the adapter, that requests ask for."""
+        return self.client.model
+
+    @model.setter
+    def model(self, name: str) -> None:
+        self.client.model = name
+
     def generate(self, prompts, features=None, n: int = 1, **kwargs) -> dict:
         """Generate completions; arguments and result are those of TRL's `VLLMClient.generate`."""
         indices: dict[tuple[int, ...], list[int]] = {}
@@ -168,7 +183,7 @@ class CountingClient:
         response = self.client.session.post(f"{self.client.base_url}/v1/load_lora_adapter", json=body)
         if response.status_code != 200:
             raise RuntimeError(f"status {response.status_code}, {response.text:.300}")
-        self.client.model = name
+        self.model = name
 
     def prompt_logps(self, prompt_ids: list[int]) -> torch.Tensor:
         """Compute the log-probs of a prompt's tokens but the first, at temperature 1, float32 `(P - 1,)`."""
@@ -195,7 +210,7 @@ class Engine(VLLMGeneration):
             self.vllm_client = CountingClient(self.vllm_client)
         self._trainer = trainer
         ids = trainer._tokenizer(FIXED_TEXT)["input_ids"][:MAX_FIXED_TOKENS]
-        if trainer.args.vllm_sync_adapter:
+        if trainer.args.vllm_sync_adapter and trainer.args.rollout_schedule == "batch":
             parent = trainer.args.output_dir if self.mode == "server" else None  # by default not shared
             os.makedirs(parent or ".", exist_ok=True)
             self.adapter_sync = AdapterSync(self, trainer.create_forward_pass(trainer.model, 1.0), ids, parent)
@@ -388,9 +403,7 @@ class AdapterSync(LogpComparison):
         if not self.seen:  # of the base model
             with model.disable_adapter():
                 self.seen = [(target.prompt_logps(self.prompt_ids), self.trainer_logps(model))] * 2
-        weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
-        save_file({name: w.contiguous() for name, w in weights.items()}, directory / ADAPTER_SAFE_WEIGHTS_NAME)
-        model.active_peft_config.save_pretrained(str(directory))
+        save_adapter(whole_adapter(model, self.forward_pass.device), model, directory)
         target.load_adapter(str(directory))
         difference = self.difference(model, target.prompt_logps(self.prompt_ids), self.trainer_logps(model))
         if difference is None:

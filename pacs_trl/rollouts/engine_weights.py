@@ -1,15 +1,19 @@
 """The weights that vLLM gets, one layer at a time, and a check that an engine computes with them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from peft import PeftModel, get_peft_model_state_dict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..errors import FailedRun
 from ..update.forward_pass import ForwardPass
@@ -83,10 +87,30 @@ def _whole_and_merged(module: nn.Module, device: torch.device, gather: Callable)
                 owner._parameters[name] = parameter
 
 
-def _whole(parameter: nn.Parameter, device: torch.device) -> torch.Tensor:
+def whole_adapter(
+    model: PeftModel,
+    device: torch.device,
+    gather: Callable[[list[nn.Parameter]], AbstractContextManager] = lambda parameters: nullcontext(),
+) -> dict[str, torch.Tensor]:
+    """Return copies of the weights of the active adapter, by the names in its file. `device` and `gather` are those of
+    [`merged_parameters`]; with sharded weights all processes must call this."""
+    parameters = [parameter for name, parameter in model.named_parameters() if model.prefix in name]
+    with gather(parameters):
+        weights = get_peft_model_state_dict(model, adapter_name=model.active_adapter, save_embedding_layers=False)
+        return {name: _whole(weight, device).clone() for name, weight in weights.items()}
+
+
+def save_adapter(weights: dict[str, torch.Tensor], model: PeftModel, folder: Path) -> None:
+    """Write the adapter of a model, whose weights are those of [`whole_adapter`], as vLLM reads it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / ADAPTER_SAFE_WEIGHTS_NAME)
+    model.active_peft_config.save_pretrained(str(folder))
+
+
+def _whole(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     data = parameter.detach()
     if not isinstance(data, DTensor):
-        return parameter.data
+        return data
     on_device = data.to(device)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor()

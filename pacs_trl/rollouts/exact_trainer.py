@@ -37,6 +37,7 @@ from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
+from .adapter_checks import max_lora_rank
 from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
 from .copied_settings import check_changes, copied_settings
 from .engine import ServerFailure, stop_without_engine
@@ -161,7 +162,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         if trains_routers(config_of(model, args), args):
             check_checkpointing_of_routers(args)
         if args.rollout_schedule == "continuous" and args.process_index == 0:
-            check_server_of_continuous(args, model, self._longest_sequence)
+            rank = max_lora_rank(args, model, arguments["peft_config"])
+            check_server_of_continuous(args, model, self._longest_sequence, rank)
         adapter, compiled = arguments["peft_config"], self._compiles_layers
         plan = plan_memory(model, args, adapter, self._longest_sequence, compiled=compiled)
         self.memory = StepMemory(self, plan, args)

@@ -27,7 +27,8 @@ def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | N
 
 def check_whole_weights(args: RolloutConfig, is_sharded: bool) -> None:
     """Raise a `ValueError` if generation needs whole weights, which a process does not have."""
-    needs_weights = args.fast_generation or args.generation_dtype or args.vllm_sync_adapter
+    sends_adapter = args.vllm_sync_adapter and args.rollout_schedule == "batch"
+    needs_weights = args.fast_generation or args.generation_dtype or sends_adapter
     if needs_weights and (is_sharded or args.use_transformers_continuous_batching):
         raise UserError(
             "`fast_generation`, `generation_dtype`, and `vllm_sync_adapter` need whole weights on every process and "

@@ -77,7 +77,8 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     vllm_sync_adapter: bool = setting(
         False,
         "Whether to send vLLM the LoRA adapter alone, instead of all weights with the adapter merged, and "
-        "to check that vLLM generates with it. A server reads it from `output_dir`.",
+        "to check that vLLM generates with it. A server reads it from `output_dir`. With "
+        "`rollout_schedule: continuous` each turn ends with the adapter with which it began.",
     )
 
     # Parameters that control asynchronous rollouts
@@ -398,10 +399,6 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         if self.rollout_lag or self.stale_logps:
             errors.append(
                 f"{name} replaces rollout_lag and stale_logps: log-probs are those of the engine. Remove both keys."
-            )
-        if self.vllm_sync_adapter:
-            errors.append(
-                f"{name} sends LoRA merged into all weights, so vllm_sync_adapter would be ignored. Remove the key."
             )
         one_step = self.steps_per_generation == self.gradient_accumulation_steps and self.num_iterations == 1
         if not one_step or self.completions_per_step is not None:

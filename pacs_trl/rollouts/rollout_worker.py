@@ -3,7 +3,8 @@
 [`RolloutLoop`] overrides these parts of TRL's loop:
 
 - Prompts come in the order of the trainer, with their positions, and a group starts when the trainer admits it.
-- Requests are streamed, and each token is noted with the version of the weights that sampled it.
+- Requests are streamed, and each token is noted with the version of the weights that sampled it. With adapters it is
+  that with which its turn began, also if the server has newer ones.
 - The seed of a request follows from position, completion, and turn; a conversation has `max_completion_length` tokens
   over all its turns.
 - A group is delivered as one [`GradedGroup`], and groups are graded concurrently.
@@ -138,20 +139,23 @@ class SharedState(ctypes.Structure):
     Attributes:
         value (`int`): Version of the weights of the server; TRL's name.
         admitted (`int`): Number of groups that the worker may have started.
-        asked, drained (`int`): The trainer raises `asked` while the server is paused, and the worker sets `drained` to
-            it when it has read all tokens that the server had sent.
+        asked, drained (`int`): The trainer raises `asked` while the server is paused, or has a new adapter, and the
+            worker sets `drained` to it when it has read all tokens that the server had sent.
+        oldest (`int`): Oldest version of an adapter that a request may name, when `drained` was set last.
     """
 
-    _fields_ = [(name, ctypes.c_int) for name in ("value", "admitted", "asked", "drained")]
+    _fields_ = [(name, ctypes.c_int) for name in ("value", "admitted", "asked", "drained", "oldest")]
 
 
 @dataclass
 class _Conversation:
-    """What requests of a conversation need: the name of its stream of seeds, and its first prompt."""
+    """What requests of a conversation need: the name of its stream of seeds, its first prompt, and the version of the
+    weights with which its current turn began."""
 
     stream: str
     prompt_ids: list[int] = field(default_factory=list)
     num_requests: int = 0
+    version: int = 0
 
 
 _conversation: ContextVar[_Conversation] = ContextVar("conversation")
@@ -203,6 +207,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         self._admission = asyncio.Lock()  # the first group that waits asks whether it is admitted
         self._ordinals: dict[int, int] = {}  # number of a started group, by position
         self._started: Counter[int] = Counter()  # conversations, by position
+        self._turns: Counter[int] = Counter()  # that have not ended, by the version with which they began
         pools: dict[str | None, list[Any]] = {}
         if self.environment_factories is not None:
             pools = self._environment_pool
@@ -265,6 +270,20 @@ class RolloutLoop(_AsyncRolloutLoop):
 
     # Requests -------------------------------------------------------------------------------------------------------
 
+    async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
+        version = _conversation.get().version = self.model_version
+        self._turns[version] += 1
+        try:
+            return await super()._generate_one_turn(prompt_ids)
+        finally:
+            self._turns[version] -= 1
+
+    @property
+    def _request_model(self) -> str:
+        if self.lora_name is None:
+            return self.model_name
+        return f"{self.lora_name}-v{_conversation.get().version}"
+
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
         """Stream a completion, and return it as an answer without streaming, with a [`VersionedLogp`] per token."""
         conversation, prompt_ids = _conversation.get(), payload["prompt"]
@@ -276,7 +295,7 @@ class RolloutLoop(_AsyncRolloutLoop):
             seed = request_seed(conversation.stream, conversation.num_requests)
             payload = payload | {"max_tokens": room, "seed": seed, "stream": True} | self._generation_kwargs
             async for choice in self._stream(path, payload):
-                version = self.model_version
+                version = self.model_version if self.lora_name is None else conversation.version
                 ids += choice["token_ids"]
                 logps += [VersionedLogp(logp, version) for logp in choice["logprobs"]["token_logprobs"]]
         conversation.num_requests += 1
@@ -313,12 +332,15 @@ class RolloutLoop(_AsyncRolloutLoop):
             raise ServerError(f"{label}: {type(error).__name__}: {error}") from error
 
     async def _acknowledge(self) -> None:
-        """Tell the trainer when all tokens are read that a server has sent before its pause."""
+        """Tell the trainer when all tokens are read that a server has sent before its pause, and which adapters
+        requests name from now on."""
         while True:
             asked = self._shared.asked
             if self._shared.drained != asked:
                 for _ in range(3):
                     await asyncio.sleep(0.005)  # requests read what has arrived
+                versions = [version for version, num_turns in self._turns.items() if num_turns > 0]
+                self._shared.oldest = min([*versions, self.model_version])
                 self._shared.drained = asked
             await asyncio.sleep(0.005)
 

@@ -1,5 +1,6 @@
 """Checks of vLLM before the model is loaded: its version, ports, and server, which would hang or fail late."""
 
+import json
 import logging
 import os
 import socket
@@ -13,7 +14,7 @@ from ..errors import UserError
 from ..settings.names import require_vllm
 from .model_config import name_of
 from .rollout_config import RolloutConfig
-from .server_command import EXTENSION, serve_command, server_url, training_dtype
+from .server_command import EXTENSION, num_adapters, serve_command, server_url, training_dtype
 
 
 logger = logging.getLogger(__name__)
@@ -78,15 +79,31 @@ def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) 
             )
 
 
-def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | None) -> None:
+def shares_memory(config: dict[str, Any], url: str) -> bool:
+    """Return whether a server can load weights from memory of this process: it has our worker extension, and its
+    address is one of this machine. Others get weights by NCCL."""
+    address = httpx.URL(url)
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address.host, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)  # to any port
+    except OSError:
+        return False
+    return config["parallel_config"].get("worker_extension_cls") == EXTENSION
+
+
+def check_server_of_continuous(
+    args: RolloutConfig, model: Any, longest: int | None, lora_rank: int | None = None
+) -> None:
     """
     Raise a [`UserError`] unless the vLLM server of a run, which answers, can generate continuously.
 
     Args:
         longest (`int`, *optional*): Tokens of the longest prompt and a completion of it, if they are known.
+        lora_rank (`int`, *optional*): Rank of adapters, if they are sent instead of all weights.
     """
     dtype = training_dtype(args, model)
-    url, command = server_url(args), serve_command(name_of(model), args=args, dtype=dtype)
+    url, command = server_url(args), serve_command(name_of(model), lora_rank, args, dtype)
 
     def refuse(problem: str, remedy: str = "Start it with") -> None:
         raise UserError(f"The vLLM server at {url} {problem}. {remedy}: {command}")
@@ -101,8 +118,21 @@ def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | N
     config = answer.json()["vllm_config"]
     parallel, scheduler, served = config["parallel_config"], config["scheduler_config"], config["model_config"]
     backend = (config.get("weight_transfer_config") or {}).get("backend")
-    if parallel.get("worker_extension_cls") != EXTENSION and backend != "nccl":
-        refuse("cannot get weights: it has neither our worker extension nor the NCCL backend")
+    if lora_rank is not None:
+        if (problem := _problem_with_adapters(config, args, lora_rank)) is not None:
+            refuse(problem)
+        if httpx.post(f"{url}/v1/load_lora_adapter", json={}, timeout=10).status_code == 404:
+            refuse("does not load adapters while it runs")
+    elif not shares_memory(config, url):
+        if parallel.get("worker_extension_cls") != EXTENSION and backend != "nccl":
+            refuse("cannot get weights: it has neither our worker extension nor the NCCL backend")
+        if backend != "nccl":
+            refuse(
+                "is on another machine, where its worker extension cannot read the memory of this one",
+                f"Add --weight-transfer-config '{json.dumps({'backend': 'nccl'})}' to",
+            )
+        if args.device.type != "cuda":
+            refuse("gets weights by NCCL, and this process has no GPU")
     if served["dtype"].removeprefix("torch.") != dtype:
         refuse(f"computes in {served['dtype'].removeprefix('torch.')}, and training in {dtype}")
     if served.get("logprobs_mode") != "processed_logprobs":
@@ -120,3 +150,20 @@ def check_server_of_continuous(args: RolloutConfig, model: Any, longest: int | N
             f"{scheduler['max_num_batched_tokens']}: it would end after weights are replaced",
             f"Add --max-num-batched-tokens {room} to",
         )
+
+
+def _problem_with_adapters(config: dict[str, Any], args: RolloutConfig, rank: int) -> str | None:
+    """Return why a server with this configuration cannot get an adapter for each version of the weights."""
+    lora, replicas = config.get("lora_config"), config["parallel_config"].get("data_parallel_size", 1)
+    if lora is None:
+        return "serves no adapters, which vllm_sync_adapter sends"
+    if lora["max_lora_rank"] < rank:
+        return f"serves adapters of at most rank {lora['max_lora_rank']}, and this run needs {rank}"
+    if lora["max_loras"] < num_adapters(args):
+        return (
+            f"generates with {lora['max_loras']} adapters at the same time (--max-loras), and max_staleness="
+            f"{args.max_staleness} needs {num_adapters(args)}"
+        )
+    if replicas > 1:
+        return f"has {replicas} replicas (--data-parallel-size), of which one would load an adapter"
+    return None

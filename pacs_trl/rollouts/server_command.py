@@ -20,16 +20,23 @@ def serve_command(
     """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters; with `args`
     of a run with `rollout_schedule: continuous` one that shares memory with the trainer, and computes in `dtype`."""
     if args is not None and args.rollout_schedule == "continuous":
-        return continuous_server_command(args, model, dtype or training_dtype(args, model))
+        return continuous_server_command(args, model, dtype or training_dtype(args, model), lora_rank)
     loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
     if lora_rank is not None:
         loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"
     return f"VLLM_SERVER_DEV_MODE=1 {loading} --logprobs-mode processed_logprobs --max-logprobs -1"
 
 
-def continuous_server_command(args: RolloutConfig, model: str, dtype: str) -> str:
+def num_adapters(args: RolloutConfig) -> int:
+    """Return how many LoRA adapters the server of a run with `rollout_schedule: continuous` generates with at the same
+    time: those of the versions that may be trained, and the next one, which is loaded before the first is unloaded."""
+    return args.max_staleness + 2
+
+
+def continuous_server_command(args: RolloutConfig, model: str, dtype: str, lora_rank: int | None = None) -> str:
     """Return the shell command that starts the vLLM server of a run with `rollout_schedule: continuous` on the machine
-    of the trainer, with the precision `dtype`. On CPUs the batch of a step must hold all completions as a whole."""
+    of the trainer, with the precision `dtype`, and for adapters of up to `lora_rank` instead of all weights. On CPUs
+    the batch of a step must hold all completions as a whole."""
     server = f"vllm serve {model}"
     if args.use_cpu:
         slots = (args.max_staleness + 1) * args.generation_batch_size
@@ -39,8 +46,11 @@ def continuous_server_command(args: RolloutConfig, model: str, dtype: str) -> st
             server += f" --max-num-batched-tokens {tokens}"
     if args.vllm_max_model_length is not None:
         server += f" --max-model-len {args.vllm_max_model_length}"
-    sharing = f"--dtype {dtype} --worker-extension-cls {EXTENSION}"
-    return f"VLLM_SERVER_DEV_MODE=1 {server} {sharing} --logprobs-mode processed_logprobs --max-logprobs -1"
+    environment, weights = "VLLM_SERVER_DEV_MODE=1", f"--worker-extension-cls {EXTENSION}"
+    if lora_rank is not None:
+        environment += " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+        weights = f"--enable-lora --max-lora-rank {lora_rank} --max-loras {num_adapters(args)}"
+    return f"{environment} {server} --dtype {dtype} {weights} --logprobs-mode processed_logprobs --max-logprobs -1"
 
 
 def training_dtype(args: RolloutConfig, model: Any) -> str:

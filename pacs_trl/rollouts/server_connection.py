@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,12 @@ from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from ..errors import FailedRun
 from .engine import ServerFailure
-from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison
+from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, save_adapter, whole_adapter
 from .protocols import ContinuousTrainer
 from .rollout_worker import RolloutWorker
-from .server_command import EXTENSION, server_url
+from .server_adapters import ServerAdapters
+from .server_checks import shares_memory
+from .server_command import server_url
 from .server_watch import Failure, ServerWatch, in_one_line
 from .weight_transfer import SharedIterator, SharedMemoryTransfer
 
@@ -46,8 +49,10 @@ class ServerConnection:
         self.sent_step = -1
         self.watch: ServerWatch | None = None
         self.num_slots = 0
-        self._client: VLLMClient | None = None
+        self._client = VLLMClient(server_url(trainer.args))
         self._transfer: Any = None
+        self._adapters: ServerAdapters | None = None  # with `vllm_sync_adapter`, instead of a transfer
+        self._served_model = ""  # name of the base model, with adapters
         self._comparison: LogpComparison | None = None
 
     def send_weights(self, worker: RolloutWorker | None) -> None:
@@ -61,10 +66,10 @@ class ServerConnection:
         with trainer.timer.part("weight_sync"):
             if self.sent_step < 0:
                 self._connect()
-            weights = SharedIterator(trainer.vllm_generation._iter_named_params())
-            failure = self._send(weights, step, worker) if self.is_main else None
-            for _ in weights:  # take part in the gathering of sharded weights, also after a failure
-                pass
+            if trainer.args.vllm_sync_adapter:
+                failure = self._send_adapter(step, worker)
+            else:
+                failure = self._send_all(step, worker)
             raise_on_all(failure)
             self.sent_step = step
             if trainer.args.startup_check:
@@ -77,18 +82,26 @@ class ServerConnection:
         if self._transfer is not None:
             with contextlib.suppress(Exception):
                 self._transfer.destroy()
+        if self._adapters is not None:
+            self._adapters.close()
         self.watch = self._transfer = self._comparison = None
         self.sent_step = -1
 
+    @property
+    def lora_name(self) -> str | None:
+        """On the first process, the name of adapters without their version; `None` if all weights are sent."""
+        return None if self._adapters is None else self._adapters.name
+
     def _connect(self) -> None:
         """Choose how weights reach the server, and start to watch it. All processes must call this."""
+        trainer = self.trainer
         failure, uses_nccl = None, False
         if self.is_main:
-            self._client = VLLMClient(server_url(self.trainer.args))
             try:
                 config = self._client.get_server_info()
                 self.num_slots = config["scheduler_config"]["max_num_seqs"]
-                uses_nccl = config["parallel_config"].get("worker_extension_cls") != EXTENSION
+                sends_all = not trainer.args.vllm_sync_adapter
+                uses_nccl = sends_all and not shares_memory(config, self._client.server_url)
             except Exception as error:  # TRL's client raises bare exceptions
                 failure = Failure("did not answer", in_one_line(error))
         raise_on_all(failure)
@@ -96,16 +109,31 @@ class ServerConnection:
         info = self._weight_info() if uses_nccl else None
         if self.is_main:
             try:
-                if info is None:
-                    self._transfer = SharedMemoryTransfer(self._client)
-                else:
-                    self._transfer = WeightTransferClient(self._client, info)
-                self._transfer.init_weight_transfer()
+                self._create_transfer(info)
                 self.watch = ServerWatch(self._client.server_url)
             except Exception as error:
                 logger.exception("There is no transfer of weights to the vLLM server.")
                 failure = Failure("did not connect", in_one_line(error))
         raise_on_all(failure)
+        if trainer.args.vllm_sync_adapter and trainer.args.startup_check:
+            model: Any = trainer.vllm_generation.model
+            with model.disable_adapter():
+                self._compare_logps()  # of the base model, which the server has before it loads an adapter
+
+    def _create_transfer(self, info: dict[str, list] | None) -> None:
+        """Create what sends weights: by NCCL, which announces them with `info`, adapters alone, or shared memory."""
+        args, client = self.trainer.args, self.trainer.vllm_generation.vllm_client
+        if args.vllm_sync_adapter:
+            self._served_model = client.model = self._served_model or client.model
+            os.makedirs(args.output_dir, exist_ok=True)
+            self._adapters = ServerAdapters(self._client, args.output_dir)
+            self._client.resume()  # a run that was killed may have left the server paused
+            return
+        if info is None:
+            self._transfer = SharedMemoryTransfer(self._client)
+        else:
+            self._transfer = WeightTransferClient(self._client, info)
+        self._transfer.init_weight_transfer()
 
     def _weight_info(self) -> dict[str, list]:
         """Return names, dtypes, and shapes of the weights, which a transfer by NCCL announces. All processes must call
@@ -117,7 +145,14 @@ class ServerConnection:
             info["shapes"].append(list(weight.shape))
         return info
 
-    def _send(
+    def _send_all(self, step: int, worker: RolloutWorker | None) -> Failure | None:
+        weights = SharedIterator(self.trainer.vllm_generation._iter_named_params())
+        failure = self._replace_weights(weights, step, worker) if self.is_main else None
+        for _ in weights:  # take part in the gathering of sharded weights, also after a failure
+            pass
+        return failure
+
+    def _replace_weights(
         self, weights: Iterator[tuple[str, torch.Tensor]], step: int, worker: RolloutWorker | None
     ) -> Failure | None:
         assert self.watch is not None
@@ -138,14 +173,43 @@ class ServerConnection:
                 if worker is not None:
                     _drain(worker)
                     worker.shared.value = step
-                body = {"new_version": version}
-                httpx.post(f"{self.watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
+                self._name_weights(version)
                 transfer.resume()
                 self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
         except Exception as error:  # TRL's client raises bare exceptions
             logger.exception("The vLLM server did not take the weights.")
             return Failure("did not take the weights", in_one_line(error))
         return self.watch.check()
+
+    def _send_adapter(self, step: int, worker: RolloutWorker | None) -> Failure | None:
+        engine = self.trainer.vllm_generation
+        model: Any = engine.model
+        weights = whole_adapter(model, self.trainer.accelerator.device, engine._dist.gather_params)
+        if not self.is_main:
+            return None
+        assert self.watch is not None and self._adapters is not None
+        if (failure := self.watch.check()) is not None:
+            return failure
+        try:
+            save_adapter(weights, model, self._adapters.folder_of(step))
+            with self.watch.replacing(step) as version:
+                self._adapters.load(step)
+                self._name_weights(version)
+            engine.vllm_client.model = self._adapters.name_of(step)
+            if worker is not None:
+                if worker.shared.drained == worker.shared.asked:  # `oldest` is that after the last adapter
+                    self._adapters.unload_before(worker.shared.oldest)
+                worker.shared.value = step
+                worker.shared.asked += 1
+        except Exception as error:  # TRL's client raises bare exceptions
+            logger.exception("The vLLM server did not load the adapter.")
+            return Failure("did not load the adapter", in_one_line(error))
+        return self.watch.check()
+
+    def _name_weights(self, version: str) -> None:
+        assert self.watch is not None
+        body = {"new_version": version}
+        httpx.post(f"{self.watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
 
     def _compare_logps(self) -> None:
         trainer = self.trainer
@@ -166,9 +230,12 @@ class ServerConnection:
         raise_on_all(failure)
         if difference is not None:
             off, mismatch = difference
+            what, first = "weights", "after the first transfer"
+            if trainer.args.vllm_sync_adapter:
+                what, first = "adapter", "without the adapter"
             raise FailedRun(
-                "The vLLM server does not generate with the trained weights: its log-probs of a fixed text differ "
-                f"from the trainer's by {off:.2g} nats per token, and after the first transfer by {mismatch:.2g}. "
+                f"The vLLM server does not generate with the trained {what}: its log-probs of a fixed text differ "
+                f"from the trainer's by {off:.2g} nats per token, and {first} by {mismatch:.2g}. "
                 "Start the server with the precision and quantization of training (dtype), and continue with "
                 "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
             )

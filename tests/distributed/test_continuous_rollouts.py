@@ -76,15 +76,16 @@ def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkey
 
 
 def train_with_fsdp2(directory, model, url):
-    """Train all weights, then LoRA; return the weights before each of three steps."""
+    """Return the weights before each of three steps that train LoRA, sent alone, all weights, and LoRA, merged."""
     let_accelerate_shard_on_cpu()
     play_worker(setattr)
     weights = []
-    for lora in (None, LORA):
+    for name, lora, sends_adapter in (("adapter", LORA, True), ("all", None, False), ("merged", LORA, False)):
         torch.manual_seed(0)  # the same adapter on both processes
         recorder = Recorder()
         settings = {"per_device_train_batch_size": 4, "max_steps": 3, "optim": "adamw_torch", "learning_rate": 3e-3}
-        trainer = trainer_of(directory / str(lora is None), model, url, [recorder], lora, **FSDP_SETTINGS | settings)
+        settings |= {"vllm_sync_adapter": sends_adapter, **FSDP_SETTINGS}
+        trainer = trainer_of(directory / name, model, url, [recorder], lora, **settings)
         trainer.train()
         assert isinstance(trainer.model_wrapped, FSDPModule)
         weights.append(recorder.weights)
@@ -93,7 +94,7 @@ def train_with_fsdp2(directory, model, url):
 
 @pytest.mark.slow
 def test_with_fsdp2_the_server_gets_the_full_weights_after_every_step(tmp_path, model_path):
-    """All of them, or those with LoRA merged into them."""
+    """The adapter, all of them, or those with LoRA merged into them."""
     sent: list[dict[str, torch.Tensor]] = []
     base = AutoModelForCausalLM.from_pretrained(model_path)
     with server_of(base) as server:
@@ -107,9 +108,9 @@ def test_with_fsdp2_the_server_gets_the_full_weights_after_every_step(tmp_path, 
         server._load_weights = load_weights_of_server
         arguments = (tmp_path, model_path, server.url)
         on_two(run_and_save, train_with_fsdp2, arguments, tmp_path, outputs=tmp_path)
-    all_weights, adapters = torch.load(tmp_path / "result.0")
+    adapters, all_weights, merged_adapters = torch.load(tmp_path / "result.0")
     expected = list(all_weights)
-    for adapter in adapters:
+    for adapter in merged_adapters:
         model = get_peft_model(copy.deepcopy(base), LORA)
         load_weights(model, adapter)
         expected.append(dict(model.merge_and_unload().named_parameters()))
@@ -119,6 +120,11 @@ def test_with_fsdp2_the_server_gets_the_full_weights_after_every_step(tmp_path, 
         assert server_weights.keys() == weights.keys()
         for name, weight in weights.items():
             assert torch.allclose(server_weights[name], weight, atol=1e-6), name
+    assert len(server.adapters) == 3
+    for adapter, server_adapter in zip(adapters, server.adapters.values(), strict=True):
+        by_name = {name.replace(".default", ""): weight for name, weight in adapter.items()}
+        assert server_adapter.keys() == by_name.keys()
+        assert all(torch.equal(server_adapter[name], weight) for name, weight in by_name.items())
 
 
 FAILURES = {

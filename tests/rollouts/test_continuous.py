@@ -5,6 +5,7 @@ test_rollout_worker.py, and with a real server in tests/vllm_cpu.
 """
 
 import copy
+import itertools
 import threading
 import time
 from types import SimpleNamespace
@@ -21,12 +22,14 @@ from transformers import TrainerCallback
 
 from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer
 from pacs_trl.errors import FailedRun
+from pacs_trl.rollouts import server_connection
 from pacs_trl.rollouts.checkpoint import indices_of_generation
 from pacs_trl.rollouts.rollout_worker import GradedGroup
 
 
 SETTINGS = {"rollout_schedule": "continuous", "max_staleness": 2, "save_strategy": "steps", "save_steps": 1}
 NUM_PROMPTS, GROUPS_PER_STEP = 12, 2
+ADAPTERS = {"vllm_sync_adapter": True, "save_strategy": "no", "optim": "adamw_torch", "learning_rate": 3e-2}
 
 
 class Taken(TrainerCallback):
@@ -175,6 +178,104 @@ def check_weights(tmp_path, worker, lora=None):
             expected = dict(merged.named_parameters())
         assert server_weights.keys() == expected.keys()
         assert all(torch.allclose(server_weights[name], weight, atol=1e-6) for name, weight in expected.items())
+
+
+class RecordedTransfer:
+    """What TRL's transfer by NCCL is asked for. It reads weights in a thread, and may fail before the last ones."""
+
+    calls: list[str] = []
+    sent: list[list[str]] = []
+    failure: Exception | None = None
+
+    def __init__(self, vllm_client, weight_update_info):
+        self.info = weight_update_info
+
+    def __getattr__(self, name):
+        return lambda: self.calls.append(name)
+
+    def send_weights(self, iterator):
+        self.calls.append("send_weights")
+        number = 3 if self.failure else len(self.info["names"])
+        weights: list[tuple[str, torch.Tensor]] = []
+        thread = threading.Thread(target=lambda: weights.extend(itertools.islice(iterator, number)))
+        thread.start()
+        thread.join()
+        if self.failure:
+            raise self.failure
+        self.sent.append([name for name, _ in weights])
+        assert self.sent[-1] == self.info["names"]
+        assert [list(weight.shape) for _, weight in weights] == self.info["shapes"]
+        assert (
+            {str(weight.dtype) for _, weight in weights}
+            == {"torch.float32"}
+            == {f"torch.{name}" for name in self.info["dtype_names"]}
+        )
+        assert list(iterator) == []
+
+
+def test_a_server_elsewhere_gets_all_weights_by_nccl_while_it_is_paused(tmp_path, worker, monkeypatch):
+    """TRL's transfer itself needs GPUs."""
+    monkeypatch.setattr(RecordedTransfer, "calls", [])
+    monkeypatch.setattr(server_connection, "shares_memory", lambda config, url: False)
+    monkeypatch.setattr(server_connection, "WeightTransferClient", RecordedTransfer)
+    read = []
+    with server_of(tiny_model()) as server:
+        settings = {"startup_check": False, "save_strategy": "no"}
+        trainer, taken = trainer_of(tmp_path, server, max_steps=2, **settings)
+        trainer.train()
+        assert RecordedTransfer.calls == ["init_weight_transfer", *["pause", "send_weights", "resume"] * 2, "destroy"]
+        assert RecordedTransfer.sent[0] == [name for name, _ in tiny_model().named_parameters()]
+        monkeypatch.setattr(RecordedTransfer, "failure", RuntimeError("Weight sync failed"))
+        trainer, _ = trainer_of(tmp_path, server, max_steps=2, **settings)
+        iterate = trainer.vllm_generation._iter_named_params
+        trainer.vllm_generation._iter_named_params = lambda: (read.append(name) or (name, w) for name, w in iterate())
+        with pytest.raises(FailedRun, match="did not take the weights after optimizer step 0 .*Weight sync failed"):
+            trainer.train()
+    assert taken.positions == [[0, 1], [2, 3]]
+    assert read == RecordedTransfer.sent[0] * 2  # for the announcement, and though the transfer has failed
+
+
+@pytest.mark.parametrize("oldest_is_in_use", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_each_step_has_an_adapter_on_a_server_that_is_not_paused(tmp_path, worker, oldest_is_in_use):
+    """Those that no turn names are unloaded."""
+
+    class Note(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            shared = trainer._source._worker.shared
+            shared.oldest = 0 if oldest_is_in_use else shared.value
+            loaded.append([int(name.rpartition("-v")[2]) for name in server.loaded])
+
+    loaded: list[list[int]] = []
+    recorder = Recorder()
+    with server_of(tiny_model()) as server:
+        callbacks, more = [recorder, Note()], {"peft_config": LORA}
+        trainer, taken = trainer_of(tmp_path, server, callbacks=callbacks, more=more, max_steps=4, **ADAPTERS)
+        trainer.train()
+        client = trainer.vllm_generation.vllm_client
+        assert list(server.loaded) == [client.model] == [f"{trainer._source._server.lora_name}-v3"]
+    assert loaded == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]] if oldest_is_in_use else [[0], [0, 1], [1, 2], [2, 3]]
+    assert not {"/pause", "/collective_rpc"} & {*server.calls}
+    assert server.version.endswith("/3")
+    assert taken.positions == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert len(server.adapters) == 4
+    for version, (name, adapter) in enumerate(server.adapters.items()):
+        assert name.endswith(f"-v{version}")
+        expected = {key.replace(".default", ""): weight for key, weight in recorder.weights[version].items()}
+        assert adapter.keys() == expected.keys()
+        assert all(torch.equal(adapter[key], weight) for key, weight in expected.items())
+
+
+def test_a_server_that_does_not_use_an_adapter_stops_the_run(tmp_path, worker):
+    with server_of(tiny_model()) as server:
+        prompt_logps = server.prompt_logps
+        server.prompt_logps = lambda ids, directory: prompt_logps(ids, None)
+        trainer, _ = trainer_of(tmp_path, server, more={"peft_config": LORA}, max_steps=4, **ADAPTERS)
+        with pytest.raises(FailedRun, match="does not generate with the trained adapter"):
+            trainer.train()
+        server.answers["/v1/load_lora_adapter"] = 500
+        trainer, _ = trainer_of(tmp_path, server, more={"peft_config": LORA}, max_steps=4, **ADAPTERS)
+        with pytest.raises(FailedRun, match="did not load the adapter after optimizer step 0 .*500.*--enable-lora"):
+            trainer.train()
 
 
 def test_a_server_with_other_weights_than_it_was_sent_stops_the_run(tmp_path, worker):

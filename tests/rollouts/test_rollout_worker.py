@@ -233,6 +233,38 @@ def test_turns_share_the_length_of_a_completion_and_tokens_of_tools_are_masked(s
     assert [version == -1 for version in versions] == [m == 0 for m in mask]
 
 
+def test_a_turn_ends_with_the_adapter_with_which_it_began(server, monkeypatch):
+    """The next one names the newest adapter; `oldest` is the first version that a turn still names."""
+
+    def replace_adapter(version):
+        loop.shared.value = version
+        loop.shared.asked += 1
+        while loop.shared.drained != loop.shared.asked:
+            time.sleep(0.001)
+
+    tokenizer = build_tokenizer(tools=True)
+    called = [*tokenizer("12@adds|a=1|b=2")["input_ids"], tokenizer.eos_token_id]
+    answer = [*tokenizer("3")["input_ids"], tokenizer.eos_token_id]
+    monkeypatch.setattr(vllm_server, "draw_tokens", lambda *arguments: answer if len(server.seeds) > 1 else called)
+    loop_arguments = arguments_of(server, tools=[adds], num_generations=1, max_inflight_tasks=1, max_tokens=200)
+    loop_arguments |= {"reward_funcs": [none_reward], "processing_class": tokenizer, "lora_name": "adapter"}
+    server.paused = True
+    with Loop(**loop_arguments) as loop:
+        loop.shared.value, loop.shared.admitted = 3, 1
+        while not server.requests:
+            time.sleep(0.001)
+        replace_adapter(4)
+        assert loop.shared.oldest == 3
+        server.paused = False
+        (group,) = loop.take(1)
+        replace_adapter(5)
+        assert loop.shared.oldest == 5
+    assert [request["model"] for request in server.requests] == ["adapter-v3", "adapter-v4"]
+    (mask,), (versions,) = group.mask, group.versions
+    sampled = [version for version, m in zip(versions, mask, strict=True) if m]
+    assert sampled == [3] * len(called) + [4] * len(answer)
+
+
 def test_a_turn_without_room_is_empty_and_ends_the_conversation(server, monkeypatch):
     """Prompt and results of tools have used all tokens of the completion."""
     tokenizer = build_tokenizer(tools=True)

@@ -5,11 +5,12 @@ from contextlib import nullcontext
 
 import pytest
 from support.continuous_refusals import SETTINGS, assert_continuous_is_refused
+from support.models import LORA
 from support.runs import build_trainer, config
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
-from pacs_trl.rollouts import worker_checks
-from pacs_trl.rollouts.server_checks import check_vllm
+from pacs_trl.rollouts import server_checks, worker_checks
+from pacs_trl.rollouts.server_checks import check_vllm, shares_memory
 from pacs_trl.rollouts.server_command import serve_command
 from pacs_trl.settings import names
 
@@ -107,6 +108,41 @@ def test_a_server_that_cannot_generate_continuously(tmp_path, server, model_path
     assert_continuous_is_refused(
         tmp_path, server, model_path, f"The vLLM server at {server.url} .*{message}.*--worker-extension-cls"
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_config": None}, "serves no adapters"),
+        ({"lora_config": {"max_lora_rank": 4, "max_loras": 8}}, "adapters of at most rank 4, and this run needs 8"),
+        ({"lora_config": {"max_lora_rank": 8, "max_loras": 5}}, "with 5 adapters at the same time.*needs 6"),
+        ({"parallel_config": {"data_parallel_size": 2}}, "has 2 replicas"),
+        (None, "does not load adapters while it runs"),
+    ],
+    ids=str,
+)
+def test_a_server_that_cannot_get_an_adapter_for_each_version(tmp_path, server, model_path, change, message):
+    if change is None:
+        server.answers["/v1/load_lora_adapter"] = 404
+    else:
+        server.info["vllm_config"] |= change
+    command = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 .*--enable-lora --max-lora-rank 8 --max-loras 6"
+    settings = {"more": {"peft_config": LORA}, "vllm_sync_adapter": True}
+    assert_continuous_is_refused(tmp_path, server, model_path, f"{message}.*{command}", **settings)
+
+
+def test_weights_go_through_memory_of_this_machine_or_by_nccl(tmp_path, server, model_path, monkeypatch):
+    config = server.info["vllm_config"]
+    elsewhere = "http://192.0.2.1:8000"  # an address for documentation, which no machine has
+    assert shares_memory(config, server.url)
+    assert shares_memory(config, server.url.replace("127.0.0.1", "localhost"))
+    assert not shares_memory(config, elsewhere)
+    assert not shares_memory(config | {"parallel_config": {}}, server.url)
+    monkeypatch.setattr(server_checks, "shares_memory", lambda config, url: shares_memory(config, elsewhere))
+    assert_continuous_is_refused(tmp_path, server, model_path, "gets weights by NCCL, and this process has no GPU")
+    config["weight_transfer_config"] = None
+    message = "is on another machine.*Add --weight-transfer-config '.*nccl"
+    assert_continuous_is_refused(tmp_path, server, model_path, message)
 
 
 def test_a_server_without_development_mode(tmp_path, server, model_path):

@@ -1,15 +1,17 @@
 """Continuous rollouts without a worker process, whose order of groups a test chooses, and without a model of vLLM."""
 
+import copy
 import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from types import SimpleNamespace
 
 import torch
+from peft import PeftModel
 
 from pacs_trl.rollouts import continuous, server_watch, worker_checks
 from pacs_trl.rollouts.rollout_worker import GradedGroup
-from support.models import TOKENIZER, tiny_model
+from support.models import TOKENIZER
 from support.rollouts import digit_reward
 from support.vllm_server import LoopbackVLLM, draw_tokens, play_installed
 
@@ -88,7 +90,7 @@ class ScriptedWorker:
 class Shared(SimpleNamespace):
     """The state that trainer and worker share; the worker has always read everything."""
 
-    value, admitted, asked = 0, 0, 0
+    value, admitted, asked, oldest = 0, 0, 0, 0
 
     @property
     def drained(self):
@@ -108,11 +110,13 @@ def play_worker(patch: Callable) -> type[ScriptedWorker]:
 
 @contextmanager
 def server_of(model):
-    """A server that computes the log-probs of a text with the weights that it got."""
+    """A server that computes the log-probs of a text with the weights, or the adapter, that it got."""
 
     def prompt_logps(ids, directory):
-        copied = tiny_model()
+        copied = copy.deepcopy(model)
         copied.load_state_dict(server.weights, strict=False)
+        if directory is not None:
+            copied = PeftModel.from_pretrained(copied, directory)
         with torch.no_grad():
             logps = copied(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
         return logps.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()

@@ -13,6 +13,8 @@ from urllib.parse import urlparse
 
 import torch
 from requests.adapters import HTTPAdapter
+from safetensors.torch import load_file
+from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.generation import vllm_client, vllm_generation
 
@@ -71,6 +73,7 @@ class LoopbackVLLM(Loopback):
     - `wait` is called before each answer to a generation, with its number.
     - `calls` lists the paths of all calls in order, `seeds` and `requests` what the generations asked for.
     - `loaded` are the directories of LoRA adapters by name; `prompt_logps(ids, directory)` answers for one of them.
+      `adapters` are the weights of all that were ever loaded.
     - `models`, `info` and `answers` are what the three questions before a run get.
     - `weights` are those that it got through shared memory, `version` their name, `paused` whether it waits. The
       log-prob of a token that is streamed is -1 minus the number of weights that the server had got before it;
@@ -88,6 +91,7 @@ class LoopbackVLLM(Loopback):
                     "max_model_len": max_model_len,
                 },
                 "parallel_config": {"worker_extension_cls": EXTENSION},
+                "lora_config": {"max_lora_rank": 16, "max_loras": 8},
                 "scheduler_config": {"max_num_seqs": 16, "max_num_batched_tokens": 16 * max_model_len},
                 "device_config": {"device": "cpu"},
             }
@@ -104,6 +108,7 @@ class LoopbackVLLM(Loopback):
         self.dead = False
         self.num_updates = 0
         self.loaded: dict[str, str] = {}
+        self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.prompt_logps: Callable | None = None
         super().__init__()
 
@@ -161,6 +166,9 @@ class LoopbackVLLM(Loopback):
             self.num_updates += 1
         if path == "/v1/load_lora_adapter" and body:
             self.loaded[body["lora_name"]] = body["lora_path"]
+            self.adapters[body["lora_name"]] = load_file(f"{body['lora_path']}/{ADAPTER_SAFE_WEIGHTS_NAME}")
+        if path == "/v1/unload_lora_adapter":
+            del self.loaded[body["lora_name"]]
         if path == "/v1/completions" and "prompt_logprobs" in body:
             (ids,) = body["prompt"]
             logps = zip(ids[1:], self.prompt_logps(ids, self.loaded.get(body["model"])), strict=True)
