@@ -168,7 +168,17 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
     recipe, _, text = read_without_conflicts(name, other_model, read_launch(None, 1)[0])
     others = {"miniature/dars_b": 2, "miniature/reuse": 8} | {
         f"miniature/{method}": 1
-        for method in ("agent", "agent_continuous", "continuous", "environment", "code", "pacs", "grpo", *OBJECTIVES)
+        for method in (
+            "agent",
+            "agent_continuous",
+            "continuous",
+            "environment",
+            "code",
+            "pacs",
+            "grpo",
+            "ucpo",
+            *OBJECTIVES,
+        )
     }
     others |= {} if name.startswith("miniature/") else {name: 1}
     assert recipe.step.updates_per_generation == others.get(name, 4)

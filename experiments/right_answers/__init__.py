@@ -1,0 +1,1 @@
+"""Objectives on problems with many correct answers, with SmolLM2-135M-Instruct."""

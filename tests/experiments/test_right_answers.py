@@ -1,0 +1,139 @@
+"""Problems with many correct answers: their answers, the exact measurements, and the analysis of made-up records."""
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from support.models import TOKENIZER, tiny_model
+from support.seeds import shifted
+
+from experiments.right_answers.analysis import lost_and_gained, task_tables
+from experiments.right_answers.gated import expected_gains
+from experiments.right_answers.runs import (
+    ARMS,
+    FIRST,
+    PILOT_SEED,
+    RATES,
+    SEEDS,
+    Run,
+    answer_logps,
+    at_level,
+    best_rate,
+    measure,
+    plan,
+)
+from experiments.right_answers.tasks import HELD_OUT, TASKS, Problem, reward, split
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_problems_are_always_the_same_distinct_and_held_out(task):
+    train, held_out = split(task)
+    assert split(task) == (train, held_out) and len(held_out) == HELD_OUT < len(train)
+    assert len({problem.prompt for problem in [*train, *held_out]}) == len(train) + HELD_OUT
+    assert all(len(set(problem.answers)) == len(problem.answers) > 1 for problem in [*train, *held_out])
+
+
+def test_listed_answers_are_the_correct_ones():
+    for prompt, answers in split("between")[0]:
+        low, high = map(int, prompt.splitlines()[1].strip(": ").split(" to "))
+        assert set(answers) == {str(n) for n in range(100) if low < n < high}
+    for prompt, answers in split("divisors")[0]:
+        number = int(prompt.split()[-1].strip(":"))
+        assert set(answers) == {str(n) for n in range(1, 100) if number % n == 0} - {"1", str(number)}
+    for prompt, answers in split("multiples")[0]:
+        number = int(prompt.split()[-1].strip(":"))
+        assert set(answers) == {str(n) for n in range(number + 1, 200) if n % number == 0}
+
+
+def test_a_reward_is_1_for_an_answer_with_the_end_of_its_line_alone():
+    texts = ["35\n", "35", " 35\n", "35\n3", "36\n", ""]
+    assert reward(texts, [["35", "34"]] * 6) == [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
+
+
+def test_measurements_on_paper():
+    # Two correct answers of probability 1/4 each, before training 3/8 and 1/8: q = 1/2, 1/2 against 3/4, 1/4.
+    now, first = torch.tensor([0.25, 0.25]).double().log(), torch.tensor([0.375, 0.125]).double().log()
+    metrics = measure([now], [first])
+    assert metrics["pass@1"] == 0.5 and metrics["pass@8"] == pytest.approx(1 - 0.5**8, abs=1e-5)
+    assert metrics["distinct"] == pytest.approx(2 * (1 - 0.75**64), abs=1e-5)
+    assert metrics["perplexity"] == pytest.approx(2.0)
+    assert metrics["kl"] == pytest.approx(0.5 * math.log(2 / 3) + 0.5 * math.log(2), abs=1e-5)
+    assert measure([first], [first])["kl"] == 0
+
+
+def test_gates_equal_integrals_over_the_posterior():
+    p = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    for size, k in ((4, 2), (8, 64)):
+        gains = expected_gains(size, k)
+        for m in range(size + 1):
+            density = p**m * (1 - p) ** (size - m)
+            integral = (density / density.sum() * k * (1 - p) ** (k - 1)).sum()
+            assert gains[m].item() == pytest.approx(integral.item(), rel=1e-4)
+        assert (gains.diff() < 0).all()  # the more is solved, the less there is to gain
+
+
+def points(*pass_1, distinct=8.0, slope=-4.0):
+    return [
+        {"update": 20 * i, "pass@1": p, "pass@8": p, "pass@64": 1.0, "distinct": distinct + slope * p, "kl": p}
+        for i, p in enumerate(pass_1)
+    ]
+
+
+def test_metrics_at_the_first_crossing_are_linear_in_pass_1():
+    point = at_level(points(0.1, 0.4, 0.8, 0.3, 0.9), 0.5)
+    assert point["update"] == pytest.approx(25.0) and point["pass@1"] == pytest.approx(0.5)
+    assert point["distinct"] == pytest.approx(6.0)
+    assert at_level(points(0.1, 0.4), 0.5) is None and at_level(points(0.6, 0.7), 0.5) is None
+
+
+def test_a_problem_is_lost_that_64_samples_no_longer_solve():
+    # 1 - (1 - p)^64 is at least one half from p = 0.0108
+    assert lost_and_gained([0.5, 0.5, 0.0, 0.0], [0.4, 0.010, 0.011, 0.001]) == (0.25, 0.25)
+
+
+def record(arm, seed, rate=1e-5, **changes):
+    run = Run("between", arm, rate, seed)
+    values = {"updates": 40, "before": [0.1], "after": [0.2], "entropy": [1.0], "cpu_seconds": 80.0}
+    return {**run._asdict(), **values, "points": points(0.1, 0.4, 0.8), **changes}
+
+
+def test_tables_pair_seeds_and_cover_known_differences():
+    generator = random.Random(shifted(0))
+    records = []
+    for seed in SEEDS:
+        common = generator.gauss(0, 3)  # cancels in the difference of a pair
+        for arm, gain in (("GRPO", 0.0), ("PACS, rollout", 0.0), ("PACS, kept, beta 0.1", 2.0)):
+            records.append(record(arm, seed, points=points(0.1, 0.4, 0.8, distinct=8 + common + gain)))
+    lines = "\n".join(task_tables("between", records))
+    (row,) = [x for x in lines.splitlines() if x.startswith("| PACS, kept") and "5 of 5" in x][:1]
+    assert "+2.0 ± 0.0" in row and "| 5 of 5 |" in row
+    assert "No run" in "\n".join(task_tables("between", [record("GRPO", PILOT_SEED)]))
+
+
+def test_the_plan_waits_for_the_pilot_and_takes_its_best_rate():
+    runs = plan([])
+    assert {run.seed for run in runs} == {PILOT_SEED} and runs[0].arm == FIRST[0]
+    distinct = dict(zip(RATES, (5.0, 9.0, 7.0), strict=True))
+    records = [
+        record("GRPO", PILOT_SEED, rate, points=points(0.1, 0.6, distinct=number)) for rate, number in distinct.items()
+    ]
+    chosen = [run for run in plan(records) if run.seed != PILOT_SEED]
+    assert chosen == [Run("between", "GRPO", RATES[1], seed) for seed in SEEDS]
+    slow = [record("GRPO", PILOT_SEED, rate, points=points(0.1, 100 * rate**0.5)) for rate in RATES]
+    assert best_rate(slow, "between", "GRPO") == max(RATES)  # none reaches the level
+    assert len({run.file for run in plan(records)}) == len(plan(records))
+    assert set(FIRST) <= set(ARMS) and json.loads(json.dumps(records)) == records
+
+
+def test_exact_log_probs_equal_those_of_whole_sequences():
+    model, problem = tiny_model().eval(), Problem("20 to 30: ", ("7", "24", "131"))
+    actual = answer_logps(model, TOKENIZER, problem)
+    prompt = TOKENIZER(problem.prompt)["input_ids"]
+    for value, answer in zip(actual.tolist(), problem.answers, strict=True):
+        ids = prompt + TOKENIZER(answer)["input_ids"] + [TOKENIZER.eos_token_id]
+        with torch.no_grad():
+            logps = model(torch.tensor([ids])).logits[0, :-1].log_softmax(dim=1)
+        expected = sum(logps[i - 1, ids[i]].item() for i in range(len(prompt), len(ids)))
+        assert value == pytest.approx(expected, abs=1e-4)
