@@ -40,7 +40,7 @@ LEVELS = {"between": 0.5, "multiples": 0.5, "divisors": 0.5, "sums": 0.15}  # pa
 class Arm(NamedTuple):
     """A method with its settings."""
 
-    trainer: type
+    trainer: Any
     settings: dict[str, Any]
 
 

@@ -5,7 +5,7 @@ import torch
 from support.models import RELATIVE, relative_error
 from support.optional_packages import require
 from support.two_processes import assert_steps_of_one_process, both, launch, numbers_of
-from two_process_scenarios import REPLAYED, SCENARIOS, probabilities, weighted
+from two_process_scenarios import REPLAYED, SCENARIOS, improbable, probabilities, weighted
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.trains, pytest.mark.slow]  # core methods: tests/distributed
@@ -57,6 +57,15 @@ def test_token_weights_bonus_and_correction_are_those_of_one_process(tmp_path, r
     for mine, other, expected in zip(*logs, strict=True):
         assert mine == other and mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
     assert [len(log) for log in logs[0]] == [12, 7, 12, 7] and logs[0][-1]["hidden/bonus"] > 0.01
+    assert relative_error(first["final"], one["final"]) < RELATIVE
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_weights_of_a_group_on_both_processes_are_those_of_one(tmp_path, request, kind):
+    first, second = both(request.getfixturevalue(kind), "improbable")
+    one = improbable(0, tmp_path, per_device_train_batch_size=8)
+    norms = [[log["grad_norm"] for log in run["logs"]] for run in (first, second, one)]
+    assert norms[0] == norms[1] and norms[0] == pytest.approx(norms[2], rel=1e-4)
     assert relative_error(first["final"], one["final"]) < RELATIVE
 
 

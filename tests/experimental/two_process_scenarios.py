@@ -12,6 +12,7 @@ from support.two_processes import HALF, QUARTER, Sampled, record, resumed
 from pacs_trl.experimental.process_labels import ProcessLabelsTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.experimental.steer import STEERTrainer
+from pacs_trl.experimental.ucpo import UCPOTrainer
 
 
 REPLAYED: dict[str, tuple[dict, dict]] = {  # settings, settings of the replay
@@ -33,6 +34,12 @@ def replayed(rank, directory, name, **how):
 
 def weighted(rank, directory, **how):
     return record(directory, WEIGHTED | how, {}, replay_class=Sampled)
+
+
+def improbable(rank, directory, **how):
+    """Completions of a group are on both processes."""
+    settings = HALF | {"trainer_class": UCPOTrainer, "tau": 1.0, "num_generations": 8, "max_steps": 4}
+    return record(directory, settings | how, {"num_generations": 8})
 
 
 def drawn_where_needed(rank, directory, **how):
@@ -72,7 +79,11 @@ def probabilities(rank, directory, **how):
 
 
 GENERATING = {"probabilities": probabilities, "drawn where needed": drawn_where_needed}
-DDP = {name: partial(replayed, name=name) for name in REPLAYED} | {"weighted": weighted} | GENERATING
+DDP = (
+    {name: partial(replayed, name=name) for name in REPLAYED}
+    | {"weighted": weighted, "improbable": improbable}
+    | GENERATING
+)
 FSDP2 = {name: partial(scenario, **FSDP_SETTINGS) for name, scenario in DDP.items()}
 ZERO3 = {name: partial(scenario, **zero3_settings(0)) for name, scenario in DDP.items() if name not in GENERATING}
 SCENARIOS = {"ddp": DDP, "fsdp2": FSDP2, "zero3": ZERO3}
