@@ -1,6 +1,6 @@
 """An environment of your own, for a recipe: its public methods are tools, and it grades what they did.
 
-pacs-trl train --config recipes/qwen3-0.6b/pacs.yaml --environment examples.extend_environment:safe
+pacs-trl train --config recipes/miniature/environment.yaml --environment examples.extend_environment:safe
 """
 
 import random

@@ -1,6 +1,6 @@
 """Another loss of the completions of a group: each correct completion against each wrong one.
 
-pacs-trl train --config recipes/qwen3-0.6b/pacs.yaml --method examples.extend_group_loss:PairwiseTrainer
+pacs-trl train --config recipes/miniature/pacs.yaml --method examples.extend_group_loss:PairwiseTrainer
 """
 
 from dataclasses import dataclass

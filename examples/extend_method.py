@@ -1,6 +1,6 @@
 """A method of your own: learn from the first tokens of a completion only.
 
-pacs-trl train --config recipes/qwen3-0.6b/pacs.yaml --method examples.extend_method:PrefixTrainer --num_tokens 16
+pacs-trl train --config recipes/miniature/pacs.yaml --method examples.extend_method:PrefixTrainer --num_tokens 16
 """
 
 from dataclasses import dataclass

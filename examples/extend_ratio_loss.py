@@ -1,6 +1,6 @@
 """Another loss of probability ratios: SPO (https://huggingface.co/papers/2401.16025), whose bound is a parabola.
 
-pacs-trl train --config recipes/qwen3-4b/grpo.yaml --method examples.extend_ratio_loss:SPOTrainer
+pacs-trl train --config recipes/miniature/grpo.yaml --method examples.extend_ratio_loss:SPOTrainer
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,15 @@
-"""Every command in README, docs and notebooks: its arguments parse and its files exist; some run.
+"""Every command in README, docs, notebooks, and docstrings of modules: its arguments parse and its files exist; some
+run.
 
 Notebooks are tested as they are committed: with outputs (but for the one that wants a GPU), without traces of a
 machine. That they run is the business of `make notebooks`.
 
-A command is a line of a ```bash block, or a code span that begins like one. Words in capitals (MODEL, DIR, USER/NAME)
-and shell variables stand for what a reader puts in.
+A command is a line of a ```bash block, a line of a docstring, or a code span that begins like one. Words in capitals
+(MODEL, DIR, USER/NAME) and shell variables stand for what a reader puts in.
 """
 
 import argparse
+import ast
 import configparser
 import contextlib
 import glob
@@ -35,7 +37,8 @@ from pacs_trl.plan.launch import read_launch
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted(ROOT.glob("notebooks/*.ipynb"))
 FOLDERS = ("", "docs/**/", "recipes/", "examples/")
-PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md")) + NOTEBOOKS
+SCRIPTS = sorted(path for folder in ("examples", "pacs_trl") for path in ROOT.glob(f"{folder}/**/*.py"))
+PAGES = sorted(page for folder in FOLDERS for page in ROOT.glob(f"{folder}*.md")) + NOTEBOOKS + SCRIPTS
 BEGINNINGS = (
     "make ",
     "pacs-trl ",
@@ -55,6 +58,9 @@ EXTERNAL += ("jupyter", "until", "srun", "trap", "wait")
 def text_of(page: Path) -> str:
     if page.suffix == ".md":
         return page.read_text()
+    if page.suffix == ".py":
+        docstring = ast.get_docstring(ast.parse(page.read_text())) or ""
+        return re.sub(rf"^ *((?:{'|'.join(BEGINNINGS)}).*)$", r"`\1`", docstring, flags=re.MULTILINE)
     cells = json.loads(page.read_text())["cells"]
     return "\n\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown")
 
@@ -146,7 +152,7 @@ def test_command(monkeypatch, page, command):
     for part in re.split(r"\s+(?:&&|\|)\s+", command):
         if not part.startswith(EXTERNAL):
             words = [word for word in shlex.split(part) if word != "..."]
-            if not {"CONFIG", "RECIPE", "FILE", "X", "--help"} & set(words):
+            if not {"CONFIG", "RECIPE", "RECIPE.yaml", "FILE", "COMMAND", "X", "--help"} & set(words):
                 check_command(monkeypatch, ["1" if word.startswith("$") else word for word in words])
     read = re.sub(r"--output_dir \S+", "", command)
     for path in re.findall(r"(?<![\w/.-])(?:recipes|tests|benchmarks|notebooks|docs)/[\w./-]+", read):

@@ -1,9 +1,13 @@
 """The extension points: each example of `examples/extend_*.py`, named by a recipe."""
 
+import ast
 import math
+import shlex
+from pathlib import Path
 
 import pytest
 import torch
+from support.examples import EXAMPLES
 from support.problems import training_data
 from support.scripted import run_recipe
 from support.seeds import shifted
@@ -26,17 +30,26 @@ def train(output_dir, model_path, *words, **settings):
     return run_recipe(output_dir, model_path, *words, max_completion_length=8, max_steps=1, **settings)
 
 
+def run_documented_command(example: str, output_dir, model_path, *words: str):
+    """Run `pacs-trl train` as in the docstring of an example, with a tiny model."""
+    docstring = ast.get_docstring(ast.parse((EXAMPLES / f"{example}.py").read_text()))
+    command = next(line for line in docstring.splitlines() if line.startswith("pacs-trl train "))
+    config, recipe, *options = shlex.split(command.removeprefix("pacs-trl train "))
+    assert config == "--config" and Path(recipe).parent == Path("recipes/miniature")
+    return train(output_dir, model_path, *options, *words, recipe=Path(recipe).name)
+
+
 @pytest.mark.parametrize(
-    ("method", "recipe"),
+    "method",
     [
-        ("examples.extend_group_loss:PairwiseTrainer", "pacs.yaml"),
-        ("examples.extend_ratio_loss:SPOTrainer", "grpo.yaml"),
-        ("examples.extend_method:PrefixTrainer", "pacs.yaml"),
+        "examples.extend_group_loss:PairwiseTrainer",
+        "examples.extend_ratio_loss:SPOTrainer",
+        "examples.extend_method:PrefixTrainer",
     ],
 )
-def test_a_recipe_names_the_trainer_of_a_user(tmp_path, model_path, method, recipe):
-    rewards = ["--reward_funcs", "support.rollouts:digit_reward"]
-    trainer = train(tmp_path, model_path, *rewards, recipe=recipe, method=method)
+def test_the_documented_command_trains_with_the_method_of_a_user(tmp_path, model_path, method):
+    example = method.removeprefix("examples.").partition(":")[0]
+    trainer = run_documented_command(example, tmp_path, model_path, "--reward_funcs", "support.rollouts:digit_reward")
     assert f"{type(trainer).__module__}:{type(trainer).__name__}" == method
     (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert math.isfinite(log["loss"]) and log["grad_norm"] > 0
@@ -93,8 +106,7 @@ def test_rows_rewards_and_environments_of_a_user(tmp_path, model_path, tool_mode
     trainer = train(tmp_path / "rows", model_path, *words, dataset_name="examples.extend_data:sums")
     assert {row["problem"] for row in trainer.train_dataset} <= {row["problem"] for row in sums()}
     assert "level" in trainer.train_dataset.column_names and trainer.reward_func_names == ["short_number_reward"]
-    environment = {"environment": "examples.extend_environment:safe", "recipe": "environment.yaml"}
-    trainer = train(tmp_path / "environment", tool_model_path, **environment)
+    trainer = run_documented_command("extend_environment", tmp_path / "environment", tool_model_path)
     assert trainer.reward_func_names == ["opened"] and trainer.tools is not None
     lock = safe.environment_factory()
     lock.reset(seed=shifted(0))
