@@ -11,6 +11,7 @@ from pacs_trl.baselines.grpo_trainer import RatioFunctionObjective
 
 @dataclass(frozen=True)
 class SPOObjective(RatioFunctionObjective):
+    settings_of_f = ("epsilon",)  # `epsilon_high` and `delta` are refused
     epsilon: float = 0.2
 
     def f(self, ratio, sign):

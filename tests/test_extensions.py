@@ -17,6 +17,7 @@ from examples.extend_environment import safe
 from examples.extend_group_loss import pairwise_loss
 from examples.extend_ratio_loss import SPOObjective
 from examples.extend_reward import short_number_reward
+from pacs_trl.baselines.grpo_trainer import RatioFunctionObjective
 from pacs_trl.errors import UserError
 from pacs_trl.plan.check import check_recipe
 from pacs_trl.recipe import read_recipe
@@ -93,6 +94,31 @@ def test_the_ratio_loss_has_the_derivative_of_its_formula():
 def test_a_ratio_loss_refuses_the_name_of_another_one(loss_type):
     with pytest.raises(UserError, match="loss_type"):
         SPOObjective(RatioLoss(loss_type))
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [({"delta": 3.0}, "delta"), ({"upper_bound": 1.28}, "epsilon_high"), ({"lower_bound": 0.7}, "epsilon_high")],
+)
+def test_a_ratio_loss_refuses_settings_that_its_function_does_not_read(settings, name):
+    with pytest.raises(UserError, match=rf"^{name} would be ignored"):
+        SPOObjective(RatioLoss(**settings))
+
+
+def test_a_ratio_loss_takes_the_settings_that_its_function_reads():
+    for epsilon in (0.1, 0.2, 0.3):
+        loss = RatioLoss(lower_bound=1 - epsilon, upper_bound=1 + epsilon)
+        assert SPOObjective(loss, epsilon=epsilon).epsilon == epsilon
+
+    class TruncatedObjective(RatioFunctionObjective):
+        settings_of_f = ("delta",)
+
+        def f(self, ratio, sign):
+            return ratio.clamp(max=self.loss.delta)
+
+    assert TruncatedObjective(RatioLoss(delta=3.0)).f(torch.tensor([2.0, 4.0]), 1).tolist() == [2.0, 3.0]
+    with pytest.raises(UserError, match="^epsilon would be ignored"):
+        TruncatedObjective(RatioLoss(delta=3.0, lower_bound=0.7, upper_bound=1.3))
 
 
 def test_the_reward_is_none_without_a_number():

@@ -5,7 +5,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -124,12 +124,18 @@ class SurrogateObjective(RatioObjective):
         }
 
 
+@dataclass(frozen=True)  # also where a subclass is no dataclass, its settings are checked
 class RatioFunctionObjective(SurrogateObjective):
     """
     Base class of losses with another function of the ratio. A subclass overrides [`f`], and autograd differentiates
     it. Of `loss`, `loss_type` is the normalization, and `importance_sampling_level` says whether a ratio is that of a
     token or of a completion. KL term, token weights, and the off-policy mask are those of [`SurrogateObjective`].
+
+    Raises a `ValueError` for settings of GRPO's function of the ratio that [`f`] does not read, unless they have their
+    default value. `settings_of_f` names those of `epsilon`, `epsilon_high`, and `delta` that a subclass reads.
     """
+
+    settings_of_f: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
         if self.loss.loss_type in ("sapo", "cispo", "vespo"):
@@ -137,6 +143,18 @@ class RatioFunctionObjective(SurrogateObjective):
                 f"loss_type={self.loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
                 "which reads only the normalization from it. Set loss_type to 'dapo', 'grpo', 'bnpo', 'dr_grpo', or "
                 "'luspo'."
+            )
+        loss, default = self.loss, surrogate.RatioLoss()
+        epsilon, epsilon_high = 1 - loss.lower_bound, loss.upper_bound - 1
+        is_set = {
+            "epsilon": loss.lower_bound != default.lower_bound,
+            "epsilon_high": not math.isclose(epsilon, epsilon_high),  # its default is epsilon
+            "delta": loss.delta is not None,
+        }
+        if ignored := [name for name in is_set if is_set[name] and name not in self.settings_of_f]:
+            raise UserError(
+                f"{' and '.join(ignored)} would be ignored: {type(self).__name__} has another function of the ratio "
+                "than GRPO. Remove the keys, or, if `f` reads them, name them in its attribute `settings_of_f`."
             )
 
     @abstractmethod
