@@ -34,7 +34,7 @@ from .data.sets import FILE_FORMATS
 from .errors import FailedRun, UserError
 from .evaluation.provenance import checkpoint_digest
 from .evaluation.results import read_json, read_results
-from .methods import settings_to_publish
+from .methods import is_of_user, settings_to_publish
 from .redaction import published, published_recipe
 from .report.tables import benchmark_table, one_line, to_markdown
 from .settings import Parser, read_mapping
@@ -322,7 +322,9 @@ def build_card(
         settings["dataset_name"] = training["dataset_name"]
     title, base = one_line(name.split("/")[-1]), settings.get("model_name_or_path")
     method, paper = one_line(str(settings.get("method", "pacs"))), training.get("paper", {})
-    tags = {"trl", method.lower(), *training.get("tags", ())}
+    tags = {"trl", *training.get("tags", ())}
+    if not is_of_user(method):  # whose name is that of a class, in the tags of the model
+        tags.add(method.lower())
     if "id" in paper:
         tags.add(f"arxiv:{paper['id']}")
     dataset = settings.get("dataset_name")

@@ -146,7 +146,6 @@ class PACSTrainer(ExactUpdateTrainer):
     All other arguments are those of [`~trl.GRPOTrainer`].
     """
 
-    _tag_names = ["trl", "pacs"]
     _name = "PACS"
     _config_class = PACSConfig
     _paper = {

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from support.examples import EXAMPLES
 from support.problems import training_data
 from support.scripted import run_recipe
@@ -55,6 +56,9 @@ def test_the_documented_command_trains_with_the_method_of_a_user(tmp_path, model
     (log,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert math.isfinite(log["loss"]) and log["grad_norm"] > 0
     assert f"method: {method}\n" in (tmp_path / "recipe.yaml").read_text()
+    card = ModelCard.load(tmp_path / "README.md")
+    assert trainer._name in card.text and "/papers/" not in card.text and "Citation" not in card.text
+    assert card.data.tags == sorted(["trl", trainer._name.lower()])
 
 
 def test_the_group_loss_by_hand():

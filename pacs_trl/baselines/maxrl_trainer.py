@@ -12,7 +12,6 @@ class MaxRLTrainer(GRPOTrainer):
 
     _config_class = MaxRLConfig
     _name = "MaxRL"
-    _tag_names = ["trl", "maxrl"]
     _paper = {"title": "Maximum Likelihood Reinforcement Learning", "id": "2602.02710"}
 
     def advantages(self, batch, num_generations):

@@ -307,7 +307,6 @@ class PPOTrainer(ActorCriticTrainer):
 
     args: PPOConfig
     _critic_has_values = True
-    _tag_names = ["trl", "ppo"]
     _name = "PPO"
     _config_class = PPOConfig
     _paper = {"title": "Proximal Policy Optimization Algorithms", "id": "1707.06347"}

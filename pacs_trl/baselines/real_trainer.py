@@ -19,7 +19,6 @@ class REALTrainer(ExactUpdateTrainer):
     args: REALConfig
     _config_class = REALConfig
     _name = "REAL"
-    _tag_names = ["trl", "real"]
     _paper = {"title": "Rewards as Labels: Revisiting RLVR from a Classification Perspective", "id": "2602.05630"}
 
     def create_objective(self) -> GroupObjective:

@@ -21,7 +21,6 @@ class RLOOTrainer(GRPOTrainer):
 
     _config_class = RLOOConfig
     _name = "RLOO"
-    _tag_names = ["trl", "rloo"]
     _paper = trl.RLOOTrainer._paper
 
     def create_objective(self) -> SurrogateObjective:

@@ -127,6 +127,10 @@ class DARSTrainer(ExtendingTrainer):
     """[`PACSTrainer`] with additional completions of hard prompts, and other prompts in place of uniform groups."""
 
     _name = "DARS"
+    _paper = {
+        "title": "Depth-Breadth Synergy in RLVR: Unlocking LLM Reasoning Gains with Adaptive Exploration",
+        "id": "2508.13755",
+    }
     _config_class = DARSConfig
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 

@@ -111,7 +111,6 @@ class GenACTrainer(ActorCriticTrainer):
 
     args: GenACConfig
     _saved_attributes = (*ActorCriticTrainer._saved_attributes, "_success_rate", "_num_answers")
-    _tag_names = ["trl", "genac"]
     _name = "GenAC"
     _config_class = GenACConfig
     _paper = {

@@ -83,6 +83,10 @@ class GuidanceTrainer(ExtendingTrainer):
     """[`PACSTrainer`] with guided attempts for groups without a correct completion."""
 
     _name = "guidance"
+    _paper = {
+        "title": "Agent-RLVR: Training Software Engineering Agents via Guidance and Environment Rewards",
+        "id": "2506.11425",
+    }
     _config_class = GuidanceConfig
 
     def _prepare_loading(self, model, args, arguments) -> None:

@@ -190,6 +190,7 @@ class RLPRTrainer(PACSTrainer):
     filtered by their spread."""
 
     _name = "RLPR"
+    _paper = {"title": "RLPR: Extrapolating RLVR to General Domains without Verifiers", "id": "2506.18254"}
     _config_class = RLPRConfig
     _saved_attributes = (*PACSTrainer._saved_attributes, "_spreads", "_without_reasoning")
 

@@ -148,6 +148,7 @@ class STEERTrainer(PACSTrainer):
     """[`PACSTrainer`] with [`SteerWeights`]; the first update on a rollout needs one more forward pass."""
 
     _name = "STEER"
+    _paper = {"title": "Rethinking Entropy Interventions in RLVR: An Entropy Change Perspective", "id": "2510.10150"}
     _config_class = STEERConfig
 
     def token_weights(self) -> list[TokenWeights]:

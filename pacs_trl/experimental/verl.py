@@ -209,6 +209,10 @@ class VERLTrainer(PACSTrainer):
     """[`PACSTrainer`] with [`verl_coefficients`]; an optimizer step needs one more forward pass."""
 
     _name = "VERL"
+    _paper = {
+        "title": "Beyond the Exploration-Exploitation Trade-off: A Hidden State Approach for LLM Reasoning in RLVR",
+        "id": "2509.23808",
+    }
     _config_class = VERLConfig
     update_class = VERLUpdate
     _saved_attributes = (*PACSTrainer._saved_attributes, "verl_means")

@@ -31,6 +31,16 @@ class Publication:
 
     recipe: dict[str, Any] | None = None
 
+    def __init_subclass__(cls, **kwargs):
+        """Give a class that sets `_name`, and is thus another method than its base class, neither the paper nor the
+        tags of that base class."""
+        super().__init_subclass__(**kwargs)
+        if "_name" in vars(cls):
+            if "_paper" not in vars(cls):
+                cls._paper = {}
+            if "_tag_names" not in vars(cls):
+                cls._tag_names = ["trl", cls._name.lower()]
+
     def save_weights(self, output_dir: str, is_checkpoint: bool) -> None:
         """Save the model and tokenizer without a model card. In checkpoints, Trainer itself saves FSDP shards."""
         plugin = self.accelerator.state.fsdp_plugin if self.is_fsdp_enabled else None

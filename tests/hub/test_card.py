@@ -19,6 +19,8 @@ from experiments.miniature.warm_start import CARD
 from pacs_trl import train
 from pacs_trl.evaluation.provenance import training_facts
 from pacs_trl.hub import build_card, kept_readme, license_of, push
+from pacs_trl.methods import method_names
+from pacs_trl.recipe import trainer_of_method
 
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "miniature" / "pacs.yaml"
@@ -179,6 +181,19 @@ def test_an_adapter_that_was_trained_in_python(model_path, tmp_path, monkeypatch
     (directory / "README.md").write_text("---\nlicense: mit\n---\nBy hand.\n")
     trainer.save_model()
     assert (directory / "README.md").read_text() == "---\nlicense: mit\n---\nBy hand.\n"
+
+
+def test_a_method_has_the_paper_and_tags_of_its_authors_alone():
+    trainers = [trainer_of_method(name) for name in method_names()]
+    papers = {trainer._name: trainer._paper.get("id") for trainer in trainers}
+    assert [name for name, paper in papers.items() if paper is None] == ["process_labels"]  # of this package
+    assert len(set(papers.values())) == len(papers)
+    assert all(trainer._tag_names == ["trl", trainer._name.lower()] for trainer in trainers)
+
+    class OtherTrainer(trainer_of_method("rlpr")):
+        """The same method with changes."""
+
+    assert OtherTrainer._paper == trainer_of_method("rlpr")._paper and OtherTrainer._tag_names == ["trl", "rlpr"]
 
 
 QWEN = {"model_name_or_path": "Qwen/Qwen3-4B", "dataset_name": "deepscaler"}
