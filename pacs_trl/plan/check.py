@@ -94,6 +94,9 @@ def print_plan(
         conflicts += print_commands(options.config, recipe, launch.num_processes, options.nodes)
 
     estimate = Estimate(recipe, launch, GPUS[options.gpu], prompts)
+    if recipe.training.rollout_schedule == "continuous":
+        is_known = prompts.lengths or recipe.data.max_prompt_length
+        conflicts += print_continuous_server(recipe, estimate.longest if is_known else None)
     more_conflicts, notes = find_conflicts(estimate)
     conflicts += more_conflicts + _output_errors(recipe.training)
     if Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
@@ -148,17 +151,21 @@ def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) ->
     print(f"One of these starts it, on {what}:")
     for command in commands:
         print(f"  {command}")
-    if recipe.training.rollout_schedule == "continuous":
-        dtype = "bfloat16" if recipe.training.bf16 else recipe.model.dtype or "float32"
-        try:
-            lora_rank = max_lora_rank(recipe.training, None, adapter_config(recipe.model))
-        except UserError as error:
-            return [str(error)]
-        if lora_rank is None:
-            print("A server on the same machine shares memory with the trainer instead of using NCCL:")
-        else:
-            print("A server that reads adapters from output_dir:")
-        print(f"  {continuous_server_command(recipe.training, recipe.model_name, dtype, lora_rank)}")
+    return []
+
+
+def print_continuous_server(recipe: Recipe, longest: int | None) -> list[str]:
+    """Print the command that starts the vLLM server of a run with continuous rollouts; `longest` are the tokens of the
+    longest prompt and a completion of it, if they are known. Return what prevents it."""
+    training, on_cpu = recipe.training, not recipe.training.needs_gpu
+    dtype = "bfloat16" if training.bf16 else recipe.model.dtype or "float32"
+    try:
+        rank = max_lora_rank(training, None, adapter_config(recipe.model))
+    except UserError as error:
+        return [str(error)]
+    command = continuous_server_command(training, recipe.model_name, dtype, rank, on_cpu=on_cpu, longest=longest)
+    print("This starts the server, on the machine of the trainer, with this package in its environment:")
+    print(f"  {command}")
     return []
 
 

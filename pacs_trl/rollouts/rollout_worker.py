@@ -45,6 +45,7 @@ from .reward_functions import never_exiting, with_result, with_truncated
 
 _ATTEMPTS = 3  # of a request, within about three seconds
 _SECONDS_TO_STOP = 3.0
+_SECONDS_TO_CONNECT = 30.0  # of a busy machine; a server that is down refuses connections at once
 
 
 class ServerError(RuntimeError):
@@ -305,8 +306,11 @@ class RolloutLoop(_AsyncRolloutLoop):
         """Yield the parts of a completion as they arrive. A server may be paused for any time in between."""
         assert self.session is not None
         aiohttp = async_rollout_worker.aiohttp
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=5)
-        async with self.session.post(f"{self.vllm_server_url}{path}", json=payload, timeout=timeout) as response:
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SECONDS_TO_CONNECT)
+        # A connection of its own: a server closes those that are idle, which a request may find out too late.
+        alone = {"Connection": "close"}
+        url = f"{self.vllm_server_url}{path}"
+        async with self.session.post(url, json=payload, headers=alone, timeout=timeout) as response:
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"status {response.status}, {(await response.text())[:300]}")
             is_finished = False

@@ -103,7 +103,7 @@ def check_server_of_continuous(
         lora_rank (`int`, *optional*): Rank of adapters, if they are sent instead of all weights.
     """
     dtype = training_dtype(args, model)
-    url, command = server_url(args), serve_command(name_of(model), lora_rank, args, dtype)
+    url, command = server_url(args), serve_command(name_of(model), lora_rank, args, dtype, longest)
 
     def refuse(problem: str, remedy: str = "Start it with") -> None:
         raise UserError(f"The vLLM server at {url} {problem}. {remedy}: {command}")

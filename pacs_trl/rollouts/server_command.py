@@ -7,6 +7,8 @@ from .rollout_config import RolloutConfig
 
 # Of the workers of a vLLM server that shares memory with the trainer.
 EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"
+_VLLM_PORT = 8000  # by default
+_CPU_CACHE_GIB = 2  # of keys and values; by default vLLM for CPUs takes 92 % of the memory, which the trainer needs
 
 
 def server_url(args: RolloutConfig) -> str:
@@ -15,12 +17,18 @@ def server_url(args: RolloutConfig) -> str:
 
 
 def serve_command(
-    model: str, lora_rank: int | None = None, args: RolloutConfig | None = None, dtype: str | None = None
+    model: str,
+    lora_rank: int | None = None,
+    args: RolloutConfig | None = None,
+    dtype: str | None = None,
+    longest: int | None = None,
 ) -> str:
     """Return the shell command that starts a vLLM server to which TRL can send weights, or LoRA adapters; with `args`
-    of a run with `rollout_schedule: continuous` one that shares memory with the trainer, and computes in `dtype`."""
+    of a run with `rollout_schedule: continuous` one that shares memory with the trainer, and computes in `dtype`, with
+    a context of the `longest` sequence."""
     if args is not None and args.rollout_schedule == "continuous":
-        return continuous_server_command(args, model, dtype or training_dtype(args, model), lora_rank)
+        dtype, on_cpu = dtype or training_dtype(args, model), args.device.type == "cpu"
+        return continuous_server_command(args, model, dtype, lora_rank, on_cpu=on_cpu, longest=longest)
     loading = f'vllm serve {model} --weight-transfer-config \'{{"backend": "nccl"}}\''
     if lora_rank is not None:
         loading = f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve {model} --enable-lora --max-lora-rank {lora_rank}"
@@ -33,20 +41,39 @@ def num_adapters(args: RolloutConfig) -> int:
     return args.max_staleness + 2
 
 
-def continuous_server_command(args: RolloutConfig, model: str, dtype: str, lora_rank: int | None = None) -> str:
-    """Return the shell command that starts the vLLM server of a run with `rollout_schedule: continuous` on the machine
-    of the trainer, with the precision `dtype`, and for adapters of up to `lora_rank` instead of all weights. On CPUs
-    the batch of a step must hold all completions as a whole."""
-    server = f"vllm serve {model}"
-    if args.use_cpu:
+def continuous_server_command(
+    args: RolloutConfig,
+    model: str,
+    dtype: str,
+    lora_rank: int | None = None,
+    *,
+    on_cpu: bool,
+    longest: int | None = None,
+) -> str:
+    """
+    Return the shell command that starts the vLLM server of a run with `rollout_schedule: continuous` on the machine of
+    the trainer.
+
+    Args:
+        dtype (`str`): Precision of the server.
+        lora_rank (`int`, *optional*): Largest rank of adapters, if they are sent instead of all weights.
+        on_cpu (`bool`): Whether it is vLLM for CPUs. There the batch of a step must hold all completions as a whole,
+            and the server would take nearly all memory for its cache.
+        longest (`int`, *optional*): Tokens of the longest prompt and a completion of it, if they are known.
+    """
+    context = args.vllm_max_model_length or longest
+    environment, server = "VLLM_SERVER_DEV_MODE=1", f"vllm serve {model}"
+    if on_cpu:
         slots = (args.max_staleness + 1) * args.generation_batch_size
-        server = f"python -m vllm.entrypoints.openai.api_server --model {model} --max-num-seqs {slots}"
-        if args.vllm_max_model_length is not None:
-            tokens = slots * args.vllm_max_model_length
-            server += f" --max-num-batched-tokens {tokens}"
-    if args.vllm_max_model_length is not None:
-        server += f" --max-model-len {args.vllm_max_model_length}"
-    environment, weights = "VLLM_SERVER_DEV_MODE=1", f"--worker-extension-cls {EXTENSION}"
+        environment += f" VLLM_CPU_KVCACHE_SPACE={_CPU_CACHE_GIB}"
+        server = f"python -m vllm.entrypoints.openai.api_server --model {model} --enforce-eager --max-num-seqs {slots}"
+        if context is not None:
+            server += f" --max-num-batched-tokens {slots * context}"
+    if context is not None:
+        server += f" --max-model-len {context}"
+    if args.vllm_server_base_url is None and args.vllm_server_port != _VLLM_PORT:
+        server += f" --port {args.vllm_server_port}"
+    weights = f"--worker-extension-cls {EXTENSION}"
     if lora_rank is not None:
         environment += " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
         weights = f"--enable-lora --max-lora-rank {lora_rank} --max-loras {num_adapters(args)}"

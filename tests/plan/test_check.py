@@ -1,6 +1,10 @@
 """`pacs-trl plan`: what it says of a recipe and a launch, each conflict with its values and remedy."""
 
+from pathlib import Path
+
 import pytest
+
+from pacs_trl.plan.check import main
 
 
 FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
@@ -151,3 +155,17 @@ def test_recomputation_that_the_launch_sets_excludes_automatic_recomputation(pla
     assert plan("--accelerate-config", file)[0] == 0
     status, output = plan("--accelerate-config", file, gradient_checkpointing="auto")
     assert status == 1 and "fsdp_activation_checkpointing: true" in output
+
+
+@pytest.mark.parametrize("name", ["continuous", "agent_continuous"])
+def test_the_server_of_continuous_rollouts_is_that_of_the_recipe(capsys, name):
+    recipe = f"recipes/miniature/{name}.yaml"
+    main(["--config", recipe])
+    (command,) = [line.strip() for line in capsys.readouterr().out.splitlines() if "--worker-extension-cls" in line]
+    assert f"#   {command}\n" in Path(recipe).read_text()
+
+
+def test_the_server_of_a_recipe_for_gpus_is_vllm_for_gpus(plan):
+    settings = {"rollout_schedule": "continuous", "use_vllm": True, "vllm_mode": "server", "max_prompt_length": 24}
+    _, output = plan(**settings, max_staleness=1, steps_per_generation=4)
+    assert "  VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-4B --max-model-len 1024 --dtype bfloat16" in output

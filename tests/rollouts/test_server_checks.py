@@ -11,7 +11,7 @@ from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from pacs_trl.rollouts import server_checks, worker_checks
 from pacs_trl.rollouts.server_checks import check_vllm, shares_memory
-from pacs_trl.rollouts.server_command import serve_command
+from pacs_trl.rollouts.server_command import continuous_server_command, serve_command
 from pacs_trl.settings import names
 
 
@@ -169,9 +169,11 @@ def test_the_command_of_the_message_starts_such_a_server(tmp_path, server, model
     settings = SETTINGS | server_settings(server.url) | {"vllm_max_model_length": 64, "max_staleness": 1}
     args = build_trainer(tmp_path, model=model_path, **settings).args
     command = serve_command("model", args=args, dtype="float32")
-    assert "python -m vllm.entrypoints.openai.api_server --model model --max-num-seqs 16" in command
+    assert "python -m vllm.entrypoints.openai.api_server --model model --enforce-eager --max-num-seqs 16" in command
+    assert "VLLM_CPU_KVCACHE_SPACE=" in command
     assert "--max-num-batched-tokens 1024" in command
-    args.use_cpu = False
-    assert "VLLM_SERVER_DEV_MODE=1 vllm serve model --max-model-len 64 --dtype bfloat16" in serve_command(
-        "model", args=args, dtype="bfloat16"
-    )
+    command = continuous_server_command(args, "model", "bfloat16", on_cpu=False)
+    assert "VLLM_SERVER_DEV_MODE=1 vllm serve model --max-model-len 64 --dtype bfloat16" in command
+    args.vllm_max_model_length, args.vllm_server_base_url, args.vllm_server_port = None, None, 8001
+    command = continuous_server_command(args, "model", "float32", on_cpu=True, longest=20)
+    assert "--max-num-batched-tokens 320 --max-model-len 20 --port 8001" in command
