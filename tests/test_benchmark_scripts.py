@@ -14,7 +14,7 @@ from pacs_trl.plan.cost import H200
 
 
 @pytest.mark.slow
-def test_every_part_of_an_optimizer_step(monkeypatch, tmp_path, capsys):
+def test_every_part_of_an_optimizer_step_is_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     arguments = ["--size", "tiny", "--repeats", "1", "--prompt_tokens", "16", "--output", "found.json"]
     monkeypatch.setattr("sys.argv", ["optimizer_step", *arguments])
@@ -31,7 +31,7 @@ def test_every_part_of_an_optimizer_step(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_optimizer_steps_of_other_architectures(monkeypatch, tmp_path, capsys):
+def test_optimizer_steps_of_other_architectures_are_measured(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     shapes = ["gpt_oss", "minimax", "qwen3_5_text"]
     arguments = ["--size", "tiny", "--repeats", "1", "--parts", "shapes", "--shapes", *shapes]
@@ -62,7 +62,7 @@ def test_training_of_each_trainer_end_to_end(monkeypatch, tmp_path, capsys):
     assert all(float(row[3]) > 0 for row in rows[-6:])
 
 
-def test_plan_beside_a_measurement_by_hand():
+def test_errors_of_the_plan_equal_those_worked_by_hand():
     """30 GiB measured, 10 + 10 planned: a third too little, and activations would have to be twice as large.
 
     Two seconds for one: half the time.
@@ -76,7 +76,7 @@ def test_plan_beside_a_measurement_by_hand():
     assert columns["factor on activations"] == 2.0 and columns["factor on time"] == 2.0
 
 
-def test_model_flops_by_hand():
+def test_model_flops_equal_those_worked_by_hand():
     """Two completions of 2 and 4 tokens of a prompt of 3: 9 tokens are computed once, 12 are in the rows.
 
     A token of a row of length n attends to n of them: (25 + 49) / 12 on average.
@@ -108,7 +108,7 @@ def test_simulated_groups_have_the_recorded_lengths():
     assert [length for _ in range(4) for length in next(groups).completions] != lengths
 
 
-def test_a_simulated_step_of_each_schedule():
+def test_continuous_steps_are_simulated_to_be_faster_than_steps_in_turn():
     row = whole_step.simulate(("Qwen3-0.6B", 512, 0.1, 16), H200, num_gpus=2, staleness=[4], steps=8)
     assert row["completions"] == 32 and "1 generate" in row["one late, s"]
     assert float(row["continuous, staleness 4, s"].split()[0]) < row["in turn, s"]

@@ -131,7 +131,7 @@ GOLDEN = yaml.safe_load((Path(__file__).parent / "golden_messages.yaml").read_te
 
 
 @pytest.mark.parametrize("case", GOLDEN, ids=lambda case: case["command"])
-def test_golden_messages(monkeypatch, capsys, tmp_path, model_path, case):
+def test_mistakes_have_their_golden_message_and_exit_code_2(monkeypatch, capsys, tmp_path, model_path, case):
     """The complete message of a mistake, in one line, and exit code 2."""
     words = case["command"].replace("OUTPUT", str(tmp_path / "out")).split()
     if words[:2] == ["train", "--recipe"]:

@@ -145,7 +145,7 @@ def check_extras(word: str) -> None:
 
 
 @pytest.mark.parametrize(("page", "command"), FOUND, ids=lambda value: value)
-def test_command(monkeypatch, page, command):
+def test_commands_of_the_docs_parse_and_name_files_that_exist(monkeypatch, page, command):
     monkeypatch.chdir(ROOT)
     if command.startswith(EXTERNAL):
         return
@@ -241,7 +241,7 @@ def test_command_runs(monkeypatch, capsys, command, tmp_path):
 
 
 @pytest.mark.parametrize("row", HARDWARE + COSTS, ids=lambda row: row[-1])
-def test_numbers_of_plan(monkeypatch, capsys, row):
+def test_numbers_of_tables_are_those_that_plan_prints(monkeypatch, capsys, row):
     """Peak memory, hours and GPU hours of a row are what its command prints."""
     *_, peak, hours, gpu_hours, command = row
     printed = run(monkeypatch, capsys, command.strip("`"))
@@ -359,7 +359,7 @@ def test_what_was_not_run_on_a_gpu_has_no_outputs():
 
 
 @pytest.mark.parametrize("path", EXECUTED, ids=lambda path: path.stem)
-def test_executed_in_order_and_clean(path):
+def test_notebooks_are_executed_in_order_and_clean(path):
     cells = cells_of(path, "code")
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
     outputs = [output for cell in cells for output in cell["outputs"]]
@@ -386,7 +386,7 @@ SHORTER = {
 
 
 @needs("matplotlib")
-def test_ones_own_problems(tmp_path, monkeypatch, capsys, model_path):
+def test_a_users_problems_are_trained_evaluated_and_reported(tmp_path, monkeypatch, capsys, model_path):
     """A user's own file of 50 problems through the commands of docs/your_own_problems.md: train, evaluate, report."""
     block = re.search(r"```bash\n(.*?)```", (ROOT / "docs/your_own_problems.md").read_text(), flags=re.DOTALL)[1]
     rng = random.Random(shifted(0))

@@ -39,7 +39,7 @@ def reply(*texts: str) -> list[list[dict]]:
     return [[{"role": "assistant", "content": text}] for text in texts]
 
 
-def test_reward_function(run):
+def test_the_example_of_a_reward_function_trains(run):
     script = run("reward_function", QUESTIONS, **SMALL)
     check_finished(script)
     answers = ["6 times 200\n#### 1,200", "#### 3", "#### 3"]
@@ -53,7 +53,7 @@ def test_lora_saves_an_adapter(run):
     assert (Path(script["args"].output_dir) / "adapter_config.json").is_file()
 
 
-def test_conversational_data_without_a_network(run):
+def test_the_example_of_conversational_data_trains_without_a_network(run):
     script = run("conversational", **SMALL)
     check_finished(script)
     example = script["sum_then_product"](2, 3)
@@ -61,14 +61,14 @@ def test_conversational_data_without_a_network(run):
     assert example["solution"] == "10"
 
 
-def test_colocated_vllm(run, monkeypatch):
+def test_the_example_of_a_colocated_vllm_trains(run, monkeypatch):
     play_colocated(monkeypatch)
     script = run("vllm_colocate", MESSAGES, **SMALL, vllm_max_model_length=256)
     check_finished(script)
     assert len(script["trainer"].vllm_generation.llm.requests) == 8
 
 
-def test_vllm_server(run, monkeypatch, tool_model_path):
+def test_the_example_of_a_vllm_server_trains(run, monkeypatch, tool_model_path):
     play_installed(monkeypatch.setattr)
     with LoopbackVLLM(tool_model_path) as server:
         script = run("vllm_server", MESSAGES, **SMALL, vllm_server_base_url=server.url, vllm_group_port=0)
@@ -93,13 +93,13 @@ def test_environment_counts_seven_guesses(run):
     assert game.guess(number) == "found" and game.get_reward() == 0
 
 
-def test_tools(run, confined):
+def test_the_example_of_tools_trains(run, confined):
     script = run("tools", **SMALL)
     check_finished(script)
     assert script["digit_sum"](2, 10)["solution"] == "7"  # 1024
 
 
-def test_code_reward(run, confined):
+def test_the_example_of_a_code_reward_trains(run, confined):
     script = run("code_reward", PROGRAMS, **SMALL)
     check_finished(script)
     program = "```python\ndef add(x):\n    return x + 3\n```"

@@ -61,7 +61,7 @@ def test_the_documented_command_trains_with_the_method_of_a_user(tmp_path, model
     assert card.data.tags == sorted(["trl", trainer._name.lower()])
 
 
-def test_the_group_loss_by_hand():
+def test_the_group_loss_and_its_coefficients_equal_those_worked_by_hand():
     """Two groups of two: ln(1 + e^-(2 - 1)) / 2, and a uniform one; and the derivative in the log-prob of a token."""
     proxies = torch.tensor([2.0, 1.0, 5.0, 7.0], dtype=torch.float64)
     labels = torch.tensor([1.0, 0.0, 1.0, 1.0])
@@ -131,7 +131,7 @@ def test_the_reward_is_none_without_a_number():
     assert rewards == [pytest.approx(1 / 1.004), 0.0, 0.0, None]
 
 
-def test_rows_rewards_and_environments_of_a_user(tmp_path, model_path, tool_model_path, monkeypatch):
+def test_rows_rewards_and_environments_of_a_user_are_trained_with(tmp_path, model_path, tool_model_path, monkeypatch):
     words = ["--reward_funcs", "examples.extend_reward:short_number_reward", "--max_train_samples", "16"]
     trainer = train(tmp_path / "rows", model_path, *words, dataset_name="examples.extend_data:sums")
     assert {row["problem"] for row in trainer.train_dataset} <= {row["problem"] for row in sums()}

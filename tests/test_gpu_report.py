@@ -165,7 +165,7 @@ def test_parts_name_tests_that_exist(monkeypatch):
         assert f"def {function.partition('[')[0]}" in (GPU_TESTS / file).read_text(), name
 
 
-def test_without_a_gpu(tmp_path, monkeypatch):
+def test_without_a_gpu_no_report_is_written(tmp_path, monkeypatch):
     """It says what is missing and what to do, and writes no report."""
     monkeypatch.syspath_prepend(GPU_TESTS)
     conftest = runpy.run_path(str(GPU_TESTS / "conftest.py"))

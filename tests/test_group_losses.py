@@ -56,7 +56,7 @@ def test_real_and_maxrl_give_the_authors_numbers(case):
     assert (groups.apply(maxrl_advantages) - expected).abs().max() < AUTHORS
 
 
-def test_by_hand():
+def test_advantages_and_losses_equal_those_worked_by_hand():
     rewards = double([1.0, 0.0, 0.0, 0.0, NAN, 2.0, 1.0, NAN])
     assert rloo_advantages(rewards, num_generations=4).tolist() == pytest.approx(
         [1, -1 / 3, -1 / 3, -1 / 3, 0, 1, -1, 0]

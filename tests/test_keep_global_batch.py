@@ -52,7 +52,7 @@ def test_unequal_shares_where_the_number_does_not_divide():
         Recipe.from_settings(settings | {"rollout_lag": 1}, 6)
 
 
-def test_sizes_of_a_checkpoint(tmp_path):
+def test_sizes_are_those_of_the_checkpoint(tmp_path):
     resume = {"resume_from_checkpoint": checkpoint_of(tmp_path / "checkpoint-3"), "keep_global_batch": True}
     assert sizes(Recipe.from_settings(RECIPE | resume, 4)) == (4, 4, 8)
     with pytest.raises(ValueError, match="128 completions, fewer than the 200 processes"):

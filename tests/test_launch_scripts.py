@@ -27,7 +27,7 @@ def test_scripts_are_correct_shell_and_say_how_they_are_used(script):
     assert without_recipe.returncode == 2 and without_recipe.stderr.startswith("usage: ")
 
 
-def test_commands_of_one_node_and_of_several():
+def test_commands_name_the_script_for_one_node_several_and_a_server():
     assert launch_commands("r.yaml", 8, 1)[0] == "GPUS=8 recipes/launch/accelerate.sh r.yaml"
     torchrun = "NNODES=6 NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS=8 recipes/launch/torchrun.sh r.yaml"
     assert launch_commands("r.yaml", 48, 6)[1] == torchrun

@@ -53,7 +53,7 @@ class TestByHand:
         proxies = sequence_proxies(logps, no_reference, mask, pacs_beta=2.0, proxy="mean_logp")
         torch.testing.assert_close(proxies, double([-3.0, 0.0]))
 
-    def test_scores_of_a_group_of_four(self):
+    def test_scores_of_a_group_of_four_equal_those_worked_by_hand(self):
         proxies, labels = double([1.0, 2.0, 3.0, 6.0]), double([1, 0, 0, 1])
         # mean 3; others' means 11/3, 10/3, 3, 2; deviations -2 -1 0 3, squares sum 14, unbiased variance 14/3
         expected = {
@@ -66,7 +66,7 @@ class TestByHand:
             scores = group_scores(proxies, labels, num_generations=4, score_estimator=estimator)
             torch.testing.assert_close(scores, double(values))
 
-    def test_class_weights_of_one_correct_in_four(self):
+    def test_class_weights_of_one_correct_in_four_equal_those_worked_by_hand(self):
         labels = double([1, 0, 0, 0])
         # balanced: 4 / (2 * 1) = 2 for the correct one, 4 / (2 * 3) = 2/3 for each wrong one
         expected = {
@@ -85,7 +85,7 @@ class TestByHand:
         weights, targets = class_weights(labels, num_generations=3)
         assert weights.tolist() == [1.0] * 6 and targets.tolist() == labels.tolist()
 
-    def test_class_weights_of_soft_labels(self):
+    def test_class_weights_of_soft_labels_equal_those_worked_by_hand(self):
         # sum R = 1, sum (1 - R) = 1, n = 2: p = R * 2/2 and q = (1 - R) * 2/2, so weight 1 and target R
         weights, targets = class_weights(double([0.25, 0.75]), num_generations=2)
         assert weights.tolist() == [1.0, 1.0] and targets.tolist() == [0.25, 0.75]
@@ -100,7 +100,7 @@ class TestByHand:
         weights, targets = class_weights(double([0.2, 1.0]), num_generations=2, class_weighting="only_negative")
         assert (weights.tolist(), targets.tolist()) == (torch.tensor([0.8, 0.0]).tolist(), [0.0, 1.0])
 
-    def test_loss_of_a_group_of_two(self):
+    def test_loss_of_a_group_of_two_equals_that_worked_by_hand(self):
         logps, ref_logps = double([[-1.0, -1.0], [-2.0, 0.0]]), double([[-1.5, -1.0], [-1.0, 0.0]])
         result = pacs_loss(
             logps, ref_logps, torch.tensor([[1, 1], [1, 0]]), double([1, 0]), num_generations=2, pacs_beta=2.0
@@ -119,7 +119,7 @@ class TestByHand:
         # float64, but for the weights, each of which is rounded to float32 once
         assert loss.item() == pytest.approx(math.log(2), abs=rounding_atol(1, math.log(2)))
 
-    def test_coefficients_at_the_first_update(self):
+    def test_coefficients_at_the_first_update_equal_those_worked_by_hand(self):
         # one correct of four, balanced, psi = 0: e = (2 * -0.5, 2/3 * 0.5 ...) / 4 = (-1/4, 1/12, 1/12, 1/12), mean 0,
         # so c = 4/3 * e
         coefficients = proxy_coefficients(zeros(4), double([1, 0, 0, 0]), num_generations=4)
@@ -149,7 +149,7 @@ class TestByHand:
 
 class TestAuthorsNumbers:
     @pytest.mark.parametrize("case", REFERENCE_CASES, ids=range(len(REFERENCE_CASES)))
-    def test_loss_and_gradient(self, case):
+    def test_loss_and_gradient_equal_the_reference(self, case):
         estimator = {"rloo": "rloo", "naive": "none", "grpo": "grpo" if case["norm_std"] else "dr_grpo"}
         weighting = {"question": "balanced"}.get(case["weight_mode"], case["weight_mode"])
         logps = double(case["logps"]).requires_grad_()
@@ -317,7 +317,7 @@ class TestProperties:
             assert (push.diff() >= -1e-8).all(), (labels, push)  # weights are rounded to float32
             assert push[-1] - push[0] > 0.1 * (labels[-1] - labels[0]) / len(labels), (labels, push)
 
-    def test_soft_labels_below_a_group_mean_of_one_quarter(self):
+    def test_soft_labels_below_a_mean_of_one_quarter_have_the_coefficients_worked_by_hand(self):
         # sum R = 0.35, sum (1 - R) = 3.65, n = 4: p = R * 40/7, q = (1 - R) * 40/73; e = (q - p) / 2, c = 4/3 * (e -
         # mean)
         labels = double([0.0, 0.05, 0.1, 0.2])

@@ -158,7 +158,7 @@ def illegal_values(config_class):
 
 
 @pytest.mark.parametrize("method", method_names())
-def test_values_out_of_range_and_unknown_choices(method):
+def test_values_out_of_range_and_unknown_choices_are_refused(method):
     """Of every setting of every method."""
     values = list(illegal_values(config_class(method)))
     assert len(values) > 8

@@ -83,7 +83,7 @@ def test_first_update_needs_no_forward_pass_for_its_proxies(tmp_path, logprobs, 
 
 @pytest.mark.trains
 @pytest.mark.parametrize(("num_generations_eval", "reference"), [(1, "rollout"), (2, "snapshot")])
-def test_evaluation(tmp_path, num_generations_eval, reference):
+def test_evaluations_log_loss_and_proxies_of_their_reference(tmp_path, num_generations_eval, reference):
     torch.manual_seed(shifted(0))
     trainer = build_trainer(
         tmp_path,
@@ -260,7 +260,7 @@ def test_reward_functions_are_told_what_is_truncated(tmp_path):
 # Other models ----------------------------------------------------------------------------------------------------
 
 
-def test_prompt_tuning(tmp_path):
+def test_prompt_tuning_trains_and_generates_with_its_virtual_tokens(tmp_path):
     """It has no target modules, and fast generation reads its virtual tokens, too."""
     peft = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     trainer = build_trainer(tmp_path, more={"peft_config": peft}, fast_generation=True, max_steps=1)
@@ -277,7 +277,7 @@ def test_prompt_tuning(tmp_path):
 
 
 @pytest.mark.trains
-def test_mixture_of_experts(tmp_path):
+def test_experts_and_routers_of_a_mixture_are_trained(tmp_path):
     settings = {"steps_per_generation": 2, "router_aux_loss_coef": 0.0, "learning_rate": 0.01}
     trainer = build_trainer(tmp_path, model=tiny_experts(), **settings)
     assert trainer.forward_pass.packing == "sdpa"
@@ -306,7 +306,9 @@ def emptied(token_ids):
 @pytest.mark.parametrize("tools", [False, True])
 @pytest.mark.parametrize("mask_truncated_completions", [False, True])
 @pytest.mark.parametrize("packing", ["auto", "never"])
-def test_empty_completions_of_a_rollout_function(tmp_path, packing, mask_truncated_completions, tools):
+def test_empty_completions_of_a_rollout_function_count_as_an_end_token(
+    tmp_path, packing, mask_truncated_completions, tools
+):
     """No token at all counts as the end-of-sequence token alone."""
     settings = {
         "packing": packing,
@@ -324,7 +326,7 @@ def test_empty_completions_of_a_rollout_function(tmp_path, packing, mask_truncat
     assert same(*weights)
 
 
-def test_empty_completions_of_an_engine(tmp_path, monkeypatch):
+def test_empty_completions_of_an_engine_are_counted_and_trained(tmp_path, monkeypatch):
     """An engine that strips the end-of-sequence token: TRL indexes the last token of every completion."""
     trainer = build_trainer(tmp_path, max_steps=1)
     generate = GRPOTrainer._generate_single_turn
@@ -339,7 +341,7 @@ def test_empty_completions_of_an_engine(tmp_path, monkeypatch):
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_every_completion_truncated_and_masked(tmp_path):
+def test_weights_do_not_change_if_all_completions_are_truncated_and_masked(tmp_path):
     def cut(generation, rows):
         for row in rows:
             row.completion_ids = [2] * MAX_COMPLETION_LENGTH
@@ -363,7 +365,7 @@ REPLACEMENTS = {
 }
 
 
-def test_script_of_readme(model_path, monkeypatch):
+def test_the_script_of_readme_trains(model_path, monkeypatch):
     script = README.read_text().split("```python\n")[1].split("```")[0]
     assert len([line for line in script.splitlines() if line]) <= 7
     for old, new in REPLACEMENTS.items():
@@ -374,7 +376,7 @@ def test_script_of_readme(model_path, monkeypatch):
     assert (Path(model_path).parent / "outputs" / "deepmath" / "checkpoint-2" / "model.safetensors").is_file()
 
 
-def test_model_instance_and_default_settings(model_path, tmp_path, monkeypatch):
+def test_a_model_instance_trains_with_default_settings(model_path, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM
 
     @dataclass

@@ -31,7 +31,7 @@ def read(num_processes: int = 1, **changes) -> Recipe:
     return Recipe.from_settings({k: v for k, v in (RECIPE | changes).items() if v != "absent"}, num_processes)
 
 
-def test_a_key_that_stands_twice():
+def test_a_key_that_stands_twice_is_refused():
     with pytest.raises(ValueError, match="seed"):
         parse_mapping("seed: 1\nbeta: 0\nseed: 2\n", "recipe 'x'")
     assert parse_mapping("seed: 1\ngeneration_kwargs: {seed: 2}\n", "recipe 'x'")["seed"] == 1
@@ -106,7 +106,7 @@ def test_parsers_of_trl_and_transformers_read_every_configuration(method):
         assert args.num_generations == 4
 
 
-def test_step_sizes_by_hand():
+def test_step_sizes_equal_those_worked_by_hand():
     step = read(4, num_iterations=2).step
     assert (step.completions_per_generation, step.completions_per_update, step.updates_per_generation) == (512, 128, 8)
     assert step.generations_per_update == 1 and step.rollouts(9) == 2
@@ -142,7 +142,7 @@ def test_a_list_is_a_pair_of_numbers_where_the_setting_is_one():
         read(method="rloo", reward_clip_range=["low", 1])
 
 
-def test_one_process_of_several_without_a_launcher(monkeypatch, tmp_path):
+def test_one_process_of_several_without_a_launcher_is_refused(monkeypatch, tmp_path):
     """It would wait for the others without a word."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)

@@ -74,7 +74,7 @@ def test_every_setting_but_the_token_stays():
         ("http://u:p/q@h/", REMOVED),
     ],
 )
-def test_addresses(url, clean):
+def test_secrets_are_removed_from_addresses(url, clean):
     assert clean_url(url) == clean
 
 

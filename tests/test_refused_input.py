@@ -37,7 +37,7 @@ RESULTS = {
 
 
 @pytest.mark.parametrize("result", RESULTS.values(), ids=RESULTS)
-def test_reward_function_that_returns_no_rewards(result):
+def test_results_that_are_no_rewards_are_refused(result):
     with pytest.raises(ValueError, match="'reward' returned"):
         as_numbers(result, "reward", 8)
 
@@ -50,7 +50,7 @@ def test_results_of_asynchronous_reward_functions_are_checked_too(tmp_path):
         build_trainer(tmp_path, reward=(fair_reward,)).train()
 
 
-def test_rewards_of_any_numeric_kind():
+def test_rewards_of_any_numeric_kind_are_read():
     kinds = [torch.tensor([0.0, 1.0]), np.array([0, 1]), (False, True), [np.float32(0.0), 1]]
     assert [as_numbers(kind, "reward", 2) for kind in kinds] == [[0.0, 1.0]] * 4
 
@@ -59,7 +59,7 @@ def test_nan_is_a_missing_reward():
     assert as_numbers([None, math.nan, 1.0, np.float32("nan")], "reward", 4) == [None, None, 1.0, None]
 
 
-def test_reward_functions_whose_column_is_absent(tmp_path):
+def test_reward_functions_whose_column_is_absent_are_refused(tmp_path):
     def graded(completions, difficulty, **kwargs):
         return [1.0] * len(completions)
 
@@ -166,7 +166,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused_before_training(tmp_path, settings, words):
+def test_arguments_are_refused_before_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **({"model": "no/model"} | settings))
 
@@ -211,7 +211,7 @@ def test_messages_of_a_stream_are_checked_when_they_arrive(tmp_path):
 
 
 @pytest.mark.parametrize("size", [6, 3])
-def test_evaluation_with_incomplete_groups_or_without_prompts(tmp_path, size):
+def test_evaluations_with_incomplete_groups_or_without_prompts_are_refused(tmp_path, size):
     more = {"eval_dataset": addition_dataset(6)}
     trainer = build_trainer(tmp_path, more=more, num_generations_eval=4, per_device_eval_batch_size=size)
     with pytest.raises(ValueError, match="per_device_eval_batch_size"):
@@ -221,7 +221,7 @@ def test_evaluation_with_incomplete_groups_or_without_prompts(tmp_path, size):
 
 
 @pytest.mark.parametrize("is_path", [True, False])
-def test_messages_without_template_and_prompts_beyond_the_context(tmp_path, is_path):
+def test_messages_without_template_and_prompts_beyond_the_context_are_refused(tmp_path, is_path):
     """From a directory without weights: it is found before they are loaded."""
     config = tiny_model().config
     config.architectures = ["Qwen3ForCausalLM"]
@@ -239,7 +239,7 @@ def test_messages_without_template_and_prompts_beyond_the_context(tmp_path, is_p
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [{"content": "1+1"}]], ids=repr)
-def test_a_prompt_that_is_no_prompt(tmp_path, prompt):
+def test_a_row_whose_prompt_is_none_is_named(tmp_path, prompt):
     text = [{"role": "user", "content": "2+2"}] if isinstance(prompt, list) else "2+2"
     rows = Dataset.from_list([{"prompt": text, "solution": "4"}] * 7 + [{"prompt": prompt, "solution": "2"}])
     with pytest.raises(ValueError, match="Row 7 of train_dataset"):
@@ -275,6 +275,6 @@ def losing_rows(prompts, trainer):
         ({"replay": losing_rows}, "rollout_func returned 7"),
     ],
 )
-def test_refused_in_training(tmp_path, settings, words):
+def test_rollouts_that_cannot_be_trained_are_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **settings).train()

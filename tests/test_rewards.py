@@ -43,7 +43,7 @@ def conversational(text):
 
 
 class TestMathReward:
-    def test_forms_of_completions(self):
+    def test_text_and_last_messages_are_graded_and_other_completions_are_wrong(self):
         """Text, messages of which the last one counts, and what is no text."""
         turns = conversational(r"\boxed{1}") + conversational(r"\boxed{3}")
         others = [None, 3, [], [{"role": "assistant"}], [{"content": None}]]
@@ -152,7 +152,7 @@ class TestCodeReward:
         yield
         configure_verification(AUTHORS)
 
-    def test_labels_metrics_and_columns(self):
+    def test_programs_get_labels_metrics_and_columns(self):
         metrics, columns = {}, {}
         square = program("print(int(input()) ** 2)")
         completions = [square, conversational(program("print(4)")), program("print(x)"), "none", square]
@@ -175,7 +175,7 @@ class TestCodeReward:
         completions = [program("print(9)"), "none", program("print(1)")]
         assert code_reward(completions, solution=[SQUARE, SQUARE, None]) == [0.5, 0.0, None]
 
-    def test_unreadable_tests(self):
+    def test_too_many_unreadable_tests_stop_the_run(self):
         assert code_reward([program("while True: pass")] * 100, solution=["{"] * 40 + [None] * 10 + [SQUARE] * 50)
         with pytest.raises(VerificationFailure, match="200 of the last 250 completions could not be verified"):
             code_reward([program("print(1)")] * 150, solution=["{"] * 150)

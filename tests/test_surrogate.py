@@ -18,7 +18,7 @@ def row(*values):
     return torch.tensor([values], **DOUBLE)
 
 
-def test_by_hand():
+def test_weights_of_each_loss_equal_those_worked_by_hand():
     """Ratios 2, 1/2 and 1 with bounds 0.8 and 1.2: of a positive advantage the first is clipped, of a negative one the
     second; delta also clips the first of the negative one."""
     logps, old_logps, mask = row(math.log(2), -math.log(2), 0.0), row(0.0, 0.0, 0.0), row(1, 1, 1).bool()

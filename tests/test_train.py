@@ -24,7 +24,7 @@ def run(output_dir, model_path, *words, **settings):
     return run_recipe(output_dir, model_path, *words, **(small | settings))
 
 
-def test_two_steps_on_real_problems(tmp_path, model_path):
+def test_a_recipe_trains_on_real_problems(tmp_path, model_path):
     problems = ["--dataset_name", "gsm8k", "--dataset_path", str(DATA / "gsm8k_test_200.jsonl")]
     instruction = ["--prompt_instruction", PROMPT_INSTRUCTION, "--max_prompt_length", "400"]
     trainer = run(tmp_path, model_path, *problems, *instruction)
@@ -41,7 +41,7 @@ def test_two_steps_on_real_problems(tmp_path, model_path):
 
 
 @pytest.mark.trains
-def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
+def test_a_recipe_trains_on_programs(tmp_path, model_path, capsys, confined):
     trainer = run(tmp_path, model_path, "--prompt_instruction", "", recipe="code.yaml")
     shared_code_verifier().close()
     assert "Programs run with landlock" in capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_two_steps_on_programs(tmp_path, model_path, capsys, confined):
 
 
 @pytest.mark.trains
-def test_an_agent_and_its_resumption(tmp_path, monkeypatch, capsys, confined, tool_model_path):
+def test_an_agent_is_trained_and_resumes_bit_by_bit(tmp_path, monkeypatch, capsys, confined, tool_model_path):
     """Of a product it asks the tool, in the sandbox, or guesses."""
     play_products(monkeypatch)
     saving = ["--max_completion_length", "96", "--save_strategy", "steps", "--save_steps", "1"]
@@ -109,7 +109,7 @@ def test_one_key_switches_between_methods_and_the_console_is_short(tmp_path, mod
 
 
 @pytest.mark.parametrize("target", ["q_proj", "all-linear", r".*\.(q|v)_proj"])
-def test_one_lora_target(tmp_path, model_path, target):
+def test_lora_adapts_the_named_modules(tmp_path, model_path, target):
     trainer = run(tmp_path, model_path, "--use_peft", "--lora_target_modules", target, "--max_steps", "1")
     adapted = {name.split(".")[-1] for name, module in trainer.model.named_modules() if hasattr(module, "lora_A")}
     assert "q_proj" in adapted and ("down_proj" in adapted) == (target == "all-linear")
@@ -153,7 +153,7 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         (["--model_name_or_path", "data.csv"], "data.csv"),
     ],
 )
-def test_errors_before_training(tmp_path, model_path, arguments, message, monkeypatch):
+def test_mistakes_are_errors_before_training(tmp_path, model_path, arguments, message, monkeypatch):
     (tmp_path / "data.csv").write_text("problem,answer\n1+1,2\n")
     (tmp_path / "broken.py").write_text("import nowhere")
     (tmp_path / "bare.py").write_text(

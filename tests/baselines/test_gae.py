@@ -36,7 +36,7 @@ def advantages_by_definition(reward, values, gamma, gae_lambda):
 
 
 class TestGeneralizedAdvantages:
-    def test_by_hand(self):
+    def test_advantages_and_returns_equal_those_worked_by_hand(self):
         # delta = (0.5*0.4 - 0.2, 0.5*0.8 - 0.4, 1 - 0.8) = (0, 0, 0.2); A_2 = 0.2, A_1 = 0.05, A_0 = 0.0125
         advantages, returns = generalized_advantages(
             torch.tensor([1.0]),
@@ -76,7 +76,7 @@ class TestGeneralizedAdvantages:
 
 
 class TestWhitening:
-    def test_by_hand(self):
+    def test_whitened_values_equal_those_worked_by_hand(self):
         x = torch.tensor([[1.0, 3.0, 100.0]])
         mask = torch.tensor([[True, True, False]])  # mean 2, unbiased variance 2
         expected = torch.tensor([[-1 / math.sqrt(2), 1 / math.sqrt(2), 0.0]])
@@ -109,7 +109,7 @@ class TestWhitening:
 
 
 class TestExplainedVariance:
-    def test_perfect_constant_and_harmful_critics(self):
+    def test_perfect_constant_and_harmful_critics_explain_all_none_and_less_than_nothing(self):
         returns = torch.tensor([[0.0, 1.0, 0.0, 1.0]])
         mask = torch.ones(1, 4, dtype=torch.bool)
         assert explained_variance(returns, returns, mask).item() == 1.0
@@ -133,7 +133,7 @@ class TestValueLoss:
             (0.2, 0.0, 0.25, True),  # (0.5 - 0)^2 instead of 0.04
         ],
     )
-    def test_by_hand(self, value, target, loss, is_clipped):
+    def test_clipped_losses_and_their_gradients_equal_those_worked_by_hand(self, value, target, loss, is_clipped):
         value = torch.tensor([[value]], requires_grad=True)
         losses, clipped = clipped_value_losses(value, torch.tensor([[1.0]]), torch.tensor([[target]]), 0.5)
         assert losses.item() == pytest.approx(loss, abs=1e-6)
@@ -142,7 +142,7 @@ class TestValueLoss:
         expected_gradient = 0.0 if is_clipped else 2 * (value.item() - target)
         assert value.grad.item() == pytest.approx(expected_gradient, abs=1e-6)
 
-    def test_without_clipping(self):
+    def test_without_a_range_nothing_is_clipped(self):
         losses, clipped = clipped_value_losses(
             torch.tensor([[1.9]]), torch.tensor([[1.0]]), torch.tensor([[2.0]]), None
         )

@@ -54,7 +54,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("split", [0, 1, 3])
 @pytest.mark.parametrize("name", GRADIENTS)
-def test_gradient(tmp_path, name, split):
+def test_gradient_and_loss_equal_the_long_way(tmp_path, name, split):
     trainer_class, settings, loss = GRADIENTS[name]
     replay, recorder, model = Replay(unverifiable=0.2), Recorder(), tiny_model()
     long_way = copy.deepcopy(model).double()

@@ -21,7 +21,7 @@ from pacs_trl import PPOConfig, PPOTrainer
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
-def test_lora_policy_with_a_full_critic(tmp_path, model_path):
+def test_a_lora_policy_and_all_weights_of_the_critic_are_trained(tmp_path, model_path):
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     trainer, recorder = recorded(
         tmp_path, model_path, peft_config=lora, learning_rate=1.0, gradient_checkpointing=True
@@ -83,12 +83,12 @@ def test_a_second_run_draws_rows_of_its_own(tmp_path, model_path):
 
 class TestResumeRefuses:
     @pytest.mark.parametrize(("name", "now"), [("gae_lambda", 0.9), ("critic_learning_rate", 0.1)])
-    def test_other_settings(self, tmp_path, model_path, finished_run, name, now):
+    def test_other_settings_than_the_checkpoint_has_are_refused(self, tmp_path, model_path, finished_run, name, now):
         trainer = build(tmp_path, model_path, **(ADAM | {name: now}))
         with pytest.raises(ValueError, match=name):
             trainer.train(resume_from_checkpoint=f"{finished_run.args.output_dir}/checkpoint-2")
 
-    def test_a_truncated_checkpoint(self, tmp_path, model_path, finished_run):
+    def test_a_checkpoint_with_a_truncated_critic_is_skipped_and_refused(self, tmp_path, model_path, finished_run):
         for step in (2, 3):
             shutil.copytree(f"{finished_run.args.output_dir}/checkpoint-{step}", tmp_path / f"checkpoint-{step}")
         truncated = tmp_path / "checkpoint-3" / "critic" / "optimizer.pt"

@@ -35,7 +35,7 @@ def load(name, **kwargs):
     return load_training_data(DataArguments(dataset_name=name, **kwargs), TOKENIZER)
 
 
-def test_prompts_by_hand():
+def test_prompts_have_instruction_and_system_prompt():
     asked = "What is 1+1? Please reason step by step, and put your final answer within \\boxed{}."
     assert build_prompt(" What is 1+1?\n") == [{"role": "user", "content": asked}]
     system, user = build_prompt("2+2?", instruction="", system_prompt="Be brief.")
@@ -43,7 +43,7 @@ def test_prompts_by_hand():
 
 
 class TestNamedSets:
-    def test_gsm8k_and_math_rows(self):
+    def test_gsm8k_and_math_rows_get_prompts_and_solutions(self):
         train, evaluation = load("gsm8k", dataset_path=str(DATA / "gsm8k_test_200.jsonl"))
         assert evaluation is None and len(train) == 200
         row = next(row for row in train if row["question"].startswith("Janet"))
@@ -76,7 +76,7 @@ class TestNamedSets:
         load(name, dataset_split="test", dataset_revision="main", dataset_config="other")
         assert asked == {row.hub_id: ("other", "test", "main")}
 
-    def test_free_text_answers_in_verls_layout(self, tmp_path):
+    def test_free_text_answers_in_verls_layout_are_read(self, tmp_path):
         turns = [{"role": "system", "content": "Think."}, {"role": "user", "content": "Why is the sky blue?"}]
         rows = [{"prompt": turns, "reward_model": {"ground_truth": "Rayleigh scattering"}, "ability": "physics"}]
         train, _ = load("rlpr", dataset_path=write_jsonl(tmp_path / "r.jsonl", rows))
@@ -90,7 +90,7 @@ class TestNamedSets:
         write_jsonl(tmp_path / "r.jsonl", [row | {"prompt": turns[1:]} for row in rows])
         assert [turn["role"] for turn in load("rlpr", **settings)[0][0]["prompt"]] == ["user"]
 
-    def test_programs_and_their_tests(self, caplog):
+    def test_programs_are_read_with_their_tests(self, caplog):
         path = str(DATA / "verifiable_coding.jsonl")
         train, _ = load("verifiable_coding", dataset_path=path)
         assert sorted(train["problem_id"]) == ["half", "slow", "sum", "wrong_test"]
@@ -101,7 +101,7 @@ class TestNamedSets:
         rows, _ = load("verifiable_coding", dataset_path=path, prompt_instruction="Write Python.")
         assert rows[0]["prompt"][0]["content"].endswith(" Write Python.")
 
-    def test_tests_of_ones_own_and_of_other_languages(self, tmp_path):
+    def test_tests_of_a_users_file_are_read_and_those_of_other_languages_refused(self, tmp_path):
         def load_tests(cell):
             file = write_jsonl(tmp_path / "own.jsonl", [{"problem": "Add 1.", "tests": cell}] * 2)
             return load(file, solution_column="tests")[0]["solution"][0]
@@ -177,7 +177,7 @@ class TestFormsOfTRL:
             ("text prompt", "parquet"),
         ],
     )
-    def test_training(self, tmp_path, caplog, form, kind):
+    def test_every_form_of_row_gives_the_same_prompt_in_training_and_evaluation(self, tmp_path, caplog, form, kind):
         row, settings, prompt, solution = FORMS[form]
         path = tmp_path / "data"
         if kind == "jsonl":

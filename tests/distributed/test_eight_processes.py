@@ -79,17 +79,17 @@ def test_eight_processes_end_with_the_weights_of_one(launch, one, model_path, ki
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hybrid"])
-def test_ppo_on_eight_processes(launch, one, model_path, kind):
+def test_ppo_on_eight_processes_equals_one(launch, one, model_path, kind):
     assert_same_run(launch(kind)[0]["PPO"], one("PPO", eight.run_ppo, 1, model_path))
 
 
 @pytest.mark.parametrize("name", ["PACS, snapshot", "GRPO, four updates"])
-def test_lora_on_four_processes(launch, one, model_path, name):
+def test_lora_on_four_processes_equals_one(launch, one, model_path, name):
     assert_same_run(launch("lora", 4)[0][name], one(f"LoRA {name}", eight.run, name, 1, model_path, lora=True))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_on_eight_processes(launch, one, kind):
+def test_evaluation_on_eight_processes_equals_one(launch, one, kind):
     assert launch(kind)[0]["evaluation"] == pytest.approx(one("evaluation", eight.evaluate, 1), rel=1e-5)
 
 

@@ -28,7 +28,7 @@ def path(tmp_path):
 
 
 @pytest.mark.slow
-def test_protocols_side_by_side(path, capsys):
+def test_protocols_are_compared_row_by_row(path, capsys):
     assert main(["--completions", path, "--protocols", "authors", "trl"]) == 0
     output = capsys.readouterr().out
     assert output.count("  row ") == 2
@@ -83,7 +83,7 @@ def test_completions_are_read_from_every_form_of_file(tmp_path, capsys, name, ro
         (["--true-column", "solution"], "true_column"),
     ],
 )
-def test_errors(path, changes, key):
+def test_columns_that_cannot_be_used_are_refused(path, changes, key):
     with pytest.raises(ValueError, match=key):
         main(["--completions", path, *changes])
 
@@ -159,7 +159,7 @@ class TestGolds:
         assert output.endswith("4 of 7 are listed: 0.5714 is above --max_share 0.4.\n")
 
     @pytest.mark.parametrize("name", [held_out(), f"math_500={DATA / 'math_500.jsonl'}"])
-    def test_a_data_set_of_training_and_of_evaluation(self, capsys, name):
+    def test_golds_of_training_and_evaluation_data_are_readable(self, capsys, name):
         assert main(["--golds", name, "--max_problems", "50", "--protocols", "robust", "--max_share", "0"]) == 0
         assert "0 of 50 gold answers are listed" in capsys.readouterr().out
 
@@ -184,7 +184,7 @@ class TestPrograms:
         assert listed[1].startswith("row 3 (no_tests): gold_unparseable: tests missing or malformed: ")
         assert listed[2:] == ["row 4 (slow): timeout: timeout"]
 
-    def test_a_file_of_ones_own(self, tmp_path, capsys, confined):
+    def test_reference_programs_of_a_users_file_are_run(self, tmp_path, capsys, confined):
         tests = {"type": "function", "name": "f", "cases": [{"input": [1], "output": 2}]}
         rows = [
             {"answer": tests, "code": "def f(x): return x + 1"},
@@ -200,7 +200,7 @@ class TestPrograms:
             main(["--programs", "codes"])
 
 
-def test_how_often_a_grader_errs(tmp_path, capsys):
+def test_errors_of_a_grader_are_counted_against_true_labels(tmp_path, capsys):
     """By labels from hand, null where nobody has judged, and by another protocol."""
     truths = [1, "true", False, 0.0, None]  # 7 in a box beside a gold of 7 is called wrong by hand
     file = tmp_path / "completions.jsonl"

@@ -34,7 +34,7 @@ def write(path, rows):
         ("gsm8k", "gsm8k_test_200.jsonl", 200, "18"),
     ],
 )
-def test_real_rows(name, file, size, first_answer):
+def test_files_of_known_benchmarks_are_read(name, file, size, first_answer):
     benchmark = load_benchmark(f"{name}={DATA / file}")
     assert benchmark.name == name and benchmark.title == BENCHMARKS[name].title
     assert len(benchmark.problems) == size == benchmark.source["num_problems"]
@@ -42,7 +42,7 @@ def test_real_rows(name, file, size, first_answer):
     assert benchmark.source["file"] == file
 
 
-def test_livecodebench(confined):
+def test_livecodebench_is_filtered_by_date_and_graded_by_its_tests(confined):
     benchmark = load_benchmark(f"livecodebench={DATA / 'livecodebench.jsonl'}")
     ids = [problem.id for problem in benchmark.problems]
     assert ids == ["difference", "pair_sum", "mean"]  # its first and last day too
@@ -77,7 +77,7 @@ def test_a_pickle_is_unpacked_in_the_sandbox(tmp_path, confined):
     assert not (tmp_path / "escaped").exists()
 
 
-def test_gpqa():
+def test_gpqa_shuffles_options_by_seed_and_the_letter_follows():
     benchmark = load_benchmark(f"gpqa_diamond={DATA / 'gpqa_diamond.jsonl'}")
     assert benchmark == load_benchmark(f"gpqa_diamond={DATA / 'gpqa_diamond.jsonl'}") and not benchmark.is_code
     assert benchmark.source["version"] == 2
@@ -126,7 +126,7 @@ def test_jsonl_json_and_parquet_give_the_same_benchmark(tmp_path, answers):
     assert loaded[0].problems[1].solution == "2"
 
 
-def test_a_file_of_ones_own(tmp_path):
+def test_a_users_file_is_a_benchmark(tmp_path):
     path = write(tmp_path / "sums.jsonl", [{"problem": "1+1", "answer": 2}, {"problem": "2+2", "answer": "4"}])
     benchmark = load_benchmark(str(path))
     assert (benchmark.name, benchmark.title, benchmark.source["file"]) == ("sums", "sums", "sums.jsonl")
@@ -178,7 +178,7 @@ def test_a_hub_that_cannot_be_reached(monkeypatch):
         load_benchmark("aime_2024")
 
 
-def test_humaneval(confined, tmp_path):
+def test_humaneval_grades_functions_by_their_tests(confined, tmp_path):
     """Imports and helpers of the problem are there; what a program prints does not pass its tests."""
     row = {
         "task_id": "Test/0",

@@ -71,7 +71,7 @@ def test_calls_of_a_scripted_model(run, settings, benchmark, play, confined):
     assert len(set(asked.values())) == 3
 
 
-def test_a_model_in_an_environment(run, settings):
+def test_more_samples_in_an_environment_keep_the_first_ones(run, settings):
     """And more samples of the same problems later: the first are kept, and equal those of a new run."""
     results = run(settings, benchmarks=PRODUCTS)
     first = records(settings["output_dir"])
@@ -120,7 +120,7 @@ def test_errors_before_the_model_is_loaded(settings, tmp_path, monkeypatch, chan
 
 
 @pytest.mark.vllm
-def test_turns_with_vllm(run, settings, confined, tmp_path):
+def test_conversations_with_vllm_are_complete(run, settings, confined, tmp_path):
     """Whatever the model says: conversations are complete, and a call would get its result."""
     if find_spec("vllm") is None:
         pytest.skip("vLLM is not installed")

@@ -29,7 +29,7 @@ def logp_alone(model, prompt, completion):
     return sum(logps[len(prompt) - 1 + t, token].item() for t, token in enumerate(completion))
 
 
-def test_scores_of_an_evaluation(run, arguments, checkpoint, policy, sums, tmp_path, capsys):
+def test_scores_of_an_evaluation_are_those_of_the_critic(run, arguments, checkpoint, policy, sums, tmp_path, capsys):
     results = run(arguments)
     output = tmp_path / "critic.jsonl"
     argv = [arguments["output_dir"], "--benchmark", f"math_500={sums}", "--policy", str(policy), "--reference"]
@@ -71,7 +71,7 @@ def test_scores_of_an_evaluation(run, arguments, checkpoint, policy, sums, tmp_p
         critic_records(tmp_path / "out", str(checkpoint), str(checkpoint), f"math_500={sums_now}")
 
 
-def test_reliability_bins_worked_by_hand():
+def test_reliability_bins_equal_those_worked_by_hand():
     # sigmoid(0) = 0.5, sigmoid(ln 3) = 0.75, sigmoid(-ln 3) = 0.25, in four bins of width 0.25 (0.25 opens the
     # second).
     scores = [0.0, 0.0, np.log(3) + 1e-9, -np.log(3) + 1e-9, -100.0, 100.0]

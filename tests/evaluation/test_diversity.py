@@ -24,7 +24,7 @@ from experiments.diversity import (
 )
 
 
-def test_worked_by_hand_and_against_a_loop_over_pairs():
+def test_mean_distance_equals_one_by_hand_and_a_loop_over_pairs():
     # Cosines of the three pairs: 0, 1/sqrt(2), 1/sqrt(2); lengths do not matter.
     embeddings = np.array([[2.0, 0.0], [0.0, 3.0], [5.0, 5.0]])
     assert mean_pairwise_distance(embeddings) == pytest.approx(1 - (0 + 2 / np.sqrt(2)) / 3)
@@ -57,7 +57,7 @@ def test_two_models_are_compared_on_common_problems():
         compare([{"a": ["x", "y"]}, {"a": ["x"]}], hashing_embedder)
 
 
-def test_principal_components_against_the_covariance():
+def test_principal_components_have_the_variances_of_the_covariance():
     rng = np.random.default_rng(shifted(1))
     points = rng.normal(size=(60, 4)) * [3.0, 1.0, 0.3, 0.1] + 7
     projected, explained = principal_components(points)
@@ -94,7 +94,7 @@ def test_minilm_embeds_each_text_as_if_it_were_alone(tmp_path, monkeypatch):
         np.testing.assert_allclose(embedding, hidden.mean(0), rtol=1e-4, atol=1e-5)
 
 
-def test_the_command_line(run, arguments, tmp_path, capsys):
+def test_the_command_reports_diversity_and_refuses_unknown_problems(run, arguments, tmp_path, capsys):
     for name, seed in (("a", 0), ("b", 1)):
         run(arguments, output_dir=str(tmp_path / name), seed=seed, method=name.upper(), n=64, temperature=1.3)
     responses = correct_responses(tmp_path / "a", "math_500")

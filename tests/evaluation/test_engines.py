@@ -49,7 +49,7 @@ def server():
         yield server
 
 
-def test_server_engine(server, monkeypatch):
+def test_server_engine_sends_seed_and_settings_of_each_request(server, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     engine = ServerEngine(server.url, "tiny", concurrency=4, chat_template_kwargs={"enable_thinking": False})
     answers = {request[:2]: completion for request, completion in engine.generate(REQUESTS, SETTINGS)}

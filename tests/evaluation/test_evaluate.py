@@ -163,7 +163,7 @@ def command_line(arguments, **changes):
     return [f"--{key}={value}" for key, value in {**arguments, **changes}.items()]
 
 
-def test_two_benchmarks_and_the_command_line(arguments, sums, capsys):
+def test_the_command_prints_truncation_before_pass_at_1_of_each_benchmark(arguments, sums, capsys):
     """No bar goes into a pipe, and the share of truncated completions is printed before pass@1."""
     benchmarks = f"math_500={sums},{held_out()}"
     changes = {"max_problems": 3, "n": 4, "k": 1, "max_new_tokens": 2}

@@ -19,7 +19,7 @@ def exact(n, c, k):
     return Fraction(comb(n, k) - comb(n - c, k), comb(n, k))
 
 
-def test_worked_by_hand():
+def test_pass_at_k_equals_values_worked_by_hand():
     # 4 samples, 2 correct, draw 2: the only failing pair is the two wrong ones, 1 of 6.
     assert pass_at_k(4, 2, 2) == pytest.approx(5 / 6, rel=1e-15)
     # One draw is the mean; all draws find any correct sample.
@@ -28,7 +28,7 @@ def test_worked_by_hand():
     assert pass_at_k(8, 0, 8) == 0.0
 
 
-def test_every_subset_enumerated():
+def test_pass_at_k_equals_the_share_of_enumerated_subsets():
     for n in range(1, 8):
         for c in range(n + 1):
             for k in range(1, n + 1):
@@ -37,7 +37,7 @@ def test_every_subset_enumerated():
                 assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=atol)
 
 
-def test_exact_up_to_ten_thousand_samples():
+def test_pass_at_k_is_exact_up_to_ten_thousand_samples():
     for n in (127, 128, 9_999, 10_000):
         for c in (0, 1, 2, n // 3, n - 1, n):
             for k in (1, 2, 64, n // 2, n - 1, n):
@@ -46,7 +46,7 @@ def test_exact_up_to_ten_thousand_samples():
                 assert abs(Fraction(value) - truth) <= Fraction(1, 10**13) * truth
 
 
-def test_unbiased():
+def test_pass_at_k_is_unbiased():
     # The mean over all outcomes of n = 6 Bernoulli(p) samples is 1 - (1 - p)^k exactly.
     n, p = 6, 0.3
     for k in range(1, n + 1):
@@ -54,7 +54,7 @@ def test_unbiased():
         assert mean == pytest.approx(1 - (1 - p) ** k, rel=1e-13)
 
 
-def test_arrays_and_ragged_n():
+def test_arrays_with_different_n_give_a_value_per_problem_and_k():
     n, c, ks = np.array([10, 10, 7]), np.array([0, 3, 7]), [1, 5, 7]
     values = pass_at_k(n, c, ks)
     assert values.shape == (3, 3)
@@ -141,7 +141,7 @@ def test_pass_interval_covers_the_truth(num_problems, n, k, draw):
     assert ((intervals.lower <= truth) & (truth <= intervals.upper)).mean() > 0.93
 
 
-def test_bootstrap_interval_of_two_problems():
+def test_bootstrap_interval_of_two_problems_is_that_worked_by_hand():
     # Values 0 and 1: a resample mean is 0, 1/2 or 1 with chances 1/4, 1/2, 1/4, so the 95 % interval is [0, 1] and the
     # 40 % interval is the single point 1/2.
     assert bootstrap_interval([0.0, 1.0]) == (0.5, 0.0, 1.0)
@@ -151,7 +151,7 @@ def test_bootstrap_interval_of_two_problems():
     assert paired_bootstrap(base, base + 0.01) == pytest.approx((0.01, 0.01, 0.01), abs=1e-12)
 
 
-def test_bootstrap_against_a_loop():
+def test_bootstrap_equals_a_loop_over_resamples():
     values = np.random.default_rng(shifted(1)).random((40, 2))
     interval = bootstrap_interval(values, num_resamples=400, seed=shifted(3))
     draws = np.random.default_rng(shifted(3)).integers(0, 40, size=(400, 40))
@@ -161,7 +161,7 @@ def test_bootstrap_against_a_loop():
     np.testing.assert_allclose(interval.mean, values.mean(axis=0), rtol=1e-14)
 
 
-def test_paired_interval_by_hand():
+def test_paired_interval_equals_that_worked_by_hand():
     # Four problems that neither model solves: Wilson's upper end for n_eff = 16/5 is z^2 / (n_eff + z^2) = 0.545549,
     # and the two have no correlation. All solved is the same.
     for value in (0.0, 1.0):
@@ -176,7 +176,7 @@ def test_paired_interval_by_hand():
         paired_interval(([0.0, 1.0], [0.0]))
 
 
-def test_paired_interval_of_several_k_and_benchmarks():
+def test_paired_interval_treats_each_k_alone_and_narrows_with_benchmarks():
     """Each k for itself; the other way round is the mirror image; two copies of a benchmark halve the variance."""
     rng = np.random.default_rng(shifted(0))
     pairs = [(rng.random((size, 3)), rng.random((size, 3)) ** 2) for size in (20, 7)]

@@ -13,7 +13,7 @@ def samples(problem, outcomes, **changes):
     return [GradedSample(problem=problem, outcome=outcome, **fields) for outcome in outcomes]
 
 
-def test_summary_worked_by_hand():
+def test_summary_equals_that_worked_by_hand():
     graded = [
         *samples("a", [1.0, 0.0, 0.0, 1.0]),
         *samples("b", [0.0, 0.5, 0.0, 0.0], num_tokens=20, finish_reason="length"),

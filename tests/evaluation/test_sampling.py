@@ -49,7 +49,7 @@ def test_frequencies_follow_temperature_and_nucleus():
     np.testing.assert_allclose(observed, expected, atol=4 * 0.5 / np.sqrt(rows))  # four standard errors
 
 
-def test_top_k_and_impossible_tokens():
+def test_tokens_outside_top_k_are_never_sampled():
     sampler = SeededSampler(SamplingSettings(1.0, 1.0, 2, 1), seeds=range(500), prompt_length=0)
     tokens = chosen(sampler, torch.tensor([[0.0, 1.0, 2.0, -torch.inf]]).expand(500, -1))
     assert set(tokens.tolist()) == {1, 2}
@@ -64,7 +64,7 @@ def test_a_completion_depends_on_its_seed_alone(boxing_model):
     assert len({c.text for c in together[0]}) > 1
 
 
-def test_the_model_answers_in_boxes(boxing_model):
+def test_a_model_trained_to_box_answers_samples_boxes(boxing_model):
     (completions,) = sample(*boxing_model, PROMPTS[:1], 50, SamplingSettings(1.0, 1.0, 0, 8))
     boxed = [c for c in completions if c.text in {rf"\boxed{{{d}}}" for d in range(10)}]
     assert len(boxed) > 40  # in theory 999 of 1,000
@@ -101,7 +101,7 @@ def test_random_states_and_mode_are_left_alone(boxing_model):
     model.eval()
 
 
-def test_seeds():
+def test_seeds_are_distinct_and_pinned():
     seeds = {sample_seed(s, p, j) for s in range(3) for p in ("a", "b", "1", "11") for j in range(50)}
     assert len(seeds) == 3 * 4 * 50
     assert all(0 <= seed < 2**53 for seed in seeds)

@@ -22,7 +22,7 @@ def fill(path, count=3):
     return path
 
 
-def test_round_trip(tmp_path):
+def test_samples_are_read_as_they_were_written(tmp_path):
     path = fill(tmp_path / "a" / "s.jsonl")
     with SampleStore(path, SETTINGS) as store:
         assert store.keys == {("p0", 0), ("p1", 1), ("p2", 2)}
@@ -97,7 +97,7 @@ def test_damage_is_refused(tmp_path, change, message):
         SampleStore(path, SETTINGS)
 
 
-def test_one_writer_at_a_time(tmp_path):
+def test_a_second_writer_is_refused(tmp_path):
     path = tmp_path / "new" / "s.jsonl"
     with SampleStore(path, SETTINGS) as first:
         append(first, "p0", 0, 1000, "text", 5)

@@ -15,7 +15,7 @@ EQUAL = {"schedule": "equal_treatment", "max_generations": 32}
 WEIGHTED = {"schedule": "hardness_weighted", "max_generations": 64}
 
 
-def test_vectors_of_the_authors_code():
+def test_numbers_equal_those_of_the_authors_code():
     for vector in VECTORS:
         kinds = {"max_generations": vector["max_generations"], "use_std": vector["use_std"]}
         additional = [
@@ -26,7 +26,7 @@ def test_vectors_of_the_authors_code():
     assert len(VECTORS) == 16
 
 
-def test_on_paper():
+def test_numbers_equal_those_worked_by_hand():
     # N = 8, one right: u = 1/8, S = 2 * 1/8 * 7/8 = 7/32, N S = 7/4, P = 4: (4 - 7/4) / (7/32) = 10.3
     assert additional_completions(1, 8, **EQUAL) == 11
     # 2 (1 - u) P = 7: (7 - 7/4) / (7/32) = 24, exactly
@@ -46,7 +46,7 @@ def test_soft_labels_ask_for_less_the_higher_their_sum(schedule):
 
 
 @pytest.mark.parametrize("num_correct", [-0.1, 8.5, math.nan])
-def test_more_right_ones_than_completions(num_correct):
+def test_impossible_numbers_of_correct_completions_are_refused(num_correct):
     with pytest.raises(ValueError, match="num_correct"):
         additional_completions(num_correct, 8, **EQUAL)
 

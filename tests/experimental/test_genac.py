@@ -242,11 +242,11 @@ class TestBadInput:
         monkeypatch.setattr("pacs_trl.baselines.ppo_trainer.create_model_from_path", None)
         monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", None)
 
-    def test_context(self, tmp_path, model_path):
+    def test_a_critic_that_exceeds_its_context_is_refused(self, tmp_path, model_path):
         with pytest.raises(ValueError, match="critic_max_new_tokens=490"):
             build(tmp_path, model_path, critic_max_new_tokens=490)
 
-    def test_vllm_with_two_shapes(self, monkeypatch):
+    def test_vllm_refuses_a_critic_of_another_architecture(self, monkeypatch):
         args = GenACConfig("unused", **SETTINGS)
         args.use_vllm = True
         other = tiny_model(hidden_size=64).config

@@ -27,13 +27,13 @@ from pacs_trl.experimental._critic import (
 NAN = math.nan
 
 
-def test_rewards_by_hand():
+def test_rewards_equal_those_worked_by_hand():
     critic = critic_rewards(torch.tensor([1.0, 0.0, 0.5, NAN]), torch.tensor([1.0, 1.0, 0.25, 0.0]))
     # 1 - 0, 1 - 1, 1 - 1/16, unread
     torch.testing.assert_close(critic, torch.tensor([1.0, 0.0, 0.9375, 0.0]))
 
 
-def test_weights_by_hand():
+def test_weights_equal_those_worked_by_hand():
     # right: 0.9 - (0.5 + 0.1) / 2 = 0.6, 0.5 - 1.0 / 2 = 0, 0.1 - 1.4 / 2 = -0.6; the only wrong one keeps its reward
     rewards, outcomes = torch.tensor([0.9, 0.5, 0.7, 0.1]), torch.tensor([1.0, 0.8, 0.5, 1.0])
     torch.testing.assert_close(reinforce_weights(rewards, outcomes), torch.tensor([0.6, 0.0, 0.7, -0.6]))
@@ -54,7 +54,7 @@ def test_weights_equal_a_loop_sum_to_zero_on_each_side_and_do_not_depend_on_proc
         torch.testing.assert_close(part_weights, whole[part])
 
 
-def test_losses_by_hand_and_their_gradient():
+def test_losses_and_gradient_equal_those_worked_by_hand():
     logps = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
     drawn = torch.tensor([-1.0, -1.0 + math.log(2), -1.0 - math.log(8), NAN])  # ratios 1, 1/2, 8 and unknown
     losses = reinforce_losses(logps, drawn, torch.tensor([0.5, -1.0, 1.0, 1.0]), cap=2.0)
@@ -172,7 +172,7 @@ def test_shipped_templates_say_the_state_and_condition_or_not(name):
         ("", None),
     ],
 )
-def test_answers(answer, value):
+def test_the_last_valid_answer_is_parsed(answer, value):
     assert CriticPrompt("genac").parse(answer) == value
 
 

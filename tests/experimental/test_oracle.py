@@ -26,7 +26,7 @@ from pacs_trl.experimental._critic import CriticPrompt, State
         ("3+4*12", "4*12=48,", "48y|3"),
     ],
 )
-def test_reasons_by_hand(problem, response, reason):
+def test_reasons_equal_those_worked_by_hand(problem, response, reason):
     assert worked_reason(problem, response) == reason
 
 

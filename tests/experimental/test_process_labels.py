@@ -42,7 +42,7 @@ def test_positions_are_spread_evenly_and_outcomes_aligned_with_outcomes():
 PROXIES, LABELS = double([1.0, 3.0, 2.0]), [[1.0, 1.0], [0.0]]
 
 
-def test_on_paper():
+def test_loss_and_coefficients_equal_those_worked_by_hand():
     # The step finds no other, so it has no score; outcomes: 3 - 2 and 2 - 3, one of each class: weights 1, mean of
     # softplus(-1) twice
     prefixes = prefixes_of(LABELS, [0, 0])
@@ -95,7 +95,7 @@ def test_tokens_get_the_prefixes_that_contain_them():
     assert by_token.tolist() == [[-0.75, -0.75, -1.0, -1.0, 0.0], [0.0] * 5]
 
 
-def test_expected_gradient_of_an_enumerated_policy():
+def test_expected_gradient_is_the_policy_gradient_of_the_mean_label():
     """Two tokens of two kinds, labels after each: at proxy 0 without class weights, two completions drawn
     independently have the policy gradient of the mean label in expectation."""
     logits = double([0.3, -0.4, 0.9]).requires_grad_()  # of a 1 at first, after a 0, after a 1
@@ -135,7 +135,7 @@ NO_PAIRS = {
 
 
 @pytest.mark.parametrize("given", NO_PAIRS.values(), ids=NO_PAIRS)
-def test_refused(given):
+def test_values_that_are_no_pairs_are_refused(given):
     with pytest.raises(ValueError, match="'steps'.* completion 4 of 9 tokens"):
         checked_labels("steps", 4, given, 9)
     assert checked_labels("steps", 4, [(0, 1), (8, 0.5)], 9) == ([0, 8], [1.0, 0.5])
@@ -148,7 +148,7 @@ def halves(completions, completion_ids, **kwargs):
 
 
 @pytest.mark.trains
-def test_labels_of_steps_beside_numbers(tmp_path):
+def test_labels_of_steps_and_numbers_of_another_function_are_combined(tmp_path):
     """Steps have the weight of their function, and a completion without pairs has the others' outcome; also in
     evaluation, and from a function that is waited for."""
 

@@ -27,13 +27,13 @@ STEPS = {
 
 
 @pytest.mark.parametrize("settings", STEPS.values(), ids=STEPS)
-def test_gradient_of_labels_in_several_places(tmp_path, settings):
+def test_gradient_of_labels_in_several_places_equals_the_long_way(tmp_path, settings):
     replay = Replay(steps=True, unverifiable=0.1, tools="mask_truncated_completions" in settings)
     trainer, _ = train_and_compare(tmp_path, replay, trainer_class=ProcessLabelsTrainer, **settings)
     assert 0.3 < trainer.state.log_history[0]["process/labels"] < 3
 
 
-def test_gradient_of_labels_in_several_places_with_token_weights_kl_term_and_lora(tmp_path, model_path):
+def test_gradient_with_token_weights_kl_term_and_lora_equals_the_long_way(tmp_path, model_path):
     settings = {**CORRECTION, "beta": 0.1, **TWO_UPDATES}
 
     class Both(WeightedTokens, ProcessLabelsTrainer):

@@ -35,6 +35,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("settings", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused_before_training(tmp_path, settings, words):
+def test_settings_are_refused_before_training(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **({"model": "no/model"} | settings))

@@ -38,7 +38,7 @@ def test_two_processes_equal_one(request, tmp_path, kind, name):
 
 
 @pytest.mark.parametrize("kind", TWO_KINDS)
-def test_probabilities_of_reference_answers(tmp_path, request, kind):
+def test_probabilities_of_reference_answers_are_those_of_one_process(tmp_path, request, kind):
     """Of 32 problems each process scores half; the first step's labels are those of one process."""
     first, second = both(request.getfixturevalue(kind), "probabilities")
     one = probabilities(0, tmp_path, per_device_train_batch_size=8)

@@ -46,11 +46,11 @@ def test_the_form_is_the_one_that_the_prompt_names(text, thinking, answering):
     assert (with_reference(text, "c", THINKING) is None) == (text.count("<answer>") != 1)
 
 
-def test_reference_answers_as_text():
+def test_reference_answers_become_text():
     assert [reference_text(a) for a in ("  a b ", ["x", "y"], [], None, 7)] == ["a b", "x", "", "", "7"]
 
 
-def test_the_label_on_paper():
+def test_labels_equal_those_worked_by_hand():
     probability_function = SimpleNamespace(
         after_reasoning=lambda prompts, texts, answers: [0.8, 0.3, 0.0, 1.0],
         without_reasoning=lambda prompts, answers: [0.2, 0.5, 0.1, 0.0],
@@ -146,7 +146,7 @@ def test_answers_that_are_too_long_count_as_malformed(tmp_path):
     assert reference._mean_probabilities([PROMPT], [("ab", 1, 1)], None) == [0.0]  # no token lies there
 
 
-def test_spread_filter_by_hand():
+def test_spread_filter_drops_groups_as_worked_by_hand():
     """Spreads (unbiased): (0, 1) sqrt(1/2) = .707; (.4, .6) sqrt(.02) = .141. Five generations are ignored, five
     collected: their mean is (.707 + .141) / 2 = .424, and half of it masks the second group from the eleventh on."""
     labels, history = torch.tensor([0.0, 1.0, 0.4, 0.6]), [0.0]
@@ -162,7 +162,7 @@ def test_spread_filter_by_hand():
     assert history == pytest.approx([11, 0.99 * average + 0.01 * math.sqrt(0.5) / 2])
 
 
-def test_spread_of_groups_without_verdicts():
+def test_groups_without_verdicts_have_no_spread():
     nan = math.nan
     labels = torch.tensor([0.0, 1.0, nan, 0.4, 0.6, nan, 1.0, nan, nan])
     kept, metrics, history = filter_by_spread(labels, 3, 1.0, [10, 0.5])

@@ -19,7 +19,7 @@ VECTORS = json.loads((Path(__file__).parents[1] / "data" / "steer_and_verl_vecto
 VALUES = ("logps", "old_logps", "entropies", "advantages", "mask")
 
 
-def test_vectors_of_the_authors_code():
+def test_weights_equal_those_of_the_authors_code():
     for vector in VECTORS:
         *values, advantages, mask = (torch.tensor(vector[name]) for name in VALUES)
         kinds = {name: vector[name] for name in ("mapping", "weight_min", "weight_max")}
@@ -42,7 +42,7 @@ ON_PAPER = (
 )
 
 
-def test_on_paper():
+def test_sensitivities_and_weights_equal_those_worked_by_hand():
     slopes = entropy_sensitivities(*ON_PAPER[:3], ON_PAPER[4])
     torch.testing.assert_close(slopes, torch.tensor([[0.0, LN2 / 2, 0.375, 0.0]], dtype=torch.float64))
     # changes 0, ln 2 and 3/4: exponential .8^0, .8^(ln 2 / .75), .8^1; linear 1.2 - .4 * change / .75
@@ -76,7 +76,7 @@ def test_weights_ignore_the_sign_of_advantages_and_parts_have_those_of_the_whole
     assert (steer_weights(broken, *values[1:])[mask] == 1.0).all()
 
 
-def test_metrics_on_paper():
+def test_metrics_equal_those_worked_by_hand():
     """The tokens of `ON_PAPER` as two micro-batches, A = -2 and N = 4; a row without a coefficient counts for the
     extremes alone."""
     logps, old_logps, entropies, _, mask = (x.float() for x in ON_PAPER)
@@ -108,7 +108,7 @@ LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
     ],
     ids=str,
 )
-def test_gradient_of_steer(tmp_path, settings):
+def test_gradient_equals_the_long_way(tmp_path, settings):
     """Weights depend on the extremes of the whole step, whatever its micro-batches, and on the policy that
     generated."""
     replay = Replay(tools=settings.pop("tools", False), unverifiable=0.1)

@@ -27,7 +27,7 @@ CASES = VECTORS["effective_rank"]
 
 
 @pytest.mark.parametrize("vector", CASES, ids=lambda v: f"{len(v['hidden_states'])} tokens, stride {v['stride']}")
-def test_vectors_of_the_authors_code(vector):
+def test_ranks_equal_those_of_the_authors_code(vector):
     states = torch.tensor(vector["hidden_states"])
     assert effective_rank(states) == pytest.approx(vector["effective_rank"][0], rel=1e-5)
     # Their Gram matrices are float32, in which each eigenvalue that should be 0 adds a singular value of about 3e-4 of
@@ -36,7 +36,7 @@ def test_vectors_of_the_authors_code(vector):
     assert actual == pytest.approx((vector["velocity"], vector["acceleration"]), abs=0.015)
 
 
-def test_on_paper():
+def test_ranks_equal_those_worked_by_hand():
     # mean (0, 0); singular values sqrt(2), sqrt(2): shares 1/2, 1/2, exp(ln 2) = 2
     square = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.0, -1.0]])
     assert effective_rank(square) == pytest.approx(2.0, abs=1e-6)
@@ -71,7 +71,7 @@ def test_ranks_of_prefixes_equal_those_by_singular_values(num_tokens, width, str
         assert rank_velocity_and_acceleration(states, stride) == pytest.approx(expected, abs=1e-4)
 
 
-def test_short_completions_and_properties():
+def test_ranks_do_not_change_with_rotation_and_short_completions_have_no_velocity():
     generator = torch.Generator().manual_seed(shifted(1))
     states = torch.randn(30, 8, generator=generator)
     rotation = torch.linalg.qr(torch.randn(8, 8, generator=generator)).Q
@@ -86,7 +86,7 @@ COEFFICIENTS = torch.tensor([-0.25, 0.25, -0.05, 0.0])
 RANKS = torch.tensor([[6.0, 2.0, 4.0, 99.0], [1.5, 0.5, 1.0, 99.0], [0.0, 0.0, 0.0, 99.0]])
 
 
-def test_bonus_by_hand():
+def test_bonus_equals_that_worked_by_hand():
     # Means begin at the first step's: 4, 1, 0. Completion 0: deviations 1/2, 1/2, 0, so t = 1/2 and Phi = tanh(1/2) =
     # 0.462; A = 1 may grow by 1/2. Completion 1: Phi < 0. Completion 2: Phi = 0. Completion 3 is ignored.
     actual, means = verl_coefficients(COEFFICIENTS, RANKS, 4, None)
@@ -130,7 +130,7 @@ def test_hidden_states_are_those_of_each_row_alone(packing):
 @pytest.mark.trains
 @pytest.mark.parametrize("tokens", ["all", "last"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_gradient_of_verl(tmp_path, monkeypatch, group_layout, tokens):
+def test_gradient_equals_the_long_way(tmp_path, monkeypatch, group_layout, tokens):
     """The sum of log-probabilities by the coefficients that ranks have shaped, of all tokens or of the last one that
     the policy wrote, in float64; rows that do not count stay out."""
     last = tokens == "last"

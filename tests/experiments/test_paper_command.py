@@ -110,7 +110,7 @@ class TestReport:
     def table(self, shows, **settings):
         return Table("t", "A table", [self.good, self.bad], shows, **settings)
 
-    def test_a_published_number_inside_the_interval(self, tmp_path, monkeypatch):
+    def test_published_numbers_are_said_to_lie_inside_or_outside_the_interval(self, tmp_path, monkeypatch):
         draw_nothing(monkeypatch)
         # Six problems at 37.5 % on average and six at 100 %; BeyondAIME was published as 27.16 for PACS, 24.39 for
         # GRPO

@@ -95,7 +95,7 @@ def stand_ins(tmp_path, monkeypatch):
 class TestRecords:
     where = ("--scale", "full", "--results_dir", "results", "--work_dir", "work")
 
-    def test_tables_and_figures_of_what_the_lines_left(self, stand_ins, capsys):
+    def test_printed_commands_leave_what_tables_and_figures_need(self, stand_ins, capsys):
         arguments = ["table_3", "figure_3", "figure_5", "--cells", "qwen3-8b/pacs", "--seeds", "4", *self.where]
         main([*arguments, "--run"])
         text = capsys.readouterr().out

@@ -45,11 +45,11 @@ def test_arms_differ_only_in_their_objective(arm, task):
         ("problem: 5 + 3 =", "8", "sum"),
     ],
 )
-def test_kind_of(question, answer, kind):
+def test_each_problem_has_its_kind(question, answer, kind):
     assert kind_of({"question": question, "answer": answer}) == kind
 
 
-def test_problems_gained_and_lost_by_hand():
+def test_problems_gained_and_lost_equal_those_worked_by_hand():
     """Of four problems, the first two are solved before; a run solves the first and the last."""
 
     def run(counts, diversity):

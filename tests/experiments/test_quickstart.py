@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from experiments import quickstart
 
 
-def test_real_model_without_grpo(model_path, tmp_path, monkeypatch, capsys):
+def test_the_quickstart_without_grpo_trains_and_summarizes_pacs_alone(model_path, tmp_path, monkeypatch, capsys):
     """The order of the steps and the summary; a miniature replaces the model."""
     monkeypatch.setattr(quickstart, "prepare_model", lambda: Path(model_path))
     recipe = tmp_path / "sums.yaml"

@@ -22,12 +22,12 @@ TOKENIZER = build_tokenizer()
         (["", "8+30=38"], [False, False]),
     ],
 )
-def test_steps_of_a_sum(steps, expected):
+def test_steps_of_a_sum_hold_only_after_correct_ones(steps, expected):
     assert steps_hold("7+30+8", steps) == expected
     assert steps_hold("8+8", ["8+8=16"]) == [True]
 
 
-def test_pairs():
+def test_pairs_stand_at_the_end_of_steps():
     texts = [r"30+8=38,38+7=\boxed{45}", r"30+8=37,37+7=\boxed{44}", "1,,", r"\boxed{45}"]
     ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
     ids[2].pop()  # cut off at a comma

@@ -72,7 +72,7 @@ def trained(model_path, tmp_path_factory):
     return directory
 
 
-def test_the_card_of_a_trained_model(trained):
+def test_the_card_of_a_trained_model_is_valid_and_names_no_local_path(trained):
     card = valid_metadata((trained / "README.md").read_text())
     assert card.data.base_model is None and card.data.datasets is None and card.data.license == "apache-2.0"
     for words in (

@@ -297,7 +297,7 @@ def test_damaged_files_are_named_before_anything_is_sent(checkpoint, hub, file, 
 
 
 @pytest.mark.parametrize("is_offline", [False, True])
-def test_the_command_line(checkpoint, hub, monkeypatch, capsys, is_offline):
+def test_the_command_uploads_and_a_dry_run_does_not(checkpoint, hub, monkeypatch, capsys, is_offline):
     """A dry run writes and sends nothing."""
     before = contents_of(checkpoint)
     extra = ["--results", str(checkpoint.parent / "results.json"), "--recipe", str(checkpoint.parent / "recipe.yaml")]

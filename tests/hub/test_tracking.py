@@ -213,7 +213,7 @@ def test_a_new_run_has_a_new_identity_and_a_resumed_one_the_old(tmp_path, monkey
     assert os.environ["WANDB_RUN_ID"] == "mine"
 
 
-def test_wandb_without_a_key(tmp_path, monkeypatch):
+def test_wandb_without_a_key_is_refused_before_the_trainer_is_built(tmp_path, monkeypatch):
     """Said before the trainer is built, with the words of the command line that wandb may see."""
     import wandb
 

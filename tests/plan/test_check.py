@@ -116,7 +116,7 @@ def test_plan_prints_the_sentences_of_a_case_and_ends_with_its_status(plan, case
         assert (sentence.removeprefix("no: ") in output) != sentence.startswith("no: "), sentence
 
 
-def test_reward_functions(plan, tmp_path, monkeypatch):
+def test_reward_functions_that_cannot_be_imported_are_conflicts(plan, tmp_path, monkeypatch):
     (tmp_path / "own_rewards.py").write_text("def sure(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     (tmp_path / "broken_rewards.py").write_text("import no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -142,7 +142,7 @@ def test_bfloat16_weights_stay_without_mixed_precision(plan, launch_file, kind, 
 
 
 @pytest.mark.parametrize("config", ["{fsdp_version: 1}", "{fsdp_offload_params: false}"])
-def test_ppo_with_fsdp_1(plan, launch_file, config):
+def test_ppo_with_fsdp_1_is_a_conflict(plan, launch_file, config):
     file = launch_file("distributed_type: FSDP", "num_processes: 8", f"fsdp_config: {config}")
     status, output = plan("--accelerate-config", file, method="ppo")
     assert status == 1 and "FSDP 1" in output

@@ -38,7 +38,7 @@ def test_parameters_equal_those_of_transformers_and_of_the_model_card(name):
     assert name not in cards or round(cost.KNOWN_MODELS[name].parameters / 1e9, 1) == cards[name]
 
 
-def test_shape_of_a_directory(tmp_path):
+def test_shape_is_read_from_a_directory(tmp_path):
     assert cost.model_shape("someone/something") is None
     (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
     assert cost.model_shape(str(tmp_path)) is None
@@ -71,7 +71,7 @@ def test_forward_flops_equal_the_counter_of_torch():
     assert counter.get_total_flops() == pytest.approx(SMALL.forward_flops(2 * length, 2 * length), rel=0.01)
 
 
-def test_training_state_by_hand():
+def test_training_state_equals_that_worked_by_hand():
     trained = {"trained": 10.0, "frozen": 0.0, "frozen_bytes": 0}
     assert cost.training_state_bytes(**trained, sharding="none", processes=4) == 160
     assert cost.training_state_bytes(**trained, sharding="gradients", processes=4) == 20 + 40
@@ -79,7 +79,7 @@ def test_training_state_by_hand():
     assert cost.training_state_bytes(1.0, 100.0, frozen_bytes=2, sharding="none", processes=1) == 16 + 200
 
 
-def test_decoding_by_hand():
+def test_seconds_of_decoding_equal_those_worked_by_hand():
     gpu = cost.H200._replace(bandwidth=1e12, bandwidth_share=0.5)
     weights = 2 * SMALL.parameters * 100
     cache = 8 * (10 * 100 + 100**2 / 2) * (2 * 3 * 2 * 16 * 2)  # all as long as can be
@@ -155,7 +155,7 @@ def test_autocast_copies_weights_by_hand():
     assert SMALL.cast_bytes(Execution("autocast", "full")) == 2 * (SMALL.layer_parameters + 300 * 64)
 
 
-def test_seconds_of_an_update_by_hand():
+def test_seconds_of_an_update_equal_those_worked_by_hand():
     """A GPU on which each part but one takes no time."""
     fast = cost.Gpu("fast", 1e12, flops=1e30, bandwidth=1e30)
     sizes = {"tokens": 1e6, "mean_length": 0.0, "micro_batches": 0}

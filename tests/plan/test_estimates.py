@@ -68,7 +68,7 @@ def test_the_split_of_a_server_is_the_fastest_that_can_share_the_heads(estimate_
     assert splits["one batch late"][1] < splits["in turn"][1]
 
 
-def test_a_copy_of_the_weights_of_a_server(estimate_of):
+def test_a_copy_of_the_weights_of_a_server_takes_memory(estimate_of):
     states = [estimate_of(**LATE | more).costs.state for more in ({}, RECOMPUTED)]
     assert states[1] - states[0] == pytest.approx(4 * PARAMETERS / 64)  # sharded
 
@@ -143,7 +143,7 @@ def test_training_state_has_16_bytes_per_trained_weight_and_4_per_copy(estimate_
     assert estimate_of(**settings).costs.state == pytest.approx(size * PARAMETERS / 64)
 
 
-def test_checkpoint(estimate_of):
+def test_checkpoint_size_is_printed(estimate_of):
     """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot."""
     for settings, size in (({}, 12), (SNAPSHOT, 16), (PPO, 24)):
         assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in estimate_of(**settings).text(350)

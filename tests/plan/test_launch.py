@@ -40,7 +40,7 @@ STAGES = [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "
 
 
 @pytest.mark.parametrize(("stage", "sharding"), STAGES)
-def test_sharding(launch_file, stage, sharding):
+def test_sharding_is_read_from_stages_and_versions(launch_file, stage, sharding):
     config = "{}" if stage is None else f"{{zero_stage: {stage}}}"
     assert read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)[0].sharding == sharding
     for line, version in (("fsdp_config: {fsdp_version: 2}", 2), ("fsdp_config: {version: 2}", 2), ("", 1)):

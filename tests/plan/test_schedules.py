@@ -25,13 +25,13 @@ TWO_SLOTS = Engine(slots=2, launch_seconds=1.0)
 SHORT_AND_LONG = [Group(0, [1]), Group(0, [3])]
 
 
-def test_generation_by_hand():
+def test_seconds_of_generation_equal_those_worked_by_hand():
     """Of lengths 1, 3, 1, 3 the second short one follows the first, and the second long one follows that: 5 steps."""
     assert generate(SHORT_AND_LONG, TWO_SLOTS) == (3.0, pytest.approx(4 / 3))
     assert generate([Group(0, [1, 3])] * 2, TWO_SLOTS) == (5.0, pytest.approx(8 / 5))
 
 
-def test_keys_and_values_by_hand():
+def test_cache_is_read_computed_and_limited_as_worked_by_hand():
     """After a prompt of 10 tokens three steps read 10, 11, and 12; the prompt is computed once for both completions.
     If only one of the completions fits into the cache, the other one waits."""
     reading = Engine(slots=2, launch_seconds=0.0, cache_seconds=1.0)
@@ -45,7 +45,7 @@ def test_keys_and_values_by_hand():
     assert generate([Group(10, [3, 3])], hidden)[0] == pytest.approx(10 * 0.1 + 3 * (1 + 0.5))
 
 
-def test_schedules_by_hand():
+def test_seconds_of_schedules_equal_those_worked_by_hand():
     """A generation of both takes 3 s alternately with 1 s of training. With full slots it takes 2 s."""
     trainer = Trainer(groups=2, update_seconds=1.0)
 
@@ -65,7 +65,7 @@ def test_schedules_by_hand():
     assert one_late(groups(), TWO_SLOTS, slow, 10).seconds == 5
 
 
-def test_replaced_weights_by_hand():
+def test_replaced_weights_cost_what_is_worked_by_hand():
     """One slot, completions of four tokens, and a step of 2 s on each: completions end at 4, 8, 12, ... Without
     recomputation steps end at 6, 10, ... At these moments two tokens of the next completion are there, after a prompt
     of 3, so computing them again with 0.1 s each takes 0.5 s; and each prompt takes 0.3 s."""
@@ -140,7 +140,7 @@ def test_an_engine_reads_what_the_cost_model_reads():
     assert default_slots(cost.H200) == 1024 and default_slots(cost.GPUS["l40s"]) == 256
 
 
-def test_two_engines_and_one_on_two_gpus():
+def test_two_engines_have_twice_the_slots_and_one_on_two_gpus_half_the_time():
     """Two engines have twice the slots and memory; one engine on two GPUs reads its weights twice as fast."""
     shape = cost.KNOWN_MODELS["Qwen/Qwen3-4B"]
     one, two, split = (engine_on(shape, cost.H200, engines=e, num_gpus=g) for e, g in ((1, 1), (2, 1), (1, 2)))

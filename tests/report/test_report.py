@@ -32,7 +32,7 @@ def results_factory(tmp_path):
     return write
 
 
-def test_everything_at_once(results_factory, tmp_path, capsys):
+def test_a_report_has_tables_curves_and_training_figures(results_factory, tmp_path, capsys):
     directories = [results_factory("Base", 0.4), results_factory("PACS", 0.5), results_factory("PACS", 0.5, seed=1)]
     runs = [f"{name}={tmp_path / f'run-{i}'}" for i, name in enumerate(("PACS", "PACS", "GRPO"))]
     constant = {"loss": 0.69, "entropy": 0.4, "completions/mean_length": 800.0, "step_time": 40.0}
@@ -54,7 +54,7 @@ def test_everything_at_once(results_factory, tmp_path, capsys):
     assert text.count("| PACS | 128 | 2 |") == 3 and "012345678" in text
 
 
-def test_begins_with_before_and_after(results_factory, tmp_path):
+def test_a_report_begins_with_before_and_after(results_factory, tmp_path):
     """Before is the baseline, or else the method of the first file; the mean stands above the benchmarks, and tables
     are folded."""
     files = [results_factory("mine", 0.2), results_factory("trained", 0.8)]
@@ -81,7 +81,7 @@ def test_begins_with_before_and_after(results_factory, tmp_path):
         *((["--training", f"PACS={name}"], f"{name}/trainer_state.json") for name in ("empty", "stepless", "broken")),
     ],
 )
-def test_refusals(argv, message, tmp_path, capsys, monkeypatch):
+def test_arguments_without_results_are_refused(argv, message, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, log in (("empty", "{}"), ("stepless", '{"log_history": [{"reward": 0.5}]}'), ("broken", "{")):
         (tmp_path / name).mkdir()

@@ -26,7 +26,7 @@ def test_runs_of_one_method_are_averaged_by_problem():
     assert lines[0][:3] == ["PACS", "128", "3"] and lines[0][header.index("k=8")] == tables.cell_text(cell)
 
 
-def test_paired_difference_to_a_baseline():
+def test_difference_to_a_baseline_has_the_paired_interval():
     base, tuned = make_results("GRPO", 0.4), make_results("PACS", 0.6, seed=1)
     cell = tables.paired_difference([tuned], [base], AIME, [4])[4]
     expected = paired_interval((pass_at_k(128, counts(base), 4), pass_at_k(128, counts(tuned), 4)))
@@ -64,7 +64,7 @@ def test_problems_that_could_not_be_graded_are_left_out():
     assert cell.value == pytest.approx(100 * pass_at_k(128, counts(result)[1:], 1).mean())
 
 
-def test_refusals():
+def test_different_k_and_unknown_baselines_are_refused():
     results = [make_results("PACS", 0.5), make_results("GRPO", 0.5, ks=(2, 3))]
     with pytest.raises(ValueError, match="k"):
         tables.benchmark_table(results, "aime_2024")
@@ -72,7 +72,7 @@ def test_refusals():
         tables.benchmark_table(results[:1], "aime_2024", "PPO")
 
 
-def test_markdown():
+def test_cells_become_a_markdown_table():
     cells = [tables.Measured(50.0, 40.04, 60.06, 1.5), tables.Measured(75.0)]
     lines = [["a | b\nc & \\d_e~", *map(tables.cell_text, cells)]]
     lines.append(["gain", tables.cell_text(tables.Measured(2.0, -1.0, 5.0), signed=True), ""])

@@ -22,7 +22,7 @@ from pacs_trl.rollouts.attention_checks import flash_attention_4_error, missing_
         ("sdpa", "float32", False, 0, None),
     ],
 )
-def test_where_flash_attention_4_cannot_train(implementation, dtype, bf16, capability, words):
+def test_flash_attention_4_is_refused_where_it_cannot_train(implementation, dtype, bf16, capability, words):
     args = SimpleNamespace(bf16=bf16, fp16=False)
     error = flash_attention_4_error(args, {"attn_implementation": implementation, "dtype": dtype}, capability)
     assert error is None if words is None else words in error and "attn_implementation: sdpa" in error

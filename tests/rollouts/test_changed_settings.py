@@ -12,7 +12,7 @@ FIXED |= {"generation_kwargs": {"min_new_tokens": 2}, "per_device_train_batch_si
 FIXED |= {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "report_to": ["tensorboard"]}
 
 
-def test_changed_before_training_or_evaluation(tmp_path, monkeypatch):
+def test_settings_changed_before_training_or_evaluation_are_refused(tmp_path, monkeypatch):
     trainer = build_trainer(tmp_path, replay=Replay(), more={"eval_dataset": addition_dataset(8)})
     for name, value in FIXED.items():
         with monkeypatch.context() as changed:

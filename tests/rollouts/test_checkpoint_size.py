@@ -12,7 +12,7 @@ from pacs_trl.plan.cost import checkpoint_bytes
 @pytest.mark.parametrize(
     ("settings", "lora"), [({"reference": "snapshot"}, False), ({"steps_per_generation": 8}, False), ({}, True)]
 )
-def test_checkpoint_on_disk(tmp_path, settings, lora):
+def test_a_checkpoint_has_the_planned_size(tmp_path, settings, lora):
     """A checkpoint that is really written, of a model large enough for its weights to outweigh names and states."""
     arguments = {"num_generations": 4, "max_steps": 1, "save_strategy": "steps", "save_steps": 1} | settings
     trainer = build_trainer(

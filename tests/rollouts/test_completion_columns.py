@@ -50,7 +50,7 @@ def test_a_column_of_later_completions_is_empty_for_earlier_ones():
     assert list(columns["note"]) == [None, None, 1] and columns["of_evaluation"] == [None, 2, 3]
 
 
-def test_completions_table_with_columns_of_any_values(tmp_path):
+def test_completions_table_keeps_columns_of_any_values(tmp_path):
     """From two functions, also in some batches only."""
     calls = []
 

@@ -38,7 +38,7 @@ def test_a_step_is_printed_as_one_line(logs, line):
     assert line is None or step_line(logs, 2, 30) == line.replace("step 12", "step  2")
 
 
-def test_rewards_before_and_after():
+def test_change_of_reward_compares_first_and_last_steps():
     rewards = [0.1, 0.2, *[0.5] * 16, 0.8, 0.9]
     history = [{"step": i, "reward": reward} for i, reward in enumerate(rewards)] + [{"train_runtime": 1.0}]
     assert change_of_reward(history) == "Reward 0.150 before, 0.850 after (first and last 2 logged steps of 20)."

@@ -13,7 +13,7 @@ ENVIRONMENT = {"recipe": "environment.yaml"}
 
 
 @pytest.mark.trains
-def test_the_miniature_environment(tmp_path, tool_model_path, monkeypatch, confined):
+def test_a_recipe_trains_in_the_miniature_environment(tmp_path, tool_model_path, monkeypatch, confined):
     monkeypatch.chdir(Path(__file__).parents[2])
     asked = play_products(monkeypatch)
     held_out = ["--eval_split_size", "2", "--eval_strategy", "steps", "--eval_steps", "1"]
@@ -76,7 +76,7 @@ def test_errors_before_the_model_is_loaded(tmp_path, tool_model_path, module, ar
 
 
 @pytest.mark.trains
-def test_a_rollout_function_and_rewards_of_an_environment(tmp_path, tool_model_path, module):
+def test_recipes_name_a_rollout_function_or_an_environment_with_rewards(tmp_path, tool_model_path, module):
     functions = ["--rollout_func", f"{module}:rollout", "--reward_funcs", f"{module}.seven"]
     trainer = run_recipe(tmp_path / "rollout", tool_model_path, *functions)
     assert [entry["reward"] for entry in trainer.state.log_history if "loss" in entry] == [1.0, 1.0]

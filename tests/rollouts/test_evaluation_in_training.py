@@ -149,7 +149,7 @@ def test_the_best_checkpoint_by_pass_at_1(tmp_path, model_path, lora):
     )
 
 
-def test_greedy_completions_with_the_real_verifier(tmp_path, model_path, monkeypatch):
+def test_greedy_evaluations_repeat_with_the_real_verifier(tmp_path, model_path, monkeypatch):
     monkeypatch.undo()
     trainer = build(PACSTrainer, tmp_path, model_path, **BENCHMARKS | {"eval_temperature": 0.0, "eval_num_samples": 1})
     first, second = (trainer.evaluate() for _ in range(2))

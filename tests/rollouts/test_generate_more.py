@@ -55,7 +55,7 @@ def check_rows(rows):
 
 
 @pytest.mark.trains
-def test_a_second_draw_of_some_prompts(tmp_path, model_path, engine):
+def test_a_second_generation_of_some_prompts_resumes_bit_by_bit(tmp_path, model_path, engine):
     settings, requests = engine
     straight = trained(tmp_path / "straight", model_path, settings)
     assert len(straight.drawn) == 2

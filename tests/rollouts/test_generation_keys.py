@@ -49,7 +49,7 @@ def test_a_model_whose_own_generation_does_not_sample_the_policy_is_refused(tmp_
         build_trainer(tmp_path, model=model_with(**{key: 2}))
 
 
-def test_a_model_whose_own_generation_reshapes_the_policy(tmp_path, caplog):
+def test_generation_settings_of_a_model_that_reshape_the_policy_are_warned_of(tmp_path, caplog):
     """A warning names what nothing in the settings overrides."""
     with caplog.at_level(logging.WARNING):
         build_trainer(tmp_path, model=model_with(no_repeat_ngram_size=2, min_p=0.1, top_p=0.8, num_beams=1))

@@ -248,7 +248,7 @@ def test_a_copy_of_an_environment_resets_itself(copy_of):
     assert first.number == number
 
 
-def test_frozen_classes_and_slots():
+def test_frozen_classes_and_slots_start_a_group_alike():
     """Also slots of a base class, beside attributes in `__dict__`."""
 
     @dataclasses.dataclass(frozen=True)

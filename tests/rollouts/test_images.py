@@ -316,7 +316,7 @@ def test_reward_functions_and_table_of_completions_have_images(tmp_path):
     assert len(table) == 8 and "What is" in str(table["prompt"][0])
 
 
-def test_evaluation_set_with_images_alone(tmp_path):
+def test_an_evaluation_set_may_have_images_without_a_training_set_that_has(tmp_path):
     texts = rows((0,) * 8).remove_columns("images")
     settings = {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8, "recorded": False}
     trainer = build(OURS["PACS"], "qwen2_5_vl", dataset=texts, more={"eval_dataset": rows()}, max_steps=1, **settings)

@@ -88,17 +88,17 @@ def check(directory, kind, at, saved, **settings):
 
 
 @pytest.mark.parametrize("kind", ["plain", "catching", "asynchronous", "rollout"])
-def test_code_that_hangs_in_the_third_step(tmp_path, kind):
+def test_code_that_hangs_is_interrupted_and_the_last_step_saved(tmp_path, kind):
     check(tmp_path, kind, 3, 2)
 
 
-def test_a_reward_that_hangs_in_an_evaluation(tmp_path):
+def test_a_reward_that_hangs_in_an_evaluation_is_interrupted(tmp_path):
     """After the second step; random numbers of the evaluation do not get into the checkpoint."""
     check(tmp_path, "plain", 3, 2, eval_strategy="steps", eval_steps=2)
 
 
 @pytest.mark.parametrize("lag", [1, 2])
-def test_a_reward_that_hangs_with_a_lag(tmp_path, lag):
+def test_a_reward_that_hangs_with_a_lag_is_interrupted(tmp_path, lag):
     """The batch that was taken is part of the checkpoint, as are those in flight."""
     check(tmp_path, "plain", 3, 2, rollout_lag=lag)
 

@@ -102,7 +102,7 @@ def reward_of_turns(completions, turns, **kwargs):
 
 
 @pytest.mark.slow
-def test_an_asynchronous_rollout_function(tmp_path):
+def test_runs_with_an_asynchronous_rollout_function_resume(tmp_path):
     recorder, settings = Recorder(), {"rollout_func": two_turns, "reward": reward_of_turns, "rollout_lag": 2}
     settings |= {"max_steps": 8}
     with forked_engine():
@@ -175,7 +175,7 @@ def train_and_resume(directory, settings):
 @pytest.mark.distributed
 @pytest.mark.parametrize("engine", ["process", "server"])
 @pytest.mark.slow
-def test_two_processes(tmp_path, model_path, engine):
+def test_two_processes_resume_with_a_seed_per_request(tmp_path, model_path, engine):
     with LoopbackVLLM(model_path) as server:
         server.wait = lambda number: time.sleep(0.5 * (number % 2))  # slow for one of the processes
         settings = {"model": model_path, **server_settings(server.url)} if engine == "server" else {}
@@ -304,7 +304,7 @@ def test_the_engine_ends_with_a_trainer_that_is_killed(tmp_path):
         time.sleep(0.1)
 
 
-def test_server(tmp_path, model_path, monkeypatch):
+def test_a_server_generates_beside_training_and_its_failure_stops_the_run(tmp_path, model_path, monkeypatch):
     """The request for the next batch is sent before training; an evaluation waits for it. A server that fails stops
     the run, and what it had not answered is requested again."""
     play_installed(monkeypatch.setattr)
@@ -333,7 +333,9 @@ def test_server(tmp_path, model_path, monkeypatch):
 
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
 @pytest.mark.slow
-def test_recomputed_logps_of_a_server(tmp_path, model_path, monkeypatch, trainer_class):
+def test_recomputed_logps_are_those_of_the_weights_that_the_server_had(
+    tmp_path, model_path, monkeypatch, trainer_class
+):
     """They are computed with a copy of the weights that the server had, also after a resume."""
     play_installed(monkeypatch.setattr)
     with LoopbackVLLM(model_path) as server:

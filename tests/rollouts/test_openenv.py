@@ -57,7 +57,7 @@ def server(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_and_evaluation_on_a_server(tmp_path, server, monkeypatch, tool_model_path):
+def test_runs_train_and_evaluate_in_an_environment_on_a_server(tmp_path, server, monkeypatch, tool_model_path):
     asked = []
 
     def generate(self, prompt_ids, images, fields, num_generations, **kwargs):

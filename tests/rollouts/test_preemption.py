@@ -59,7 +59,9 @@ CRITIC = ["--critic_prompt", CRITIC_PROMPT, "--critic_max_new_tokens", "4", "--c
 
 @pytest.mark.parametrize("method", ["pacs", "ppo", GRPO_TOO, "genac"])
 @pytest.mark.slow
-def test_stopped_in_the_middle_of_a_generation_and_continued(tmp_path, model_path, method, capsys, monkeypatch):
+def test_a_run_stopped_in_the_middle_of_a_generation_continues_bit_by_bit(
+    tmp_path, model_path, method, capsys, monkeypatch
+):
     """Without any checkpoint asked for, and with `save_only_model`: what is saved can be continued from. A second
     signal comes while it is being written."""
     more = CRITIC if method == "genac" else []

@@ -80,7 +80,7 @@ def check_resuming(tmp_path, offsets, **settings):
 
 
 @pytest.mark.trains
-def test_every_offset_of_two_generations(tmp_path):
+def test_every_step_of_two_generations_resumes_bit_by_bit(tmp_path):
     history = check_resuming(tmp_path, range(1, 9))
     moved = [entry["pacs/proxy_abs_mean"] > 0 for entry in history]
     assert moved == [False, True, True, True, False, True, True, True, False]
@@ -109,7 +109,7 @@ VARIANTS = {  # settings, and the steps after which a run is resumed
 
 
 @pytest.mark.parametrize(("settings", "offsets"), VARIANTS.values(), ids=VARIANTS)
-def test_variants(tmp_path, settings, offsets):
+def test_every_kind_of_run_resumes_bit_by_bit(tmp_path, settings, offsets):
     check_resuming(tmp_path, offsets, **settings)
 
 
@@ -290,7 +290,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(tmp_path, file):
 
 
 @needs_dev_full
-def test_a_full_disk_before_the_first_checkpoint_and_for_the_final_model(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_without_a_checkpoint_and_for_the_final_model(tmp_path, monkeypatch):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "scheduler.pt").symlink_to("/dev/full")
     with pytest.raises(FailedRun, match="from the beginning: no checkpoint is complete"):
@@ -346,7 +346,7 @@ OTHER = {
 }
 
 
-def test_checkpoint_of_other_settings(tmp_path, checkpoint):
+def test_a_checkpoint_with_other_settings_is_refused(tmp_path, checkpoint):
     with pytest.raises(ValueError, match="has other settings") as error:
         trained(tmp_path, resume=str(checkpoint), max_steps=3, **OTHER)
     named = {part.rpartition(" ")[2] for part in str(error.value).split(": ")[:-1]}
@@ -355,7 +355,7 @@ def test_checkpoint_of_other_settings(tmp_path, checkpoint):
     assert "completions per generation batch: 32 in the checkpoint, " in str(error.value)
 
 
-def test_checkpoint_graded_with_other_verification_settings(tmp_path, checkpoint, monkeypatch):
+def test_a_checkpoint_graded_with_other_verification_settings_is_refused(tmp_path, checkpoint, monkeypatch):
     free = {"verification_num_workers": 1, "verification_max_failure_share": 1.0, "code_isolation": "rlimits"}
     saved = rewards.shared_arguments()
     monkeypatch.setattr(rewards, "_arguments", replace(saved, **free))
@@ -368,7 +368,7 @@ def test_checkpoint_graded_with_other_verification_settings(tmp_path, checkpoint
         assert f"{name}: {getattr(saved, name)!r} in the checkpoint, {value!r} now" in str(error.value)
 
 
-def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
+def test_a_checkpoint_of_another_trainer_is_refused(tmp_path, checkpoint):
     copy = tmp_path / "checkpoint-2"
     with pytest.raises(ValueError, match="'.*checkpoint-2' does not exist"):
         trained(tmp_path, resume=str(copy), max_steps=3)
@@ -384,7 +384,7 @@ def test_checkpoint_of_another_trainer(tmp_path, checkpoint):
         trained(tmp_path, resume=str(copy), max_steps=3)
 
 
-def test_adapters_and_whole_models(tmp_path, checkpoint, caplog):
+def test_adapters_do_not_resume_as_whole_models_nor_as_other_adapters(tmp_path, checkpoint, caplog):
     """Found before the optimizer or the weights of the checkpoint are loaded."""
     trained(tmp_path / "lora", max_steps=2, lora=True)
     adapter = str(tmp_path / "lora" / "checkpoint-1")

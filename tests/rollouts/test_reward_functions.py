@@ -137,7 +137,7 @@ def test_with_a_lag_rewards_may_need_the_main_thread(tmp_path):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_functions_with_exactly_the_arguments_of_trl(tmp_path, lag):
+def test_functions_with_exactly_the_arguments_of_trl_are_called(tmp_path, lag):
     def exact(prompts, completions, completion_ids, solution, trainer_state, log_extra, log_metric):
         return digit_reward(completions)
 

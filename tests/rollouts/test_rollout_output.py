@@ -66,7 +66,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("output", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused(output, words):
+def test_invalid_outputs_are_refused(output, words):
     with pytest.raises(ValueError, match=f"rollout_func .*{words}"):
         check(output)
 

@@ -28,7 +28,7 @@ def server(model_path):
 
 
 @pytest.mark.parametrize("version", ["0.22.0", "0.31.2+cpu", "0.27.1rc1", "dev", "0.21.9", "0.32.0", "1.0.0", None])
-def test_versions_that_trl_drives(monkeypatch, version):
+def test_versions_that_trl_does_not_drive_are_refused(monkeypatch, version):
     monkeypatch.setattr(names, "installed_vllm", lambda: version)
     is_driven = version == "dev" or (version or "").startswith(("0.22", "0.27", "0.31"))
     with nullcontext() if is_driven else pytest.raises(ValueError, match=f"vLLM {version or 'is not'}"):
@@ -41,7 +41,7 @@ def test_the_version_is_checked_before_the_model_is_loaded(tmp_path, monkeypatch
         build_trainer(tmp_path, model="no/such-model", use_vllm=True)
 
 
-def test_master_port_in_use(tmp_path, monkeypatch):
+def test_a_master_port_in_use_is_refused_unless_torchrun_holds_it(tmp_path, monkeypatch):
     """By torchrun, which holds it for this run, or by another process."""
     args = config(tmp_path, use_vllm=True, vllm_mode="colocate")
     with socket.socket() as other:
@@ -54,7 +54,7 @@ def test_master_port_in_use(tmp_path, monkeypatch):
         check_vllm(args, "model")
 
 
-def test_no_server(tmp_path):
+def test_a_server_that_does_not_answer_is_reported_with_its_command(tmp_path):
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{closed.getsockname()[1]}"
@@ -74,13 +74,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("state", "message"), REFUSED.values(), ids=REFUSED)
-def test_server_that_will_not_do(tmp_path, server, model_path, state, message):
+def test_a_server_that_cannot_serve_the_run_is_refused(tmp_path, server, model_path, state, message):
     vars(server).update(state)
     with pytest.raises(ValueError, match=f"(?s){message}"):
         check_vllm(config(tmp_path, **server_settings(server.url)), model_path)
 
 
-def test_server_that_will_do(tmp_path, server, model_path):
+def test_a_server_that_serves_the_model_passes(tmp_path, server, model_path):
     server.models["data"][0]["id"] = "another name"  # its root is the model
     check_vllm(config(tmp_path, **server_settings(server.url)), model_path)
     assert server.calls == ["/health", "/v1/models"]
@@ -101,7 +101,7 @@ def test_server_that_will_do(tmp_path, server, model_path):
     ],
     ids=str,
 )
-def test_a_server_that_cannot_generate_continuously(tmp_path, server, model_path, change, message):
+def test_a_server_that_cannot_generate_continuously_is_refused(tmp_path, server, model_path, change, message):
     config = server.info["vllm_config"]
     for part, values in change.items():
         config[part] = values if part not in ("model_config", "scheduler_config") else config[part] | values
@@ -121,7 +121,9 @@ def test_a_server_that_cannot_generate_continuously(tmp_path, server, model_path
     ],
     ids=str,
 )
-def test_a_server_that_cannot_get_an_adapter_for_each_version(tmp_path, server, model_path, change, message):
+def test_a_server_that_cannot_get_an_adapter_for_each_version_is_refused(
+    tmp_path, server, model_path, change, message
+):
     if change is None:
         server.answers["/v1/load_lora_adapter"] = 404
     else:
@@ -145,19 +147,19 @@ def test_weights_go_through_memory_of_this_machine_or_by_nccl(tmp_path, server, 
     assert_continuous_is_refused(tmp_path, server, model_path, message)
 
 
-def test_a_server_without_development_mode(tmp_path, server, model_path):
+def test_a_server_without_development_mode_is_refused(tmp_path, server, model_path):
     server.answers["/server_info"] = 404
     assert_continuous_is_refused(tmp_path, server, model_path, "has no development endpoints.*VLLM_SERVER_DEV_MODE=1")
 
 
-def test_a_version_of_vllm_that_was_not_tested(tmp_path, server, model_path):
+def test_a_version_of_vllm_that_was_not_tested_is_refused(tmp_path, server, model_path):
     server.vllm_version = "0.30.2"
     assert_continuous_is_refused(
         tmp_path, server, model_path, "has version 0.30.2, and rollout_schedule: continuous is tested with 0.31"
     )
 
 
-def test_a_server_with_another_model(tmp_path, server, model_path):
+def test_a_continuous_server_with_another_model_is_refused(tmp_path, server, model_path):
     server.models["data"][0] |= {"id": "other", "root": "other"}
     assert_continuous_is_refused(
         tmp_path, server, model_path, "serves 'other', but this run trains.*--worker-extension-cls"

@@ -41,7 +41,9 @@ SCHEDULES = {
 
 @pytest.mark.parametrize(("schedule", "fails", "step", "drawn"), SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.slow
-def test_server_that_dies(tmp_path, installed, server, model_path, schedule, fails, step, drawn):
+def test_a_run_whose_server_dies_saves_its_state_and_resumes_bit_by_bit(
+    tmp_path, installed, server, model_path, schedule, fails, step, drawn
+):
     """The run stops with its state saved, and goes on from there as if nothing had happened."""
     straight = trainer_with(server, model_path, tmp_path / "straight", **schedule)
     straight.train()
@@ -69,7 +71,9 @@ def test_server_that_dies(tmp_path, installed, server, model_path, schedule, fai
     assert logs[0] == logs[1]
 
 
-def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model_path, monkeypatch):
+def test_a_healthy_server_that_refuses_a_request_is_not_said_to_be_down(
+    tmp_path, installed, server, model_path, monkeypatch
+):
     """A prompt that does not fit, say: starting the server again would not help, and the error does not say that it is
     down."""
     monkeypatch.setitem(server.answers, "/v1/completions", 400)
@@ -83,7 +87,9 @@ def test_server_that_is_healthy_but_refuses(tmp_path, installed, server, model_p
 
 
 @pytest.mark.slow
-def test_server_that_dies_during_evaluation(tmp_path, installed, server, model_path):
+def test_a_run_whose_server_dies_during_evaluation_resumes_after_the_last_step(
+    tmp_path, installed, server, model_path
+):
     """The optimizer step before it is over, and what it drew stays drawn."""
     settings = {"eval_strategy": "steps", "eval_steps": 2, "num_generations_eval": 2, "per_device_eval_batch_size": 2}
     stopped = trainer_with(server, model_path, tmp_path, eval_dataset=addition_dataset(2), **settings)

@@ -25,7 +25,7 @@ def timer():
     return timer
 
 
-def test_parts_of_a_step(timer):
+def test_parts_of_a_step_add_up_to_its_time(timer):
     """10 s of generation with 3 s of weight sync inside, 2 s of nothing, 5 s of update: 7 + 3 + 2 + 5 = 17. Work
     between steps is not counted, a part that an error ends is, and an interrupted run leaves nothing."""
     timer.on_step_begin()

@@ -25,7 +25,7 @@ def server(model_path):
         yield server
 
 
-def test_code_of_the_user_that_cannot_run_in_another_process(tmp_path, server, model_path):
+def test_code_of_the_user_that_cannot_run_in_another_process_is_refused(tmp_path, server, model_path):
     def local_reward(completions, **kwargs):
         return digit_reward(completions)
 
@@ -76,7 +76,7 @@ def test_tools_need_a_template_that_reads_their_calls(tmp_path, server, model_pa
     )
 
 
-def test_data_that_the_worker_cannot_read(tmp_path, server, model_path):
+def test_data_that_the_worker_cannot_read_are_refused(tmp_path, server, model_path):
     text = Dataset.from_list([{"prompt": "1 + 1 =", "solution": "2"}] * 4)
     assert_continuous_is_refused(
         tmp_path, server, model_path, "prompts that are lists of messages", more={"train_dataset": text}
@@ -89,7 +89,7 @@ def test_data_that_the_worker_cannot_read(tmp_path, server, model_path):
     assert_continuous_is_refused(tmp_path, server, model_path, "does not support rollout_func", digit_reward, more)
 
 
-def test_aiohttp_is_missing(tmp_path, server, model_path, monkeypatch):
+def test_a_missing_aiohttp_is_reported(tmp_path, server, model_path, monkeypatch):
     monkeypatch.setattr(worker_checks, "find_spec", lambda name: None)
     assert_continuous_is_refused(
         tmp_path, server, model_path, "needs aiohttp, which is not installed. Run `pip install aiohttp`"

@@ -60,7 +60,7 @@ def test_the_hub_is_not_asked_without_need_or_before_a_push(asked, settings):
     assert os.environ["HF_HUB_OFFLINE"] == "0" and not asked
 
 
-def test_an_endpoint_a_proxy_and_a_connection(asked, monkeypatch):
+def test_runs_work_offline_only_if_the_endpoint_cannot_be_reached(asked, monkeypatch):
     settings = {"model_name_or_path": "user/model", "dataset_name": "gsm8k"}
     monkeypatch.setenv("https_proxy", "http://proxy:1")
     work_offline_without_connection("train", settings)

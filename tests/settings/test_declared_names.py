@@ -18,7 +18,7 @@ def test_names_are_those_of_the_classes_of_a_recipe(method):
     assert names - {"activation_checkpointing"} == exact - {"activation_checkpointing"}  # of newer transformers
 
 
-def test_fields_of_bases_in_other_modules_and_under_conditions(tmp_path, monkeypatch):
+def test_fields_of_bases_in_other_modules_and_under_conditions_are_declared(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     sources = {
         "declaring/__init__.py": "@dataclass\nclass Base:\n    a: int\n    fixed: ClassVar[int] = 1",

@@ -46,7 +46,7 @@ class Derived(Base):
         (Range(least=-1, below=2), [-1, 1.999], [-1.5, 2]),
     ],
 )
-def test_range(legal, inside, outside):
+def test_a_range_contains_its_values_and_no_others(legal, inside, outside):
     assert all(value in legal for value in inside)
     assert not any(value in legal for value in (*outside, math.nan, math.inf, -math.inf))
 
@@ -91,7 +91,7 @@ def test_settings_belong_to_the_class_that_declares_them_last():
     assert sections == {Derived: ["share", "name", "kind"], Base: ["size"]}
 
 
-def test_legal_values_in_words():
+def test_legal_values_are_written_in_words():
     words = {each.name: legal_values(Derived, each) for each in fields(Derived)}
     assert words == {
         "size": "int, at least 1, default None",

@@ -58,7 +58,7 @@ def outcome(model_type: str, rows, weights) -> str:
 
 
 @pytest.mark.slow
-def test_every_causal_language_model():
+def test_every_causal_language_model_is_packed_or_padded_as_documented():
     generator = torch.Generator().manual_seed(shifted(1))
     draw = lambda n: torch.randint(5, 100, (n,), generator=generator).tolist()  # noqa: E731
     shared, other = draw(20), draw(7)

@@ -154,7 +154,7 @@ def test_selective_checkpointing_keeps_what_compiled_attention_returns():
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("autocasts", [True, False])
-def test_half_precision(dtype, autocasts):
+def test_compiled_half_precision_has_errors_like_eager(dtype, autocasts):
     model = small("Qwen3")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     forward_pass = ForwardPass(model, CPU, autocast=lambda: torch.autocast("cpu", dtype, enabled=autocasts))
@@ -238,7 +238,7 @@ def test_generation_is_not_compiled():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocasts", [False, True])
-def test_inductor(monkeypatch, autocasts):
+def test_inductor_compiles_one_graph_with_equal_log_probs(monkeypatch, autocasts):
     """The compiler of real runs, on a CPU: gradients, one graph, and equal log-probs with and without gradient."""
     monkeypatch.setattr(compiled_layers, "BACKEND", "inductor")
     if (missing := compiled_layers.missing_compiler(CPU)) is not None:

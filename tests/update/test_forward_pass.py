@@ -66,7 +66,7 @@ def test_rows_equal_rows_alone(packing, rows):
             assert torch.equal(padded[i, : len(row)], row) and (padded[i, len(row) :] == 0).all()
 
 
-def test_virtual_tokens_before_the_prompt():
+def test_virtual_tokens_before_the_prompt_are_skipped():
     """Of prompt tuning: the model gives more values than it is given tokens."""
     config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
     model = get_peft_model(with_fused_head(tiny_model()), config).eval()
@@ -101,7 +101,7 @@ def test_gradient_equals_that_of_rows_alone(checkpointing, packing, rows):
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_packed_row_by_hand():
+def test_a_packed_row_is_laid_out_as_worked_by_hand():
     prompts, completions = ([np.array(ids, dtype=np.int64) for ids in part] for part in SHARED)
     rows = PackedRollouts(prompts, completions)
     assert rows.ids.tolist() == [5, 6, 7] + [20] + [] + [23, 24] + [8] + [30, 31, 32] + [9, 10, 11, 12, 13]

@@ -32,7 +32,7 @@ def ragged_case(seed: int = 0):
     return proxies, labels, group_of_rollout
 
 
-def test_by_hand():
+def test_groups_of_any_order_are_scored_as_worked_by_hand():
     """Group 7 has rows 0, 2 and 4, group 3 has row 1, group 9 has rows 3 and 5, and row 4 has no verdict."""
     groups = Groups(torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0]), [7, 3, 7, 9, 7, 9])
     assert groups.members == [[0, 2, 4], [1], [3, 5]] and groups.size == 3
@@ -47,7 +47,7 @@ def test_by_hand():
 
 
 @pytest.mark.parametrize("labels", [[1.0], [NAN, NAN], []])
-def test_nothing_to_compare(labels):
+def test_groups_with_nothing_to_compare_have_no_loss(labels):
     labels = torch.tensor(labels)
     groups = Groups(labels, range(len(labels)))
     loss, scores = groups.apply(loss_from_proxies, torch.ones(len(labels)))

@@ -27,7 +27,7 @@ def groups_of(labels, size):
     return Groups(labels, [row // size for row in range(len(labels))])
 
 
-def test_by_hand():
+def test_critic_metrics_equal_those_worked_by_hand():
     """Two groups of three. Group 1 is mixed; group 2 has one class and a row without a verdict."""
     labels = torch.tensor([1.0, 0.0, 0.0, 1.0, 1.0, NAN])
     proxies = torch.tensor([0.9, 0.3, -0.6, 2.0, -2.0, 7.0])

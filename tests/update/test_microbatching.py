@@ -41,7 +41,7 @@ def tokens(indices, lengths, padded=False):
     return micro_batch_size(indices, lengths, padded=padded)[0]
 
 
-def test_size_by_hand():
+def test_sizes_of_micro_batches_equal_those_worked_by_hand():
     lengths = lengths_of([2, 3], [5, 1])
     assert tokens([0, 1], lengths, padded=True) == 2 * (2 + 5)  # not 2 * (3 + 5): behind the completions
     assert tokens([0, 1], lengths) == 2 + 5 + 3 + 1
@@ -56,7 +56,7 @@ def test_size_by_hand():
     assert micro_batch_size([], shared, padded=False) == micro_batch_size([], shared, padded=True) == (0, 0)
 
 
-def test_padded_and_packed_schedules_by_hand():
+def test_padded_and_packed_schedules_equal_those_worked_by_hand():
     lengths = lengths_of([1] * 4, [9, 1, 8, 2])
     schedule = scheduled(lengths, units(range(4)), num_processes=1, max_rollouts=2, padded=True)
     assert schedule == [[[0, 2], [3, 1]]]  # long with long, short with short: 2*10 + 2*3 tokens instead of 2*10 + 2*9

@@ -112,7 +112,7 @@ def use_kernel(monkeypatch, name: str) -> None:
 
 @pytest.mark.parametrize("window", [None, 3, 64, 65, 90, 129, 150, 300])
 @pytest.mark.parametrize("softcap", [None, 1.5])
-def test_tiles_of_long_segments(window, softcap):
+def test_tiles_of_long_segments_equal_a_dense_mask(window, softcap):
     """The CPU's kernels; those with a soft cap are explicit."""
     rollouts, inputs = attention_inputs(LONG)
     logits = Logits(0.4, window, softcap)
@@ -207,7 +207,7 @@ def test_where_flash_attention_4_is_used(capability, dtype, heads, softcap, expe
     assert packed_attention.has_flash_attention_4(capability, dtype, *heads, Logits(1.0, None, softcap)) is expected
 
 
-def test_kernels_of_a_gpu(monkeypatch):
+def test_kernels_are_chosen_by_head_size_and_installed_packages(monkeypatch):
     """By the properties of tensors that are on a GPU, without one."""
 
     def states(dtype: torch.dtype, head: int) -> list:
@@ -223,7 +223,7 @@ def test_kernels_of_a_gpu(monkeypatch):
     assert packed_attention.kernel_of(*wide, Logits(1.0)) is ExplicitTiles
 
 
-def test_values_wider_than_keys():
+def test_values_wider_than_keys_equal_a_dense_mask():
     rollouts, inputs = attention_inputs(LENGTHS, value_head=12)
     logits = Logits(0.5, 6)
     computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), logits), inputs)
@@ -231,7 +231,7 @@ def test_values_wider_than_keys():
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
-def test_tiles_by_hand():
+def test_tiles_equal_those_worked_by_hand():
     """A prompt of 3 tokens with branches of 2 and 4, and 2 tokens that share nothing."""
     bounds = bounds_of(attention_inputs([[3, 2, 4], [2]])[0])
     segment_tiles = [Tile(slice(a, b), slice(a, b), 0) for a, b in ((0, 3), (3, 5), (5, 9), (9, 11))]

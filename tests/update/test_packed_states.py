@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 GROUPS = [(3, [2, 1]), (1, [2])]  # tokens 0 to 2, 3 to 4, 5; 6, 7 to 8
 
 
-def test_segments_with_the_tokens_before_them():
+def test_segments_are_preceded_by_the_tokens_before_them():
     inputs, is_zero, outputs = Segments(GROUPS, CPU).with_previous(2)
     with_zeros = inputs.masked_fill(is_zero, -1)
     prompts, completions = [-1, -1, 0, 1, 2, -1, -1, 6], [1, 2, 3, 4, 1, 2, 5, -1, 6, 7, 8]
@@ -33,7 +33,7 @@ def test_segments_with_the_tokens_before_them():
     assert outputs.tolist() == [2, 3, 4, 10, 11, 14, 7, 17, 18]
 
 
-def test_batches_of_segments():
+def test_segments_of_similar_length_are_batched():
     batches = Segments([(3, [2, 1]), (1, [2]), (5, [])], CPU).batches(4)
     shown = [batch.indices.masked_fill(batch.is_padding, -1).tolist() for batch in batches.prompts]
     assert shown == [[[-1, 0, 1, 2], [-1, -1, -1, 6]], [[-1, -1, -1, 9, 10, 11, 12, 13]]]
@@ -64,7 +64,7 @@ def test_long_segments_share_batches():
     ]
 
 
-def test_prompts_without_a_branch():
+def test_prompts_without_a_branch_have_no_batch_of_completions():
     """The completion of one token predicts nothing behind it."""
     rollouts = PackedRollouts([torch.arange(3).numpy()], [torch.arange(1).numpy()])
     assert rollouts.groups == [(3, [])] and rollouts.blocks == [[3]]

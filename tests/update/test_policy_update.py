@@ -132,7 +132,7 @@ TABLE |= {
 
 
 @pytest.mark.parametrize(("replay", "settings"), TABLE.values(), ids=TABLE)
-def test_gradient(tmp_path, model_path, replay, settings):
+def test_gradient_equals_the_long_way(tmp_path, model_path, replay, settings):
     torch.manual_seed(shifted(0))
     train_and_compare(tmp_path, Replay(**replay), model=model_path if "beta" in settings else None, **settings)
 
@@ -145,7 +145,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
-def test_gradient_of_models_that_are_padded(tmp_path, config):
+def test_gradient_of_models_that_are_padded_equals_the_long_way(tmp_path, config):
     torch.manual_seed(shifted(0))
     model = transformers.AutoModelForCausalLM.from_config(config)
     settings = {"packing": "never"} if config.model_type == "gpt2" else {}
@@ -173,7 +173,7 @@ def test_a_model_that_is_padded_resumes_with_padded_micro_batches(tmp_path):
 
 @pytest.mark.parametrize("packing", ["auto", "never"])
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, packing):
+def test_gradient_of_groups_of_different_sizes_equals_the_long_way(tmp_path, group_layout, packing):
     settings = RAGGED | {"group_layout": group_layout, "packing": packing}
     trainer, _ = train_and_compare(tmp_path, Replay(unverifiable=0.2), **settings)
     logged = [entry for entry in trainer.state.log_history if "loss" in entry]
@@ -190,7 +190,7 @@ def test_gradient_of_groups_of_different_sizes(tmp_path, group_layout, packing):
 
 
 @pytest.mark.parametrize("group_layout", ["whole", "split"])
-def test_the_grpo_score_against_the_rollout_policy(tmp_path, group_layout):
+def test_the_grpo_score_starts_with_the_gradient_of_dr_grpo(tmp_path, group_layout):
     """The first update on a rollout has the gradient of dr_grpo, the second one the score of grpo."""
     settings = {**TWO_UPDATES, "learning_rate": 0.5, "group_layout": group_layout, "score_estimator": "grpo"}
     train_and_compare(tmp_path / "grpo", Replay(), first_update_score="dr_grpo", **settings)
@@ -207,7 +207,7 @@ def test_the_grpo_score_against_the_rollout_policy(tmp_path, group_layout):
     assert all(first) and not any(second)
 
 
-def test_gradient_of_lora_with_kl_term(tmp_path):
+def test_gradient_of_lora_with_kl_term_equals_the_long_way(tmp_path):
     torch.manual_seed(shifted(0))
     train_and_compare(tmp_path, Replay(), model=get_peft_model(tiny_model(), LORA), beta=0.1, **TWO_UPDATES)
 

@@ -92,7 +92,7 @@ def test_only_attention_kernels_are_kept():
 
 
 @pytest.mark.parametrize("peft_config", [None, LORA], ids=["all weights", "LoRA"])
-def test_training_with_selective_recomputation(tmp_path, monkeypatch, peft_config):
+def test_training_with_selective_recomputation_has_the_same_weights(tmp_path, monkeypatch, peft_config):
     """The trainer turns it on where Trainer turns on gradient checkpointing, and generation turns it off."""
     weights = []
     for recomputation in ("none", "selective"):
@@ -105,7 +105,7 @@ def test_training_with_selective_recomputation(tmp_path, monkeypatch, peft_confi
     assert relative_error(weights[1], weights[0]) < RELATIVE
 
 
-def test_the_largest_micro_batch_by_hand():
+def test_the_largest_micro_batch_has_the_lengths_worked_by_hand():
     """33 tokens as 10 + 4, 10 + 4, and 1 + 4; prompts differ."""
     rollouts = largest_micro_batch(33, prompt=10, completion=4)
     assert [(len(r.prompt_ids), len(r.completion_ids)) for r in rollouts] == [(10, 4), (10, 4), (1, 4)]

@@ -107,7 +107,7 @@ class PartitionedByZeRO3:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_parameters_partitioned_by_zero3(persistent):
+def test_parameters_partitioned_by_zero3_are_exchanged_in_shards(persistent):
     model = torch.nn.Linear(3, 1, bias=False)
     assert not is_sharded(model)
     partitioned = PartitionedByZeRO3(model.weight, persistent)
@@ -137,7 +137,7 @@ def process_group(tmp_path):
 
 
 @pytest.mark.parametrize("forward_first", [False, True])
-def test_fsdp2(process_group, forward_first):
+def test_a_snapshot_exchanges_the_shards_of_fsdp2(process_group, forward_first):
     """A forward pass leaves gathered copies in place of the parameters of the outermost module. They are freed later,
     so a snapshot that listed them would exchange freed memory, or nothing."""
     model = tiny_model()

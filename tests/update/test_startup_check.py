@@ -83,7 +83,7 @@ def without_borders(module, query, key, value, attention_mask, scaling=None, **k
     "model_type, packing",
     [("modernbert-decoder", "sdpa"), ("inkling_text", None), ("llama4_text", None), ("recurrent_gemma", None)],
 )
-def test_modules_between_backbone_and_head(caplog, model_type, packing):
+def test_models_with_modules_between_backbone_and_head_are_exact(caplog, model_type, packing):
     model = build(model_type)
     forward_pass = chosen(model, temperature=0.7)
     assert (forward_pass.packing, forward_pass.fused) == (packing, False) and model_type in caplog.text
@@ -186,7 +186,7 @@ def test_models_that_are_refused():
         chosen(noisy)
 
 
-def test_values_of_a_critic(caplog):
+def test_values_of_a_critic_are_exact(caplog):
     config = build("nemotron").config
     config.num_labels = 1
     critic = transformers.AutoModelForTokenClassification.from_config(config)

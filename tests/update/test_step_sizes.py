@@ -52,7 +52,7 @@ def test_sizes_keep_the_batches_for_every_number_of_processes():
         assert other.slot * other.steps_per_generation % group == 0
 
 
-def test_several_generation_batches_per_optimizer_step():
+def test_several_generation_batches_per_optimizer_step_are_kept_on_more_processes():
     step = Step(8, 2, gradient_accumulation_steps=4, steps_per_generation=2, num_generations=4)
     other = step.for_processes(8)
     assert sizes(other) == (4, 2, 1)

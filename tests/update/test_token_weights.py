@@ -34,13 +34,13 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_weights_by_hand(mode):
+def test_weights_equal_those_worked_by_hand(mode):
     weights = correction_weights(LOGPS, SAMPLING, MASK, Mismatch(mode=mode, clip_min=1.0, clip_max=3.0))
     assert weights[0].tolist() == pytest.approx(BY_HAND[mode][0]) and weights.dtype == torch.float32
     assert weights[1, :2].tolist() == pytest.approx(BY_HAND[mode][1])
 
 
-def test_metrics_by_hand():
+def test_metrics_equal_those_worked_by_hand():
     """Differences ln 2 * (1, 1, 2, 3): mean 7/4 ln 2. Ratios 2, 1/2, 4, 8: sum 14.5."""
     metrics = metrics_of(LOGPS, SAMPLING, MASK, mode="token_mask", clip_max=3.0)
     assert metrics == pytest.approx(
@@ -84,7 +84,7 @@ def test_weights_carry_no_gradient():
 
 @pytest.mark.parametrize("bounds", [(None, 3.0), (0.8, 1.25), (0.5, None), (None, None)])
 @pytest.mark.parametrize("mode", MODES)
-def test_against_loops(mode, bounds):
+def test_weights_and_metrics_equal_loops(mode, bounds):
     logps, sampling, mask = random_batch(2)
     low, high = bounds
     weights = correction_weights(logps, sampling, mask, Mismatch(mode=mode, clip_min=low, clip_max=high))
@@ -111,14 +111,14 @@ def test_against_loops(mode, bounds):
     assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx(sum(everything) / len(everything))
 
 
-def test_nothing_to_compare():
+def test_metrics_are_undefined_without_log_probs_of_the_engine():
     nothing = torch.full((2, 3), math.nan)
     metrics = metrics_of(torch.zeros(2, 3), nothing, torch.ones(2, 3), mode="token_mask")
     assert all(math.isnan(value) for value in metrics.values())
 
 
 @pytest.mark.parametrize(("gap", "truncated"), [(-5.0, 0.0), (5.0, 3.0)])
-def test_ratios_beyond_the_numbers(gap, truncated):
+def test_ratios_too_large_or_small_for_floats_are_truncated_or_masked(gap, truncated):
     """Of 200 tokens: in float64 e^-1000 is 0 and e^1000 is infinite."""
     sampling_logps, mask = torch.full((2, 200), -1.0), torch.ones(2, 200, dtype=torch.bool)
     compared = sampling_logps.double() + gap, sampling_logps, mask

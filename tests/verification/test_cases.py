@@ -29,16 +29,16 @@ class TestComparison:
             ("f", "floats", [1.5], "[-1" + "0" * 400 + "]", False),
         ],
     )
-    def test_texts_and_values(self, function, compare, expected, output, right):
+    def test_outputs_are_compared_as_texts_or_values(self, function, compare, expected, output, right):
         assert expected_of(compare, expected, output, function) is right
 
     @pytest.mark.parametrize("output", ["", "nothing", "[" * 50_000])
-    def test_no_value(self, output):
+    def test_an_output_without_a_value_is_an_error(self, output):
         with pytest.raises(ValueError):
             expected_of("floats", 1, output, "f")
 
     @pytest.mark.parametrize("depth", [400, 900, 5000])
-    def test_values_nested_too_deeply(self, depth):
+    def test_values_nested_too_deeply_are_an_error(self, depth):
         """Python 3.13 compares 400 lists in each other, 3.11 does not."""
         expected = []
         for _ in range(depth):
@@ -53,7 +53,7 @@ class TestComparison:
 
 class TestLastProgram:
     @pytest.mark.parametrize(("completion", "program"), CASES["blocks"])
-    def test_blocks(self, completion, program):
+    def test_the_last_block_is_the_program(self, completion, program):
         assert last_program(completion) == program
 
     def test_time_is_linear(self):
@@ -68,7 +68,7 @@ class TestReading:
     def test_json_is_as_good_as_a_mapping(self):
         assert read_tests(json.dumps(STDIN)) == read_tests(STDIN) == ProblemTests(None, (("1", "2"),))
 
-    def test_function(self):
+    def test_cases_of_a_function_are_read(self):
         tests = read_tests({"type": "function", "name": "f", "cases": [{"input": [1, "a"], "output": (1, 2)}]})
         assert tests == ProblemTests("f", (('[1, "a"]', [1, 2]),))
 
@@ -94,11 +94,11 @@ class TestReading:
             (STDIN | {"prelude": ["import math"]}, "prelude"),
         ],
     )
-    def test_malformed(self, value, key):
+    def test_malformed_tests_are_refused(self, value, key):
         with pytest.raises(ValueError, match=key):
             read_tests(value)
 
-    def test_columns_of_data_sets(self):
+    def test_columns_of_data_sets_become_tests(self):
         info = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}
         assert json.loads(json_of_tests(info)) == json.loads(json_of_tests(json.dumps(info))) == STDIN
         calls = [{"type": "function_call", "fn_name": "f", "input": "[1, 2]", "output": "[3]"}]

@@ -32,7 +32,7 @@ PROGRAMS = (Path(__file__).parents[1] / "data" / "programs.txt").read_text().spl
 
 class TestOutcomes:
     @pytest.mark.parametrize("program", PROGRAMS)
-    def test_programs(self, verifier, program):
+    def test_each_program_has_its_outcome(self, verifier, program):
         header, _, source = program.partition("\n")
         tests, outcome, error = f"{header} ".split(" ")[:3]
         (grade,) = verifier.grade_detailed([block(source)], [{"sum": SUM, "add": ADD}[tests]])

@@ -216,7 +216,7 @@ OTHERS = "class Cache: pass\nclass One: pass\ndef answer(*a): return 3"
         ("def answer(x): return x[1:]", "assert [answer(x) for x in ('ab', (1, 2))] == ['b', (2,)]", OTHERS),
     ],
 )
-def test_objects_of_the_program(verifier, program, code, wrong):
+def test_objects_of_the_program_pass_and_forged_ones_fail(verifier, program, code, wrong):
     """Right programs pass, wrong and forged ones do not."""
     name = re.search("answer|Cache|One", code)[0]
     programs = [block(program), block(TOOLS.partition("\n")[2] + "\n" + wrong)]

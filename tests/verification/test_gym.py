@@ -38,11 +38,11 @@ def test_answers_of_entries_are_correct(verifier, task):
         ("</answer> 42 <answer>", None),
     ],
 )
-def test_final_answer(text, answer):
+def test_the_last_answer_or_box_is_the_final_answer(text, answer):
     assert final_answer(text) == answer
 
 
-def test_partial_scores_and_missing_answers(verifier):
+def test_partial_scores_and_missing_answers_have_their_outcome(verifier):
     (row,) = gym_rows({"chain_sum": {"config": {"min_terms": 2, "max_terms": 2}}}, 1, shifted(5))
     entries = reasoning_gym.create_dataset("chain_sum", seed=shifted(5), size=1, min_terms=2, max_terms=2)
     answer = entries[0]["answer"]
@@ -54,7 +54,7 @@ def test_partial_scores_and_missing_answers(verifier):
     assert 0 < grades[0].share < 1 == grades[1].share
 
 
-def test_last_number(verifier):
+def test_the_last_number_is_graded(verifier):
     """`answer: last_number` grades the last number of what would be the answer; a cut completion has none."""
     (row,) = gym_rows({"chain_sum": {"config": {"min_digits": 2}, "answer": "last_number"}}, 1, shifted(5))
     answer = reasoning_gym.create_dataset("chain_sum", seed=shifted(5), size=1, min_digits=2)[0]["answer"]

@@ -91,7 +91,7 @@ class TestLimits:
             os.kill(pool, signal.SIGCONT)
             assert batch.result(60) == [Outcome.TIMEOUT]
 
-    def test_memory(self):
+    def test_a_worker_beyond_its_memory_is_killed_and_its_neighbors_are_graded(self):
         large = "x" * 100_000_000  # cannot even be read within the limit
         with Verifier(num_workers=1, memory_limit_mb=256, timeout_seconds=30.0) as verifier:
             verifier.max_characters = 10**9

@@ -26,7 +26,7 @@ def label(gold, completion):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TABLE if kind != "no clear answer"])
-def test_table_of_graded_answers(kind):
+def test_answers_of_the_table_have_their_labels(kind):
     labels = [[gold, completion, label(gold, completion)] for gold, completion, _ in TABLE[kind]]
     assert [row for row, expected in zip(labels, TABLE[kind]) if row != expected] == []
 
@@ -115,7 +115,7 @@ def test_hostile_texts_take_linear_time():
     assert (done.returncode, done.stdout.strip()) == (0, "done"), done.stderr
 
 
-def test_readable_golds():
+def test_readable_golds_are_told_from_others():
     golds = ["7", r"\text{Evelyn}", r"\emptyset", "(1, 2]", "x = 3", "So it is 26.", r"\frac{1}{", r"\boxed{}", "{"]
     outcomes = [grade_one("", (gold,), "robust") for gold in golds]
     assert [outcome is not Outcome.GOLD_UNPARSEABLE for outcome in outcomes] == [True] * 6 + [False] * 3

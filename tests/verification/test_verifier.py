@@ -79,7 +79,7 @@ class TestRealRows:
         ],
         ids=["aime_2024", "aime_2025", "amc23", "gsm8k"],
     )
-    def test_competition_answers(self, verifier, golds):
+    def test_competition_answers_are_right_and_changed_ones_wrong(self, verifier, golds):
         texts = [gold_texts(gold)[0] for gold in golds]
         assert verifier.grade([f"The answer is {box(text)}." for text in texts], golds) == [1.0] * len(golds)
         assert verifier.grade([f"The answer is {text}" for text in texts], golds) == [1.0] * len(golds)
@@ -150,10 +150,10 @@ class TestBadInput:
             ("x" * 200_001, "1", Outcome.TOO_LONG),
         ],
     )
-    def test_defined_outcome(self, verifier, completion, gold, outcome):
+    def test_every_completion_has_a_defined_outcome(self, verifier, completion, gold, outcome):
         assert verifier.grade_detailed([completion], [gold])[0].outcome is outcome
 
-    def test_subclasses_of_text(self, verifier):
+    def test_subclasses_of_text_are_graded_by_their_characters(self, verifier):
         """Their characters count: the pool, which has not imported this file, could not read an instance."""
 
         class Text(str):
@@ -175,7 +175,7 @@ class TestBadInput:
         ("settings", "key"),
         [({"num_workers": 0}, "num_workers"), ({"cpu_seconds": 6.0}, "cpu_seconds"), ({"protocol": "no"}, "protocol")],
     )
-    def test_refused_settings(self, settings, key):
+    def test_settings_out_of_range_are_refused(self, settings, key):
         with pytest.raises(ValueError, match=key):
             Verifier(**settings)
 
@@ -194,7 +194,7 @@ class TestBatches:
             verifier.grade([box(i) for i in range(25)], range(25))
             assert len(verifier._cache) == 10
 
-    def test_thousands_of_items_with_two_and_three_workers(self):
+    def test_two_and_three_workers_give_the_same_labels(self):
         golds = [str(i % 200) for i in range(1_350)] + [MATH_GOLDS[i] for i in range(150)]
         answers = [gold if i % 3 else str(int(gold) + 1) for i, gold in enumerate(golds[:1_350])]
         answers += [MATH_GOLDS[i + i % 2] for i in range(150)]
@@ -211,7 +211,7 @@ class TestBatches:
 
 
 class TestCallers:
-    def test_threads_and_event_loops(self, verifier):
+    def test_threads_and_event_loops_get_their_grades(self, verifier):
         """Off the main thread signals do not work and asyncio runs: neither may matter."""
         results = {}
 
@@ -252,7 +252,7 @@ class TestCallers:
 
 
 class TestText:
-    def test_last_box_against_a_search_from_every_opening(self):
+    def test_the_last_box_is_that_of_a_search_from_every_opening(self):
         def search(text):
             for start in reversed([match.end() for match in re.finditer(r"\\f?boxed\s*\{", text)]):
                 depth = 1
@@ -298,7 +298,7 @@ class TestText:
         finally:
             verifier.grade_truncated = False
 
-    def test_unreadable_golds(self, verifier):
+    def test_unreadable_golds_are_listed(self, verifier):
         golds = ["7", "So the answer is 26.", r"\frac{1}{", None, ["so be it.", "8"], "7", 3.5, r"\boxed{}"]
         assert verifier.unreadable_golds(golds) == [1, 2, 3, 7]
 
@@ -339,11 +339,11 @@ class TestText:
             (np.float32(2.5), ("2.5",)),
         ],
     )
-    def test_gold_texts(self, gold, texts):
+    def test_golds_become_texts(self, gold, texts):
         assert gold_texts(gold) == texts
 
 
-def test_boxes_in_other_spellings():
+def test_boxes_in_other_spellings_are_read():
     boxes = {
         r"so $\fbox{9}$.": "9",
         r"so $\boxed 9$.": "9",

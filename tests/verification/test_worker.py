@@ -20,7 +20,7 @@ def expression(text):
 
 
 class TestLog2LowerBound:
-    def test_worked_cases(self):
+    def test_bounds_equal_those_worked_by_hand(self):
         assert log2_lower_bound(Integer(8)) == pytest.approx(3.0)
         # 9^5 and 2 * 9^5: 5 * log2(9) = 15.84963, and one more.
         assert log2_lower_bound(expression("9^5")) == pytest.approx(15.84963)
@@ -37,7 +37,7 @@ class TestLog2LowerBound:
             assert log2_lower_bound(expression(text)) is None, text
         assert log2_lower_bound(Symbol("x")) is None
 
-    def test_never_above_the_value(self):
+    def test_bounds_are_never_above_the_value(self):
         for base in range(1, 12):
             for exponent in range(1, 12):
                 bound = log2_lower_bound(expression(f"{base}^{{{exponent}}}"))
@@ -51,7 +51,7 @@ class TestLog2LowerBound:
 
 
 class TestOutOfScale:
-    def test_only_a_number_against_a_huge_one(self):
+    def test_only_a_number_is_out_of_scale_of_a_huge_one(self):
         tower = parsed(r"\boxed{9^{9^{9}}}")
         assert all(is_out_of_scale(parsed(f"\\boxed{{{gold}}}"), tower) for gold in ("42", r"\frac{1}{2}", "0.25"))
         assert not is_out_of_scale(parsed(r"\boxed{x}"), tower)  # a symbol has no size
@@ -71,13 +71,13 @@ class TestOutOfScale:
 
 
 class TestGradeOne:
-    def test_outcomes(self):
+    def test_answers_have_the_outcomes_of_their_protocol(self):
         assert grade_one(r"\boxed{0.5}", ("\\frac12",), "authors") is Outcome.CORRECT
         assert grade_one(r"\boxed{0.5}", ("1", "2"), "authors") is Outcome.WRONG
         assert grade_one("nothing", ("1",), "authors") is Outcome.NO_ANSWER
         assert grade_one("1", ("p - q",), "trl") is Outcome.GOLD_UNPARSEABLE
 
-    def test_matrices(self):
+    def test_matrices_are_compared_entry_by_entry(self):
         matrix = r"\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}"
         other = r"\begin{pmatrix} 1 & 2 \\ 3 & 5 \end{pmatrix}"
         for _ in range(2):

@@ -87,7 +87,7 @@ def test_reward_rises(tmp_path, checkpoint, colocated):
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
-def test_correction(tmp_path, checkpoint, colocated, mode):
+def test_the_correction_changes_nothing_where_engine_and_trainer_agree(tmp_path, checkpoint, colocated, mode):
     """Engine and trainer agree here, so the corrected run is the uncorrected one up to rounding."""
     weights = []
     for corrects in (False, True):
@@ -100,7 +100,7 @@ def test_correction(tmp_path, checkpoint, colocated, mode):
         assert torch.allclose(value, weights[1][name], atol=1e-5), name
 
 
-def test_stopped_and_resumed(tmp_path, checkpoint, colocated):
+def test_a_stopped_run_resumes_bit_by_bit(tmp_path, checkpoint, colocated):
     """Between generations, and within one: an engine that answers the same batch again gives the same tokens."""
     settings = colocated | {"steps_per_generation": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1}
     assert_resumes(lambda output_dir: trainer_on(checkpoint, output_dir, settings), tmp_path, 2, 3)

@@ -71,7 +71,7 @@ def test_served_completions_are_those_of_transformers(base_url, expected):
     engine.close()
 
 
-def test_server_that_offers_another_model(base_url):
+def test_a_server_that_offers_another_model_is_refused(base_url):
     with pytest.raises(ValueError, match="'other'"):
         ServerEngine(base_url, "other")
 

@@ -27,7 +27,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("size", MODEL_SIZES)
-def test_forward_and_generation_settings(tokenizer, size):
+def test_sizes_logits_and_generation_settings_fit_the_tokenizer(tokenizer, size):
     model = build_model(tokenizer, size)
     assert size != "small" or 0.9e6 < model.num_parameters() < 1.1e6
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight

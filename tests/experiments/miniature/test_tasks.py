@@ -24,7 +24,7 @@ ARITHMETIC = [task for task in TASKS if task != "programs"]
 
 
 @pytest.mark.parametrize("task", ARITHMETIC)
-def test_problems(task):
+def test_problems_have_right_answers_and_disjoint_splits(task):
     """Answers are right, the seed decides the sample, and a fifth is held out that looks like the rest: also with the
     operands of + and * in another order no problem is in both splits."""
     train, test = problems(task, "train"), problems(task, "test")
@@ -89,7 +89,7 @@ def test_nothing_that_is_taught_or_trained_has_parentheses():
 @pytest.mark.parametrize(
     ("task", "split", "number"), [("sums", "train", 1), ("terms", "dev", 1), ("terms", "test", 10**6)]
 )
-def test_bad_arguments(task, split, number):
+def test_unknown_tasks_splits_and_sizes_are_refused(task, split, number):
     with pytest.raises(ValueError, match="sums|dev|[Ss]ample"):
         problems(task, split, number)
 
@@ -102,7 +102,7 @@ class TestPrograms:
             assert verifier.grade([row["solution"] for row in rows], [row["answer"] for row in rows]) == [1.0] * 40
             assert verifier.grade(wrong, [row["answer"] for row in rows]) == [0.0] * 40
 
-    def test_split_and_lengths(self):
+    def test_programs_have_disjoint_splits_and_fit_the_length(self):
         train, test = problems("programs", "train"), problems("programs", "test")
         assert not {row["problem"] for row in train} & {row["problem"] for row in test}
         tokenizer = build_tokenizer()
