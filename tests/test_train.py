@@ -108,6 +108,16 @@ def test_one_key_switches_between_methods_and_the_console_is_short(tmp_path, mod
     assert "/2 [" not in errors  # no bar of the steps
 
 
+def test_each_optimizer_step_has_a_line_where_two_use_one_generation(tmp_path, model_path, capfd):
+    run(tmp_path, model_path, "--steps_per_generation", "2", "--max_steps", "3")
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
+    assert [line.split("  ")[0] for line in lines] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert lines[0].startswith("step 1/3  reward ") and lines[2].startswith("step 3/3  reward ")
+    assert re.fullmatch(
+        r"step 2/3  same rollouts  entropy \d\.\d\d  grad_norm \S+  (tokens/s \d+  )?\d+\.\d s", lines[1]
+    )
+
+
 @pytest.mark.parametrize("target", ["q_proj", "all-linear", r".*\.(q|v)_proj"])
 def test_lora_adapts_the_named_modules(tmp_path, model_path, target):
     trainer = run(tmp_path, model_path, "--use_peft", "--lora_target_modules", target, "--max_steps", "1")

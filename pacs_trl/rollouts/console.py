@@ -61,9 +61,11 @@ def shorten_console(callbacks: list[TrainerCallback]) -> None:
 
 
 def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
-    """Return `step 12/30  reward 0.37  entropy 0.19  ...  1.2 s` for the logs of a step, `None` for other logs."""
+    """Return `step 12/30  reward 0.37  entropy 0.19  ...  1.2 s` for the logs of a step, `None` for other logs. A step
+    that generated nothing has numbers of its update alone: `step 13/30  same rollouts  entropy 0.19  ...  0.8 s`."""
     prefix = _prefix_of_evaluation(logs)
-    if not prefix and "reward" not in logs:
+    has_rollouts = "reward" in logs
+    if not prefix and not has_rollouts and "loss" not in logs:
         return None
     dataset_name = prefix.removeprefix("eval_").removesuffix("_")
     if dataset_name:
@@ -73,6 +75,8 @@ def step_line(logs: Mapping[str, Any], step: int, max_steps: int) -> str | None:
     else:
         start = ""
     parts = [f"{start}step {step:{len(str(max_steps))}}/{max_steps}"]
+    if not prefix and not has_rollouts:
+        parts.append("same rollouts")
     for name, (metric, digits) in NUMBERS.items():
         key = "eval_pass@1" if prefix and metric == "pass@1" else prefix + metric  # benchmarks belong to no dataset
         value = logs.get(key)

@@ -30,6 +30,10 @@ STEP |= {"completions/clipped_ratio": 0.0475, "grad_norm": 0.001234}
         ),
         ({"eval_pass@1": 0.25, "eval_runtime": 3.0}, "evaluation at step 12/30  pass@1 0.250  3.0 s"),
         ({"reward": 1.0}, "step 12/30  reward 1.00"),
+        (
+            {"loss": 0.69, "entropy": 0.1949, "grad_norm": 0.5, "time/total": 0.84},
+            "step 12/30  same rollouts  entropy 0.19  grad_norm 0.5  0.8 s",
+        ),
         ({"train_runtime": 60.0, "train_loss": 0.69}, None),
     ],
 )
