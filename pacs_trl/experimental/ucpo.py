@@ -45,6 +45,10 @@ class UCPOTrainer(GRPOTrainer):
     """[`GRPOTrainer`] with [`ucpo_weights`]; rewards must be 0, 1, or `None`."""
 
     _name, _config_class = "UCPO", UCPOConfig
+    _paper = {
+        "title": "Uniform-Correct Policy Optimization: Breaking RLVR's Indifference to Diversity",
+        "id": "2605.00365",
+    }
 
     def advantages(self, batch, num_generations):
         if ((self._labels != 0) & (self._labels != 1) & ~self._labels.isnan()).any():
