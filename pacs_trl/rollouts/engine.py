@@ -42,6 +42,7 @@ from .engine_weights import (
     FIXED_TEXT,
     MAX_FIXED_TOKENS,
     LogpComparison,
+    SharedIterator,
     WakeCheck,
     merged_parameters,
     save_adapter,
@@ -69,6 +70,14 @@ class ServerFailure(RuntimeError):
 class WorkerFailure(ServerFailure):
     """Failure of the rollout worker of `rollout_schedule: continuous` that is none of the server: of a reward function
     or a tool, for example."""
+
+
+def raise_on_all(failure: tuple[str, str] | None) -> None:
+    """Raise a [`ServerFailure`] with these arguments on all processes, which must call this, if the first process has
+    a failure."""
+    (failure,) = broadcast_object_list([failure], from_process=0)
+    if failure is not None:
+        raise ServerFailure(*failure)
 
 
 class SeededLLM:
@@ -244,24 +253,39 @@ class Engine(VLLMGeneration):
             if self.adapter_sync is not None:
                 self.adapter_sync.send()
             elif self.mode == "server":
-                super().sync_weights()
+                self._send_weights()
             else:
                 self._load_weights()
             if self._trainer._reads_images:
                 self._forget_images()
 
+    def _send_weights(self) -> None:
+        """Send all weights to the server as TRL does; a failure of the first process, which TRL raises there only, is
+        raised on all."""
+        failure = None
+        try:
+            super().sync_weights()
+        except Exception as error:  # TRL's client raises bare exceptions
+            if not self.accelerator.is_main_process:
+                raise
+            logger.exception("The vLLM server did not take the weights.")
+            failure = "did not take the weights", f"{type(error).__name__}: {error}"
+            for _ in self._weights:  # take part in the gathering of sharded weights
+                pass
+        raise_on_all(failure)
+
     def _forget_images(self) -> None:
         """Discard what vLLM keeps of images: outputs of their encoder with former weights."""
         if self.mode == "colocate":
             self.llm.llm_engine.reset_encoder_cache()
-        elif self.accelerator.is_main_process:
+            return
+        failure = None
+        if self.accelerator.is_main_process:
             response = self.vllm_client.session.post(f"{self.vllm_client.base_url}/reset_encoder_cache")
             if response.status_code != 200:
-                raise FailedRun(
-                    f"The vLLM server does not discard encoded images (POST /reset_encoder_cache has status "
-                    f"{response.status_code}), so it would generate with former weights of the encoder. Start it with "
-                    "VLLM_SERVER_DEV_MODE=1."
-                )
+                answer = f"POST /reset_encoder_cache has status {response.status_code}: set VLLM_SERVER_DEV_MODE=1"
+                failure = "keeps images that the encoder has read with former weights", answer
+        raise_on_all(failure)
 
     def _load_weights(self) -> None:
         """Send all weights to the colocated engine, and wake it in sleep mode."""
@@ -285,6 +309,10 @@ class Engine(VLLMGeneration):
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over the weights under vLLM's names, see [`merged_parameters`]."""
+        self._weights = SharedIterator(self._whole_weights())
+        return self._weights
+
+    def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self.model
         reshard(model)  # after forward passes some parameters are gathered copies, which TRL does not expect
         is_tuner = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)

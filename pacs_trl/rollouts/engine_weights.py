@@ -1,5 +1,6 @@
 """The weights that vLLM gets, one layer at a time, and a check that an engine computes with them."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -114,6 +115,18 @@ def _whole(parameter: torch.Tensor, device: torch.device) -> torch.Tensor:
     on_device = data.to(device)
     assert isinstance(on_device, DTensor)
     return on_device.full_tensor()
+
+
+class SharedIterator(Iterator[tuple[str, torch.Tensor]]):
+    """An iterator that threads share. TRL's transfer by NCCL reads weights in a thread, which it abandons after an
+    error; the main thread then reads the rest, because gathering each of them is an operation of all processes."""
+
+    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]):
+        self._weights, self._lock = weights, threading.Lock()
+
+    def __next__(self) -> tuple[str, torch.Tensor]:
+        with self._lock:
+            return next(self._weights)
 
 
 class LogpComparison:

@@ -14,7 +14,7 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from ..errors import FailedRun
-from .engine import ServerFailure
+from .engine import raise_on_all
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, save_adapter, whole_adapter
 from .protocols import ContinuousTrainer
 from .rollout_worker import RolloutWorker
@@ -22,7 +22,7 @@ from .server_adapters import ServerAdapters
 from .server_checks import shares_memory
 from .server_command import server_url
 from .server_watch import Failure, ServerWatch, in_one_line
-from .weight_transfer import SharedIterator, SharedMemoryTransfer
+from .weight_transfer import SharedMemoryTransfer
 
 
 logger = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class ServerConnection:
         return info
 
     def _send_all(self, step: int, worker: RolloutWorker | None) -> Failure | None:
-        weights = SharedIterator(self.trainer.vllm_generation._iter_named_params())
+        weights = self.trainer.vllm_generation._iter_named_params()
         failure = self._replace_weights(weights, step, worker) if self.is_main else None
         for _ in weights:  # take part in the gathering of sharded weights, also after a failure
             pass
@@ -239,13 +239,6 @@ class ServerConnection:
                 "Start the server with the precision and quantization of training (dtype), and continue with "
                 "`--resume_from_checkpoint last` (startup_check: false trains without this comparison)."
             )
-
-
-def raise_on_all(failure: Failure | None) -> None:
-    """Raise a [`ServerFailure`] on all processes, which must call this, if the first process has a failure."""
-    (failure,) = broadcast_object_list([failure], from_process=0)
-    if failure is not None:
-        raise ServerFailure(*failure)
 
 
 def _drain(worker: RolloutWorker) -> None:

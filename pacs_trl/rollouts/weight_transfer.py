@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,18 +12,6 @@ from trl.experimental.async_grpo.vllm_client import VLLMClient
 
 _ALIGNMENT = 64  # bytes
 _TIMEOUT = 1800  # seconds of a transfer
-
-
-class SharedIterator(Iterator[tuple[str, torch.Tensor]]):
-    """An iterator that threads share. TRL's transfer by NCCL reads weights in a thread, which it abandons after an
-    error; the main thread then reads the rest, because gathering each of them is an operation of all processes."""
-
-    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]]):
-        self._weights, self._lock = weights, threading.Lock()
-
-    def __next__(self) -> tuple[str, torch.Tensor]:
-        with self._lock:
-            return next(self._weights)
 
 
 class SharedMemoryTransfer:

@@ -8,20 +8,27 @@ import pytest
 import torch
 from peft import get_peft_model
 from support.models import LORA, load_weights, trainable_weights
+from support.optional_packages import require
 from support.processes import on_two, run_and_save
 from support.rollouts import addition_dataset
 from support.runs import Recorder, build_trainer
 from support.scripted_worker import play_worker, server_of
-from support.sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu
+from support.sharding import (
+    FSDP_SETTINGS,
+    let_accelerate_run_deepspeed_on_cpu,
+    let_accelerate_shard_on_cpu,
+    zero3_settings,
+)
 from support.tolerances import rounding_atol
+from support.two_processes import DEEPSPEED
 from support.vllm_server import server_settings
-from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl.errors import FailedRun
 from pacs_trl.rewards import VerificationArguments
 from pacs_trl.rollouts import server_connection
 from pacs_trl.rollouts.weight_transfer import SharedMemoryTransfer
+from pacs_trl.update.reference import is_sharded
 
 
 class Taken(TrainerCallback):
@@ -75,26 +82,32 @@ def test_two_processes_train_as_one_and_one_goes_on(tmp_path, model_path, monkey
         assert torch.allclose(weight, alone["weights"][name], atol=rounding_atol(10_000, 1.0)), name
 
 
-def train_with_fsdp2(directory, model, url):
+def train_sharded(directory, model, url, kind):
     """Return the weights before each of three steps that train LoRA, sent alone, all weights, and LoRA, merged."""
-    let_accelerate_shard_on_cpu()
+    if kind == "fsdp2":
+        let_accelerate_shard_on_cpu()
+    else:
+        let_accelerate_run_deepspeed_on_cpu()
     play_worker(setattr)
     weights = []
     for name, lora, sends_adapter in (("adapter", LORA, True), ("all", None, False), ("merged", LORA, False)):
         torch.manual_seed(0)  # the same adapter on both processes
         recorder = Recorder()
         settings = {"per_device_train_batch_size": 4, "max_steps": 3, "optim": "adamw_torch", "learning_rate": 3e-3}
-        settings |= {"vllm_sync_adapter": sends_adapter, **FSDP_SETTINGS}
+        settings |= {"vllm_sync_adapter": sends_adapter, **(FSDP_SETTINGS if kind == "fsdp2" else zero3_settings(0))}
         trainer = trainer_of(directory / name, model, url, [recorder], lora, **settings)
         trainer.train()
-        assert isinstance(trainer.model_wrapped, FSDPModule)
+        assert is_sharded(trainer.model)
         weights.append(recorder.weights)
     return weights
 
 
 @pytest.mark.slow
-def test_with_fsdp2_the_server_gets_the_full_weights_after_every_step(tmp_path, model_path):
+@pytest.mark.parametrize("kind", ["fsdp2", "zero3"])
+def test_a_server_gets_the_full_weights_of_shards_after_every_step(tmp_path, model_path, kind):
     """The adapter, all of them, or those with LoRA merged into them."""
+    if kind == "zero3":
+        require("deepspeed")
     sent: list[dict[str, torch.Tensor]] = []
     base = AutoModelForCausalLM.from_pretrained(model_path)
     with server_of(base) as server:
@@ -106,8 +119,8 @@ def test_with_fsdp2_the_server_gets_the_full_weights_after_every_step(tmp_path, 
             return names
 
         server._load_weights = load_weights_of_server
-        arguments = (tmp_path, model_path, server.url)
-        on_two(run_and_save, train_with_fsdp2, arguments, tmp_path, outputs=tmp_path)
+        arguments, environment = (tmp_path, model_path, server.url, kind), DEEPSPEED if kind == "zero3" else {}
+        on_two(run_and_save, train_sharded, arguments, tmp_path, outputs=tmp_path, **environment)
     adapters, all_weights, merged_adapters = torch.load(tmp_path / "result.0")
     expected = list(all_weights)
     for adapter in merged_adapters:

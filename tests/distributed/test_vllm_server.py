@@ -33,3 +33,12 @@ def test_both_processes_stop_and_save(tmp_path, model_path):
     assert all(
         state["attributes"] | {"_num_generated_batches": 2, "_step": 2} == state["attributes"] for state in states
     )
+
+
+@pytest.mark.slow
+def test_both_processes_stop_if_the_server_does_not_take_the_weights(tmp_path, model_path):
+    with LoopbackVLLM(model_path) as server:
+        server.answers["/finish_weight_update"] = 500
+        outputs = on_two(train_until_it_stops, tmp_path, model_path, server.url, outputs=tmp_path)
+    for output in outputs:
+        assert "did not take the weights after optimizer step 0" in output and "500" in output

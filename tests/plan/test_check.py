@@ -35,6 +35,7 @@ GYM = {"dataset_name": "reasoning_gym"}
 BAD = {"reward_funcs": ["maths_reward"], "tools": ["run_pyton"]}
 # 59.9 GiB of training state on one process; 0.95 x 131.3 GiB leave 64.8 GiB, 0.494 of the memory
 FITTING = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.48}
+CONTINUOUS = {"use_vllm": True, "vllm_mode": "server", "rollout_schedule": "continuous", "steps_per_generation": 4}
 LARGE, LARGER = (FITTING | {"vllm_gpu_memory_utilization": share} for share in (0.75, 0.8))
 
 # Arguments, changes of the recipe, exit status, words of the output ("no: " those that it does not have).
@@ -90,6 +91,10 @@ SAID = {
     "vLLM, small": ((), FITTING, 0),
     "vLLM, awake": ((), FITTING | {"vllm_enable_sleep_mode": False}, 1, "vllm_enable_sleep_mode: true"),
     "vLLM server": ((), FITTING | {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.9}, 0),
+    "continuous, adapters": ((), CONTINUOUS | {"use_peft": True, "vllm_sync_adapter": True}, 0,
+                             "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve",
+                             "--enable-lora --max-lora-rank 16 --max-loras 6", "no: worker-extension"),
+    "continuous, no adapter": ((), CONTINUOUS | {"vllm_sync_adapter": True}, 1, "trains all weights"),
     "unbounded": (("--max_completion_length", "null"), {}, 1, "max_completion_length is not set"),
     "PPO with DeepSpeed": (ZERO2, PPO, 1, "DeepSpeed"),
     "compiled": (ZERO2, {"compile_layers": True}, 0, "no: Decoder layers"),

@@ -10,7 +10,8 @@ import time
 import pytest
 import requests
 import torch
-from support.models import load_weights
+from peft import get_peft_model
+from support.models import LORA, load_weights
 from support.rollouts import addition_dataset
 from support.runs import Recorder, build_trainer, spy_on
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -35,17 +36,22 @@ SETTINGS = {
 }
 
 
-def start_server(checkpoint: str, output) -> tuple[subprocess.Popen, str]:
+ALL_WEIGHTS = ["--worker-extension-cls", EXTENSION]
+ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", str(SETTINGS["max_staleness"] + 2)]
+
+
+def start_server(checkpoint: str, output, options=ALL_WEIGHTS) -> tuple[subprocess.Popen, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT)]
     command += ["--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(CONTEXT * SLOTS)]
-    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", "--worker-extension-cls", EXTENSION]
+    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *options]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
@@ -81,12 +87,12 @@ def server(checkpoint, tmp_path_factory):
                 end(process)
 
 
-def trainer_of(directory, checkpoint, url, trainer_class=PACSTrainer, callbacks=(), **settings):
+def trainer_of(directory, checkpoint, url, trainer_class=PACSTrainer, callbacks=(), lora=None, **settings):
     return build_trainer(
         directory,
         model=checkpoint,
         trainer_class=trainer_class,
-        more={"train_dataset": addition_dataset(12), "callbacks": list(callbacks)},
+        more={"train_dataset": addition_dataset(12), "callbacks": list(callbacks), "peft_config": lora},
         **(SETTINGS | {"vllm_server_base_url": url} | settings),
     )
 
@@ -111,6 +117,12 @@ def test_each_token_has_the_log_prob_of_the_weights_that_it_is_noted_with(tmp_pa
     trainer._create_source = create_source
     trainer.train()
     policy = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    assert num_mixed_with_log_probs_of(policy, recorder.weights, groups) > 0
+
+
+def num_mixed_with_log_probs_of(policy, weights, groups) -> int:
+    """The number of completions with tokens of several versions, after all have the log-probs of their versions.
+    `weights` are those of the versions, `groups` those of each of twelve steps."""
     sequences = [(group, i) for step in groups for group in step for i in range(len(group.completions))]
     assert len(sequences) == 12 * 8
     num_tokens, num_mixed = 0, 0
@@ -120,7 +132,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_it_is_noted_with(tmp_pa
         assert (versions[1:] >= versions[:-1]).all()
         num_mixed += len(set(group.versions[i])) > 1
         for version in set(group.versions[i]):
-            load_weights(policy, recorder.weights[version])
+            load_weights(policy, weights[version])
             with torch.no_grad():
                 logits = policy(input_ids=torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
             expected = logits.log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
@@ -128,7 +140,35 @@ def test_each_token_has_the_log_prob_of_the_weights_that_it_is_noted_with(tmp_pa
             num_tokens += int(is_of_version.sum())
             assert (expected - logps)[is_of_version].abs().max() < 1e-5
     assert num_tokens == sum(len(group.completion_ids[i]) for group, i in sequences)
-    assert num_mixed > 0
+    return num_mixed
+
+
+def test_each_completion_has_the_log_probs_of_the_adapter_with_which_it_began(tmp_path, checkpoint):
+    """Adapters reach a server that is never paused; those that no completion uses are unloaded."""
+    recorder, groups = Recorder(), []
+    with open(tmp_path / "output", "w") as output:
+        process, url = start_server(checkpoint, output, ADAPTERS)
+        try:
+            wait_until_ready(process, url)
+            settings = {"max_steps": 12, "learning_rate": 3e-2, "vllm_sync_adapter": True}
+            trainer = trainer_of(tmp_path / "run", checkpoint, url, callbacks=[recorder], lora=LORA, **settings)
+            create = trainer._create_source
+
+            def create_source():
+                source = create()
+                spy_on(source, "_take", groups.append)
+                return source
+
+            trainer._create_source = create_source
+            trainer.train()
+            served = [entry["id"] for entry in requests.get(f"{url}/v1/models", timeout=10).json()["data"]]
+        finally:
+            end(process)
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), LORA)
+    assert num_mixed_with_log_probs_of(policy, recorder.weights, groups) == 0
+    assert served == [checkpoint, trainer.vllm_generation.vllm_client.model]
+    versions = {version for step in groups for group in step for each in group.versions for version in each}
+    assert len(versions) > 4
 
 
 def test_a_server_that_is_killed_is_noticed_and_a_run_goes_on_with_another(tmp_path, checkpoint):
