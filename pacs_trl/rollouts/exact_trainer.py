@@ -318,7 +318,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
         """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
         process."""
-        names = self.update.logps_for_later_updates(rollout_lag=False)
+        names = self.update.logps_for_later_updates(is_late=False)
         minibatch = self.update.schedule(rollouts)
         with self.timer.part("log_probs"):
             self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
@@ -382,7 +382,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Store the log-probs at rollout time that later updates read, before the policy changes."""
         if self._keeps_generating_policy:
             self._recompute_generating_logps()
-        names = self.update.logps_for_later_updates(rollout_lag=self.args.is_asynchronous)
+        names = self.update.logps_for_later_updates(is_late=self.args.is_asynchronous)
         if not names:
             return
         is_reused = self.num_iterations > 1

@@ -111,14 +111,14 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
     def logps_of_generating_policy(self) -> tuple[str, ...]:
         """Names of the log-probs that the objective reads of the policy that generated: `ref_logps`, `old_logps`."""
 
-    def logps_for_later_updates(self, *, rollout_lag: bool) -> tuple[str, ...]:
+    def logps_for_later_updates(self, *, is_late: bool) -> tuple[str, ...]:
         """Return the names of the values that later updates on a rollout read, and that must be stored before the
-        policy changes; [`UpdateTiming`] has a table. With a lag, those of the policy that generated are stored with
-        the rollouts already."""
-        names = () if rollout_lag else self.logps_of_generating_policy
+        policy changes; [`UpdateTiming`] has a table. If an earlier policy generated (`is_late`), its log-probs are
+        stored with the rollouts already."""
+        names = () if is_late else self.logps_of_generating_policy
         if self.token_weights and "old_logps" not in self.logps_of_generating_policy:
             names = (*names, "old_logps")
-        if self.token_weights and not (rollout_lag and "old_logps" in self.logps_of_generating_policy):
+        if self.token_weights and not (is_late and "old_logps" in self.logps_of_generating_policy):
             names = (*names, "old_entropies")
         return names
 
