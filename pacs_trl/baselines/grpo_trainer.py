@@ -55,15 +55,15 @@ class SurrogateObjective(RatioObjective):
         return (-advantages * completion_scales).to(dtype), completion_scales.to(dtype)
 
     def token_terms(self, tokens: TokenValues, token_weights: Sequence[torch.Tensor]) -> surrogate.RatioTerms:
-        # Scales are positive, so a coefficient has the opposite sign of its advantage, and only the sign is read.
-        advantage_signs = -tokens.coefficients[:, 0]
+        # `-coefficient` is `advantage * scale`. Scales are positive, and only the signs of advantages are read.
+        scaled_advantages = -tokens.coefficients[:, 0]
         combined_weights = math.prod(token_weights, start=torch.ones_like(tokens.logps))
         if self.off_policy_threshold is not None:
-            combined_weights = combined_weights * self._off_policy_mask(tokens, advantage_signs)
+            combined_weights = combined_weights * self._off_policy_mask(tokens, scaled_advantages)
         return surrogate.ratio_terms(
             tokens.logps,
             tokens.old_logps,
-            advantage_signs,
+            scaled_advantages,
             tokens.mask,
             self.loss,
             token_weights=combined_weights,
@@ -76,12 +76,12 @@ class SurrogateObjective(RatioObjective):
         """The function that is used instead of that of `loss.loss_type`; `None` if there is none."""
         return None
 
-    def _off_policy_mask(self, tokens: TokenValues, advantage_signs: torch.Tensor) -> torch.Tensor:
+    def _off_policy_mask(self, tokens: TokenValues, scaled_advantages: torch.Tensor) -> torch.Tensor:
         """Return which completions are kept, as in TRL. Without an engine that reports log-probs the policy at rollout
         time is compared; a completion for which such an engine reports none is kept."""
         sampling_logps = torch.where(tokens.has_sampling_logps, tokens.sampling_logps, tokens.old_logps)
         return surrogate.off_policy_mask(
-            tokens.logps, sampling_logps, advantage_signs, tokens.mask, self.off_policy_threshold
+            tokens.logps, sampling_logps, scaled_advantages, tokens.mask, self.off_policy_threshold
         )
 
     def _log_correction(self, tokens: TokenValues) -> torch.Tensor:
