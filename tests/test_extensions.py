@@ -118,7 +118,7 @@ def test_a_ratio_loss_takes_the_settings_that_its_function_reads():
         settings_of_f = ("delta",)
 
         def f(self, ratio, sign):
-            return ratio.clamp(max=self.loss.delta)
+            return ratio.clamp(max=self.ratio_loss.delta)
 
     assert TruncatedObjective(RatioLoss(delta=3.0)).f(torch.tensor([2.0, 4.0]), 1).tolist() == [2.0, 3.0]
     with pytest.raises(UserError, match="^epsilon would be ignored"):

@@ -25,7 +25,7 @@ class SurrogateObjective(RatioObjective):
     there is [`RatioFunctionObjective`].
 
     Attributes:
-        loss ([`RatioLoss`]): The loss and its settings.
+        ratio_loss ([`RatioLoss`]): The loss and its settings.
         kl_coef (`float`), bias_correction (`bool`): Weight of the KL term, and TRL's `use_bias_correction_kl`.
         max_completion_length (`int`): Setting of the configuration.
         off_policy_threshold (`float`, *optional*): TRL's `off_policy_mask_threshold`.
@@ -34,7 +34,7 @@ class SurrogateObjective(RatioObjective):
             metric reads it.
     """
 
-    loss: surrogate.RatioLoss
+    ratio_loss: surrogate.RatioLoss
     kl_coef: float = 0.0
     bias_correction: bool = True
     max_completion_length: int = 1
@@ -46,7 +46,7 @@ class SurrogateObjective(RatioObjective):
         advantages = torch.tensor([rollout.advantage * rollout.weight for rollout in rollouts], dtype=torch.float64)
         generation_tokens = [rollout.generation_share * max(rollout.generation_tokens, 1.0) for rollout in rollouts]
         completion_scales = surrogate.completion_scales(
-            self.loss.loss_type,
+            self.ratio_loss.loss_type,
             torch.tensor([int(rollout.loss_mask.sum()) for rollout in rollouts]),
             max_completion_length=self.max_completion_length,
             generation_tokens=torch.tensor(generation_tokens, dtype=torch.float64),
@@ -65,7 +65,7 @@ class SurrogateObjective(RatioObjective):
             tokens.old_logps,
             scaled_advantages,
             tokens.mask,
-            self.loss,
+            self.ratio_loss,
             token_weights=combined_weights,
             log_correction=None if self.mismatch is None else self._log_correction(tokens),
             function=self._ratio_function,
@@ -95,24 +95,24 @@ class SurrogateObjective(RatioObjective):
     def kl(self, logps, ref_logps, old_logps, mask):
         if not self.bias_correction:
             return surrogate.kl_terms(logps, ref_logps, mask)
-        level = self.loss.importance_sampling_level
+        level = self.ratio_loss.importance_sampling_level
         log_weights = surrogate.log_importance_weights(logps - old_logps, mask, level)
         return surrogate.kl_terms(logps, ref_logps, mask, log_weights)
 
     def token_metrics(
         self, num_tokens: torch.Tensor, low_fraction: torch.Tensor, high_fraction: torch.Tensor, phi: torch.Tensor
     ) -> dict[str, float]:
-        if self.loss.loss_type == "sapo":
+        if self.ratio_loss.loss_type == "sapo":
             return {}
-        if self.loss.loss_type == "vespo":
+        if self.ratio_loss.loss_type == "vespo":
             return {"vespo/phi_seq_mean": phi.mean().item()}
         counts = num_tokens
-        if self.loss.importance_sampling_level != "token":
+        if self.ratio_loss.importance_sampling_level != "token":
             counts = torch.ones_like(num_tokens)
         total = max(int(counts.sum()), 1)
         low_mean = (low_fraction * counts).sum().item() / total
         high_mean = (high_fraction * counts).sum().item() / total
-        if self.loss.loss_type == "cispo":
+        if self.ratio_loss.loss_type == "cispo":
             return {"cispo_clip_ratio": high_mean}
         has_tokens = num_tokens > 0
         return {
@@ -128,7 +128,7 @@ class SurrogateObjective(RatioObjective):
 class RatioFunctionObjective(SurrogateObjective):
     """
     Base class of losses with another function of the ratio. A subclass overrides [`f`], and autograd differentiates
-    it. Of `loss`, `loss_type` is the normalization, and `importance_sampling_level` says whether a ratio is that of a
+    it. Of `ratio_loss`, `loss_type` is the normalization, and `importance_sampling_level` says whether a ratio is that of a
     token or of a completion. KL term, token weights, and the off-policy mask are those of [`SurrogateObjective`].
 
     Raises a `ValueError` for settings of GRPO's function of the ratio that [`f`] does not read, unless they have their
@@ -138,13 +138,13 @@ class RatioFunctionObjective(SurrogateObjective):
     settings_of_f: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
-        if self.loss.loss_type in ("sapo", "cispo", "vespo"):
+        if self.ratio_loss.loss_type in ("sapo", "cispo", "vespo"):
             raise UserError(
-                f"loss_type={self.loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
+                f"loss_type={self.ratio_loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
                 "which reads only the normalization from it. Set loss_type to 'dapo', 'grpo', 'bnpo', 'dr_grpo', or "
                 "'luspo'."
             )
-        loss, default = self.loss, surrogate.RatioLoss()
+        loss, default = self.ratio_loss, surrogate.RatioLoss()
         epsilon, epsilon_high = 1 - loss.lower_bound, loss.upper_bound - 1
         is_set = {
             "epsilon": loss.lower_bound != default.lower_bound,
