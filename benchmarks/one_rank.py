@@ -114,7 +114,7 @@ def measure(
         processing_class=build_tokenizer(),
     )
     model, _ = trainer._prepare_for_training(1, trainer.get_train_dataloader(), None)
-    minibatch = trainer.update.schedule(rollouts_of(size, size.num_groups, args.num_generations))
+    minibatch = trainer.update.schedule_minibatch(rollouts_of(size, size.num_groups, args.num_generations))
 
     def step() -> float:
         _synchronize(device)

@@ -128,8 +128,8 @@ class SurrogateObjective(RatioObjective):
 class RatioFunctionObjective(SurrogateObjective):
     """
     Base class of losses with another function of the ratio. A subclass overrides [`f`], and autograd differentiates
-    it. Of `ratio_loss`, `loss_type` is the normalization, and `importance_sampling_level` says whether a ratio is that of a
-    token or of a completion. KL term, token weights, and the off-policy mask are those of [`SurrogateObjective`].
+    it. Of `ratio_loss`, `loss_type` is the normalization, and `importance_sampling_level` says whether a ratio is that
+    of a token or of a completion. KL term, token weights, and the off-policy mask are those of [`SurrogateObjective`].
 
     Raises a `ValueError` for settings of GRPO's function of the ratio that [`f`] does not read, unless they have their
     default value. `settings_of_f` names those of `epsilon`, `epsilon_high`, and `delta` that a subclass reads.
@@ -138,13 +138,13 @@ class RatioFunctionObjective(SurrogateObjective):
     settings_of_f: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
-        if self.ratio_loss.loss_type in ("sapo", "cispo", "vespo"):
+        loss, default = self.ratio_loss, surrogate.RatioLoss()
+        if loss.loss_type in ("sapo", "cispo", "vespo"):
             raise UserError(
-                f"loss_type={self.ratio_loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
+                f"loss_type={loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
                 "which reads only the normalization from it. Set loss_type to 'dapo', 'grpo', 'bnpo', 'dr_grpo', or "
                 "'luspo'."
             )
-        loss, default = self.ratio_loss, surrogate.RatioLoss()
         epsilon, epsilon_high = 1 - loss.lower_bound, loss.upper_bound - 1
         is_set = {
             "epsilon": loss.lower_bound != default.lower_bound,

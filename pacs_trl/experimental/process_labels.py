@@ -182,8 +182,8 @@ class PrefixMinibatch(Minibatch):
 class PrefixUpdate(GroupLossUpdate):
     """[`GroupLossUpdate`] on prefixes, for minibatches in which a completion has more than one label."""
 
-    def schedule(self, rollouts: list[Rollout]) -> Minibatch:
-        minibatch = super().schedule(rollouts)
+    def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
+        minibatch = super().schedule_minibatch(rollouts)
         if all(len(prefix_ends(rollout)) == 1 for rollout in rollouts):
             return minibatch
         labels = [[*rollout.extra.get("process_labels", ()), rollout.label] for rollout in rollouts]

@@ -307,7 +307,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         for rollout in rollouts:
             rollout.generation_share = args.gradient_accumulation_steps / args.steps_per_generation
         parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
-        self._waiting = WaitingRollouts(minibatches=[self.update.schedule(part) for part in parts])
+        self._waiting = WaitingRollouts(minibatches=[self.update.schedule_minibatch(part) for part in parts])
         self._store_logps_for_later_updates()
 
     @property
@@ -319,7 +319,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
         process."""
         names = self.update.logps_for_later_updates(is_late=False)
-        minibatch = self.update.schedule(rollouts)
+        minibatch = self.update.schedule_minibatch(rollouts)
         with self.timer.part("log_probs"):
             self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
         share_logps(rollouts, names)
@@ -409,7 +409,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._waiting.unscheduled:
             for rollout in self._waiting.unscheduled:  # the last step of an epoch may have fewer generation batches
                 rollout.generation_share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
-            minibatch = self.update.schedule(self._waiting.unscheduled)
+            minibatch = self.update.schedule_minibatch(self._waiting.unscheduled)
             self._waiting = WaitingRollouts(slices=self._waiting.slices)
             return minibatch, not self.is_sliced
         minibatches = self._waiting.minibatches
@@ -495,7 +495,9 @@ class ExactUpdateTrainer(RolloutTrainer):
         if is_sliced:
             self._waiting = WaitingRollouts(slices=waiting)
         else:
-            self._waiting = WaitingRollouts(minibatches=[self.update.schedule(rollouts) for rollouts in waiting])
+            self._waiting = WaitingRollouts(
+                minibatches=[self.update.schedule_minibatch(rollouts) for rollouts in waiting]
+            )
         late_batches = state["late_batches"]
         if len(parts) != self.accelerator.num_processes and self.args.rollout_lag:
             saved = [part["late_batches"] for part in parts]

@@ -150,7 +150,7 @@ class UpdateDriver:
 
     # Schedules ------------------------------------------------------------------------------------------------------
 
-    def schedule(
+    def schedule_minibatch(
         self, rollouts: list[Rollout], takes_part: torch.Tensor | None = None, *, splits_groups: bool = False
     ) -> Minibatch:
         """Schedule the completions of an optimizer step, see [`schedule_minibatch`]. With `splits_groups`,

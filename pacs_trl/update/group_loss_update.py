@@ -164,12 +164,12 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
     # One optimizer step ---------------------------------------------------------------------------------------------
 
-    def schedule(self, rollouts: list[Rollout]) -> Minibatch:
+    def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
         if not self.all_have_gradient and not self.shapes_coefficients:
-            return self.driver.schedule(rollouts)
+            return self.driver.schedule_minibatch(rollouts)
         # KL term and entropy bonus include completions without a label, and shaped coefficients may be theirs.
         takes_part = torch.tensor([self.has_router_loss or len(rollout.completion_ids) > 0 for rollout in rollouts])
-        return self.driver.schedule(rollouts, takes_part)
+        return self.driver.schedule_minibatch(rollouts, takes_part)
 
     def run(self, model, minibatch: Minibatch, timing: UpdateTiming) -> StepResult:
         """Back-propagate the loss of an optimizer step. The rollouts need `ref_logps`, unless the proxies are zero or

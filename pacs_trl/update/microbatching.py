@@ -113,7 +113,7 @@ def schedule_micro_batches(
     if limits.max_tokens is not None:
         max_rollouts, max_tokens = max(sum(map(len, units)), 1), limits.max_tokens
 
-    def schedule(units: Sequence[Sequence[int]]) -> Schedule | None:
+    def schedule_units(units: Sequence[Sequence[int]]) -> Schedule | None:
         sized = [(list(unit), *micro_batch_size(unit, lengths, padded=padded)) for unit in units]
         if any(len(unit) > max_rollouts or tokens > max_tokens for unit, tokens, _ in sized):
             return None
@@ -124,9 +124,9 @@ def schedule_micro_batches(
             micro_batches = _evenly_filled(sized, limits.num_processes, max_rollouts, max_tokens)
         return _over_processes(micro_batches, lengths, limits)
 
-    schedules = [schedule(units)]
+    schedules = [schedule_units(units)]
     if not padded:
-        schedules += [schedule(parts) for parts in _parts_of_groups(units, lengths, max_rollouts)]
+        schedules += [schedule_units(parts) for parts in _parts_of_groups(units, lengths, max_rollouts)]
     possible = [candidate for candidate in schedules if candidate is not None]
     return min(possible, key=lambda candidate: schedule_cost(candidate, lengths, padded=padded), default=None)
 

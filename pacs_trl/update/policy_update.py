@@ -90,7 +90,7 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
     # One optimizer step ---------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def schedule(self, rollouts: list[Rollout]) -> MinibatchT:
+    def schedule_minibatch(self, rollouts: list[Rollout]) -> MinibatchT:
         """Return the completions of an optimizer step, with the micro-batches of their forward passes."""
 
     @abstractmethod
@@ -99,7 +99,7 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> MinibatchT:
         """Return the completions of an evaluation batch, a whole generation batch, with their micro-batches."""
-        return self.schedule(rollouts)
+        return self.schedule_minibatch(rollouts)
 
     @abstractmethod
     def evaluate(self, model, minibatch: MinibatchT, *, policy_is_reference: bool) -> StepResult:

@@ -74,31 +74,31 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
     def logps_of_generating_policy(self) -> tuple[str, ...]:
         return ("old_logps",)
 
-    def schedule(self, rollouts: list[Rollout]) -> RatioMinibatch:
+    def schedule_minibatch(self, rollouts: list[Rollout]) -> RatioMinibatch:
         coefficients, completion_scales = self.objective.coefficients_and_completion_scales(rollouts)
         takes_part = self._takes_part(rollouts)
         needs_all = self.all_have_gradient or self.objective.needs_all_completions or self.shapes_coefficients
         if not needs_all:
             takes_part &= coefficients != 0
-        return self._schedule(rollouts, takes_part, coefficients, completion_scales)
+        return self._schedule_minibatch(rollouts, takes_part, coefficients, completion_scales)
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> RatioMinibatch:
         coefficients, completion_scales = self.objective.coefficients_and_completion_scales(rollouts)
-        return self._schedule(rollouts, self._takes_part(rollouts), coefficients, completion_scales)
+        return self._schedule_minibatch(rollouts, self._takes_part(rollouts), coefficients, completion_scales)
 
     def _takes_part(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Return which completions can have a gradient: those with a counted token, and with a loss of the routers
         all, bool `(B,)`."""
         return torch.tensor([self.has_router_loss or bool(rollout.loss_mask.any()) for rollout in rollouts])
 
-    def _schedule(
+    def _schedule_minibatch(
         self,
         rollouts: list[Rollout],
         takes_part: torch.Tensor,
         coefficients: torch.Tensor,
         completion_scales: torch.Tensor,
     ) -> RatioMinibatch:
-        minibatch = self.driver.schedule(rollouts, takes_part, splits_groups=True)
+        minibatch = self.driver.schedule_minibatch(rollouts, takes_part, splits_groups=True)
         return RatioMinibatch(**vars(minibatch), coefficients=coefficients, completion_scales=completion_scales)
 
     def run(self, model, minibatch: RatioMinibatch, timing: UpdateTiming) -> StepResult:

@@ -201,7 +201,7 @@ def test_a_process_without_completions_adds_nothing_to_the_loads(tmp_path):
     trainer = build_trainer(tmp_path, model=tiny_experts(), replay=Replay(), trainer_class=GRPOTrainer)
     driver = trainer.update.driver
     with patch.object(driver, "schedule_some", lambda minibatch, indices: [[]]):
-        loads = driver.measure_expert_loads(trainer.model, trainer.update.schedule([]))
+        loads = driver.measure_expert_loads(trainer.model, trainer.update.schedule_minibatch([]))
     assert loads.fractions.sum() == loads.loss == 0
 
 

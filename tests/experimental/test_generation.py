@@ -205,7 +205,7 @@ def test_guided_answers_are_learnt_under_the_plain_prompt(tmp_path, model_path, 
     assert set(table["source"]) == {"first", "guidance"}
     # half the weight is half the coefficient, on guided rows alone
     rows = [row for _, groups in trainer.generations for rows in groups.values() for row in rows]
-    step, every, proxies = trainer.update.schedule(rows), list(range(len(rows))), torch.zeros(len(rows))
+    step, every, proxies = trainer.update.schedule_minibatch(rows), list(range(len(rows))), torch.zeros(len(rows))
     plain = trainer.update.coefficients(step, every, proxies)
     for row in rows:
         row.weight = 0.5 if "guided" in row.extra else 1.0

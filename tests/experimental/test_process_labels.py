@@ -163,8 +163,8 @@ def test_labels_of_steps_and_numbers_of_another_function_are_combined(tmp_path):
     trainer = build_trainer(
         tmp_path, reward=[half_of_them, always], more={"eval_dataset": addition_dataset(4)}, **settings
     )
-    learned, schedule = [], trainer.update.schedule
-    trainer.update.schedule = lambda rollouts, **how: learned.extend(rollouts) or schedule(rollouts, **how)
+    learned, schedule = [], trainer.update.schedule_minibatch
+    trainer.update.schedule_minibatch = lambda rollouts, **how: learned.extend(rollouts) or schedule(rollouts, **how)
     trainer.train()
     labeled = [row for row in learned if row.extra]
     assert 0 < len(labeled) < len(learned)

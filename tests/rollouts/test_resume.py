@@ -189,8 +189,8 @@ def test_rows_of_an_interrupted_step_are_not_learned_from(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     learned = []
-    schedule = trainer.update.schedule
-    trainer.update.schedule = lambda rollouts: learned.append(len(rollouts)) or schedule(rollouts)
+    schedule = trainer.update.schedule_minibatch
+    trainer.update.schedule_minibatch = lambda rollouts: learned.append(len(rollouts)) or schedule(rollouts)
     trainer.train()
     assert learned == [16]
 
