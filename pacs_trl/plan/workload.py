@@ -123,8 +123,8 @@ class Workload:
         squares = prompt**2 / self._completions_of_a_prompt(max_tokens) + 2 * prompt * completion
         return (squares + cost.mean_square_length(completion, longest)) / self.computed(max_tokens)
 
-    def splits_groups(self, max_tokens: int) -> bool:
-        """Return whether micro-batches split groups of completions of average length."""
+    def has_split_groups(self, max_tokens: int) -> bool:
+        """Return whether groups of completions of average length are spread over several micro-batches."""
         training, completions = self.training, self.step.num_generations
         if training.group_layout == "split" or not training.scores_groups:
             return training.scores_groups
@@ -136,7 +136,7 @@ class Workload:
 
     # Cost -----------------------------------------------------------------------------------------------------------
 
-    def passes(self, *, splits_groups: bool) -> Passes:
+    def passes(self, *, has_split_groups: bool) -> Passes:
         """Return the passes of the policy over the generation batch."""
         training, step = self.training, self.step
         reference = training.proxy_reference
@@ -153,7 +153,7 @@ class Workload:
                 correction=corrects,
                 kl=kl,
                 reference=reference,
-                split=splits_groups,
+                split=has_split_groups,
             )
         else:
             passes = cost.actor_critic_passes(updates=updates, iterations=iterations, correction=corrects, kl=kl)
@@ -162,7 +162,7 @@ class Workload:
 
     def seconds(self, recomputation: Recomputation, max_tokens: int) -> float:
         """Return the seconds of all updates, without the optimizer."""
-        passes = self.passes(splits_groups=self.splits_groups(max_tokens))
+        passes = self.passes(has_split_groups=self.has_split_groups(max_tokens))
         return self.seconds_of(self.shape, passes, recomputation, max_tokens)
 
     def seconds_of(self, shape: ModelShape, passes: Passes, recomputation: Recomputation, max_tokens: int) -> float:
@@ -303,7 +303,7 @@ def _reason(workload: Workload, room: float, recomputation: Recomputation, size:
             reason += f"; without recomputation {without:,} tokens fit, and a rollout can have {workload.longest:,}"
         else:
             reason += f"; without recomputation {without:,} tokens fit, which is slower"
-    if workload.training.scores_groups and workload.splits_groups(size):
+    if workload.training.scores_groups and workload.has_split_groups(size):
         reason += "; groups are split, which costs a forward pass after the first update of a rollout"
     return reason
 

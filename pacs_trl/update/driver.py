@@ -151,12 +151,12 @@ class UpdateDriver:
     # Schedules ------------------------------------------------------------------------------------------------------
 
     def schedule_minibatch(
-        self, rollouts: list[Rollout], takes_part: torch.Tensor | None = None, *, splits_groups: bool = False
+        self, rollouts: list[Rollout], takes_part: torch.Tensor | None = None, *, ignores_groups: bool = False
     ) -> Minibatch:
-        """Schedule the completions of an optimizer step, see [`schedule_minibatch`]. With `splits_groups`,
-        micro-batches need not hold whole groups, whatever the configuration says."""
+        """Schedule the completions of an optimizer step, see [`schedule_minibatch`]. With `ignores_groups`,
+        micro-batches need not hold whole groups, whatever `group_layout` says."""
         limits = self.limits
-        if splits_groups:
+        if ignores_groups:
             limits = limits._replace(group_layout="split")
         return schedule_minibatch(rollouts, limits, takes_part)
 

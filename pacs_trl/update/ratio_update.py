@@ -98,7 +98,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         coefficients: torch.Tensor,
         completion_scales: torch.Tensor,
     ) -> RatioMinibatch:
-        minibatch = self.driver.schedule_minibatch(rollouts, takes_part, splits_groups=True)
+        minibatch = self.driver.schedule_minibatch(rollouts, takes_part, ignores_groups=True)
         return RatioMinibatch(**vars(minibatch), coefficients=coefficients, completion_scales=completion_scales)
 
     def run(self, model, minibatch: RatioMinibatch, timing: UpdateTiming) -> StepResult:

@@ -57,10 +57,10 @@ def test_the_choice_is_the_fastest_that_fits(room, method):
 def test_split_groups_cost_a_forward_pass_after_the_first_update():
     """Three of four updates of a rollout: a group of 256 + 8 x 1,254 tokens fits into 10,288."""
     pacs, grpo = (costs(method=method).workload(1254) for method in ("pacs", "grpo"))
-    assert not pacs.splits_groups(10_288) and pacs.splits_groups(10_287)
-    whole, split = (pacs.passes(splits_groups=pacs.splits_groups(size)) for size in (10_288, 10_287))
+    assert not pacs.has_split_groups(10_288) and pacs.has_split_groups(10_287)
+    whole, split = (pacs.passes(has_split_groups=pacs.has_split_groups(size)) for size in (10_288, 10_287))
     assert split.gradient == whole.gradient == 1 and split.forward == whole.forward + 3 / 4
-    assert not grpo.splits_groups(5_000)
+    assert not grpo.has_split_groups(5_000)
     assert pacs.seconds("none", 10_287) > pacs.seconds("none", 10_288)
 
 
