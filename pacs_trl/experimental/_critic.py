@@ -23,7 +23,7 @@ from ..evaluation.sampling import generate_tokens, stop_token_ids
 from ..update.context_length import context_lengths
 
 
-TEMPLATES = Path(__file__).parent / "critic_prompts"
+CRITIC_PROMPTS = Path(__file__).parent / "critic_prompts"
 HIGHEST = 10
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
@@ -58,17 +58,19 @@ class Actor(NamedTuple):
     success_rate: float | None
 
 
-def template_path(name: str) -> Path:
-    """Return the file of a template: one of `critic_prompts` by name, or a `.txt` file by path."""
-    return Path(name) if name.endswith(".txt") else TEMPLATES / f"{name}.txt"
+def critic_prompt_path(name: str) -> Path:
+    """Return the file of a critic prompt: one of `critic_prompts` by name, or a `.txt` file by path."""
+    return Path(name) if name.endswith(".txt") else CRITIC_PROMPTS / f"{name}.txt"
 
 
 class CriticPrompt:
-    """Template of a critic prompt by name or path; `tags` is the text around the integer of an answer."""
+    """A critic prompt by name or path: `prompt_template`, the text with placeholders in braces, and `tags`, the text
+    around the integer of an answer."""
 
     def __init__(self, name: str):
-        self.template = template_path(name).read_text(encoding="utf-8").strip()
-        before, after = re.findall(r"(\S+)\{score\}(\S*[^\s.,;:])", self.template)[0]  # a sentence may end after them
+        self.prompt_template = critic_prompt_path(name).read_text(encoding="utf-8").strip()
+        tags = re.findall(r"(\S+)\{score\}(\S*[^\s.,;:])", self.prompt_template)  # a sentence may end after them
+        before, after = tags[0]
         self.tags = (before, after)
         self._answer = re.compile(rf"{re.escape(before)}\s*([0-9]{{1,2}})\s*{re.escape(after)}")
 
@@ -77,7 +79,7 @@ class CriticPrompt:
         rate = "unknown" if actor.success_rate is None else f"{actor.success_rate:.0%}"
         words = {name: str(value) for name, value in state._asdict().items()}
         words |= {"score": "integer", "actor": actor.name, "success_rate": rate, "token_limit": str(actor.token_limit)}
-        return _PLACEHOLDER.sub(lambda match: words[match[1]], self.template)
+        return _PLACEHOLDER.sub(lambda match: words[match[1]], self.prompt_template)
 
     def parse(self, answer: str) -> float | None:
         """Return the value in [0, 1] from the last tags of an answer; `None` without an integer from 0 to 10."""

@@ -89,8 +89,8 @@ class GenACConfig(ActorCriticConfig):
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)
         errors += ignored_settings(self, ["vllm_sync_adapter"], "the critic's weights are sent to vLLM, too")
-        if not _critic.template_path(self.critic_prompt).is_file():
-            names = ", ".join(sorted(path.stem for path in _critic.TEMPLATES.iterdir()))
+        if not _critic.critic_prompt_path(self.critic_prompt).is_file():
+            names = ", ".join(sorted(path.stem for path in _critic.CRITIC_PROMPTS.iterdir()))
             errors.append(
                 f"critic_prompt={self.critic_prompt!r} is no template and no file in the working directory. Set it to "
                 f"one of {names}, or to the path of a .txt file."

@@ -11,7 +11,7 @@ from support.tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
 from pacs_trl.experimental._critic import (
-    TEMPLATES,
+    CRITIC_PROMPTS,
     Actor,
     CriticPrompt,
     State,
@@ -145,7 +145,7 @@ ACTOR = Actor("Qwen3-4B, 4.0B parameters", token_limit=8192, success_rate=0.37)
 STATE = State("What is {problem} of $\\frac{1}{2}$?", "I think {score}", tokens_used=12)
 
 
-@pytest.mark.parametrize("name", [path.stem for path in TEMPLATES.glob("*.txt")])
+@pytest.mark.parametrize("name", [path.stem for path in CRITIC_PROMPTS.glob("*.txt")])
 def test_shipped_templates_say_the_state_and_condition_or_not(name):
     text = CriticPrompt(name).render(STATE, ACTOR)
     assert STATE.problem in text and STATE.response in text  # braces of a user's text are left alone
