@@ -79,12 +79,12 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
     except KeyboardInterrupt as error:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would print a traceback
         if os.environ.get("RANK", "0") == "0":
-            remedy = f" {_RESUME}" if _ended_run(error) else ""
+            remedy = f" {_RESUME}" if _has_ended_run(error) else ""
             print(f"{program}: stopped by Ctrl-C.{remedy}", file=sys.stderr)
         return 130
     except BrokenPipeError as error:  # the reader has exited (`| head`)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter prints an error at exit
-        if _ended_run(error):
+        if _has_ended_run(error):
             print(f"{program}: training stopped because stdout was closed. {_RESUME}", file=sys.stderr)
         return 1
     except Exception as error:
@@ -92,11 +92,12 @@ def exit_code(program: str, main: Callable[[Sequence[str]], Any], argv: Sequence
             raise
         if getattr(error, "prints", True):
             print(f"{program}: {error}", file=sys.stderr)
-        return 1 if _ended_run(error) or isinstance(error, FailedRun | subprocess.CalledProcessError) else 2
+        return 1 if _has_ended_run(error) or isinstance(error, FailedRun | subprocess.CalledProcessError) else 2
     return status if isinstance(status, int) else 0
 
 
-def _ended_run(error: BaseException) -> bool:
+def _has_ended_run(error: BaseException) -> bool:
+    """Whether an exception has ended a run that had started."""
     return getattr(error, "ended_run", False)
 
 
@@ -105,7 +106,7 @@ def _is_for_the_user(error: Exception) -> bool:
     traceback, except for missing packages and for files and disks before a run."""
     if isinstance(error, UserError | FailedRun | subprocess.CalledProcessError):
         return True
-    if _ended_run(error) or isinstance(error, ModuleNotFoundError):
+    if _has_ended_run(error) or isinstance(error, ModuleNotFoundError):
         return False
     return isinstance(error, ImportError) or isinstance(error, OSError) and error.errno in _READABLE
 
