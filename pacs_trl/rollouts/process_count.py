@@ -161,8 +161,9 @@ def seed_process(run_seed: int, global_step: int, accelerator: Accelerator) -> N
     set_seed(request_seed(stream, accelerator.process_index))
 
 
-def remove_parts_of_others(checkpoint: Path, num_processes: int) -> None:
-    """Remove the files that more processes have left in a checkpoint that is overwritten."""
+def remove_parts_of_missing_processes(checkpoint: Path, num_processes: int) -> None:
+    """Remove the files of processes from `num_processes` on, which an earlier checkpoint of more processes has left in
+    a folder that is overwritten."""
     for file in checkpoint.glob("*.pt*"):
         part = re.fullmatch(r"(?:\w+_state|pacs_reference)_(\d+)\.pth?", file.name)
         if part is not None and int(part[1]) >= num_processes:

@@ -22,7 +22,7 @@ from . import checkpoint
 from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
-from .process_count import remove_parts_of_others, seed_process
+from .process_count import remove_parts_of_missing_processes, seed_process
 from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
 from .rollout_config import RolloutConfig
@@ -202,7 +202,7 @@ class ResumableTrainer(GRPOTrainer):
             # An overwritten checkpoint is incomplete until Trainer writes its state, the last file.
             (directory / "trainer_state.json").unlink(missing_ok=True)
             (directory / FILE_LIST).unlink(missing_ok=True)
-            remove_parts_of_others(directory, self.accelerator.num_processes)
+            remove_parts_of_missing_processes(directory, self.accelerator.num_processes)
         self.accelerator.wait_for_everyone()
         super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:

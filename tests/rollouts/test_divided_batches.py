@@ -1,6 +1,6 @@
 """Late batches of a checkpoint, divided among another number of processes."""
 
-from pacs_trl.rollouts.process_count import divide_batches, remove_parts_of_others
+from pacs_trl.rollouts.process_count import divide_batches, remove_parts_of_missing_processes
 
 
 def batch(first: int, num_rows: int) -> dict:
@@ -35,5 +35,5 @@ def test_an_overwritten_checkpoint_keeps_no_part_of_more_processes(tmp_path):
     kept = {"pacs_state_0.pt", "pacs_state_1.pt", "rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"}
     for name in (*kept, "pacs_state_2.pt", "rng_state_7.pth", "pacs_reference_3.pt"):
         (tmp_path / name).touch()
-    remove_parts_of_others(tmp_path, 2)
+    remove_parts_of_missing_processes(tmp_path, 2)
     assert {file.name for file in tmp_path.iterdir()} == kept
