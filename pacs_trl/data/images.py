@@ -287,7 +287,7 @@ def image_prompt_lengths(
         prompt = row["prompt"]
         try:
             images = images_of_columns(row)
-            check_no_placeholders(prompt, processor)
+            check_no_image_placeholders(prompt, processor)
             if images or next(image_blocks(prompt), None) is not None:
                 blocks = [block for block in image_blocks(checked_messages(prompt, images)) if "image" in block]
                 images = [*images, *(block["image"] for block in blocks)]
@@ -311,7 +311,7 @@ def image_prompt_lengths(
     return lengths
 
 
-def check_no_placeholders(prompt: Any, processor: Any) -> None:
+def check_no_image_placeholders(prompt: Any, processor: Any) -> None:
     """Raise a `UserError` if the text of a prompt has a placeholder of images, which would stand for none."""
     texts = [prompt] if isinstance(prompt, str) else []
     for message in prompt if isinstance(prompt, list | tuple) else ():

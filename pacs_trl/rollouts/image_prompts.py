@@ -16,7 +16,7 @@ from datasets import Dataset
 from ..data.images import (
     COLUMNS,
     ImageReader,
-    check_no_placeholders,
+    check_no_image_placeholders,
     image_blocks,
     prompt_with_images,
     share_equal_images,
@@ -59,7 +59,7 @@ class ImagePrompts:
         processed: dict[int, tuple[list[int], PromptImages | None]] = {}
         for i, prompt in enumerate(prompts):
             if id(prompt) not in processed:
-                check_no_placeholders(prompt, self.processing_class)  # of a stream
+                check_no_image_placeholders(prompt, self.processing_class)  # of a stream
                 processed[id(prompt)] = self._process(prompt, self._rows_of_prompts.get(i))
         prompt_ids = [processed[id(prompt)][0] for prompt in prompts]
         if self.use_vllm and self.vllm_mode == "colocate":
