@@ -197,7 +197,7 @@ class ConversationEngine:
         rewards = []
         for function in self.reward_funcs:
             arguments = with_truncated(function, columns, truncated)
-            result = _awaited(function(**independent_copy(arguments)))
+            result = _run_if_coroutine(function(**independent_copy(arguments)))
             rewards.append(as_numbers(result, get_callable_name(function), len(batch)))
         rewards.append([_reward_of_environment(each.environment) for each in batch])
         totals: list[float | None] = []
@@ -209,7 +209,7 @@ class ConversationEngine:
 
 def _reward_of_environment(environment: Any) -> float | None:
     """Return the reward that an environment computes; `None` if it computes none."""
-    return _awaited(environment.get_reward()) if hasattr(environment, "get_reward") else None
+    return _run_if_coroutine(environment.get_reward()) if hasattr(environment, "get_reward") else None
 
 
 def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
@@ -220,11 +220,11 @@ def _result(tools: list[Callable], call: dict) -> dict[str, Any]:
     try:
         if name not in by_name:
             raise UserError(f"Tool {name} not found.")
-        content = _awaited(by_name[name](**function["arguments"]))
+        content = _run_if_coroutine(by_name[name](**function["arguments"]))
     except Exception as error:  # what the model is told in training
         content = str({"error": str(error)})
     return {"role": "tool", "name": name, "content": content}
 
 
-def _awaited(result: Any) -> Any:
+def _run_if_coroutine(result: Any) -> Any:
     return asyncio.run(result) if inspect.iscoroutine(result) else result

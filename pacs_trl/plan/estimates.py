@@ -73,7 +73,8 @@ class Estimate:
         longest_prompt, mean_prompt, longest (`int`): Tokens of prompts, and of the longest one with a completion.
         sharing (`int`): Completions of a prompt in an optimizer step, which compute it once.
         costs ([`Costs`], *optional*): Memory and seconds; `None` if the shape of a model is `unknown`.
-        unknown (`list[str]`): Models whose shapes are not known, for the `reason_of_unknown`.
+        unknown (`list[str]`): Models whose shapes are not known.
+        note_on_unknown (`str`): Why the first of them is not known, or what to do.
     """
 
     def __init__(
@@ -144,11 +145,11 @@ class Estimate:
         self.unknown = [policy] if shape is None else []
         if self.critic_name not in (None, policy) and critic_shape is None:
             self.unknown.append(self.critic_name)
-        self.reason_of_unknown = "download its config.json and pass the folder"
+        self.note_on_unknown = "download its config.json and pass the folder"
         if looks_like_path(policy):
-            self.reason_of_unknown = "its directory does not exist here"
+            self.note_on_unknown = "its directory does not exist here"
         if policy in self.unknown and config is not None:
-            self.reason_of_unknown = f"plan does not estimate {config.model_type!r} models"
+            self.note_on_unknown = f"plan does not estimate {config.model_type!r} models"
         self.costs: Costs | None = None
         if shape is not None and not self.unknown:
             self.costs = Costs(self, shape, critic_shape, approximated)
@@ -376,7 +377,7 @@ class Costs:
     def passes(self) -> Passes:
         """Return the passes of the policy over a generation batch in all updates on it."""
         workload = self.workload(mean_completion(self.run.training.max_completion_length))
-        return workload.passes(splits_groups=workload.splits_groups(self.tokens))
+        return workload.passes(has_split_groups=workload.has_split_groups(self.tokens))
 
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
