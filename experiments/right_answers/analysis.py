@@ -1,16 +1,34 @@
-"""Tables of the runs on problems with many correct answers: `python -m experiments.right_answers.analysis`.
+"""Tables and figures of the runs on problems with many correct answers.
+
+`python -m experiments.right_answers.analysis` prints the tables, and writes a figure for each task beside the records.
 
 Arms are compared at equal pass@1, at the first crossing of a level that is fixed for each task, and after the last
 update. Differences are paired by seed, with 95 % intervals by Student's t over seeds.
 """
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiments.right_answers.runs import ARMS, LEVELS, PILOT_SEED, RATES, Point, at_level, best_rate, read_records
+import matplotlib
+from matplotlib.figure import Figure
+
+from experiments.figures import save
+from experiments.right_answers.runs import (
+    ARMS,
+    LEVELS,
+    PILOT_SEED,
+    RATES,
+    RECORDS,
+    Point,
+    at_level,
+    best_rate,
+    read_records,
+)
 from experiments.right_answers.tasks import TASKS
 from experiments.studies import markdown, mean_difference
+from pacs_trl.report import plots
 
 
 METRICS = {
@@ -106,12 +124,34 @@ def task_tables(task: str, records: Sequence[dict[str, Any]]) -> list[str]:
     return [*lines, *markdown(heads, rows), ""]
 
 
+def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draw pass@64 and distinct correct answers against pass@1 along the runs of a task, means over the reported seeds
+    of each arm."""
+    curves: dict[str, list[list[Point]]] = {}
+    for record in records:
+        if record["seed"] != PILOT_SEED:
+            curves.setdefault(record["arm"], []).append(record["points"])
+    with matplotlib.rc_context(plots.STYLE):
+        figure = Figure(figsize=(plots.PAGE_WIDTH, 1.3 * plots.PANEL_HEIGHT), layout="constrained")
+        panels = figure.subplots(1, 2)
+        for arm, look in plots.looks(curves).items():
+            for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
+                columns = [[mean(p[key] for p in point) for point in zip(*curves[arm])] for key in ("pass@1", name)]
+                panel.plot(*columns, label=arm, **look)
+        panels[0].set(xlabel="pass@1", ylabel="pass@64")
+        panels[1].set(xlabel="pass@1", ylabel="distinct correct answers of 64")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        save(figure, path)
+
+
 def main() -> None:
     records = read_records()
     for task in TASKS:
         task_records = [record for record in records if record["task"] == task]
         if task_records:
             print("\n".join(task_tables(task, task_records)))
+        if any(record["seed"] != PILOT_SEED for record in task_records):
+            draw(task_records, RECORDS.parent / f"{task}.png")
 
 
 if __name__ == "__main__":

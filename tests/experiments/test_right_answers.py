@@ -7,10 +7,12 @@ import random
 import pytest
 import torch
 from support.models import TOKENIZER, tiny_model
+from support.rollouts import Replay
+from support.runs import build_trainer, spy_on
 from support.seeds import shifted
 
-from experiments.right_answers.analysis import lost_and_gained, task_tables
-from experiments.right_answers.gated import expected_gains
+from experiments.right_answers.analysis import draw, lost_and_gained, task_tables
+from experiments.right_answers.gated import GatedGRPOTrainer, expected_gains
 from experiments.right_answers.runs import (
     ARMS,
     FIRST,
@@ -74,6 +76,22 @@ def test_gates_equal_integrals_over_the_posterior():
         assert (gains.diff() < 0).all()  # the more is solved, the less there is to gain
 
 
+def test_gates_multiply_the_advantages_of_groups_by_their_number_of_correct_completions(tmp_path):
+    replay = Replay(num_generations=8, uniform_groups=0)
+    settings = {"num_generations": 8, "per_device_train_batch_size": 32, "max_steps": 1, "gate_k": 4}
+    trainer, seen = build_trainer(tmp_path, replay=replay, trainer_class=GatedGRPOTrainer, **settings), []
+    spy_on(trainer, "advantages", lambda result, batch, *_: seen.append((result, dict(batch))))
+    trainer.train()
+    ((advantages, batch),) = seen
+    numbers = batch["labels"].view(-1, 8).sum(dim=1)
+    assert len(numbers.unique()) > 1
+    for number, before, after in zip(numbers, batch["advantages"].view(-1, 8), advantages.view(-1, 8), strict=True):
+        # E[4 (1 - p)^3] is proportional to (n - m + 1) (n - m + 2) (n - m + 3)
+        wrong = 8 - int(number)
+        weight = (wrong + 1) * (wrong + 2) * (wrong + 3) / (8 * 9 * 10)
+        torch.testing.assert_close(after, weight * before.double(), rtol=1e-5, atol=1e-7)
+
+
 def points(*pass_1, distinct=8.0, slope=-4.0):
     return [
         {"update": 20 * i, "pass@1": p, "pass@8": p, "pass@64": 1.0, "distinct": distinct + slope * p, "kl": p}
@@ -99,7 +117,7 @@ def record(arm, seed, rate=1e-5, **changes):
     return {**run._asdict(), **values, "points": points(0.1, 0.4, 0.8), **changes}
 
 
-def test_tables_pair_seeds_and_cover_known_differences():
+def test_tables_pair_seeds_and_cover_known_differences(tmp_path):
     generator = random.Random(shifted(0))
     records = []
     for seed in SEEDS:
@@ -109,6 +127,8 @@ def test_tables_pair_seeds_and_cover_known_differences():
     lines = "\n".join(task_tables("between", records))
     (row,) = [x for x in lines.splitlines() if x.startswith("| PACS, kept") and "5 of 5" in x][:1]
     assert "+2.0 ± 0.0" in row and "| 5 of 5 |" in row
+    draw(records, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 5000
     assert "No run" in "\n".join(task_tables("between", [record("GRPO", PILOT_SEED)]))
 
 
