@@ -3,6 +3,8 @@
     python -m experiments.many_answers rates      # three learning rates for each arm, on two other seeds
     python -m experiments.many_answers train      # the arms of the page; recorded arms are skipped
     python -m experiments.many_answers best       # the second plan's arms, at the best of these rates
+    python -m experiments.many_answers proposal_rates   # UCPO and gated problems, as `rates`
+    python -m experiments.many_answers proposals     # the same at the best of these rates
     python -m experiments.many_answers_tables     # tables and figure
 
 A problem is a number and up to two forbidden terms. An answer writes the number as an ordered sum of two to five
@@ -25,6 +27,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from experiments.right_answers.gated import expected_gains
+from pacs_trl.experimental.ucpo import ucpo_weights
 from pacs_trl.objective import (
     actor_coefficients,
     group_scores,
@@ -236,10 +240,13 @@ class Arm(NamedTuple):
     minibatches: int = 1  # updates per rollout, each with other prompts
     breadth: bool = False  # two updates on all minibatches of a rollout instead
     noise: float = 0.0  # share of the labels that are flipped
+    tau: float = 0.2  # of UCPO
+    gate: int = 0  # k of the pass@k whose expected gain multiplies GRPO's advantages; 0 is none
 
     @property
     def name(self) -> str:
-        parts = [self.method, f"KL {self.kl:g}" if self.kl else ""]
+        parts = [self.method, f"KL {self.kl:g}" if self.kl else "", f"gated, k = {self.gate}" if self.gate else ""]
+        parts.append(f"tau {self.tau:g}" if self.method == "UCPO" else "")
         if self.method == "PACS":
             parts.append({0: "kept", 1: "rollout"}.get(self.reset, f"reset every {self.reset}"))
             parts.append("" if self.reset == 1 and self.beta == 1 else f"beta {self.beta:g}")
@@ -251,9 +258,11 @@ class Arm(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def token_coefficients(
+    arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor, mask: torch.Tensor, logps: torch.Tensor
+) -> torch.Tensor:
     """Return the derivative of an arm's loss with respect to the log-prob of each token, `(B, 5)`, of one seed, from
-    the log-ratios of tokens `(B, 5)` and the labels `(B,)`."""
+    the log-ratios and log-probs of tokens `(B, 5)` and the labels `(B,)`."""
     lengths = mask.sum(dim=1)
     scale = 1 / lengths if arm.proxy == "mean" or arm.method == "REAL" else torch.ones_like(lengths)
     ratios = log_ratios.sum(dim=1) * scale
@@ -275,7 +284,13 @@ def token_coefficients(arm: Arm, log_ratios: torch.Tensor, labels: torch.Tensor,
     else:
         grid = labels.view(-1, GROUP)
         advantages = (grid - grid.mean(dim=1, keepdim=True)) / (grid.std(dim=1, keepdim=True) + 1e-4)
-        coefficients = -advantages.flatten() / lengths.sum()
+        weights = torch.ones(len(labels))
+        if arm.method == "UCPO":
+            weights = ucpo_weights(logps.sum(dim=1) / lengths, labels == 1, GROUP, arm.tau).float()
+        elif arm.gate:
+            gains = expected_gains(GROUP, arm.gate).float()
+            weights = (gains / gains[1])[grid.sum(dim=1).long()].repeat_interleave(GROUP)
+        coefficients = -weights * advantages.flatten() / lengths.sum()
     return coefficients.unsqueeze(1) * mask
 
 
@@ -328,7 +343,8 @@ def train(
         elif arm.minibatches == 1:
             reference = logps.detach()
         log_ratios = (logps - reference).detach()
-        coefficients = [token_coefficients(arm, *values) for values in zip(log_ratios, labels, mask, strict=True)]
+        rows = zip(log_ratios, labels, mask, logps.detach(), strict=True)
+        coefficients = [token_coefficients(arm, *values) for values in rows]
         loss = (torch.stack(coefficients) * logps).sum()
         if arm.kl:
             gap = reference - logps
@@ -364,11 +380,15 @@ RATES += [(rate, [KEPT[1.0], *SLOW, *NEW_SLOW, *STILL], 640, 80) for rate in (3e
 SECOND = [(3e-4, [OTHERS[1], ROLLOUT], 640, 80), (1e-3, [RESET[320], PENALTY[0.2]], 640, 80)]
 SECOND += [(3e-4, [KEPT[0.1], *OTHERS[::2], *NEW, PENALTY[0.02]], 640, 80)]
 SECOND += [(3e-3, [PENALTY[0.3], *STILL[1:]], 320, 40), (1e-3, STILL[:1], 320, 40)]
+PROPOSALS = [Arm("UCPO"), Arm("UCPO", tau=1.0), Arm("GRPO", gate=64), Arm("GRPO", gate=8)]
+PROPOSAL_RATES = [(rate, PROPOSALS, size, size // 8) for rate, size in ((3e-3, 320), (1e-3, 320), (3e-4, 640))]
+THIRD: list[tuple[float, list[Arm], int, int]] = []  # each proposal at its best rate
 SEEDS, RATE_SEEDS = list(range(10)), [200, 201]  # those of the first pilot were 100 and 101
 
 # Arms with sizes, seeds, and the pass@1 after which a run ends.
 COMMANDS = {"rates": (RATES, RATE_SEEDS, 0.4), "train": (PLAN, SEEDS, 1.0)}
-COMMANDS["best"] = (SECOND, SEEDS, 0.5)
+COMMANDS |= {"best": (SECOND, SEEDS, 0.5), "proposals": (THIRD, SEEDS, 0.5)}
+COMMANDS["proposal_rates"] = (PROPOSAL_RATES, RATE_SEEDS, 0.4)
 
 
 def read_records(results: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from experiments.many_answers import (
     ROLLOUT,
     SECOND,
     SEEDS,
+    THIRD,
     read_records,
 )
 from experiments.paper.paper_figures import COLORS, DASHES, MARKERS
@@ -139,7 +140,7 @@ def print_tables(everything: list[dict[str, Any]], best: dict[str, float]) -> No
     """Print the tables of the page."""
     records = [record for record in everything if record["seeds"] == SEEDS]
     print("### At pass@1 = 40 %, each arm at its best rate\n")
-    compared = {arm.name for _, arms, *_ in [*PLAN, *SECOND] for arm in arms}
+    compared = {arm.name for _, arms, *_ in [*PLAN, *SECOND, *THIRD] for arm in arms}
     best = {arm: PLAN[0][0] for arm in compared} | best
     compare([record for record in records if record["arm"] in compared and record["rate"] == best[record["arm"]]])
     first = {(arm.name, rate) for rate, arms, *_ in PLAN for arm in arms}

@@ -29,14 +29,32 @@ def test_probabilities_of_all_answers_are_exact():
     torch.testing.assert_close(ended, logps[:, 0, 0].exp(), rtol=0, atol=0.04)  # five standard errors of 0.5
 
 
-@pytest.mark.parametrize("arm", [Arm("PACS"), Arm("PACS", reset=0), Arm("GRPO"), Arm("MaxRL"), Arm("REAL")])
+FIRST_UPDATES = [Arm("PACS"), Arm("PACS", reset=0), Arm("GRPO"), Arm("MaxRL"), Arm("REAL"), Arm("UCPO")]
+
+
+@pytest.mark.parametrize("arm", [*FIRST_UPDATES, Arm("GRPO", gate=64)])
 def test_a_first_update_prefers_correct_answers(arm):
     labels, mask = torch.tensor([1.0, *[0.0] * 7]), torch.ones(8, 5)
-    coefficients = many_answers.token_coefficients(arm, torch.zeros(8, 5), labels, mask)
+    tokens = {"log_ratios": torch.zeros(8, 5), "labels": labels, "mask": mask, "logps": -torch.ones(8, 5)}
+    coefficients = many_answers.token_coefficients(arm, **tokens)
     assert (coefficients[0] < 0).all() and (coefficients[1:] > 0).all()
     if arm.method == "PACS":  # balanced class weights reverse the actor term (docs/method.md)
-        reversed_signs = many_answers.token_coefficients(arm._replace(actor=1.0), torch.zeros(8, 5), labels, mask)
+        reversed_signs = many_answers.token_coefficients(arm._replace(actor=1.0), **tokens)
         assert (reversed_signs[0] > 0).all() and (reversed_signs[1:] < 0).all()
+
+
+def test_ucpo_moves_credit_to_improbable_correct_answers_and_a_gate_to_problems_that_are_rarely_solved():
+    labels, mask = torch.tensor([1.0, 1.0, *[0.0] * 6, 1.0, *[0.0] * 7]), torch.ones(16, 5)
+    logps = torch.full((16, 5), -1.0)
+    logps[1] = -2.0
+    tokens = {"log_ratios": torch.zeros(16, 5), "labels": labels, "mask": mask, "logps": logps}
+    grpo, ucpo, gated = (
+        many_answers.token_coefficients(arm, **tokens) for arm in (Arm("GRPO"), Arm("UCPO"), Arm("GRPO", gate=8))
+    )
+    assert (ucpo[1] < grpo[1]).all() and (ucpo[0] > grpo[0]).all() and torch.equal(ucpo[2:], grpo[2:])
+    torch.testing.assert_close(ucpo[:2].sum(), grpo[:2].sum())
+    torch.testing.assert_close(gated[:8], grpo[:8] * 7 / 14)  # (n - m) / (n - m + k - 1) for m = 1
+    torch.testing.assert_close(gated[8:], grpo[8:])
 
 
 def test_metrics_at_equal_pass_1():
