@@ -382,7 +382,8 @@ SECOND += [(3e-4, [KEPT[0.1], *OTHERS[::2], *NEW, PENALTY[0.02]], 640, 80)]
 SECOND += [(3e-3, [PENALTY[0.3], *STILL[1:]], 320, 40), (1e-3, STILL[:1], 320, 40)]
 PROPOSALS = [Arm("UCPO"), Arm("UCPO", tau=1.0), Arm("GRPO", gate=64), Arm("GRPO", gate=8)]
 PROPOSAL_RATES = [(rate, PROPOSALS, size, size // 8) for rate, size in ((3e-3, 320), (1e-3, 320), (3e-4, 640))]
-THIRD: list[tuple[float, list[Arm], int, int]] = []  # each proposal at its best rate
+# Each proposal at its best rate.
+THIRD = [(3e-4, [*PROPOSALS[:2], PROPOSALS[3]], 640, 80), (1e-3, [PROPOSALS[2]], 320, 40)]
 SEEDS, RATE_SEEDS = list(range(10)), [200, 201]  # those of the first pilot were 100 and 101
 
 # Arms with sizes, seeds, and the pass@1 after which a run ends.
