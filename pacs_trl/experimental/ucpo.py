@@ -1,8 +1,7 @@
 """UCPO ([arXiv 2605.00365](https://huggingface.co/papers/2605.00365)): improbable correct completions count more.
 
-Extension point: changed advantages. The formula is that of the authors' code, not compared with the paper's equations
-(`compute_dgrpo_advantage_outcome_invq_l` of github.com/AnamikaLochab/UCPO, 93ce506). See docs/related_methods.md.
-"""
+Extension point: changed advantages. The formula is that of the authors' code (github.com/AnamikaLochab/UCPO, 93ce506,
+`compute_dgrpo_advantage_outcome_invq_l`), not compared with the paper's equations."""
 
 from dataclasses import dataclass
 
@@ -17,27 +16,25 @@ from ..update.rollout import unpad_rollouts
 
 
 def ucpo_weights(mean_logps: torch.Tensor, correct: torch.Tensor, num_generations: int, tau: float) -> torch.Tensor:
-    """
-    Return the factors on the advantages, `w_i = 1 - tau + tau n (1 / q_i) / sum_j (1 / q_j)` for the `n` correct
-    completions of a group, where `q_i` is proportional to `exp(s_i)`, and 1 for the others. Their mean is 1.
+    """Return the factors on the advantages `(B,)`, `w_i = 1 - tau + tau n (1 / q_i) / sum_j (1 / q_j)` for the `n`
+    correct completions of a group, where `q_i` is proportional to `exp(s_i)`, and 1 for the others. Their mean is 1;
+    with `tau` 0 all are 1, with 1 they are proportional to `1 / q_i`.
 
     Args:
         mean_logps, correct (`torch.Tensor` of shape `(B,)`): `s`, the mean log-prob of a token under the generating
             policy in nats, read where `correct` is `True`. Completions of a group, `num_generations`, are adjacent.
-        tau (`float`): 0 for GRPO, 1 for factors proportional to `1 / q`.
     """
     grid = correct.view(-1, num_generations)
     inverse_shares = torch.softmax((-mean_logps.double()).view_as(grid).masked_fill(~grid, -torch.inf), dim=1)
-    weights = 1 - tau + tau * grid.sum(dim=1, keepdim=True).double() * inverse_shares
-    return torch.where(grid, weights, 1.0).flatten()
+    factors = 1 - tau + tau * grid.sum(dim=1, keepdim=True).double() * inverse_shares
+    return torch.where(grid, factors, 1.0).flatten()
 
 
 @dataclass
 class UCPOConfig(GRPOConfig):
     """Configuration class for the [`UCPOTrainer`]: every parameter of [`GRPOConfig`], and `tau`."""
 
-    supports_rollout_lag = False
-    supports_images = False
+    supports_rollout_lag = supports_images = False
     tau: float = setting(0.2, "0 for GRPO, 1 for advantages proportional to 1 / probability.", least=0, most=1)
 
 
@@ -55,10 +52,9 @@ class UCPOTrainer(GRPOTrainer):
             raise UserError("UCPO needs rewards of 0 or 1. Use a binary reward function, or method grpo.")
         rollouts = unpad_rollouts(batch)
         counted = [i for i, rollout in enumerate(rollouts) if rollout.label == 1 and rollout.advantage != 0]
-        prompt_ids = [rollouts[i].prompt_ids for i in counted]
-        all_logps = self.compute_logps(prompt_ids, [rollouts[i].completion_ids for i in counted])
+        ids = ([rollouts[i].prompt_ids for i in counted], [rollouts[i].completion_ids for i in counted])
         rows = [(rollout.advantage, False, 0.0) for rollout in rollouts]
-        for i, logps in zip(counted, all_logps, strict=True):
+        for i, logps in zip(counted, self.compute_logps(*ids), strict=True):
             rows[i] = rollouts[i].advantage, True, logps[torch.from_numpy(rollouts[i].loss_mask)].mean().item()
         advantages, correct, mean_logps = torch.tensor(gather_object(rows), device=self._labels.device).unbind(dim=1)
         return advantages * ucpo_weights(mean_logps, correct.bool(), num_generations, self.args.tau)
