@@ -3,6 +3,7 @@
     python -m benchmarks.regression                   # runs benchmarks.optimizer_step, then compares
     python -m benchmarks.regression --run RUN.json    # a run that was written with its --output
     python -m benchmarks.regression --record          # also makes the run the recorded one of this machine
+    python -m benchmarks.regression --parts aligned updates --processor_time   # options of benchmarks.optimizer_step
 
 Only ratios to TRL of one run are compared, because all variants of a run take turns: a slower machine or other load
 slows both sides of a ratio. The ratio of a round is TRL's seconds over the variant's; the table has the geometric mean
@@ -109,15 +110,16 @@ def main() -> int:
     parser.add_argument("--run", type=Path, help="JSON file of benchmarks.optimizer_step; by default it is run")
     parser.add_argument("--record_file", type=Path, default=RECORD)
     parser.add_argument("--record", action="store_true", help="write the run to the record file")
-    parser.add_argument("--size", default="cpu", help="of a run: `cpu` or `gpu`")
     parser.add_argument("--repeats", type=int, default=6, help="rounds of a run")
-    args = parser.parse_args()
+    args, other_options = parser.parse_known_args()
+    if args.run and other_options:
+        parser.error(f"{' '.join(other_options)} would be ignored, because --run is measured already. Remove one.")
     file = args.run
     if file is None:
         file = args.record_file.with_name("run.json")
         file.parent.mkdir(parents=True, exist_ok=True)
-        measure = [sys.executable, "-m", "benchmarks.optimizer_step", "--size", args.size]
-        subprocess.run([*measure, "--repeats", str(args.repeats), "--output", str(file)], check=True)
+        measure = [sys.executable, "-m", "benchmarks.optimizer_step", "--repeats", str(args.repeats), *other_options]
+        subprocess.run([*measure, "--output", str(file)], check=True)
     run = json.loads(file.read_text())
     record = json.loads(args.record_file.read_text()) if args.record_file.is_file() else None
     table = compare(run, record)

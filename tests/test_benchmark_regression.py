@@ -73,6 +73,29 @@ def test_one_command_compares_records_and_fails_if_a_variant_is_slower(tmp_path,
     assert "| One update | GRPO | 2.62 (" in capsys.readouterr().out
 
 
+def test_options_of_the_measurement_reach_it(tmp_path, monkeypatch):
+    commands = []
+
+    def measure(command, check):
+        commands.append(command)
+        (tmp_path / "run.json").write_text(json.dumps(RECORD))
+
+    monkeypatch.setattr(regression.subprocess, "run", measure)
+    arguments = ["regression", "--record_file", str(tmp_path / "recorded.json")]
+    monkeypatch.setattr("sys.argv", [*arguments, "--parts", "aligned", "--processor_time"])
+    assert regression.main() == 0
+    assert " ".join(commands[0]).endswith(
+        f"--repeats 6 --parts aligned --processor_time --output {tmp_path / 'run.json'}"
+    )
+
+
+def test_options_of_the_measurement_are_refused_for_a_measured_run(monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["regression", "--run", "run.json", "--parts", "aligned"])
+    with pytest.raises(SystemExit):
+        regression.main()
+    assert "--parts aligned would be ignored" in capsys.readouterr().err
+
+
 def test_a_run_without_rounds_of_trl_is_refused():
     with pytest.raises(ValueError, match="fewer than two rounds"):
         log_ratios(rows([8.0], [2.0]))
