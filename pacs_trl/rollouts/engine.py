@@ -455,7 +455,8 @@ def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure) -> 
         engine, remedy = "rollout worker", ""
     elif trainer.use_vllm:
         rank = max_lora_rank(trainer.args, trainer.model, None)
-        command = serve_command(trainer.model.name_or_path or "MODEL", rank, trainer.args)
+        name, longest = trainer.model.name_or_path or "MODEL", trainer._longest_sequence
+        command = serve_command(name, rank, trainer.args, longest=longest)
         engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
     raise FailedRun(
         f"The {engine} {state} after optimizer step {step} ({cause}). "

@@ -43,6 +43,7 @@ class ResumableTrainer(GRPOTrainer):
     reward_funcs: list[Any]
     chat_template_kwargs: dict[str, Any]
     _buffered_inputs: Any
+    _longest_sequence: int | None
     _source: Any  # a [`RolloutSource`], of which some have more methods
     _logged_loss: LoggedLoss
     _step_start: StepStart

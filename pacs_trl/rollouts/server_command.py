@@ -1,6 +1,7 @@
 """The vLLM server of a run: its address, and the shell command that starts it."""
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from .rollout_config import RolloutConfig
 
@@ -71,8 +72,8 @@ def continuous_server_command(
             server += f" --max-num-batched-tokens {slots * context}"
     if context is not None:
         server += f" --max-model-len {context}"
-    if args.vllm_server_base_url is None and args.vllm_server_port != _VLLM_PORT:
-        server += f" --port {args.vllm_server_port}"
+    if (port := urlsplit(server_url(args)).port) not in (None, _VLLM_PORT):
+        server += f" --port {port}"
     weights = f"--worker-extension-cls {EXTENSION}"
     if lora_rank is not None:
         environment += " VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"

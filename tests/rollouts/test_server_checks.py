@@ -174,8 +174,10 @@ def test_the_command_of_the_message_starts_such_a_server(tmp_path, server, model
     assert "python -m vllm.entrypoints.openai.api_server --model model --enforce-eager --max-num-seqs 16" in command
     assert "VLLM_CPU_KVCACHE_SPACE=" in command
     assert "--max-num-batched-tokens 1024" in command
+    assert f"--port {server.port}" in command
+    args.vllm_server_base_url = None
     command = continuous_server_command(args, "model", "bfloat16", on_cpu=False)
     assert "VLLM_SERVER_DEV_MODE=1 vllm serve model --max-model-len 64 --dtype bfloat16" in command
-    args.vllm_max_model_length, args.vllm_server_base_url, args.vllm_server_port = None, None, 8001
+    args.vllm_max_model_length, args.vllm_server_port = None, 8001
     command = continuous_server_command(args, "model", "float32", on_cpu=True, longest=20)
     assert "--max-num-batched-tokens 320 --max-model-len 20 --port 8001" in command

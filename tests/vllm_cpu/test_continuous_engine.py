@@ -1,10 +1,6 @@
 """Continuous rollouts with a real vLLM server on the CPU, and TRL's worker in a process of its own."""
 
-import os
-import signal
-import socket
 import subprocess
-import sys
 import time
 
 import pytest
@@ -14,15 +10,13 @@ from peft import get_peft_model
 from support.models import LORA, load_weights
 from support.rollouts import addition_dataset
 from support.runs import Recorder, build_trainer, spy_on
+from support.vllm_process import end, start_server, wait_until_ready
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.server_command import EXTENSION
 
 
-CONTEXT = 128
-SLOTS = 1  # generation takes much longer than its messages to the trainer
 SETTINGS = {
     "use_vllm": True,
     "vllm_mode": "server",
@@ -34,45 +28,7 @@ SETTINGS = {
     "save_strategy": "no",
     "vllm_server_timeout": 120,
 }
-
-
-ALL_WEIGHTS = ["--worker-extension-cls", EXTENSION]
-ADAPTERS = ["--enable-lora", "--max-lora-rank", "8", "--max-loras", str(SETTINGS["max_staleness"] + 2)]
-
-
-def start_server(checkpoint: str, output, options=ALL_WEIGHTS) -> tuple[subprocess.Popen, str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint, "--port", str(port)]
-    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", str(CONTEXT)]
-    command += ["--max-num-seqs", str(SLOTS), "--max-num-batched-tokens", str(CONTEXT * SLOTS)]
-    command += ["--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1", *options]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-        "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    }
-    process = subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
-    return process, f"http://127.0.0.1:{port}"
-
-
-def wait_until_ready(process: subprocess.Popen, url: str) -> None:
-    deadline = time.monotonic() + 240
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            if requests.get(f"{url}/health", timeout=1).ok:
-                return
-        except requests.RequestException:
-            time.sleep(0.5)
-    raise RuntimeError("The server did not start.")
-
-
-def end(process: subprocess.Popen) -> None:
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+ADAPTERS = ("--enable-lora", "--max-lora-rank", "8", "--max-loras", str(SETTINGS["max_staleness"] + 2))
 
 
 @pytest.fixture(scope="module")
