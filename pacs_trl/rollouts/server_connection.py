@@ -1,7 +1,6 @@
 """Connection of a run with continuous rollouts to its vLLM server, which gets the weights of each optimizer step."""
 
 import contextlib
-import logging
 import os
 import time
 from collections.abc import Iterator
@@ -21,11 +20,9 @@ from .rollout_worker import RolloutWorker
 from .server_adapters import ServerAdapters
 from .server_checks import shares_memory
 from .server_command import server_url
-from .server_watch import Failure, ServerWatch, in_one_line
+from .server_watch import Failure, ServerWatch, failure_of
 from .weight_transfer import SharedMemoryTransfer
 
-
-logger = logging.getLogger(__name__)
 
 _SECONDS_TO_DRAIN = 60.0
 
@@ -102,8 +99,8 @@ class ServerConnection:
                 self.num_slots = config["scheduler_config"]["max_num_seqs"]
                 sends_all = not trainer.args.vllm_sync_adapter
                 uses_nccl = sends_all and not shares_memory(config, self._client.server_url)
-            except Exception as error:  # TRL's client raises bare exceptions
-                failure = Failure("did not answer", in_one_line(error))
+            except Exception as error:
+                failure = failure_of("did not answer", error)
         raise_on_all(failure)
         (uses_nccl,) = broadcast_object_list([uses_nccl], from_process=0)
         info = self._weight_info() if uses_nccl else None
@@ -112,8 +109,7 @@ class ServerConnection:
                 self._create_transfer(info)
                 self.watch = ServerWatch(self._client.server_url)
             except Exception as error:
-                logger.exception("There is no transfer of weights to the vLLM server.")
-                failure = Failure("did not connect", in_one_line(error))
+                failure = failure_of("did not connect", error)
         raise_on_all(failure)
         if trainer.args.vllm_sync_adapter and trainer.args.startup_check:
             model: Any = trainer.vllm_generation.model
@@ -176,9 +172,8 @@ class ServerConnection:
                 self._name_weights(version)
                 transfer.resume()
                 self.trainer.record_metrics({"async/pause_seconds": time.perf_counter() - started})
-        except Exception as error:  # TRL's client raises bare exceptions
-            logger.exception("The vLLM server did not take the weights.")
-            return Failure("did not take the weights", in_one_line(error))
+        except Exception as error:
+            return failure_of("did not take the weights", error)
         return self.watch.check()
 
     def _send_adapter(self, step: int, worker: RolloutWorker | None) -> Failure | None:
@@ -201,9 +196,8 @@ class ServerConnection:
                     self._adapters.unload_before(worker.shared.oldest)
                 worker.shared.value = step
                 worker.shared.asked += 1
-        except Exception as error:  # TRL's client raises bare exceptions
-            logger.exception("The vLLM server did not load the adapter.")
-            return Failure("did not load the adapter", in_one_line(error))
+        except Exception as error:
+            return failure_of("did not load the adapter", error)
         return self.watch.check()
 
     def _name_weights(self, version: str) -> None:
@@ -224,8 +218,8 @@ class ServerConnection:
                 engine_logps = trainer.vllm_generation.vllm_client.prompt_logps(comparison.prompt_ids)
                 comparison.seen = comparison.seen or [(engine_logps, trainer_logps)] * 2
                 result[1] = comparison.difference(model, engine_logps, trainer_logps)
-            except Exception as error:  # TRL's client raises bare exceptions
-                result[0] = Failure("failed to compute log-probs", in_one_line(error))
+            except Exception as error:
+                result[0] = failure_of("failed to compute log-probs", error)
         failure, difference = broadcast_object_list(result, from_process=0)
         raise_on_all(failure)
         if difference is not None:

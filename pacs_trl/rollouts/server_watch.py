@@ -89,6 +89,14 @@ class ServerWatch:
         return None
 
 
+def failure_of(state: str, error: Exception) -> Failure:
+    """Return the failure of a call to the server that has raised an exception. It is logged with its traceback unless
+    it is what a server that is down, or rejects a request, raises: TRL's client raises bare exceptions."""
+    if not isinstance(error, httpx.HTTPError | OSError) and type(error) is not Exception:
+        logger.error("The vLLM server %s.", state, exc_info=error)
+    return Failure(state, in_one_line(error))
+
+
 def in_one_line(error: Exception) -> str:
     """Return an error's type and message, without the address of a manual that httpx appends."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]

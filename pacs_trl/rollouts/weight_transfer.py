@@ -67,4 +67,5 @@ class SharedMemoryTransfer:
     def _call(self, body: dict[str, Any]) -> None:
         response = httpx.post(f"{self.client.server_url}/collective_rpc", json=body, timeout=_TIMEOUT)
         if response.status_code != 200:
-            raise RuntimeError(f"POST /collective_rpc has status {response.status_code}: {response.text:.300}")
+            message = f"POST /collective_rpc has status {response.status_code}: {response.text:.300}"
+            raise httpx.HTTPStatusError(message, request=response.request, response=response)

@@ -287,6 +287,15 @@ def test_a_server_with_other_weights_than_it_was_sent_stops_the_run(tmp_path, wo
             trainer.train()
 
 
+def test_a_server_that_fails_while_it_takes_weights_stops_the_run_without_a_traceback(tmp_path, worker, caplog):
+    with server_of(tiny_model()) as server:
+        server.answers = {"/collective_rpc": 500}
+        trainer, _ = trainer_of(tmp_path, server, max_steps=1)
+        with pytest.raises(FailedRun, match="did not take the weights after optimizer step 0 .*has status 500"):
+            trainer.train()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_server_that_was_left_paused_is_resumed_with_fresh_weights(tmp_path, worker):
     with server_of(tiny_model()) as server:
         server.paused = True
