@@ -253,7 +253,10 @@ def test_each_step_has_an_adapter_on_a_server_that_is_not_paused(tmp_path, worke
         trainer.train()
         client = trainer.vllm_generation.vllm_client
         assert list(server.loaded) == [client.model] == [f"{trainer._source._server.lora_name}-v3"]
-    assert loaded == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]] if oldest_is_in_use else [[0], [0, 1], [1, 2], [2, 3]]
+    if oldest_is_in_use:
+        assert loaded == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3]]
+    else:
+        assert loaded == [[0], [0, 1], [1, 2], [2, 3]]
     assert not {"/pause", "/collective_rpc"} & {*server.calls}
     assert server.version.endswith("/3")
     assert taken.positions == [[0, 1], [2, 3], [4, 5], [6, 7]]
