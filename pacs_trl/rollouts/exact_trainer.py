@@ -15,6 +15,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ from .memory import plan_memory, with_choice
 from .model_config import config_of
 from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
+from .process_checks import check_on_first_process
 from .process_count import divide_batches
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
@@ -161,9 +163,10 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _choose_settings(self, model, args, arguments):
         if trains_routers(config_of(model, args), args):
             check_checkpointing_of_routers(args)
-        if args.rollout_schedule == "continuous" and args.process_index == 0:
+        if args.rollout_schedule == "continuous":
             rank = max_lora_rank(args, model, arguments["peft_config"])
-            check_server_of_continuous(args, model, self._longest_sequence, rank)
+            check = partial(check_server_of_continuous, args, model, self._longest_sequence, rank)
+            check_on_first_process(check)
         adapter, compiled = arguments["peft_config"], self._compiles_layers
         plan = plan_memory(model, args, adapter, self._longest_sequence, compiled=compiled)
         self.memory = StepMemory(self, plan, args)

@@ -1,12 +1,30 @@
-"""Checks of a run on several processes, after the model is loaded: tools, whole weights, and equal datasets."""
+"""Checks of a run on several processes: what one of them checks for all, and, after the model is loaded, tools, whole
+weights, and equal datasets."""
 
+from collections.abc import Callable
 from typing import Any
 
-from accelerate.utils import gather_object
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
 
 from ..errors import UserError
 from .dataset_checks import check_number_of_prompts
 from .rollout_config import RolloutConfig
+
+
+def check_on_first_process(check: Callable[[], None]) -> None:
+    """Call `check` on the first process, and raise on all, which must call this, what it raises: the others would wait
+    for the first one, unless a launcher ends them."""
+    if PartialState().is_main_process:
+        try:
+            check()
+        except Exception as error:
+            is_ours = isinstance(error, UserError)  # those of libraries may not be sendable
+            broadcast_object_list([error if is_ours else RuntimeError(f"{type(error).__name__}: {error}")])
+            raise
+    (error_of_first,) = broadcast_object_list([None])
+    if error_of_first is not None:
+        raise error_of_first
 
 
 def shared_turns_error(args: RolloutConfig, is_sharded: bool = False) -> str | None:

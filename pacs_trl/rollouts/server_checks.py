@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from huggingface_hub.utils import httpx
 from ..errors import UserError
 from ..settings.names import require_vllm
 from .model_config import name_of
+from .process_checks import check_on_first_process
 from .rollout_config import RolloutConfig
 from .server_command import EXTENSION, num_adapters, serve_command, server_url, training_dtype
 
@@ -26,8 +28,10 @@ def check_vllm(args: RolloutConfig, model: str, lora_rank: int | None = None) ->
     """Raise a `ValueError` if the vLLM version, a port, or the server is unsuitable for the policy with the name or
     path `model`."""
     require_vllm("set use_vllm=False to generate with transformers")
-    if args.process_index != 0:
-        return
+    check_on_first_process(partial(_check_ports_and_server, args, model, lora_rank))
+
+
+def _check_ports_and_server(args: RolloutConfig, model: str, lora_rank: int | None) -> None:
     if args.vllm_mode == "server":
         check_port(args.vllm_group_port, "vllm_group_port", "Set vllm_group_port to a free one.")
         check_server(args, model, lora_rank)

@@ -24,9 +24,9 @@ from support.two_processes import DEEPSPEED
 from support.vllm_server import server_settings
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from pacs_trl.errors import FailedRun
+from pacs_trl.errors import FailedRun, UserError
 from pacs_trl.rewards import VerificationArguments
-from pacs_trl.rollouts import server_connection
+from pacs_trl.rollouts import exact_trainer, server_connection
 from pacs_trl.rollouts.weight_transfer import SharedMemoryTransfer
 from pacs_trl.update.reference import is_sharded
 
@@ -173,6 +173,10 @@ def start_and_fail(directory, model, url):
             with pytest.raises(FailedRun) as stopped:
                 trainer.train()
         messages[failure] = str(stopped.value)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as refused:
+        patch.setattr(exact_trainer, "check_server_of_continuous", fail(UserError("It has no adapters. Start it.")))
+        trainer_of(directory / "refused", model, url)
+    messages["refused"] = str(refused.value)
     return messages
 
 
@@ -184,3 +188,4 @@ def test_what_fails_at_the_start_on_the_first_process_stops_all_with_the_same_me
     assert first == second
     for failure, words in FAILURES.items():
         assert re.search(words, first[failure])
+    assert first["refused"] == "It has no adapters. Start it."
