@@ -340,7 +340,6 @@ EXPERIMENTAL: dict[str, dict[str, Any]] = {
     "verl_last_token": TOOLS
     | {"method": "verl", "hidden_state_stride": 3, "group_layout": "split", "bonus_tokens": "last"}
     | {"reward_funcs": ["hard_label"]},
-    "ucpo": PLAIN | TWO_MINIBATCHES | {"method": "ucpo", "tau": 0.5},
     "process_labels": PLAIN | {"method": "process_labels", "beta": 0.1, "reward_funcs": ["labels_of_steps"]},
     "process_labels_split": TOOLS
     | {"method": "process_labels", "proxy": "mean_logp", "group_layout": "split", "num_iterations": 1}
