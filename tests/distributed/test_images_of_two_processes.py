@@ -4,26 +4,25 @@ import pytest
 import torch
 from support import image_runs
 from support.processes import on_two, run_and_save
+from support.sharding import FSDP2_ENVIRONMENT
 from support.trls_update import difference
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
 # transformers names a class of layers that the model does not have.
-GEMMA = FSDP2 | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Gemma3DecoderLayer,SiglipEncoderLayer"}
+GEMMA = FSDP2_ENVIRONMENT | {"FSDP_TRANSFORMER_CLS_TO_WRAP": "Gemma3DecoderLayer,SiglipEncoderLayer"}
 
 
 @pytest.mark.parametrize(
     ("method", "model_type", "mode"),
-    [("GRPO", "qwen2_5_vl", {}), ("PACS", "gemma3", {}), ("GRPO", "qwen2_5_vl", FSDP2), ("PACS", "gemma3", GEMMA)],
+    [
+        ("GRPO", "qwen2_5_vl", {}),
+        ("PACS", "gemma3", {}),
+        ("GRPO", "qwen2_5_vl", FSDP2_ENVIRONMENT),
+        ("PACS", "gemma3", GEMMA),
+    ],
     ids=["GRPO, qwen2_5_vl", "PACS, gemma3", "GRPO, qwen2_5_vl, FSDP2", "PACS, gemma3, FSDP2"],
 )
 def test_two_processes_end_with_the_weights_of_one(tmp_path, method, model_type, mode):
@@ -39,7 +38,7 @@ def test_two_processes_end_with_the_weights_of_one(tmp_path, method, model_type,
 def test_sharded_processes_generate_together(tmp_path):
     """Also where one of them has prompts without images."""
     arguments = tmp_path, "GRPO", "qwen2_5_vl", 2, False
-    on_two(run_and_save, image_runs.trained_in_processes, arguments, tmp_path, outputs=tmp_path, **FSDP2)
+    on_two(run_and_save, image_runs.trained_in_processes, arguments, tmp_path, outputs=tmp_path, **FSDP2_ENVIRONMENT)
     ends = [torch.load(tmp_path / f"result.{rank}") for rank in range(2)]
     for name, weights in ends[0]["after"].items():
         assert torch.equal(weights, ends[1]["after"][name]) and weights.isfinite().all()

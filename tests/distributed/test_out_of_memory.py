@@ -9,7 +9,7 @@ import torch
 from support.models import RELATIVE, relative_error
 from support.processes import on_two
 from support.rollouts import Replay
-from support.runs import Recorder, build_trainer
+from support.runs import Recorder, build_trainer, out_of_memory_in
 from support.sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu
 
 from pacs_trl import GRPOTrainer, PACSTrainer
@@ -28,19 +28,6 @@ STEPS = {
     "PACS, second update": (PACSTrainer, TWO, 3),
     "GRPO, only pass": (GRPOTrainer, ONE, 1),
 }
-
-
-def out_of_memory_in(trainer, number: int) -> None:
-    """Run out of memory in a forward pass with gradient, inside the model, where DDP has sent its buffers."""
-    passes = 0
-
-    def count(*inputs):
-        nonlocal passes
-        passes += torch.is_grad_enabled()
-        if passes == number and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError
-
-    trainer.forward_pass.backbone.layers[-1].register_forward_hook(count)
 
 
 def repeated_steps(directory: Path) -> None:

@@ -21,10 +21,9 @@ from scenarios import (
     held_out,
 )
 from support.models import RELATIVE, TOKENIZER, relative_error, tiny_model
-from support.optional_packages import require
 from support.rollouts import Replay
 from support.trls_update import TRLS, difference, run
-from support.two_processes import assert_steps_of_one_process, both, launch, numbers_of
+from support.two_processes import assert_steps_of_one_process, both, launch, launch_fixture, numbers_of
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,20 +34,9 @@ TWO_KINDS = ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)]
 ALL_KINDS = [*TWO_KINDS, pytest.param("zero3", marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    return launch(tmp_path_factory, "ddp", SCENARIOS["ddp"])
-
-
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    return launch(tmp_path_factory, "fsdp2", SCENARIOS["fsdp2"])
-
-
-@pytest.fixture(scope="module")
-def zero3(tmp_path_factory):
-    require("deepspeed")
-    return launch(tmp_path_factory, "zero3", SCENARIOS["zero3"])
+ddp = launch_fixture("ddp", SCENARIOS["ddp"])
+fsdp2 = launch_fixture("fsdp2", SCENARIOS["fsdp2"])
+zero3 = launch_fixture("zero3", SCENARIOS["zero3"])
 
 
 @pytest.mark.parametrize("name", REPLAYED)

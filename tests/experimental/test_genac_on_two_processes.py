@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 from support import actor_critics
-from support.actor_critics_on_two import FSDP2, assert_two_processes_equal_one, train
+from support.actor_critics_on_two import assert_two_processes_equal_one, train
 from support.problems import CRITIC_PROMPT
+from support.sharding import FSDP2_ENVIRONMENT
 
 from pacs_trl.experimental.genac import GenACTrainer
 
@@ -27,6 +28,6 @@ def one_process(tmp_path_factory, model_path):
     return train(partial(build, model_path=model_path), tmp_path_factory.mktemp("one"), 1)
 
 
-@pytest.mark.parametrize("mode", [{}, FSDP2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("mode", [{}, FSDP2_ENVIRONMENT], ids=["ddp", "fsdp2"])
 def test_two_processes_equal_one_and_resume(tmp_path, model_path, one_process, mode):
     assert_two_processes_equal_one(partial(build, model_path=model_path), tmp_path, one_process, "genac/", mode)

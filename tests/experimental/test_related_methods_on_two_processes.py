@@ -3,8 +3,7 @@
 import pytest
 import torch
 from support.models import RELATIVE, relative_error
-from support.optional_packages import require
-from support.two_processes import assert_steps_of_one_process, both, launch, numbers_of
+from support.two_processes import assert_steps_of_one_process, both, launch_fixture, numbers_of
 from two_process_scenarios import REPLAYED, SCENARIOS, improbable, probabilities, weighted
 
 
@@ -13,20 +12,9 @@ TWO_KINDS = ["ddp", "fsdp2"]
 ALL_KINDS = [*TWO_KINDS, "zero3"]
 
 
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory):
-    return launch(tmp_path_factory, "ddp", SCENARIOS["ddp"])
-
-
-@pytest.fixture(scope="module")
-def fsdp2(tmp_path_factory):
-    return launch(tmp_path_factory, "fsdp2", SCENARIOS["fsdp2"])
-
-
-@pytest.fixture(scope="module")
-def zero3(tmp_path_factory):
-    require("deepspeed")
-    return launch(tmp_path_factory, "zero3", SCENARIOS["zero3"])
+ddp = launch_fixture("ddp", SCENARIOS["ddp"])
+fsdp2 = launch_fixture("fsdp2", SCENARIOS["fsdp2"])
+zero3 = launch_fixture("zero3", SCENARIOS["zero3"])
 
 
 @pytest.mark.parametrize("name", REPLAYED)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.models import RELATIVE, relative_error, tiny_model
 from support.rollouts import Replay
-from support.runs import Recorder, build_trainer, config
+from support.runs import Recorder, build_trainer, config, out_of_memory_in
 from transformers import AutoModelForCausalLM
 
 from pacs_trl import GRPOTrainer, PACSTrainer
@@ -139,19 +139,6 @@ def test_auto_is_for_an_exact_update():
 
 
 # Out of memory ------------------------------------------------------------------------------------------------------
-
-
-def out_of_memory_in(trainer, number: int) -> None:
-    """Run out of memory in a forward pass with gradient, in its last layer."""
-    passes = 0
-
-    def count(*inputs):
-        nonlocal passes
-        passes += torch.is_grad_enabled()
-        if passes == number and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError
-
-    trainer.forward_pass.backbone.layers[-1].register_forward_hook(count)
 
 
 REPEATED = {

@@ -30,13 +30,6 @@ SETTINGS = {
     "save_strategy": "steps",
     "save_steps": 3,  # in the middle of the second generation
 }
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-}
 
 
 def train(build: Callable, directory: Path, num_processes: int) -> dict:

@@ -88,6 +88,20 @@ def spy_on(owner, name: str, note: Callable) -> None:
     setattr(owner, name, call)
 
 
+def out_of_memory_in(trainer, number: int) -> None:
+    """Let a trainer run out of memory in the forward pass `number` with gradient, in its last layer: DDP has sent its
+    buffers by then."""
+    passes = 0
+
+    def count(*inputs):
+        nonlocal passes
+        passes += torch.is_grad_enabled()
+        if passes == number and torch.is_grad_enabled():
+            raise torch.OutOfMemoryError
+
+    trainer.forward_pass.backbone.layers[-1].register_forward_hook(count)
+
+
 def assert_resumes(build: Callable, directory: Path, *steps: int) -> tuple:
     """Compare runs that go on after each of `steps` with one without a stop, bit by bit. `build(output_dir)` returns a
     trainer that saves every step. Returns the run without a stop and the last other one."""

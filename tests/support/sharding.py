@@ -20,6 +20,16 @@ FSDP_SETTINGS: dict[str, Any] = {
 }
 
 
+# Environment of a process that accelerate is to shard, with the layers that the model names.
+FSDP2_ENVIRONMENT = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+
+
 def zero3_settings(persistence_threshold: int) -> dict[str, Any]:
     return {
         "use_cpu": False,  # accelerate would not use DeepSpeed

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from pacs_trl import PACSTrainer
 from support.long_way import RaggedGroups, in_graph_step
 from support.models import LORA, RELATIVE, relative_error, tiny_model, trainable_weights
+from support.optional_packages import require
 from support.processes import on_two
 from support.rollouts import Replay, addition_dataset
 from support.runs import Recorder, build_trainer, config
@@ -97,6 +98,18 @@ def launch(tmp_path_factory, kind: str, scenarios: dict[str, Callable]) -> Path:
     output = tmp_path_factory.mktemp(kind)
     on_two(run_scenarios, scenarios, kind, output, outputs=output, **(DEEPSPEED if kind == "zero3" else {}))
     return output
+
+
+def launch_fixture(kind: str, scenarios: dict[str, Callable]) -> Callable:
+    """A fixture that launches the scenarios once for a module."""
+
+    @pytest.fixture(scope="module", name=kind)
+    def launched(tmp_path_factory) -> Path:
+        if kind == "zero3":
+            require("deepspeed")
+        return launch(tmp_path_factory, kind, scenarios)
+
+    return launched
 
 
 def both(output: Path, name: str) -> list:

@@ -9,11 +9,10 @@ import transformers
 import trl
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from support.architectures import build, build_image_checkpoint
+from support.largest_tensor import LargestTensor
 from support.models import logps_and_entropies, tiny_model
 from support.rollouts import Row
 from support.seeds import shifted
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from trl.trainer.utils import add_fused_lm_head
 
 from experiments.logps import compute_logps
@@ -238,18 +237,6 @@ def test_adapter_of_the_head_counts(target):
 
 
 NUM_ROWS, NUM_TOKENS, NUM_WORDS = 8, 40, 3_000
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives, views included, forward and backward."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
-        return result
 
 
 @pytest.fixture

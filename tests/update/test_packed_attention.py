@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from support.largest_tensor import LargestTensor
 from support.models import tiny_model
 from support.seeds import shifted
 from torch._dynamo.utils import counters
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from pacs_trl.update import packed_attention, packing
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
@@ -325,18 +324,6 @@ def test_the_stand_ins_are_called_as_the_kernels_are():
         assert len(positional) == sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters)
         assert {"scale", "window_size_left", "window_size_right"} <= set(names)
     assert not packed_attention.takes_varlen(*attention_inputs(LENGTHS)[1])  # on a CPU
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives, views included."""
-
-    elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        sizes = [leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        self.elements = max(self.elements, *sizes, 0)
-        return result
 
 
 @pytest.mark.parametrize("window", [None, 64])
