@@ -113,7 +113,7 @@ def add_navigation(app, docname: str, source: list[str]) -> None:
     elif docname == "docs/results/README":
         source[0] += contents(["*/README"])
     elif docname == "docs/results/miniature/README":
-        source[0] += contents(["figure_*", "table_*"])
+        source[0] += contents(["figure_*", "table_*", "archive"])
 
 
 def front_page() -> str:
