@@ -15,7 +15,8 @@ skips, so that generation takes somewhat longer than an update. A table has a ro
 `s / 1000 tokens` are seconds per 1,000 completion tokens that are trained on, from the end of the first steps to that
 of the last one; `update` is the part of them that is neither generation nor transfer. `slots` is the mean of
 `vllm:num_requests_running` over the slots. `times longer side`: the whole step of a schedule over the longer of
-generation and update, where `update` is that of `in turn`, in which the other core is idle.
+generation and update, where `update` is that of `in turn`, in which the other core is idle. Each row is printed as
+JSON too, as soon as it is measured.
 """
 
 import argparse
@@ -392,8 +393,10 @@ def compare(server: Server, model: str, data: Dataset, args: argparse.Namespace,
     messages = data["prompt"][: 10 * server.slots]
     prompts = [tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False) for m in messages]
     rows = [generate_alone(server, policy, prompts, args, longest)]
+    print(json.dumps(rows[-1]), flush=True)
     for schedule in args.schedules:
         rows.append(train(schedule, server, model, data, args, longest))
+        print(json.dumps(rows[-1]), flush=True)
     sides = rows[0]["s / 1000 tokens"], rows[1]["update, s / 1000 tokens"]
     for row in rows:
         row["times longer side"] = row["s / 1000 tokens"] / max(sides)
@@ -410,12 +413,13 @@ def main() -> None:
     parser.add_argument("--mean", type=float, default=51.0, help="tokens of a completion of the first longest length")
     parser.add_argument("--uniform", type=float, default=0.5, help="share of groups that training skips")
     parser.add_argument("--completions", type=int, default=24, help="per optimizer step")
-    parser.add_argument("--steps", type=int, default=16, help="that are measured")
-    parser.add_argument("--steps_in_batches", type=int, default=5, help="that are measured in turn and one batch late")
+    parser.add_argument("--steps", type=int, default=10, help="that are measured")
+    parser.add_argument("--steps_in_batches", type=int, default=4, help="that are measured in turn and one batch late")
     parser.add_argument(
         "--skip", type=int, default=5, help="steps before those of the continuous schedule; 2 before others"
     )
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and end the server
     torch.set_num_threads(1)
     os.sched_setaffinity(0, CORES[:1])
     data, tokenizer = problems(args.uniform), build_tokenizer()
