@@ -67,7 +67,7 @@ class GroupStarts:
         self._first: dict[int, tuple[Any, Any]] = {}  # first environment of each group, and its observation
         self._in_memory: dict[type, bool] = {}
         self._subclasses: dict[type, type] = {}  # of classes with `__slots__` alone
-        self._run_if_coroutine: dict[int, Callable] = {}  # the next `reset` of their environments, by id
+        self._awaited_resets: dict[int, Callable] = {}  # the next `reset` of their environments, by id
         self.observations: list[tuple[int, int]] = []
         self.differing: dict[int, str] = {}
         self.unknown: set[int] = set()
@@ -110,7 +110,7 @@ class GroupStarts:
 
             @wraps(cls.reset)
             def reset(environment: Any, *args: Any, **row: Any) -> Any:
-                reset_for_group = self._run_if_coroutine.pop(id(environment), None)
+                reset_for_group = self._awaited_resets.pop(id(environment), None)
                 if reset_for_group is None:
                     return cls.reset(environment, *args, **row)
                 return reset_for_group(*args, **row)
@@ -130,7 +130,7 @@ class GroupStarts:
                 self._started.append(environment)
                 return self._reset(environment, reset, row)
 
-            self._run_if_coroutine[id(environment)] = reset_of_slots
+            self._awaited_resets[id(environment)] = reset_of_slots
             return
         attributes, reset = vars(environment), environment.reset
         before = {"reset": attributes["reset"]} if "reset" in attributes else {}
