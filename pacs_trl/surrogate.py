@@ -62,51 +62,6 @@ class RatioTerms(NamedTuple):
     phi: torch.Tensor
 
 
-def _clipped(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `f` and its derivative in log rho for `min(min(rho, delta) * A, clip(rho) * A)`, where `clip` is to the
-    bounds of the loss."""
-    limit = math.inf if loss.delta is None else loss.delta
-    capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.lower_bound, loss.upper_bound)
-    takes_first = torch.where(positive, capped <= clipped, capped >= clipped)
-    inside = torch.where(takes_first, ratio <= limit, (loss.lower_bound <= ratio) & (ratio <= loss.upper_bound))
-    return torch.where(takes_first, capped, clipped), ratio.masked_fill(~inside, 0.0)
-
-
-def _soft(ratio: torch.Tensor, positive: torch.Tensor, loss: RatioLoss) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return SAPO's `f`, `4 / tau * sigmoid(tau * (rho - 1))`, and its derivative with respect to log rho."""
-    tau = _by_sign(positive, loss.sapo_temperatures, ratio)
-    gate = torch.sigmoid(tau * (ratio - 1))
-    return 4 / tau * gate, 4 * gate * (1 - gate) * ratio
-
-
-def _by_sign(positive: torch.Tensor, pair: tuple[float, float], like: torch.Tensor) -> torch.Tensor:
-    return torch.where(positive, like.new_tensor(pair[0]), like.new_tensor(pair[1]))
-
-
-def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: RatioLoss) -> torch.Tensor:
-    """Return VESPO's weight of each completion, `exp(lambda) * w^k * exp(-lambda * w)` with `w = exp(log_ratio)`,
-    clamped as in TRL. `not_negative` is whether the advantage is at least 0. All tensors have shape `(B, 1)`."""
-    log_w = log_ratio.clamp(math.log(1e-8), 20.0)
-    k, lambda_ = (_by_sign(not_negative, pair, log_w) for pair in (loss.vespo_k, loss.vespo_lambda))
-    lambda_ = lambda_.clamp(min=1e-4)
-    return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-# The function `f` of the ratio, and the normalization of the sum over tokens (see `completion_scales`). "cispo" and
-# "vespo" multiply log pi by a detached weight, and have no such function.
-LOSS_TYPES: dict[str, tuple[Callable | None, str]] = {
-    "grpo": (_clipped, "completion"),
-    "bnpo": (_clipped, "step"),
-    "dr_grpo": (_clipped, "max_completion_length"),
-    "dapo": (_clipped, "generation"),
-    "luspo": (_clipped, "completions"),
-    "sapo": (_soft, "completion"),
-    "cispo": (None, "generation"),
-    "vespo": (None, "generation"),
-    "rloo": (_clipped, "completions"),
-}
-
-
 def log_importance_weights(log_ratios: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
     """Aggregate log-ratios `(B, T)` to an `importance_sampling_level`: `(B, T)` for `"token"`, otherwise `(B, 1)`."""
     log_ratios = log_ratios.masked_fill(~mask, 0.0)
@@ -139,6 +94,120 @@ def with_derivative(
     return surrogates.detach(), slopes * ratio.detach()
 
 
+# Losses -------------------------------------------------------------------------------------------------------------
+
+
+class _Values(NamedTuple):
+    """
+    What the losses read of a micro-batch.
+
+    Attributes:
+        logps, log_ratios (shape `(B, T)`): Log-probs under the current policy, and their differences from those of the
+            policy at rollout time.
+        ratio (shape `(B, T)` or `(B, 1)`): Probability ratios at the `importance_sampling_level` of the loss.
+        positive, negative (bool, shape `(B, 1)`): Whether the advantage is above, or below 0.
+        mask (bool, shape `(B, T)`), num_tokens (shape `(B, 1)`): Counted tokens, and their number, at least 1.
+        token_weights (shape `(B, T)`): Weights of the losses of the tokens; 0 outside the mask.
+        log_correction (shape `(B, 1)`, *optional*): See [`ratio_terms`].
+    """
+
+    logps: torch.Tensor
+    log_ratios: torch.Tensor
+    ratio: torch.Tensor
+    positive: torch.Tensor
+    negative: torch.Tensor
+    mask: torch.Tensor
+    num_tokens: torch.Tensor
+    token_weights: torch.Tensor
+    log_correction: torch.Tensor | None
+
+
+class _LossTerms(NamedTuple):
+    """The attributes of [`RatioTerms`] in which losses differ; without `phi` it is 1."""
+
+    logp_weights: torch.Tensor
+    surrogate_sums: torch.Tensor
+    phi: torch.Tensor | None = None
+
+
+def _terms_of_function(
+    surrogates: torch.Tensor, derivatives: torch.Tensor, values: _Values, loss: RatioLoss
+) -> _LossTerms:
+    """Return the terms of `sum_t f(rho_it)` from `f` and its derivative in log rho, both of the shape of the ratio."""
+    surrogate_sums = (surrogates * values.token_weights).sum(dim=1)
+    if loss.importance_sampling_level == "token":
+        return _LossTerms((derivatives * values.token_weights).expand_as(values.logps), surrogate_sums)
+    if loss.importance_sampling_level == "completion":
+        surrogate_sums = surrogate_sums / values.num_tokens[:, 0]
+    # The ratio of a completion depends on all of its tokens alike.
+    mean_weights = values.token_weights.sum(dim=1, keepdim=True) / values.num_tokens
+    return _LossTerms((derivatives * mean_weights).expand_as(values.logps), surrogate_sums)
+
+
+def _terms_of_detached_weights(weights: torch.Tensor, values: _Values) -> _LossTerms:
+    """Return the terms of `sum_t weight_it * log pi(o_it)` with detached weights, `(B, T)` or `(B, 1)`."""
+    logp_weights = weights * values.token_weights
+    return _LossTerms(logp_weights, (logp_weights * values.logps.masked_fill(~values.mask, 0.0)).sum(dim=1))
+
+
+def _clipped_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+    """GRPO: `f` is that of `min(min(rho, delta) * A, clip(rho) * A)`, where `clip` is to the bounds of the loss."""
+    ratio, limit = values.ratio, math.inf if loss.delta is None else loss.delta
+    capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.lower_bound, loss.upper_bound)
+    takes_first = torch.where(values.positive, capped <= clipped, capped >= clipped)
+    inside = torch.where(takes_first, ratio <= limit, (loss.lower_bound <= ratio) & (ratio <= loss.upper_bound))
+    surrogates = torch.where(takes_first, capped, clipped)
+    return _terms_of_function(surrogates, ratio.masked_fill(~inside, 0.0), values, loss)
+
+
+def _sapo_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+    """SAPO: `f` is `4 / tau * sigmoid(tau * (rho - 1))`."""
+    tau = _by_sign(values.positive, loss.sapo_temperatures, values.ratio)
+    gate = torch.sigmoid(tau * (values.ratio - 1))
+    return _terms_of_function(4 / tau * gate, 4 * gate * (1 - gate) * values.ratio, values, loss)
+
+
+def _cispo_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+    """CISPO: log pi is multiplied by the capped ratio."""
+    return _terms_of_detached_weights(values.ratio.clamp(max=loss.upper_bound), values)
+
+
+def _vespo_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+    """VESPO: log pi is multiplied by the weight of its completion, [`vespo_weights`]."""
+    log_ratio = values.log_ratios.clamp(-20.0, 20.0).masked_fill(~values.mask, 0.0).sum(dim=1, keepdim=True)
+    if values.log_correction is not None:
+        log_ratio = log_ratio + values.log_correction
+    weights = vespo_weights(log_ratio, ~values.negative, loss)
+    return _terms_of_detached_weights(weights, values)._replace(phi=weights[:, 0])
+
+
+def _by_sign(positive: torch.Tensor, pair: tuple[float, float], like: torch.Tensor) -> torch.Tensor:
+    return torch.where(positive, like.new_tensor(pair[0]), like.new_tensor(pair[1]))
+
+
+def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: RatioLoss) -> torch.Tensor:
+    """Return VESPO's weight of each completion, `exp(lambda) * w^k * exp(-lambda * w)` with `w = exp(log_ratio)`,
+    clamped as in TRL. `not_negative` is whether the advantage is at least 0. All tensors have shape `(B, 1)`."""
+    log_w = log_ratio.clamp(math.log(1e-8), 20.0)
+    k, lambda_ = (_by_sign(not_negative, pair, log_w) for pair in (loss.vespo_k, loss.vespo_lambda))
+    lambda_ = lambda_.clamp(min=1e-4)
+    return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+# The loss, and the normalization of its sum over tokens (see `completion_scales`).
+LOSS_TYPES: dict[str, tuple[Callable[[_Values, RatioLoss], _LossTerms], str]] = {
+    "grpo": (_clipped_loss, "completion"),
+    "bnpo": (_clipped_loss, "step"),
+    "dr_grpo": (_clipped_loss, "max_completion_length"),
+    "dapo": (_clipped_loss, "generation"),
+    "luspo": (_clipped_loss, "completions"),
+    "sapo": (_sapo_loss, "completion"),
+    "cispo": (_cispo_loss, "generation"),
+    "vespo": (_vespo_loss, "generation"),
+    "rloo": (_clipped_loss, "completions"),
+}
+
+
 @torch.no_grad()
 def ratio_terms(
     logps: torch.Tensor,
@@ -163,38 +232,31 @@ def ratio_terms(
         log_correction (shape `(B, 1)`, *optional*): Added to the log-ratio of a completion by `"vespo"`.
         function (`RatioFunction`, *optional*): Used instead of the function of `loss.loss_type`.
     """
-    token_weights = mask.to(logps.dtype) if token_weights is None else token_weights.masked_fill(~mask, 0.0)
-    level, loss_function = loss.importance_sampling_level, LOSS_TYPES[loss.loss_type][0]
-    log_ratios, num_tokens = logps - old_logps, mask.sum(dim=1, keepdim=True).clamp(min=1)
-    ratio = log_importance_weights(log_ratios, mask, level).exp()
-    positive, negative = advantages[:, None] > 0, advantages[:, None] < 0
-    phi = logps.new_ones(len(logps))
-    surrogates: torch.Tensor | None = None
+    log_ratios = logps - old_logps
+    ratio = log_importance_weights(log_ratios, mask, loss.importance_sampling_level).exp()
+    values = _Values(
+        logps,
+        log_ratios,
+        ratio,
+        positive=advantages[:, None] > 0,
+        negative=advantages[:, None] < 0,
+        mask=mask,
+        num_tokens=mask.sum(dim=1, keepdim=True).clamp(min=1),
+        token_weights=mask.to(logps.dtype) if token_weights is None else token_weights.masked_fill(~mask, 0.0),
+        log_correction=log_correction,
+    )
     if function is not None:
-        surrogates, derivatives = function(ratio, advantages[:, None].sign())
-    elif loss_function is not None:
-        surrogates, derivatives = loss_function(ratio, positive, loss)
-    elif loss.loss_type == "cispo":
-        derivatives = ratio.clamp(max=loss.upper_bound)
+        terms = _terms_of_function(*function(ratio, advantages[:, None].sign()), values, loss)
     else:
-        total = log_ratios.clamp(-20.0, 20.0).masked_fill(~mask, 0.0).sum(dim=1, keepdim=True)
-        total = total if log_correction is None else total + log_correction
-        derivatives = vespo_weights(total, ~negative, loss)
-        phi = derivatives[:, 0]
-    if surrogates is None:
-        logp_weights = derivatives * token_weights
-        surrogate_sums = (logp_weights * logps.masked_fill(~mask, 0.0)).sum(dim=1)
-    else:
-        surrogate_sums = (surrogates * token_weights).sum(dim=1)
-        if level == "completion":
-            surrogate_sums = surrogate_sums / num_tokens[:, 0]
-        if level != "token":  # the ratio of a whole completion depends on all of its tokens
-            token_weights = token_weights.sum(dim=1, keepdim=True) / num_tokens
-        logp_weights = (derivatives * token_weights).expand_as(logps)
-    ratio = ratio.clamp(max=math.inf if loss.delta is None else loss.delta)
-    is_below, is_above = (ratio < loss.lower_bound) & negative, (ratio > loss.upper_bound) & positive
-    low_fraction, high_fraction = ((where & mask).sum(dim=1) / num_tokens[:, 0] for where in (is_below, is_above))
-    return RatioTerms(logp_weights, surrogate_sums, low_fraction, high_fraction, phi)
+        terms = LOSS_TYPES[loss.loss_type][0](values, loss)
+    phi = logps.new_ones(len(logps)) if terms.phi is None else terms.phi
+
+    if loss.delta is not None:
+        ratio = ratio.clamp(max=loss.delta)
+    is_below = (ratio < loss.lower_bound) & values.negative & mask
+    is_above = (ratio > loss.upper_bound) & values.positive & mask
+    low_fraction, high_fraction = (where.sum(dim=1) / values.num_tokens[:, 0] for where in (is_below, is_above))
+    return RatioTerms(terms.logp_weights, terms.surrogate_sums, low_fraction, high_fraction, phi)
 
 
 def completion_scales(
