@@ -181,9 +181,13 @@ def test_miniature_recipe_is_read_and_free_of_conflicts(name):
         )
     }
     others |= {} if name.startswith("miniature/") else {name: 1}
-    assert recipe.step.updates_per_generation == others.get(name, 4)
-    assert recipe.training.output_dir == f"outputs/{name}"
-    assert f"--config recipes/{name}.yaml" in text
+    updates = recipe.step.updates_per_generation
+    assert updates == others.get(name, 4), (
+        f"recipes/{name}.yaml has {updates} updates per generation. Write them into `others` of this test, if that is "
+        "meant, or change steps_per_generation."
+    )
+    assert recipe.training.output_dir == f"outputs/{name}", f"recipes/{name}.yaml needs this output_dir"
+    assert f"--config recipes/{name}.yaml" in text, f"The header of recipes/{name}.yaml needs its command"
 
 
 @pytest.mark.parametrize("name", CELLS)
