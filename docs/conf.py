@@ -35,7 +35,6 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "SECURITY.md",
-    "SECURITY.md",
 ]
 exclude_patterns = [
     ".venv*",
@@ -77,6 +76,7 @@ html_sidebars = {
 html_css_files = ["site.css"]
 html_js_files = ["versions.js"]
 html_show_sphinx = False
+html_show_copyright = False  # the license is LICENSE
 html_copy_source = False
 copybutton_exclude = ".linenos, .gp, .go"
 linkcheck_timeout = 20  # of `make docs-links`, for addresses on the web; links between pages are checked by each build

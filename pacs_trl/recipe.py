@@ -26,7 +26,7 @@ from .rollouts.process_checks import shared_turns_error
 from .rollouts.process_count import read_saved_run
 from .rollouts.rollout_config import RolloutConfig
 from .settings import read_settings, set_environment, typed_values
-from .settings.checks import refuse_illegal_values, without_effect
+from .settings.checks import illegal_values, refuse_illegal_values, without_effect
 from .settings.fields import setting
 from .settings.names import function_of_user, object_of_user
 from .update.step_sizes import Step
@@ -137,7 +137,7 @@ class Recipe(NamedTuple):
         if num_processes is not None:
             config = _planned(config, num_processes)
         run, data, model, verification, training = _instantiate((*other_classes, config), values)
-        if errors := _conflicts(run, data, model, training, settings):
+        if errors := illegal_values(model) + _conflicts(run, data, model, training, settings):
             raise UserError(" ".join(errors))
         step = Step.of(training, training.world_size)
         return cls(run, data, model, training, verification, _repeatable(settings, values, method), step)
@@ -381,7 +381,10 @@ def _reward_weight_errors(weights: list[float], reward_funcs: list[str], are_lab
 
 def adapter_config(model: ModelConfig) -> PeftConfig | None:
     """Return the configuration of the LoRA adapter, or `None` without `use_peft`."""
-    peft_config = get_peft_config(model)
+    try:
+        peft_config = get_peft_config(model)
+    except ValueError as error:
+        raise UserError(f"The LoRA settings are no adapter: {error} Correct the lora_* settings.") from error
     if isinstance(peft_config, LoraConfig):
         targets = peft_config.target_modules
         if isinstance(targets, str) and targets.isidentifier():

@@ -27,7 +27,8 @@ from . import rewards
 from .data import TRAINING_SETS, load_training_data, shuffled_and_split
 from .data.environments import environment_of_user, examples_of, reward_functions_of
 from .data.images import has_images
-from .errors import during_run, without_exit
+from .errors import UserError, during_run, without_exit
+from .plan.models import adapter_error, empty_model, local_config
 from .recipe import (
     LAST,
     NONE,
@@ -193,11 +194,15 @@ def _checked_model(recipe: Recipe) -> tuple[PeftConfig | None, Any]:
     if training.has_critic and training.critic_model_name_or_path:
         check_model_path(training.critic_model_name_or_path)
     try:
-        return adapter_config(model), load_tokenizer(recipe)
+        tokenizer = load_tokenizer(recipe)
     except OSError as error:
         if Path(name).exists() or looks_like_path(name):
             raise
         raise unloadable_model(name, error) from error
+    if model.use_peft and (config := local_config(recipe)) is not None and (empty := empty_model(config)) is not None:
+        if error := adapter_error(recipe, empty):
+            raise UserError(error)
+    return adapter_config(model), tokenizer
 
 
 def _datasets(

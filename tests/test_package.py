@@ -69,6 +69,11 @@ def test_what_is_imported_is_asked_for():
     assert outside - {spelled.get(name, name) for name in asked} - with_them == set()
 
 
+def test_every_extra_is_in_the_table_of_the_page_on_installation():
+    extras = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/installation.md").read_text(), re.MULTILINE)
+    assert sorted(extras) == sorted(SETUP["options.extras_require"])
+
+
 def test_optional_packages_are_imported_where_they_are_used():
     """Not at the top of a module, where every run would need them; figures alone need matplotlib."""
     optional = {"PIL", "vllm", "deepspeed", "flash_attn", "reasoning_gym", "openenv", "sentence_transformers", "wandb"}

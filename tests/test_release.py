@@ -240,6 +240,17 @@ def test_workflows_run_targets_of_the_makefile(name):
                 assert program == "make" and target in targets, command
 
 
+def test_installations_keep_the_chosen_torch():
+    """The newest torchvision, for example, requires the newest torch, and pip would replace the installed one."""
+    installations = re.findall(
+        r"^\t\$\(BIN\)/python -m pip install (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    assert len(installations) >= 6
+    for arguments in installations:
+        keeps = ("$(TORCH)", "--constraint ", "--no-deps ", "--upgrade pip")
+        assert any(words in arguments for words in keeps), arguments
+
+
 def test_a_release_is_uploaded_from_a_tag_without_a_password():
     publish = WORKFLOWS["publish.yml"]
     assert publish[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true

@@ -13,6 +13,7 @@ from support.scripted import play_products, run_recipe
 
 from pacs_trl import PACSTrainer
 from pacs_trl.data import PROMPT_INSTRUCTION
+from pacs_trl.errors import UserError
 from pacs_trl.rewards import shared_code_verifier
 
 
@@ -38,6 +39,18 @@ def test_a_recipe_trains_on_real_problems(tmp_path, model_path):
     assert saved["max_steps"] == 2 and saved["method"] == "pacs"
     card = (tmp_path / "README.md").read_text()
     assert "2509.02522" in card and "pacs" in card and "li2025implicit" in card
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [("lora_target_modules", "q_prj", "q_prj.*Choose among .*q_proj"), ("lora_task_type", "LM", "task type.*Correct")],
+)
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
+    tmp_path, model_path, monkeypatch, setting, value, words
+):
+    monkeypatch.delattr(PACSTrainer, "__init__")
+    with pytest.raises(UserError, match=words):
+        run(tmp_path, model_path, "--use_peft", f"--{setting}", value)
 
 
 @pytest.mark.trains

@@ -240,10 +240,12 @@ def _problem_set(args: DataArguments) -> ProblemSet:
 def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Dataset, Dataset | None]":
     """Return training and evaluation examples; the second is `None` if `eval_split_size` is 0."""
     if len(dataset) <= args.eval_split_size:
+        count = f"Only {len(dataset)} rows" if len(dataset) else "No row"
+        limit = f", and at most max_prompt_length={args.max_prompt_length} tokens" if args.max_prompt_length else ""
+        all_held_out = f"; eval_split_size={args.eval_split_size} holds them all out" if len(dataset) else ""
         raise UserError(
-            f"Only {len(dataset)} rows of {args.dataset_name!r} have a problem, a gold answer, and at most "
-            f"max_prompt_length={args.max_prompt_length} tokens, and eval_split_size={args.eval_split_size} holds "
-            "them all out. Change these settings, or use more data."
+            f"{count} of {args.dataset_name!r} {'have' if len(dataset) else 'has'} a problem and a gold answer"
+            f"{limit}{all_held_out}. Change these settings, or use more data."
         )
     dataset = dataset.shuffle(seed=args.dataset_seed)
     # Held-out rows come first, so that they do not depend on `max_train_samples`.

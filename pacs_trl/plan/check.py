@@ -32,7 +32,7 @@ from ..recipe import (
 )
 from ..rewards import tool_function
 from ..rollouts.adapter_checks import max_lora_rank
-from ..rollouts.attention_checks import flash_attention_4_error, missing_attention
+from ..rollouts.attention_checks import flash_attention_4_error, missing_attention, unknown_attention
 from ..rollouts.checkpoint_files import check_output_dir, last_resumable_checkpoint
 from ..rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset
 from ..rollouts.half_precision import rounded_updates
@@ -40,6 +40,7 @@ from ..rollouts.image_checkpoints import processor_of
 from ..rollouts.layer_compilation import refusal_of_compilation
 from ..rollouts.model_checks import check_model_type
 from ..rollouts.mxfp4 import check_mxfp4
+from ..rollouts.optimizer_checks import missing_optimizer
 from ..rollouts.process_count import check_batch, check_processes, read_saved_run
 from ..rollouts.prompt_lengths import check_prompt_lengths
 from ..rollouts.router_checks import check_router_loss
@@ -189,6 +190,7 @@ def check_recipe(path: str, overrides: Sequence[str], num_processes: int) -> tup
     if training.has_critic and training.critic_model_name_or_path:
         checks.append(partial(check_model_path, training.critic_model_name_or_path))
     checks.append(partial(_check_lora_targets, recipe.model.lora_target_modules))
+    checks.append(partial(adapter_config, recipe.model))
     errors = []
     for check in checks:
         try:
@@ -226,9 +228,13 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
         notes.append(lost)
     loading = {"attn_implementation": recipe.model.attn_implementation, "dtype": dtype}
     loading |= training.model_init_kwargs or {}
+    if error := unknown_attention(loading["attn_implementation"]):
+        conflicts.append(error)
     if error := flash_attention_4_error(training, loading, estimate.gpu.compute_capability, estimate.gpu.name):
         conflicts.append(error)
     if missing := missing_attention(loading["attn_implementation"]):
+        notes.append(missing)
+    if missing := missing_optimizer(training):
         notes.append(missing)
     if training.gradient_checkpointing == "auto" and launch.fsdp_recomputes:
         conflicts.append(FSDP_RECOMPUTES)

@@ -70,7 +70,10 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         if problem:
             return None, [f"{accelerate_config}: {problem}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
-        return None, [f"{accelerate_config}: {type(error).__name__}: {error}"]
+        reason = "The file does not exist" if isinstance(error, FileNotFoundError) else str(error).rstrip(".")
+        return None, [
+            f"{accelerate_config}: {reason}. Name a file of `accelerate config` or recipes/accelerate_configs."
+        ]
     processes = "1 process" if count == 1 else f"{count} processes"
     description = f"{processes}, {words} ({accelerate_config})"
     precision = str(config.mixed_precision or "no").lower()

@@ -16,6 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ..errors import UserError
 from ..recipe import Recipe, adapter_config
 from .cost import KNOWN_MODELS, ModelShape
 
@@ -92,14 +93,16 @@ def _setting(config: PreTrainedConfig, name: str, default: int) -> int:
 
 def adapter_error(recipe: Recipe, model: PreTrainedModel) -> str | None:
     """Return why the adapter of a recipe does not fit a model without weights, which is changed."""
-    config = adapter_config(recipe.model)
-    if config is None:
-        return None
     try:
+        config = adapter_config(recipe.model)
+        if config is None:
+            return None
         get_peft_model(model, config)
-    except re.error:  # which is refused before
+    except (re.error, UserError):  # which are refused before
         return None
     except ValueError as error:
+        if "arget modules" not in str(error):
+            return f"The LoRA adapter does not fit the model: {error}. Correct the lora_* settings."
         linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
         names = {name.rpartition(".")[2] for name in linear}
         return (

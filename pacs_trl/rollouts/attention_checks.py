@@ -4,8 +4,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UserError
+from ..settings import did_you_mean
 from .rollout_config import RolloutConfig
 
 
@@ -14,12 +16,24 @@ _ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "
 
 
 def check_attention(args: RolloutConfig) -> None:
-    """Raise a `ValueError` if a model to be loaded asks for an attention that is not installed, or cannot train."""
+    """Raise a `ValueError` if a model to be loaded asks for an attention that does not exist, is not installed, or
+    cannot train."""
     loading = args.model_init_kwargs or {}
+    implementation = loading.get("attn_implementation")
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
-    error = flash_attention_4_error(args, loading, capability) or missing_attention(loading.get("attn_implementation"))
-    if error:
+    error = unknown_attention(implementation) or flash_attention_4_error(args, loading, capability)
+    if error := error or missing_attention(implementation):
         raise UserError(error)
+
+
+def unknown_attention(implementation: Any) -> str | None:
+    """Return that transformers has no such attention implementation, and which it has; `None` if it has it, or would
+    download it as a kernel, `owner/name`."""
+    known = [name for name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) if "|" not in name]
+    if not isinstance(implementation, str) or "/" in implementation or implementation.removeprefix("paged|") in known:
+        return None
+    near = did_you_mean(implementation, known)
+    return f"attn_implementation: {implementation!r} does not exist.{near} Choose sdpa, or one of {', '.join(known)}."
 
 
 def flash_attention_4_error(

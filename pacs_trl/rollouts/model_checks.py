@@ -9,7 +9,7 @@ from ..errors import UserError
 from .attention_checks import check_attention
 from .engine_copies import check_copy_in_engine_process
 from .half_precision import warn_of_rounded_updates
-from .optimizer_checks import check_optimizers
+from .optimizer_checks import check_optimizers, missing_optimizer
 from .quantization_checks import check_quantization
 from .rollout_config import RolloutConfig
 
@@ -25,6 +25,8 @@ def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, a
     could not be copied, rounded, or computed as the settings require. `arguments` are the trainer's others."""
     check_trainable(model, arguments["peft_config"])
     check_optimizers(model, arguments["peft_config"], arguments["optimizers"])
+    if arguments["optimizers"][0] is None and (missing := missing_optimizer(args)):
+        raise UserError(missing)
     check_quantization(model, args, arguments["quantization_config"])
     warn_of_rounded_updates(model, args, arguments["peft_config"])
     if isinstance(model, str):

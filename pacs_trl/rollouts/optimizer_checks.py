@@ -5,7 +5,7 @@ from typing import Any
 
 from peft import PeftConfig, PeftModel
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
 from ..errors import UserError
@@ -13,6 +13,23 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 _MOST_NAMED = 3  # weights that a warning names
+
+
+def missing_optimizer(args: TrainingArguments) -> str | None:
+    """Return that the optimizer of the settings needs a package that is not installed, and what to do; `None` if it
+    needs none."""
+    name = getattr(args.optim, "value", args.optim)
+    if name in ("adamw_torch", "adamw_torch_fused"):
+        return None
+    from transformers import Trainer  # takes a second, which `plan` does not need otherwise
+
+    try:
+        Trainer.get_optimizer_cls_and_kwargs(args)
+    except ImportError as error:
+        return f"optim: {name} needs a package that is not installed here ({error}). Install it, or set another optim."
+    except ValueError:  # of those that need the model
+        return None
+    return None
 
 
 def check_optimizers(

@@ -65,10 +65,13 @@ def check_prompt_lengths(
             if limit in contexts:
                 limit = f"the context of the model, {limit}"
                 remedy = f"Lower max_completion_length to {max(room - max(lengths), 0)}"
+            if room > completion:
+                remedy += (
+                    f", or remove prompts of more than {room - completion} tokens (in a recipe: max_prompt_length)"
+                )
             raise UserError(
                 f"Row {overlong[0]} of {name} has a prompt of {lengths[overlong[0]]} tokens. With "
                 f"max_completion_length={completion}, {len(overlong)} of {len(lengths)} prompts do not fit into "
-                f"{limit}={room}. {remedy}, or remove prompts of more than {max(room - completion, 0)} tokens (in a "
-                "recipe: max_prompt_length)."
+                f"{limit}={room}. {remedy}."
             )
     return longest + completion if all_are_known else None

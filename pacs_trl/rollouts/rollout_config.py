@@ -324,6 +324,11 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     def _trainer_errors(self) -> list[str]:
         """Return one message per setting of the optimizer or of batches that would fail late, or be ignored."""
         errors, optimizer = [], self.optim.value
+        if self.max_steps == 0:
+            errors.append(
+                "max_steps=0 would be ignored: num_train_epochs would decide. Set it to at least 1, or to -1 to train "
+                "whole epochs."
+            )
         if self.optim_target_modules and not optimizer.startswith(("galore", "apollo")):
             errors.append(
                 f"optim_target_modules={self.optim_target_modules!r} would be ignored with optim={optimizer!r}. "

@@ -34,6 +34,17 @@ _NAMES_ELSEWHERE = {
     "wandb": "report_to",
 }
 
+# Which a recipe lacks, because a launcher starts the processes.
+_OPTIONS_OF_LAUNCHERS = (
+    "accelerate_config",
+    "config_file",
+    "num_processes",
+    "num_machines",
+    "num_gpus",
+    "gpus",
+    "nodes",
+)
+
 
 # YAML -------------------------------------------------------------------------------------------------------
 
@@ -143,7 +154,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
     class FieldParser(HfArgumentParser):
         def error(self, message):
             message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
-            raise UserError(f"{message}. Correct or add the value.")
+            raise UserError(f"{message.rstrip('.')}. Correct or add the value.")
 
     dataclass_types: Any = parts  # classes, which the type of the parser's argument does not admit
     parser = FieldParser(dataclass_types, allow_abbrev=False, add_help=False)
@@ -194,6 +205,8 @@ def known_settings(settings: Mapping[str, Any], known: Collection[str], what: st
         raise UserError(f"Some keys are not settings of {what}: {keys}. Correct or remove them.")
     if unknown:
         suggestion = did_you_mean(unknown[0], {*known, "config"}) or " Remove the key."
+        if unknown[0] in _OPTIONS_OF_LAUNCHERS:
+            suggestion = " It is an option of `pacs-trl plan` or `accelerate launch` (--config_file, --num_processes)."
         raise UserError(f"`{unknown[0]}` is not a setting of {what}.{suggestion}")
     return values
 

@@ -79,6 +79,8 @@ SAID = {
     "long completions": ((), LONG, 1, "max_prompt_length=512", "does not fit into vllm_max_model_length=1400"),
     "fitting completions": ((), LONG | {"vllm_max_model_length": 1512}, 0),
     "unknown LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_prj"]}, 1, "q_prj", "q_proj"),
+    "unknown kind of adapter": ((), {"use_peft": True, "lora_task_type": "LM"}, 1, "task type", "Correct"),
+    "unknown attention": ((), {"attn_implementation": "flash_attention_9"}, 1, "does not exist", "sdpa"),
     "LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_proj"]}, 0),
     "no flash-attn": ((), {"attn_implementation": "flash_attention_2"}, 0, "needs the package flash_attn", "sdpa"),
     "FlashAttention 4": ((), {"attn_implementation": "flash_attention_4"}, 0),

@@ -50,4 +50,4 @@ def test_sharding_is_read_from_stages_and_versions(launch_file, stage, sharding)
 def test_files_and_numbers_that_do_not_fit():
     for file, count in (("no/such.yaml", None), ("recipes/miniature/pacs.yaml", None), (SINGLE_GPU, 2), (None, 0)):
         launch, errors = read_launch(file, count)
-        assert launch is None and errors
+        assert launch is None and len(errors) == 1 and "Error" not in errors[0]

@@ -7,7 +7,7 @@ import torch
 from support.runs import build_trainer
 
 from pacs_trl.rollouts import attention_checks
-from pacs_trl.rollouts.attention_checks import flash_attention_4_error, missing_attention
+from pacs_trl.rollouts.attention_checks import flash_attention_4_error, missing_attention, unknown_attention
 
 
 @pytest.mark.parametrize(
@@ -38,3 +38,10 @@ def test_an_attention_that_is_not_installed_is_refused_before_loading(tmp_path, 
         build_trainer(tmp_path, model=model_path, model_init_kwargs={"attn_implementation": "flash_attention_2"})
     installed.add("kernels")  # transformers downloads a kernel in its place
     assert missing_attention("flash_attention_2") is None
+
+
+def test_an_attention_that_does_not_exist_is_refused_before_loading(tmp_path, model_path):
+    for name in (None, "eager", "sdpa", "paged|sdpa", "flash_attention_2", "kernels-community/flash-attn2"):
+        assert unknown_attention(name) is None
+    with pytest.raises(ValueError, match="'flash_attention_9' does not exist. Did you mean .*Choose sdpa"):
+        build_trainer(tmp_path, model=model_path, model_init_kwargs={"attn_implementation": "flash_attention_9"})

@@ -6,9 +6,10 @@ import pytest
 import torch
 from support.models import LORA, tiny_model
 from support.runs import build_trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from pacs_trl.rollouts.optimizer_checks import check_optimizers
+from pacs_trl.rollouts.optimizer_checks import check_optimizers, missing_optimizer
 
 
 def adamw(model) -> torch.optim.Optimizer:
@@ -45,3 +46,13 @@ def test_steps_inside_the_backward_pass_are_refused():
     model.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ValueError, match="embed_tokens.weight has a hook"):
         check_optimizers(model, None, (None, None))
+
+
+def test_an_optimizer_whose_package_is_not_installed_is_refused_before_loading(tmp_path, model_path, monkeypatch):
+    def without_bitsandbytes(args, model=None):
+        raise ImportError("You need to install `bitsandbytes`")
+
+    monkeypatch.setattr(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(without_bitsandbytes))
+    with pytest.raises(ValueError, match="paged_adamw_8bit needs a package.*bitsandbytes.*Install it"):
+        build_trainer(tmp_path, model=model_path, optim="paged_adamw_8bit")
+    assert missing_optimizer(TrainingArguments(tmp_path)) is None
