@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NO_ROOM, UserError
+from . import did_you_mean
 
 
 # First and last minor version that TRL 1.16 supports.
@@ -128,9 +129,17 @@ def object_of_user(name: str, key: str) -> Any:
     module_name, separator, attribute = name.rpartition(":" if ":" in name else ".")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
+    module = None
     try:
-        return getattr(importlib.import_module(module_name), attribute)
+        module = importlib.import_module(module_name)
+        return getattr(module, attribute)
     except (Exception, SystemExit) as error:  # the import of a user's module can raise anything
+        if isinstance(error, AttributeError) and module is not None:
+            near = did_you_mean(attribute, [other for other in vars(module) if not other.startswith("_")])
+            raise UserError(
+                f"{key}: {module_name!r} ({module.__file__}) has no {attribute!r}.{near} Write "
+                f"package.module{separator or '.'}name."
+            ) from error
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{key}: {name!r} cannot be imported from {Path.cwd()} ({type(error).__name__}: {error}; {place.filename} "
