@@ -151,6 +151,8 @@ def is_function(name: str) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Read the rows of a `.jsonl`, `.json`, or `.parquet` file; columns may have values of several types."""
+    if path.is_dir():
+        raise UserError(f"The data file {str(path)!r} is a directory. Name one file of it.")
     if not path.is_file():
         raise UserError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     if path.suffix not in FILE_FORMATS:

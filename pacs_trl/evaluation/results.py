@@ -97,7 +97,10 @@ def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Doc
     except ValueError as error:  # JSON or UTF-8
         problem = str(error)
     if problem:
-        raise UserError(f"{where} is damaged: it is not a JSON object ({problem}). Create it again.")
+        raise UserError(
+            f"{where} is damaged, or of another kind: it is not a JSON object ({problem}). Create it again, or "
+            "correct the name."
+        )
     for field in fields:
         content[field]
     return content

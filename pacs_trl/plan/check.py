@@ -19,7 +19,7 @@ from trl import get_quantization_config
 from ..data import TRAINING_SETS, gym, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
-from ..data.sets import FILE_FORMATS, is_function
+from ..data.sets import FILE_FORMATS, hub_ids, is_function
 from ..errors import UserError
 from ..recipe import (
     LAST,
@@ -46,7 +46,7 @@ from ..rollouts.prompt_lengths import check_prompt_lengths
 from ..rollouts.router_checks import check_router_loss
 from ..rollouts.server_command import continuous_server_command
 from ..settings import read_settings
-from ..settings.names import check_model_path, function_of_user
+from ..settings.names import check_model_path, function_of_user, hub_suggestion
 from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import GPUS
@@ -102,6 +102,9 @@ def print_plan(
     conflicts += more_conflicts + _output_errors(recipe.training)
     if Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
         notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
+    elif "/" not in data and data not in TRAINING_SETS and not is_function(data) and not Path(data).exists():
+        near = hub_suggestion("datasets", data, hub_ids())
+        notes.append(f"dataset_name: {data!r} is no named set and no file here; on the Hub it is OWNER/NAME.{near}")
     notes += settings_without_effect(recipe) + _batch_notes(options.config, recipe)
 
     longest = recipe.training.max_completion_length
@@ -350,6 +353,8 @@ def _output_errors(training: Any) -> list[str]:
     """Return why a run would not start because of what is in its `output_dir`."""
     resume = str(training.resume_from_checkpoint)
     checkpoint = None if resume in NONE else resume
+    if Path(training.output_dir).is_file():
+        return [f"output_dir={training.output_dir!r} is a file. Name another directory."]
     if resume in LAST:
         checkpoint = last_resumable_checkpoint(training.output_dir)
         if (Path(training.output_dir) / "trainer_state.json").is_file():  # a finished run, which training continues

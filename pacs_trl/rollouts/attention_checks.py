@@ -1,5 +1,6 @@
 """Checks of the attention implementation that a model is to be loaded with."""
 
+import re
 from importlib.util import find_spec
 from typing import Any
 
@@ -29,11 +30,11 @@ def check_attention(args: RolloutConfig) -> None:
 def unknown_attention(implementation: Any) -> str | None:
     """Return that transformers has no such attention implementation, and which it has; `None` if it has it, or would
     download it as a kernel, `owner/name`."""
-    known = [name for name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) if "|" not in name]
+    known = [name for name in ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys()) if not re.search(r"\||^pacs_", name)]
     if not isinstance(implementation, str) or "/" in implementation or implementation.removeprefix("paged|") in known:
         return None
     near = did_you_mean(implementation, known)
-    return f"attn_implementation: {implementation!r} does not exist.{near} Choose sdpa, or one of {', '.join(known)}."
+    return f"attn_implementation: {implementation!r} does not exist.{near} Choose from {', '.join(known)}."
 
 
 def flash_attention_4_error(

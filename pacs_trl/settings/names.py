@@ -100,6 +100,8 @@ def check_model_path(name: str, whole_for: str | None = None, alternative: str =
     directory, adapter = Path(name), Path(name) / "adapter_config.json"
     if not directory.exists() and not looks_like_path(name):
         return
+    if directory.is_file():
+        raise UserError(f"The model {name!r} is a file. Name the directory of a checkpoint.")
     if not directory.is_dir():
         raise UserError(f"The model directory {name!r} does not exist in {Path.cwd()}. Correct the path.")
     if (directory / "config.json").is_file():

@@ -79,6 +79,8 @@ SAID = {
     "long completions": ((), LONG, 1, "max_prompt_length=512", "does not fit into vllm_max_model_length=1400"),
     "fitting completions": ((), LONG | {"vllm_max_model_length": 1512}, 0),
     "unknown LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_prj"]}, 1, "q_prj", "q_proj"),
+    "a name without an owner": ((), {"dataset_name": "gsm8kk"}, 0, "no named set and no file", "`openai/gsm8k`"),
+    "output_dir that is a file": ((), {"output_dir": "setup.cfg"}, 1, "is a file. Name another directory"),
     "unknown kind of adapter": ((), {"use_peft": True, "lora_task_type": "LM"}, 1, "task type", "Correct"),
     "unknown attention": ((), {"attn_implementation": "flash_attention_9"}, 1, "does not exist", "sdpa"),
     "LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_proj"]}, 0),

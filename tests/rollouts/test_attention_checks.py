@@ -43,5 +43,5 @@ def test_an_attention_that_is_not_installed_is_refused_before_loading(tmp_path, 
 def test_an_attention_that_does_not_exist_is_refused_before_loading(tmp_path, model_path):
     for name in (None, "eager", "sdpa", "paged|sdpa", "flash_attention_2", "kernels-community/flash-attn2"):
         assert unknown_attention(name) is None
-    with pytest.raises(ValueError, match="'flash_attention_9' does not exist. Did you mean .*Choose sdpa"):
+    with pytest.raises(ValueError, match="'flash_attention_9' does not exist. Did you mean .*Choose from eager"):
         build_trainer(tmp_path, model=model_path, model_init_kwargs={"attn_implementation": "flash_attention_9"})
