@@ -102,7 +102,7 @@ def print_plan(
     conflicts += more_conflicts + _output_errors(recipe.training)
     if Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
         notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
-    elif "/" not in data and data not in TRAINING_SETS and not is_function(data) and not Path(data).exists():
+    elif not ("/" in data or data in (*TRAINING_SETS, "reasoning_gym") or is_function(data) or Path(data).exists()):
         near = hub_suggestion("datasets", data, hub_ids())
         notes.append(f"dataset_name: {data!r} is no named set and no file here; on the Hub it is OWNER/NAME.{near}")
     notes += settings_without_effect(recipe) + _batch_notes(options.config, recipe)
