@@ -48,7 +48,7 @@ def test_a_recipe_trains_on_real_problems(tmp_path, model_path):
 def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_loaded(
     tmp_path, model_path, monkeypatch, setting, value, words
 ):
-    monkeypatch.delattr(PACSTrainer, "__init__")
+    monkeypatch.setattr(PACSTrainer, "__init__", None)
     with pytest.raises(UserError, match=words):
         run(tmp_path, model_path, "--use_peft", f"--{setting}", value)
 
