@@ -200,8 +200,8 @@ def _checked_model(recipe: Recipe) -> tuple[PeftConfig | None, Any]:
             raise
         raise unloadable_model(name, error) from error
     if model.use_peft and (config := local_config(recipe)) is not None and (empty := empty_model(config)) is not None:
-        if error := adapter_error(recipe, empty):
-            raise UserError(error)
+        if does_not_fit := adapter_error(recipe, empty):
+            raise UserError(does_not_fit)
     return adapter_config(model), tokenizer
 
 
