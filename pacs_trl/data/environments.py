@@ -74,7 +74,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
     is_single = not isinstance(factories, dict)
     row: dict[str, Any] = {}
     try:
-        named = {name: _Factory(each) for name, each in ({None: factories} if is_single else factories).items()}
+        named = {name: _EagerFactory(each) for name, each in ({None: factories} if is_single else factories).items()}
         first = {name: factory.ready[0] for name, factory in named.items()}
         for tool in [tool for environment in first.values() for tool in environment_tools(environment)]:
             get_json_schema(tool)  # raises for methods without types or description
@@ -106,7 +106,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
     return named[None] if is_single else named
 
 
-class _Factory:
+class _EagerFactory:
     """Factory of environments. The first one is started at once."""
 
     def __init__(self, factory: Callable):

@@ -488,8 +488,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
         return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": self.memory.state()}
 
-    def _load_run(self, checkpoint: Path, state: dict) -> None:
-        parts = read_parts(self, checkpoint)
+    def _load_run(self, directory: Path, state: dict) -> None:
+        parts = read_parts(self, directory)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
         is_sliced, args = self.is_sliced, self.args
         num_parts = max(args.steps_per_generation // (1 if is_sliced else args.gradient_accumulation_steps), 1)
@@ -508,4 +508,4 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._source.load(late_batches)
         if self._keeps_generating_policy:
             self._generating_policy = SnapshotReference(self.model_wrapped)
-            load_policy_copy(self, self._generating_policy, checkpoint)
+            load_policy_copy(self, self._generating_policy, directory)

@@ -271,8 +271,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if has_environments:
             self._group_starts.begin(groups.tolist(), [self._seed_of_group(group) for group in groups.tolist()])
         if self.model.training:
-            beside = self.accelerator.process_index % self.args.vllm_tensor_parallel_size  # in the engine's group
-            first = self.first_row(len(inputs)) - beside * len(inputs)
+            rank_in_engine = self.accelerator.process_index % self.args.vllm_tensor_parallel_size
+            first = self.first_row(len(inputs)) - rank_in_engine * len(inputs)
             self._request_seeds.begin_batch(self._num_generated_batches, first)
             self._num_generated_batches += 1
         self._extra_of_completions = None

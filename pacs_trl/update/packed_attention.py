@@ -76,7 +76,7 @@ def _attend(
 
 @_attend.register_fake
 def _(query, key, value, *settings) -> tuple[torch.Tensor, torch.Tensor]:
-    return _tokens_first(query, value.shape[-1]), _empty_log_sum(query)
+    return _empty_tokens_first(query, value.shape[-1]), _empty_log_sum(query)
 
 
 @torch.library.custom_op("pacs_trl::packed_attention_backward", mutates_args=())
@@ -111,10 +111,10 @@ def _attend_backward(
 @_attend_backward.register_fake
 def _(gradient, query, key, value, sinks, *settings) -> tuple[torch.Tensor, ...]:
     sink_gradient = query.new_empty(0) if sinks is None else torch.empty_like(sinks)
-    return *(_tokens_first(x, x.shape[-1]) for x in (query, key, value)), sink_gradient
+    return *(_empty_tokens_first(x, x.shape[-1]) for x in (query, key, value)), sink_gradient
 
 
-def _save(ctx, inputs, output) -> None:
+def _save_for_backward(ctx, inputs, output) -> None:
     query, key, value, sinks, cu_seq_lens_q, cu_seq_lens_k, key_indices, *settings = inputs
     ctx.save_for_backward(query, key, value, sinks, *output, cu_seq_lens_q, cu_seq_lens_k, key_indices)
     ctx.settings = settings
@@ -127,7 +127,7 @@ def _differentiate(ctx, gradient, log_sum_gradient):
     return *gradients, sink_gradient if has_sinks else None, *[None] * (3 + len(ctx.settings))
 
 
-_attend.register_autograd(_differentiate, setup_context=_save)
+_attend.register_autograd(_differentiate, setup_context=_save_for_backward)
 
 
 def attend_packed(
@@ -154,7 +154,7 @@ def attend_packed(
     return out.transpose(1, 2)
 
 
-def _tokens_first(states: torch.Tensor, width: int) -> torch.Tensor:
+def _empty_tokens_first(states: torch.Tensor, width: int) -> torch.Tensor:
     """Return an empty tensor `(1, H, N, width)`. In memory, tokens come before heads, as in the layers around."""
     batch, heads, num_tokens, _ = states.shape
     return states.new_empty(batch, num_tokens, heads, width).transpose(1, 2)
@@ -204,24 +204,24 @@ def tiles_of(bounds: Bounds, window: int | None, block: int = sys.maxsize) -> tu
 def _tiles(
     lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int, block: int
 ) -> tuple[list[Tile], list[Tile]]:
-    texts: list[list[slice]] = []  # segments: a prompt and its branches, or one that shares nothing
+    groups: list[list[slice]] = []  # segments: a prompt and its branches, or one that shares nothing
     for start, length, num_keys in zip(itertools.accumulate((0, *lengths)), lengths, key_lengths, strict=False):
         if num_keys == length:
-            texts.append([])
-        texts[-1].append(slice(start, start + length))
+            groups.append([])
+        groups[-1].append(slice(start, start + length))
     windowed_block = min(block, window, max(64, window // 4))  # such a tile has up to window + windowed_block keys
     same_segment: list[Tile] = []
     shared_prompt: list[Tile] = []
-    for text in texts:
-        for segment in text:
+    for group in groups:
+        for segment in group:
             size = block if segment.stop - segment.start <= window else windowed_block
             for queries in _blocks(segment, size):
                 nearest = max(segment.start, queries.start + 1 - window)
                 same_segment.append(Tile(queries, slice(nearest, queries.stop), queries.start - nearest))
-        prompt, *branches = text
+        prompt, *branches = group
         num_prompt = prompt.stop - prompt.start
         if all(num_prompt + branch.stop - branch.start <= window for branch in branches):
-            together = slice(prompt.stop, text[-1].stop)
+            together = slice(prompt.stop, group[-1].stop)
             shared_prompt += [Tile(queries, prompt, None) for queries in _blocks(together, block)]
             continue
         for branch in branches:
@@ -249,7 +249,7 @@ class TiledKernel:
     @classmethod
     def forward(cls, query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output `(1, H, N, D_v)`, tokens first in memory, and the log-sum-exps `(1, H, N)`."""
-        out, log_sum = _tokens_first(query, value.shape[-1]), _empty_log_sum(query)
+        out, log_sum = _empty_tokens_first(query, value.shape[-1]), _empty_log_sum(query)
         same_segment, shared_prompt = tiles_of(bounds, logits.window, cls.block)
         for tile in same_segment:
             part = tile.queries
@@ -268,7 +268,7 @@ class TiledKernel:
     @classmethod
     def backward(cls, gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
         """Return the gradients with respect to query, key, and value, tokens first in memory."""
-        input_gradients = [_tokens_first(x, x.shape[-1]).zero_() for x in (query, key, value)]
+        input_gradients = [_empty_tokens_first(x, x.shape[-1]).zero_() for x in (query, key, value)]
         for tile in itertools.chain(*tiles_of(bounds, logits.window, cls.block)):
             queries, keys = tile.queries, tile.keys
             tile_gradients = cls.attend_backward(
@@ -326,8 +326,9 @@ def _flash_mask(query, key, offset: int | None, logits: Logits) -> tuple[torch.T
 
 def visible_keys(num_queries: int, num_keys: int, offset: int, window: int | None, device) -> torch.Tensor:
     """Return the mask, bool `(num_queries, num_keys)`, of a causal [`Tile`]."""
-    steps = torch.arange(offset, offset + num_queries, device=device)[:, None] - torch.arange(num_keys, device=device)
-    return (steps >= 0) & (steps < (window or sys.maxsize))
+    queries = torch.arange(offset, offset + num_queries, device=device)
+    distances = queries[:, None] - torch.arange(num_keys, device=device)
+    return (distances >= 0) & (distances < (window or sys.maxsize))
 
 
 class ExplicitTiles(TiledKernel):
@@ -340,7 +341,7 @@ class ExplicitTiles(TiledKernel):
         capped, _ = _capped_logits(query, key, offset, logits)
         log_sum = capped.logsumexp(dim=-1)
         weights = (capped - log_sum[..., None]).exp_()
-        return _by_groups(_product(weights.to(value.dtype), value[0]), query), _by_groups(log_sum, query)
+        return _ungrouped(_product(weights.to(value.dtype), value[0]), query), _ungrouped(log_sum, query)
 
     @staticmethod
     def attend_backward(gradient, query, out, log_sum, key, value, offset, logits):
@@ -350,7 +351,7 @@ class ExplicitTiles(TiledKernel):
         inner = (gradient * out).sum(dim=-1, dtype=log_sum.dtype)
         change = _product(gradient_of_groups, value[0].mT) - _grouped(inner, key)[..., None]
         logit_gradient = (weights * change * slope * logits.scale).to(query.dtype)
-        query_gradient = _by_groups(_product(logit_gradient, key[0]), query)
+        query_gradient = _ungrouped(_product(logit_gradient, key[0]), query)
         key_gradient = _product(logit_gradient.mT, _grouped(query, key))
         value_gradient = _product(weights.to(value.dtype).mT, gradient_of_groups)
         return query_gradient, key_gradient[None], value_gradient[None]
@@ -374,8 +375,8 @@ def _grouped(states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     return states[0].reshape(key.shape[1], -1, *states.shape[3:])
 
 
-def _by_groups(values: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Reshape `(H_kv, H / H_kv * n, ...)` to `(1, H, n, ...)`."""
+def _ungrouped(values: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """Undo [`_grouped`]: reshape `(H_kv, H / H_kv * n, ...)` to `(1, H, n, ...)`."""
     return values.reshape(1, *query.shape[1:3], *values.shape[2:])
 
 

@@ -224,7 +224,7 @@ def missing_layers() -> dict[str, str]:
     return missing
 
 
-def close_files_but(*kept: int) -> None:
+def close_other_files(*kept: int) -> None:
     """Close all files of this process but the first three and `kept`."""
     first = 3
     for file in sorted({*kept, MAX_OPEN_FILES}):

@@ -84,7 +84,7 @@ def _confine(writer: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
-    confinement.close_files_but(writer)
+    confinement.close_other_files(writer)
     missing, packages = confinement.missing_layers(), [path for path in sys.path if path.endswith("-packages")]
     readable = [*confinement.readable_places(), *packages]
     ruleset = None if "landlock" in missing else confinement.landlock_ruleset(readable)

@@ -71,7 +71,7 @@ def _content(match: re.Match) -> str:
 
 
 _NEGATION_BEFORE = re.compile(r"(?:\bnot(?:\s(?:be|equal(?:\sto)?))?|n't(?:\sbe)?)\s*[$\\(*]*\s*$", re.IGNORECASE)
-_TEXT = re.compile(r"\\text\s*\{[^{}]*\}")
+_TEXT_COMMAND = re.compile(r"\\text\s*\{[^{}]*\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_\u0370-\u03ffA-Za-z]{2,}")
 _MARKDOWN = re.compile(r"\*\*|~~|^\s*(?:>|[-*]\s|\d+\.\s)")
 _MATH_WORDS = {"or", "and", "pi", "sqrt", "sin", "cos", "tan", "ln", "log", "exp", "inf", "cm", "km", "mm", "kg"}
@@ -82,7 +82,7 @@ def _is_expression(text: str) -> bool:
     text = text.strip()
     if not text or len(text) > 100 or "\n" in text or not re.search(r"\w", text) or _MARKDOWN.search(text):
         return False
-    return all(word in _MATH_WORDS for word in _WORD.findall(_TEXT.sub("", text)))
+    return all(word in _MATH_WORDS for word in _WORD.findall(_TEXT_COMMAND.sub("", text)))
 
 
 _BETWEEN_FORMULAS = re.compile(r"\s*,?\s*(?:and|or|\u548c|\u6216|\u4ee5\u53ca)\s*")
