@@ -412,7 +412,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, nargs="+", default=[512, 128], help="tokens; the first has the mean")
     parser.add_argument("--mean", type=float, default=51.0, help="tokens of a completion of the first longest length")
     parser.add_argument("--uniform", type=float, default=0.5, help="share of groups that training skips")
-    parser.add_argument("--completions", type=int, default=24, help="per optimizer step")
+    parser.add_argument("--completions", type=int, default=16, help="per optimizer step")
     parser.add_argument("--steps", type=int, default=10, help="that are measured")
     parser.add_argument("--steps_in_batches", type=int, default=4, help="that are measured in turn and one batch late")
     parser.add_argument(
