@@ -53,7 +53,7 @@ def check_method(method: Any) -> None:
     """Raise a `ValueError` if there is no such method. The class of a user, `package.module:Class`, is checked when it
     is imported."""
     if method not in method_names() and not is_of_user(method):
-        near = did_you_mean(str(method), method_names())
+        near = did_you_mean(str(method).lower(), method_names())
         raise UserError(
             f"`method` must be one of {', '.join(method_names())}, or package.module:Class; got {method!r}.{near}"
         )

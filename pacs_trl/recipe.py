@@ -198,7 +198,8 @@ def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]
         try:
             instances.append(part(**values_of_part))
         except (ValueError, TypeError, OSError, ImportError) as error:  # of libraries: files, missing packages
-            errors.append(f"{part.__name__}: {error}")
+            advice = "" if isinstance(error, UserError) else " Correct these settings."
+            errors.append(f"{part.__name__}: {str(error).rstrip('.') + '.' if advice else error}{advice}")
     if errors:
         raise UserError(" ".join(errors))
     return instances
@@ -321,8 +322,8 @@ def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any
             errors.append(error)
     if training.eval_strategy != "no" and not (data.eval_split_size or training.eval_benchmarks):
         errors.append(
-            f"eval_strategy={str(training.eval_strategy)!r} needs problems that are held out: set eval_split_size to "
-            "their number, or eval_benchmarks to names of benchmarks."
+            f"eval_strategy={training.eval_strategy.value!r} needs problems that are held out: set eval_split_size "
+            "to their number, or eval_benchmarks to names of benchmarks."
         )
     if training.reward_weights is not None:
         errors += _reward_weight_errors(training.reward_weights, run.reward_funcs, training.rewards_are_labels)

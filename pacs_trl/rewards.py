@@ -155,7 +155,7 @@ def run_python(code: str, input: str = "") -> str:
 
 def tool_function(name: str) -> Callable:
     """Return `run_python`, or a tool of the user by its dotted path, also from the working directory."""
-    return run_python if name == run_python.__name__ else function_of_user(name, "tools")
+    return run_python if name == run_python.__name__ else function_of_user(name, "tools", [run_python.__name__])
 
 
 def math_reward(

@@ -20,7 +20,8 @@ from accelerate import PartialState
 from datasets import Dataset
 from peft import PeftConfig
 from transformers import TrainerState
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations import CodeCarbonCallback, get_reporting_integration_callbacks
+from transformers.training_args import ParallelMode
 from trl import GRPOConfig, get_quantization_config
 
 from . import rewards
@@ -89,7 +90,11 @@ def main(
         _check_processes(recipe, checkpoint)
     check_output_dir(training.output_dir, checkpoint, resumes=resume not in NONE)
     make_directory(training.output_dir, "output_dir")
-    get_reporting_integration_callbacks(training.report_to)  # raises for unknown names
+    _check_trackers(training.report_to)
+    if training.fsdp and training.parallel_mode != ParallelMode.DISTRIBUTED:
+        raise UserError(
+            "fsdp shards over processes, and this is one. Start it with `accelerate launch`, or remove the key."
+        )
 
     # Rewards, model, and data, so that errors come before weights are loaded
     configure_verification(recipe.verification)
@@ -140,6 +145,17 @@ def main(
     if training.push_to_hub:
         trainer.upload(Path(training.output_dir), "End of training")
     return trainer
+
+
+def _check_trackers(report_to: list[str]) -> None:
+    """Raise a `ValueError` for trackers that transformers does not know, or whose package is not installed."""
+    try:
+        for callback in get_reporting_integration_callbacks(report_to):
+            if callback is not CodeCarbonCallback:  # which begins to measure
+                callback()
+    except (ValueError, RuntimeError, ImportError) as error:
+        reason = str(error).rstrip(".")
+        raise UserError(f"report_to: {reason}. Correct the name, install the package, or remove the key.") from error
 
 
 def _batch_sizes(step: Step, num_prompts: int) -> str:

@@ -10,6 +10,7 @@ import torch
 import yaml
 from huggingface_hub import ModelCard
 from support.scripted import play_products, run_recipe
+from transformers.integrations import integration_utils
 
 from pacs_trl import PACSTrainer
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -39,6 +40,22 @@ def test_a_recipe_trains_on_real_problems(tmp_path, model_path):
     assert saved["max_steps"] == 2 and saved["method"] == "pacs"
     card = (tmp_path / "README.md").read_text()
     assert "2509.02522" in card and "pacs" in card and "li2025implicit" in card
+
+
+@pytest.mark.parametrize(("name", "words"), [("wandbb", "wandbb is not supported"), ("comet_ml", "requires comet-ml")])
+def test_trackers_that_cannot_be_used_are_refused_before_weights_are_loaded(
+    tmp_path, model_path, monkeypatch, name, words
+):
+    monkeypatch.setattr(integration_utils, "_is_comet_installed", False)
+    monkeypatch.setattr(PACSTrainer, "__init__", None)
+    with pytest.raises(UserError, match=f"report_to: .*{words}.*install the package"):
+        run(tmp_path, model_path, "--report_to", name)
+
+
+def test_fsdp_in_one_process_is_refused_before_weights_are_loaded(tmp_path, model_path, monkeypatch):
+    monkeypatch.setattr(PACSTrainer, "__init__", None)
+    with pytest.raises(UserError, match="fsdp shards over processes.*accelerate launch"):
+        run(tmp_path, model_path, "--fsdp", "full_shard")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import re
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -125,10 +125,12 @@ def check_model_path(name: str, whole_for: str | None = None, alternative: str =
         )
 
 
-def object_of_user(name: str, key: str) -> Any:
+def object_of_user(name: str, key: str, known: Collection[str] = ()) -> Any:
     """Import an object by `package.module:attribute`, or with a dot for the colon, also from the working directory.
-    Raises a `ValueError` that names the setting `key`."""
+    Raises a `ValueError` that names the setting `key`; a name without a module may mean one of `known`."""
     module_name, separator, attribute = name.rpartition(":" if ":" in name else ".")
+    if not module_name:
+        raise UserError(f"{key}: {name!r} names no module.{did_you_mean(name, known)} Write package.module:name.")
     if str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     module = None
@@ -149,9 +151,9 @@ def object_of_user(name: str, key: str) -> Any:
         ) from error
 
 
-def function_of_user(name: str, key: str) -> Callable:
+def function_of_user(name: str, key: str, known: Collection[str] = ()) -> Callable:
     """Import a function as [`object_of_user`]. Raises a `ValueError` also if it is not callable."""
-    function = object_of_user(name, key)
+    function = object_of_user(name, key, known)
     if not callable(function):
         raise UserError(f"{key}: {name!r} is not callable. Name a function.")
     return function
