@@ -141,7 +141,7 @@ def object_of_user(name: str, key: str, known: Collection[str] = ()) -> Any:
         if isinstance(error, AttributeError) and module is not None:
             near = did_you_mean(attribute, [other for other in vars(module) if not other.startswith("_")])
             raise UserError(
-                f"{key}: {module_name!r} ({module.__file__}) has no {attribute!r}.{near} Write "
+                f"{key}: {name!r} cannot be imported: {module_name!r} has no {attribute!r}.{near} Write "
                 f"package.module{separator or '.'}name."
             ) from error
         place = traceback.extract_tb(error.__traceback__)[-1]
