@@ -181,6 +181,8 @@ def _as_declared(key: str, value: Any, hint: str) -> Any:
     YAML has read text as a boolean, or a tuple has other entries than numbers."""
     if isinstance(value, str) and "dict" in hint and value.lstrip().startswith("{"):  # YAML or JSON
         return parse_mapping(value, f"setting `{key}`")
+    if isinstance(value, str) and key.endswith("_kwargs"):
+        raise UserError(f"`{key}` must be a mapping, got {value!r}. Write it as {{name: value}}.")
     if isinstance(value, list) and "tuple" in hint:  # neither YAML nor argparse has tuples
         return tuple(_number(entry, key) for entry in value)
     if any(isinstance(entry, bool) for entry in (value if isinstance(value, list) else [value])):
