@@ -92,8 +92,12 @@ def build_model(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) ->
     model = Qwen3ForCausalLM(config)
     chance = end_probability(args.mean, args.longest[0])
     logit = math.log(chance / (1 - chance) * (len(tokenizer) - 1))
-    with torch.no_grad():  # the first hidden dimension is nearly the same for all tokens
+    with torch.no_grad():  # the first hidden dimension is the same for all tokens, and nearly the only one
+        model.model.embed_tokens.weight.mul_(0.1)
         model.model.embed_tokens.weight[:, 0] = 1.0
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.01)
+            layer.mlp.down_proj.weight.mul_(0.01)
         model.lm_head.weight.mul_(0.05)
         model.lm_head.weight[:, 0] = 0.0
         model.lm_head.weight[tokenizer.eos_token_id, 0] = logit / math.sqrt(args.hidden)
