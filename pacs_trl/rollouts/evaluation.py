@@ -138,10 +138,6 @@ class BenchmarkEvaluation:
             self._evaluated_rows += rows[: self._evaluation.num_counted]
         return loss, logits, labels
 
-    def _receive_rewards(self, rewards_per_func) -> None:
-        if not self.model.training:
-            self._evaluation.add_rewards(rewards_per_func)
-
     def without_repeated(self, rollouts: list[Rollout]) -> list[Rollout]:
         """Return the rollouts of an evaluation batch of all processes without those of repeated prompts."""
         counted = rollouts[: self._evaluation.num_counted]

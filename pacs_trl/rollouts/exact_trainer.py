@@ -13,8 +13,9 @@ The parent class provides generation, tools, vLLM, rewards, collation, and loggi
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -57,7 +58,7 @@ from .router_checks import check_checkpointing_of_routers, trains_routers
 from .server_checks import check_server_of_continuous
 from .sources import RolloutSource
 from .step_memory import StepMemory, backward_cost
-from .uneven_shares import UnevenSampler, UnevenShares
+from .uneven_shares import UnevenSampler
 from .waiting_rollouts import WaitingRollouts, merge_rollouts, rollouts_to_save, share_logps, split_into_slices
 from .worker_checks import check_user_code
 
@@ -214,7 +215,9 @@ class ExactUpdateTrainer(RolloutTrainer):
         """
         Run one of the `gradient_accumulation_steps` slots of an optimizer step, in which Trainer passes one dataset
         batch. Generation and update do not happen slot by slot, but at once: the first slot of a generation batch
-        generates all its completions, and the last slot of an optimizer step back-propagates the whole step.
+        generates all its completions, and the last slot of an optimizer step back-propagates the whole step. Other
+        slots generate and back-propagate nothing; if optimizer steps take slots as they come (`is_sliced`), each slot
+        passes its completions on to the step. Settings that callbacks have changed are followed in every slot.
         """
         started = time.perf_counter()
         self._enter_training(model)
@@ -231,12 +234,12 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self.accelerator.sync_gradients:  # the last slot
             with self.timer.part("update"), torch.enable_grad():  # code of the user may have disabled gradients
                 # 2. Take the minibatch of this optimizer step.
-                minibatch, is_first_update = self._next_minibatch()
+                minibatch = self._next_minibatch()
 
                 # 3. Back-propagate its loss, again with smaller micro-batches if memory runs out. Trainer clips the
                 # gradient and updates the weights.
                 self._set_coefficients()
-                result = self._run_update(model, minibatch, is_first_update)
+                result = self._run_update(model, minibatch)
             self.record_metrics(result.metrics)
             adapt_entropy_coef(self, result.bonus_entropy)
             loss = result.loss
@@ -258,14 +261,14 @@ class ExactUpdateTrainer(RolloutTrainer):
             self._copied_settings = settings
             self.update.objective = self.create_objective()
 
-    def _run_update(self, model, minibatch: Minibatch, is_first_update: bool) -> StepResult:
+    def _run_update(self, model, minibatch: Minibatch) -> StepResult:
         """Back-propagate the loss of a minibatch, and repeat it with smaller micro-batches if memory runs out."""
 
         def update() -> StepResult:
-            # Log-probs of a reference that is not the policy at rollout time. After that it is known whether the
-            # proxies are zero: the first snapshot is taken here.
+            # Log-probs of a reference that is not the policy at rollout time, as PACS's snapshot: the first one is
+            # taken here. Once there is one, `policy_is_reference` is False, also while the weights are still equal.
             self.store_reference_logps(model, minibatch)
-            return self.update.run(model, minibatch, self._update_timing(is_first_update))
+            return self.update.run(model, minibatch, self._update_timing())
 
         return self.memory.repeat_until_it_fits(update, model, minibatch)
 
@@ -291,27 +294,35 @@ class ExactUpdateTrainer(RolloutTrainer):
             clear_device_cache()
 
     def _generate_minibatches(self, inputs) -> None:
-        args = self.args
-        num_minibatches = max(args.steps_per_generation // args.gradient_accumulation_steps, 1)
-        process_rollouts = self._generate_rollouts(inputs)
-        rollouts = self.complete_generation(inputs, process_rollouts, num_minibatches)
-        shuffle_seed = None
-        if args.shuffle_minibatches:
-            shuffle_seed = request_seed(f"{args.seed}/minibatches", self.generation_number)
+        """Generate and grade a generation batch, whose completions then wait for their optimizer steps: as slots that
+        steps take as they come, as a part of the next step, or as minibatches of one step each."""
+        num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
+        rollouts = self.complete_generation(inputs, self._generate_rollouts(inputs), num_minibatches)
         if self.is_sliced:
             self._store_logps_of_slices(rollouts)
-            slices = split_into_slices(rollouts, args.steps_per_generation, shuffle_seed)
-            self._waiting = WaitingRollouts(unscheduled=self._waiting.unscheduled, slices=slices)
-            return
-        is_used_once = num_minibatches == 1 and self.num_iterations == 1
-        if is_used_once and not self._keeps_generating_policy:
-            self._waiting = WaitingRollouts().with_unscheduled([*self._waiting.unscheduled, *rollouts])
-            return
+            slices = split_into_slices(rollouts, self.args.steps_per_generation, self._shuffle_seed())
+            self._waiting = replace(self._waiting, slices=slices)
+        elif num_minibatches == self.num_iterations == 1 and not self._keeps_generating_policy:
+            self._waiting = self._waiting.with_unscheduled(rollouts)
+        else:
+            parts = split_into_minibatches(rollouts, num_minibatches, self._shuffle_seed())
+            num_slots = self.args.gradient_accumulation_steps
+            minibatches = [self._schedule_step(part, num_slots) for part in parts]
+            self._store_logps_for_later_updates(minibatches)
+            self._waiting = WaitingRollouts(minibatches=minibatches)
+
+    def _shuffle_seed(self) -> int | None:
+        """Return the seed with which completions of a generation batch are spread over its steps; `None` for whole
+        groups in order."""
+        if not self.args.shuffle_minibatches:
+            return None
+        return request_seed(f"{self.args.seed}/minibatches", self.generation_number)
+
+    def _schedule_step(self, rollouts: list[Rollout], num_slots: int) -> Minibatch:
+        """Return the minibatch of an optimizer step of `num_slots` accumulation slots."""
         for rollout in rollouts:
-            rollout.generation_share = args.gradient_accumulation_steps / args.steps_per_generation
-        parts = split_into_minibatches(rollouts, num_minibatches, shuffle_seed)
-        self._waiting = WaitingRollouts(minibatches=[self.update.schedule_minibatch(part) for part in parts])
-        self._store_logps_for_later_updates()
+            rollout.generation_share = num_slots / self.args.steps_per_generation
+        return self.update.schedule_minibatch(rollouts)
 
     @property
     def is_sliced(self) -> bool:
@@ -331,10 +342,6 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Add the completions of the current accumulation slot to those of the next optimizer step."""
         slot = self._step % self.args.steps_per_generation
         self._waiting = self._waiting.with_unscheduled(self._waiting.slices[slot])
-
-    def _uneven_shares(self) -> UnevenShares | None:
-        """Return how processes share a generation batch, with `completions_per_step`."""
-        return UnevenShares.from_step(Step.of(self.args, self.accelerator.num_processes))
 
     def _get_train_sampler(self, dataset=None):
         shares, args = self._uneven_shares(), self.args
@@ -356,7 +363,6 @@ class ExactUpdateTrainer(RolloutTrainer):
         is_continuous = self.args.rollout_schedule == "continuous"
         if is_continuous or self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
-        self._shares = self._uneven_shares()
         if self._shares is not None:
             inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
         try:
@@ -364,8 +370,6 @@ class ExactUpdateTrainer(RolloutTrainer):
                 rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
         except ServerFailure as failure:
             stop_without_engine(self, failure)
-        finally:
-            self._shares = None
         if self.args.is_asynchronous and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
@@ -381,20 +385,21 @@ class ExactUpdateTrainer(RolloutTrainer):
             environments=None,
         )
 
-    def _store_logps_for_later_updates(self) -> None:
-        """Store the log-probs at rollout time that later updates read, before the policy changes."""
+    def _store_logps_for_later_updates(self, minibatches: Sequence[Minibatch]) -> None:
+        """Store the log-probs at rollout time that later updates on a generation batch read, before the policy
+        changes."""
         if self._keeps_generating_policy:
-            self._recompute_generating_logps()
+            self._recompute_generating_logps(minibatches)
         names = self.update.logps_for_later_updates(is_late=self.args.is_asynchronous)
         if not names:
             return
         is_reused = self.num_iterations > 1
-        later = self._waiting.minibatches if is_reused else self._waiting.minibatches[1:]
+        later = minibatches if is_reused else minibatches[1:]
         with self.timer.part("log_probs"):
             for minibatch in later:
                 self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
 
-    def _recompute_generating_logps(self) -> None:
+    def _recompute_generating_logps(self, minibatches: Sequence[Minibatch]) -> None:
         """Compute the log-probs of the policy that generated with its copy, which the current policy replaces: that
         is what the server generates the next batch with."""
         if self._generating_policy is None:
@@ -402,26 +407,33 @@ class ExactUpdateTrainer(RolloutTrainer):
         elif self._source.taken_step == self.state.global_step:  # requested again after a resume
             self._generating_policy.renew()
         with self.timer.part("log_probs"), self._generating_policy.in_place_of_policy():
-            for minibatch in self._waiting.minibatches:
+            for minibatch in minibatches:
                 names = self.update.logps_of_generating_policy
                 self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
         self._generating_policy.renew()
 
-    def _next_minibatch(self) -> tuple[Minibatch, bool]:
-        """Return the completions of the next optimizer step, and whether it is the first one on their rollout."""
+    def _next_minibatch(self) -> Minibatch:
+        """Return the completions of the next optimizer step."""
         if self._waiting.unscheduled:
-            for rollout in self._waiting.unscheduled:  # the last step of an epoch may have fewer generation batches
-                rollout.generation_share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
-            minibatch = self.update.schedule_minibatch(self._waiting.unscheduled)
-            self._waiting = WaitingRollouts(slices=self._waiting.slices)
-            return minibatch, not self.is_sliced
-        minibatches = self._waiting.minibatches
-        number = self._step // self.args.gradient_accumulation_steps
-        is_first_update = number % (len(minibatches) * self.num_iterations) == 0
-        return minibatches[number % len(minibatches)], is_first_update
+            # The last step of an epoch may have fewer generation batches.
+            minibatch = self._schedule_step(self._waiting.unscheduled, self.current_gradient_accumulation_steps)
+            self._waiting = replace(self._waiting, unscheduled=[])
+            return minibatch
+        return self._waiting.minibatches[self._update_number % len(self._waiting.minibatches)]
 
-    def _update_timing(self, is_first_update: bool) -> UpdateTiming:
-        is_late = self.args.is_asynchronous
+    @property
+    def _update_number(self) -> int:
+        return self._step // self.args.gradient_accumulation_steps
+
+    def _is_first_update(self) -> bool:
+        """Return whether the weights have not changed since the rollouts of this optimizer step were generated."""
+        if self.is_sliced:  # a slot may be of an earlier generation batch
+            return False
+        updates_per_generation = len(self._waiting.minibatches) * self.num_iterations
+        return updates_per_generation == 0 or self._update_number % updates_per_generation == 0
+
+    def _update_timing(self) -> UpdateTiming:
+        is_first_update, is_late = self._is_first_update(), self.args.is_asynchronous
         return UpdateTiming(
             is_first_update,
             old_logps_are_stored=is_late and "old_logps" in self.update.logps_of_generating_policy,
@@ -442,7 +454,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def unpad_rollouts(self, batch: dict) -> list[Rollout]:
-        check_batch(self, batch, self._advantages, has_advantages=isinstance(self.update.objective, RatioObjective))
+        check_batch(self, batch, has_advantages=isinstance(self.update.objective, RatioObjective))
         return super().unpad_rollouts(batch)
 
     def _compute_loss(self, model, inputs):

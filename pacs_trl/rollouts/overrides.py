@@ -52,11 +52,9 @@ def check_overrides(trainer: "GRPOTrainer", base: "type[GRPOTrainer]") -> None:
             )
 
 
-def check_batch(
-    trainer: "GRPOTrainer", batch: dict[str, Any], advantages: torch.Tensor, *, has_advantages: bool
-) -> None:
+def check_batch(trainer: "GRPOTrainer", batch: dict[str, Any], *, has_advantages: bool) -> None:
     """Raise a `ValueError` if an override of `_generate_and_score_completions` has changed what the update does not
-    read. `advantages` are those that the trainer computed."""
+    read."""
     name = f"{type(trainer).__name__}._generate_and_score_completions"
     if "labels" not in batch:
         raise UserError(
@@ -72,7 +70,7 @@ def check_batch(
             f"{name} returned advantages of shape {tuple(batch['advantages'].shape)}. Return one for each completion, "
             "and weight tokens with `token_weights` (docs/extending.md)."
         )
-    if not has_advantages and not torch.equal(batch["advantages"], advantages):
+    if not has_advantages and not torch.equal(batch["advantages"], batch["computed_advantages"]):
         raise UserError(
             f"{name} changed the advantages, which {trainer._name} does not have: it learns from rewards. Override "
             "`_calculate_rewards`, or use method grpo."
@@ -95,25 +93,30 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
 
 @contextmanager
-def following_overrides(trainer: "RolloutTrainer") -> Iterator[None]:
-    """Follow TRL's `_generate_and_score_completions` through what it calls, which subclasses may override: rewards are
-    those that the last of them returns, and between generation and rewards TRL asks for log-probs that the update
-    computes itself."""
+def following_overrides(trainer: "RolloutTrainer") -> Iterator[list[torch.Tensor]]:
+    """
+    Follow TRL's `_generate_and_score_completions` through two of the methods that it calls, which subclasses may
+    override. Between `_generate` and `_calculate_rewards` it asks for log-probs that the update computes itself.
+
+    Yields:
+        `list[torch.Tensor]`: Empty, and after the call the rewards `(B, F)` of all processes that `_calculate_rewards`
+        returned, that of the last override.
+    """
     generate, calculate_rewards = trainer._generate, trainer._calculate_rewards
+    returned_rewards: list[torch.Tensor] = []
 
     def generate_completions(prompts):
         generated = generate(prompts)
         trainer._asks_for_logps = True
         return generated
 
-    def calculate_final_rewards(*args):
+    def calculate_and_keep_rewards(*args):
         trainer._asks_for_logps = False
-        rewards_per_func = calculate_rewards(*args)
-        trainer._receive_rewards(rewards_per_func)
-        return rewards_per_func
+        returned_rewards.append(calculate_rewards(*args))
+        return returned_rewards[-1]
 
-    with replaced(trainer, _generate=generate_completions, _calculate_rewards=calculate_final_rewards):
+    with replaced(trainer, _generate=generate_completions, _calculate_rewards=calculate_and_keep_rewards):
         try:
-            yield
+            yield returned_rewards
         finally:
             trainer._asks_for_logps = False

@@ -30,6 +30,7 @@ from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
+from ..update.step_sizes import Step
 from . import checkpoint, completion_columns, image_checkpoints, mxfp4
 from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
 from .argument_checks import check_arguments
@@ -81,6 +82,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     timing, and model cards."""
 
     _config_class: type[RolloutConfig] = RolloutConfig
+    _labels: torch.Tensor  # of the last completions of all processes, `(B,)`
     if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
 
         @wraps(GRPOTrainer.__init__)
@@ -180,9 +182,9 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self.grades_answers = math_reward in self.reward_funcs
         if self.grades_answers and self.accelerator.is_main_process:
             check_golds(self.train_dataset)
-        self._shares: UnevenShares | None = None  # of the generation batch that is generated, if they are uneven
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
+        self._generates_more = False  # whether `generate_more` generates, not a generation batch
         self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
         self._start_report = GroupStartReport(self.record_metrics, self.args.group_comparison)
         self._asks_for_logps = False  # whether TRL does, between generation and rewards
@@ -271,16 +273,20 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if has_environments:
             self._group_starts.begin(groups.tolist(), [self._seed_of_group(group) for group in groups.tolist()])
         if self.model.training:
-            rank_in_engine = self.accelerator.process_index % self.args.vllm_tensor_parallel_size
-            first = self.first_row(len(inputs)) - rank_in_engine * len(inputs)
-            self._request_seeds.begin_batch(self._num_generated_batches, first)
+            self._request_seeds.begin_batch(self._num_generated_batches, self._first_row_of_engine(len(inputs)))
             self._num_generated_batches += 1
         self._extra_of_completions = None
         self._num_graded = len(inputs)
         gathering = nullcontext() if self._shares is None else self._shares.gathering(self.accelerator)
         inputs = self._with_images_in_prompts(inputs)
-        with self.timer.part("other"), gathering, following_overrides(self):
-            batch = super()._generate_and_score_completions(inputs)
+        with self.timer.part("other"), gathering, following_overrides(self) as returned_rewards:
+            batch = super()._generate_and_score_completions(inputs)  # calls `_calculate_rewards` below
+            (rewards_per_func,) = returned_rewards
+            self._labels = self._compute_labels(rewards_per_func)
+        if self.model.training:
+            self._count_unrewarded()
+        else:
+            self._evaluation.add_rewards(rewards_per_func)
         if self._reads_images:
             batch["images"] = self._prompt_images
         if has_environments:
@@ -288,14 +294,33 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             self._start_report.add(self._group_starts)
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
         if self._shares is not None:  # TRL takes those of another process
-            advantages = list(self._logs["advantages"])[-self._shares.num_completions :]
-            batch["advantages"] = torch.tensor(advantages, device=self.accelerator.device)[rows]
-        self._advantages = batch["advantages"].clone()
+            batch["advantages"] = self._logged_advantages(self._shares.num_completions)[rows]
+        batch["computed_advantages"] = batch["advantages"].clone()  # an override may change those above
         batch["labels"] = self._labels[rows.to(self._labels.device)]
         batch["groups"] = groups
         if self._extra_of_completions is not None:
             batch["extra"] = self._extra_of_completions
         return batch
+
+    @property
+    def _shares(self) -> UnevenShares | None:
+        """How the processes share the completions that are generated; `None` for equal shares, also in an evaluation
+        and for the completions of `generate_more`."""
+        if self._generates_more or not self.model.training:
+            return None
+        return self._uneven_shares()
+
+    def _uneven_shares(self) -> UnevenShares | None:
+        """Return how the processes share a generation batch of training, with `completions_per_step`."""
+        if self.args.completions_per_step is None:
+            return None
+        return UnevenShares.from_step(Step.of(self.args, self.accelerator.num_processes))
+
+    def _logged_advantages(self, num_completions: int) -> torch.Tensor:
+        """Return the advantages of the last completions of all processes, which TRL puts into its table of completions
+        only."""
+        advantages = list(self._logs["advantages"])[-num_completions:]
+        return torch.tensor(advantages, device=self.accelerator.device)
 
     def _next_groups(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the group of each completion of this process, and count the groups. `rows` are the positions of the
@@ -323,6 +348,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         process = self.accelerator.process_index
         return process * num_rows if self._shares is None else self._shares.first(process)
 
+    def _first_row_of_engine(self, num_rows: int) -> int:
+        """Return the index of the first completion of the processes that share an engine, each with `num_rows`
+        completions, among those of all processes."""
+        rank_in_engine = self.accelerator.process_index % self.args.vllm_tensor_parallel_size
+        return self.first_row(num_rows) - rank_in_engine * num_rows
+
     def generate_more(
         self, inputs: Sequence[dict[str, Any]], num_generations: int, groups: Sequence[int] | None = None
     ) -> list[Rollout]:
@@ -338,6 +369,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         assert not self.args.is_asynchronous  # the source would return the completions of the next batch
         before = self.num_generations, self.num_generations_eval
         self.num_generations = self.num_generations_eval = num_generations
+        self._generates_more = True
         if groups is not None:
             self._continued_groups = [group for group in groups for _ in range(num_generations)]
         try:
@@ -345,7 +377,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             batch = self._generate_and_score_completions(rows)
         finally:
             self.num_generations, self.num_generations_eval = before
-            self._continued_groups = None
+            self._generates_more, self._continued_groups = False, None
         return self.unpad_rollouts(batch)
 
     def unpad_rollouts(self, batch: dict[str, Any]) -> list[Rollout]:
@@ -446,14 +478,14 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         completion_columns.add_absent_columns(self._pending_extra_logs, self._logs["extra"], len(completions))
         return rewards_per_func
 
-    def _receive_rewards(self, rewards_per_func: torch.Tensor) -> None:
-        """Compute labels from the rewards `(B, F)` of the completions of all processes, after all overrides."""
-        super()._receive_rewards(rewards_per_func)
-        self._labels = self._compute_labels(rewards_per_func)
-        if self.model.training and self._unrewarded is not None:
-            self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
-            if self._unrewarded == _MOST_UNREWARDED:
-                self._stop_without_rewards()
+    def _count_unrewarded(self) -> None:
+        """Count the generation batches at the start of a run in which no completion has a reward, and end a run that
+        begins with `_MOST_UNREWARDED` of them."""
+        if self._unrewarded is None:
+            return
+        self._unrewarded = self._unrewarded + 1 if self._labels.isnan().all() else None
+        if self._unrewarded == _MOST_UNREWARDED:
+            self._stop_without_rewards()
 
     def _stop_without_rewards(self) -> NoReturn:
         numbers = "numbers in [0, 1]" if self.args.rewards_are_labels else "numbers"
