@@ -206,7 +206,7 @@ class TestFormsOfTRL:
             ({"prompt": "1+1", "target": "2"}, {}, "solution_column"),
             ({"task": "1+1", "gold": "2"}, {}, "problem_column"),
             ({"task": "1+1", "gold": "2"}, {"problem_column": "task"}, "solution_column"),
-            ({"problem": "1+1", "answer": ""}, {}, "max_prompt_length"),
+            ({"problem": "1+1", "answer": ""}, {}, "No row of .* has a problem and a gold answer"),
             ({"problem": "1+1", "answer": "2"}, {"eval_split_size": 1}, "eval_split_size"),
             ({"problem": [{"content": "1+1"}], "answer": "2"}, {}, "Row 0 .*problem_column"),
             ({"problem": ["1+1"], "answer": "2"}, {}, "Row 0 .*problem_column"),
