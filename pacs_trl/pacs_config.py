@@ -228,9 +228,8 @@ def _first_update_errors(config: Any, step: Step) -> list[str]:
     undefined = config.score_estimator == "grpo" and config.reference == "rollout" and config.proxy != "mean_logp"
     first = config.first_update_score
     if undefined and config.is_asynchronous:
-        setting_name = f"rollout_lag={config.rollout_lag}" if config.rollout_lag else "rollout_schedule: continuous"
         return [
-            f"{setting_name} cannot be used with score_estimator='grpo' and reference='rollout': "
+            f"{config.asynchronous_setting} cannot be used with score_estimator='grpo' and reference='rollout': "
             "its implicit rewards are nearly 0 at first. Set score_estimator='rloo' or 'dr_grpo', or "
             "reference='snapshot'."
         ]

@@ -95,7 +95,7 @@ def print_plan(
         conflicts += print_commands(options.config, recipe, launch.num_processes, options.nodes)
 
     estimate = Estimate(recipe, launch, GPUS[options.gpu], prompts)
-    if recipe.training.rollout_schedule == "continuous":
+    if recipe.training.rollout_schedule == "continuous" and recipe.training.use_vllm:
         is_known = prompts.lengths or recipe.data.max_prompt_length
         conflicts += print_continuous_server(recipe, estimate.longest if is_known else None)
     more_conflicts, notes = find_conflicts(estimate)
@@ -332,7 +332,8 @@ def _length_errors(recipe: Recipe, contexts: dict[str, int | None]) -> list[str]
     data, training = recipe.data, recipe.training
     prompt, completion = data.max_prompt_length or 1, training.max_completion_length or 0
     limits: dict[str, int | None] = dict(contexts)
-    limits["vllm_max_model_length"] = training.vllm_max_model_length if training.use_vllm else None
+    uses_vllm = training.use_vllm or training.rollout_engine == "vllm"
+    limits["vllm_max_model_length"] = training.vllm_max_model_length if uses_vllm else None
     if isinstance(training.max_tokens_per_micro_batch, int):
         limits["max_tokens_per_micro_batch"] = training.max_tokens_per_micro_batch
     errors = []

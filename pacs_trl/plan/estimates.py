@@ -282,8 +282,8 @@ class Costs:
         self.beside_engine = self.state if self.asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
         self.copies = 0
-        if training.rollout_lag and not training.use_vllm:
-            self.copies = weight_bytes * (frozen + training.rollout_lag * self.trained)
+        if training.has_engine_process:
+            self.copies = weight_bytes * (frozen + max(1, training.rollout_lag) * self.trained)
         self.checkpoint = 0.0
         if training.save_strategy != "no":
             is_float32 = run.dtype == "float32" or run.has_float32_copies or model.use_peft
@@ -430,7 +430,7 @@ class Costs:
         run, learning = self.run, self.learning(mean_length)[1]
         if not run.has_server:
             generating = self.generating(mean_length)
-            return max(learning, generating) if run.training.rollout_lag else learning + generating
+            return max(learning, generating) if run.training.is_asynchronous else learning + generating
         serving = server_gpus or run.server_gpus
         learning *= run.num_gpus / (run.num_gpus + run.server_gpus - serving)
         schedule = schedule or run.schedule

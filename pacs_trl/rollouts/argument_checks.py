@@ -87,20 +87,22 @@ def check_num_labels(reward_model: Any) -> None:
 
 
 def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> None:
-    """Raise a `ValueError` if a trainer with these arguments cannot generate ahead of training (`rollout_lag`)."""
+    """Raise a `ValueError` if a trainer with these arguments cannot generate ahead of training (`rollout_lag`, or
+    `rollout_schedule: continuous` without a server)."""
     function = arguments["rollout_func"]
     is_async = function is not None and is_async_callable(function)
-    if args.rollout_schedule == "continuous":
+    if args.rollout_schedule == "continuous" and args.use_vllm:
         return  # `worker_checks.check_user_code`
-    if not args.rollout_lag:
-        if is_async:
-            raise UserError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")
+    if is_async and not args.rollout_lag:
+        raise UserError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")
+    if not args.is_asynchronous:
         return
     if args.rollout_engine == "vllm":
         require_vllm("remove rollout_engine")
     unsupported = [name for name in ("tools", "environment_factory") if arguments[name]]
     if function is not None and not is_async:  # it gets the trainer, whose weights change while it runs
-        unsupported.append("a rollout_func other than `async def rollout_func(prompts, generate)`")
+        asynchronous = " other than `async def rollout_func(prompts, generate)`" if args.rollout_lag else ""
+        unsupported.append(f"a rollout_func{asynchronous}")
     if is_async and arguments["eval_dataset"]:
         unsupported.append("rollout_func with eval_dataset")
     if not isinstance(arguments["train_dataset"], Dataset):
@@ -118,7 +120,8 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
     if not args.use_vllm and sys.platform != "linux":  # weights are files in memory
         unsupported.append(f"a process that generates on {sys.platform}")
     if unsupported:
+        key = "rollout_lag" if args.rollout_lag else "rollout_schedule"
         raise UserError(
-            f"rollout_lag={args.rollout_lag} does not support {' and '.join(unsupported)}. Remove rollout_lag, or use "
+            f"{args.asynchronous_setting} does not support {' and '.join(unsupported)}. Remove {key}, or use "
             "single-turn generation on a finite dataset, with vllm_mode: server on GPUs."
         )

@@ -342,6 +342,8 @@ def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     added_to_trl = {f.name for f in fields(trainer.args)} - {f.name for f in fields(GRPOConfig)}
     added_and_equal = sorted(added_to_trl - {*_SETTINGS["free"]})
     names = [*_SETTINGS["equal"], *GRPO_LOSS_SETTINGS, *added_and_equal, *trainer._equal_settings]
+    if trainer.args.rollout_schedule == "continuous":  # state of a server and of an engine process differs
+        names.append("use_vllm")
     settings = plain_settings(trainer.args, names)
     step = Step.of(trainer.args, trainer.accelerator.num_processes)
     settings |= {

@@ -383,7 +383,7 @@ def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
     """With `vllm_sync_adapter`, enable LoRA in the engine that TRL constructs inside, or do without the NCCL group of
     its client, which sends all weights; also with `rollout_schedule: continuous`. TRL has no settings for either."""
     rank = max_lora_rank(args, model, peft_config)
-    if rank is None and args.rollout_schedule == "batch":
+    if rank is None and (args.rollout_schedule == "batch" or not args.use_vllm):
         yield
         return
     owner: ModuleType | type

@@ -1,4 +1,4 @@
-"""Check that the engine process of `rollout_lag`, which builds the model anew, builds the same one."""
+"""Check that the engine process of late rollouts, which builds the model anew, builds the same one."""
 
 import inspect
 from typing import Any
@@ -21,9 +21,9 @@ def check_copy_in_engine_process(model: PreTrainedModel | PeftModel) -> None:
     weights, would build another one than `model`."""
     if changes := changes_in_place(model):
         raise UserError(
-            f"rollout_lag: the engine process builds the model from its class and configuration, and would lack "
-            f"changes that were made to the given one: {'; '.join(changes[:_MOST_NAMED])}. Undo them, or remove "
-            "rollout_lag."
+            "rollout_lag, or rollout_schedule: continuous: the engine process builds the model from its class and "
+            "configuration, and would lack changes that were made to the given one: "
+            f"{'; '.join(changes[:_MOST_NAMED])}. Undo them, or remove the key."
         )
 
 

@@ -34,6 +34,7 @@ from ..update.peft_models import without_peft
 from .checkpoint import seeded_random_numbers
 from .protocols import EngineProcessTrainer
 from .request_seeds import request_seed
+from .stepped_engine import GroupInProgress, decode
 
 
 class Generator:
@@ -75,6 +76,17 @@ class Generator:
             if self.args.stale_logps != "engine":
                 logps = self.recompute(prompt_ids, completions)
         return {"completion_ids": completions, "logprobs": logps}
+
+    def decode(
+        self, slot: int, groups: list[GroupInProgress], num_groups: int, version: int, stream: str
+    ) -> tuple[list[GroupInProgress], list[GroupInProgress]]:
+        """Decode groups with the weights of the slot until `num_groups` are finished, as [`~stepped_engine.decode`]
+        does. Returns these, and the others."""
+        self._use(self.settings["slots"][slot])
+        self._load_weights_into_vllm()
+        with torch.no_grad():
+            finished = decode(self.llm.llm_engine, groups, num_groups, version, stream, self._part_of_completion)
+        return finished, [group for group in groups if group not in finished]
 
     def recompute(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
         """Return log-probs by the forward pass of training."""
@@ -121,6 +133,7 @@ class Generator:
         os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         from vllm import LLM
         from vllm.model_executor.layers import utils
+        from vllm.utils.cpu_resource_utils import get_memory_node_info, get_visible_memory_node
 
         # vLLM's CPU backend would repack the weights of linear layers, and ignore those that it gets later.
         def use_plain_linear(layer: nn.Module, remove_weight: bool) -> None:
@@ -130,22 +143,19 @@ class Generator:
         settings: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "enforce_eager": True}
         settings |= {"dtype": "float32", "logprobs_mode": "processed_logprobs"}  # at the temperature
         settings |= {"max_model_len": self.args.vllm_max_model_length}
-        settings |= {"gpu_memory_utilization": self.args.vllm_gpu_memory_utilization}  # of the memory of the machine
+        # vLLM would subtract what this process has taken so far, which differs from run to run, and with it how many
+        # completions share a step of the engine.
+        memory = get_memory_node_info(get_visible_memory_node()[0]).total_memory
+        settings |= {"kv_cache_memory_bytes": int(memory * self.args.vllm_gpu_memory_utilization)}
+        settings |= {"enable_chunked_prefill": False}  # a seeded request whose prefill is split would end a CPU engine
         with tempfile.TemporaryDirectory() as directory:
             self.base.config.architectures = [type(self.base).__name__]
             self.base.config.save_pretrained(directory)
             return LLM(directory, enable_prefix_caching=False, **settings)
 
     def sample_with_vllm(self, prompt_ids: list[list[int]], seed: int) -> tuple[list[list[int]], list[list[float]]]:
-        from vllm import SamplingParams
-
-        worker = self.llm.llm_engine.model_executor.driver_worker
-        worker.model_runner.model.load_weights(self.model.named_parameters())
-        args, seeds = self.args, [request_seed(str(seed), i) for i in range(len(prompt_ids))]
-        sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
-        sampling |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0}
-        sampling |= {"stop_token_ids": self.settings["eos_token_ids"], **(args.generation_kwargs or {})}
-        params = [SamplingParams(seed=seed_of_prompt, detokenize=False, **sampling) for seed_of_prompt in seeds]
+        self._load_weights_into_vllm()
+        params = [self._sampling_params(request_seed(str(seed), i)) for i in range(len(prompt_ids))]
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in prompt_ids], params, use_tqdm=False)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         candidates = [output.outputs[0].logprobs for output in outputs]  # by token id, for each position
@@ -154,6 +164,26 @@ class Generator:
             for tokens, positions in zip(completions, candidates, strict=True)
         ]
         return completions, logps
+
+    def _load_weights_into_vllm(self) -> None:
+        worker = self.llm.llm_engine.model_executor.driver_worker
+        worker.model_runner.model.load_weights(self.model.named_parameters())
+
+    def _sampling_params(self, seed: int, **settings: Any) -> Any:
+        from vllm import SamplingParams
+
+        args = self.args
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        sampling |= {"min_p": args.min_p or 0.0, "max_tokens": args.max_completion_length, "logprobs": 0}
+        sampling |= {"stop_token_ids": self.settings["eos_token_ids"], **(args.generation_kwargs or {})}
+        return SamplingParams(seed=seed, detokenize=False, **(sampling | settings))
+
+    def _part_of_completion(self, seed: int, num_tokens: int) -> Any:
+        """Return the parameters of a request that continues a completion of `num_tokens` tokens."""
+        from vllm.sampling_params import RequestOutputKind
+
+        room = self.args.max_completion_length - num_tokens
+        return self._sampling_params(seed, max_tokens=room, output_kind=RequestOutputKind.DELTA)
 
 
 def untie_weights(model: nn.Module, names: Sequence[str]) -> list[str]:
@@ -235,6 +265,13 @@ class EngineProcess:
 
     def generate(self, *request: Any) -> dict[str, list[list]]:
         """Return the result of [`Generator.generate`]. Raises an `EOFError` or `OSError` if the process has ended."""
+        return self._request("generate", *request)
+
+    def decode(self, *request: Any) -> tuple[list[GroupInProgress], list[GroupInProgress]]:
+        """Return the result of [`Generator.decode`], and raise what `generate` raises."""
+        return self._request("decode", *request)
+
+    def _request(self, *request: Any) -> Any:
         with self._lock:
             self._connection.send(request)
             return self._connection.recv()
@@ -267,7 +304,8 @@ def serve(parent: int, fd: int = 0) -> None:
         torch.set_num_threads(settings["num_threads"])
         generator = Generator(settings)
         while True:
-            connection.send(generator.generate(*connection.recv()))
+            method, *arguments = connection.recv()
+            connection.send(getattr(generator, method)(*arguments))
     except (EOFError, ConnectionError):
         pass
 

@@ -6,7 +6,7 @@ The parent class provides generation, tools, vLLM, rewards, collation, and loggi
   without padding in the first slot of a generation batch, and runs the whole optimizer step in the last slot of the
   step (`update/`).
 - With `rollout_lag` it takes generation batches of `late_batches.py` instead of generating, with
-  `rollout_schedule: continuous` the groups of `continuous.py`.
+  `rollout_schedule: continuous` the groups of `continuous.py`, or of `repeatable_rollouts.py` without a server.
 - Checkpoints also contain the completions of later optimizer steps.
 """
 
@@ -52,6 +52,7 @@ from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
 from .process_checks import check_on_first_process
 from .process_count import divide_batches
+from .repeatable_rollouts import RepeatableRollouts
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .router_checks import check_checkpointing_of_routers, trains_routers
@@ -144,7 +145,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     # Construction ---------------------------------------------------------------------------------------------------
 
     def _prepare_loading(self, model, args, arguments) -> None:
-        if args.rollout_schedule == "continuous":
+        if args.rollout_schedule == "continuous" and args.use_vllm:
             self.user_code = check_user_code(args, model, arguments)
         super()._prepare_loading(model, args, arguments)
         if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
@@ -164,7 +165,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _choose_settings(self, model, args, arguments):
         if trains_routers(config_of(model, args), args):
             check_checkpointing_of_routers(args)
-        if args.rollout_schedule == "continuous":
+        if args.rollout_schedule == "continuous" and args.use_vllm:
             rank = max_lora_rank(args, model, arguments["peft_config"])
             check = partial(check_server_of_continuous, args, model, self._longest_sequence, rank)
             check_on_first_process(check)
@@ -180,6 +181,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         super()._prepare_generation()
 
     def _create_source(self) -> RolloutSource:
+        if self.args.rollout_schedule == "continuous" and not self.args.use_vllm:
+            return RepeatableRollouts(self)
         if self.args.rollout_schedule == "continuous":
             from .continuous import ContinuousRollouts  # imports TRL's asynchronous trainer
 
@@ -366,7 +369,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._shares is not None:
             inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
         try:
-            with self._conversations_of_source() if is_continuous else nullcontext():
+            with self._conversations_of_source() if is_continuous and self.use_vllm else nullcontext():
                 rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
         except ServerFailure as failure:
             stop_without_engine(self, failure)

@@ -148,7 +148,7 @@ def engine_logps_enter_loss(args: Any) -> bool:
         takes_them_with_lag = args.is_asynchronous and args.stale_logps != "recompute"
         masks_by_them = args.off_policy_mask_threshold is not None
         return args.vllm_importance_sampling_correction or masks_by_them or takes_them_with_lag
-    return args.rollout_engine == "vllm" and args.stale_logps == "engine"
+    return args.rollout_engine == "vllm" and (args.stale_logps == "engine" or args.rollout_schedule == "continuous")
 
 
 def reshaping_settings(args: Any) -> list[str]:

@@ -137,6 +137,14 @@ class LateBatches:
         if not trainer.model.training:
             raise UserError("rollout_func with rollout_lag generates in training only. Use another for evaluation.")
         number = self.next_number
+        waited = self._wait_for(number)
+        self._check_prompts(self.arrived[number], prompts)
+        self._take(number, waited)
+        trainer.record_metrics({"async/lag_updates": float(trainer.state.global_step - self.taken["step"])})
+        return self.taken["output"]
+
+    def _wait_for(self, number: int) -> float:
+        """Wait until the batch `number` has arrived, and return the seconds. Raises what [`take`] raises."""
         if self.engine is None:
             self._start()
         for n in range(number, number + self.lag):
@@ -149,19 +157,24 @@ class LateBatches:
             raise ServerFailure("stopped", next(filter(None, errors)))
         if "" in errors:
             raise Stopped
-        batch = self.taken = self.arrived[number]
+        return waited
+
+    def _check_prompts(self, batch: dict[str, Any], prompts: list) -> None:
+        """Raise a [`FailedRun`] unless the batch that training takes next was generated for `prompts`."""
         if batch["prompts"] != prompts:
             raise FailedRun(
-                f"The prompts of generation batch {number} are not those that the engine generated for: the dataset "
-                "or the number of processes differs from the checkpoint's. Resume with both as they were."
+                f"The prompts of generation batch {self.next_number} are not those that the engine generated for: the "
+                "dataset or the number of processes differs from the checkpoint's. Resume with both as they were."
             )
-        del self.arrived[number]
-        self._taken_number, self._taken_at = number, trainer.state.global_step
+
+    def _take(self, number: int, waited: float) -> None:
+        """Take a batch that has arrived, and start to generate the one `lag` batches later."""
+        batch = self.taken = self.arrived.pop(number)
+        self._taken_number, self._taken_at = number, self.trainer.state.global_step
         self._submit(number + self.lag)
-        metrics = {"lag_updates": float(trainer.state.global_step - batch["step"]), "learner_wait": waited}
-        metrics |= {"engine_wait": batch["idle"], "overlapped_share": max(0.0, 1 - waited / batch["seconds"])}
-        trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
-        return batch["output"]
+        metrics = {"learner_wait": waited, "engine_wait": batch["idle"]}
+        metrics["overlapped_share"] = max(0.0, 1 - waited / batch["seconds"])
+        self.trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
 
     def finish(self) -> dict[int, dict[str, Any]]:
         """Wait for the batches in flight, and return all that were not taken, for a checkpoint. One that a signal or
@@ -244,24 +257,32 @@ class LateBatches:
         stopped = self.arrived.pop(number, {})
         with trainer.timer.part("weight_sync"):  # batch `number - lag` had this slot, and has been taken
             self.engine.write_weights(number % self.lag, stopped.get("weights"))
-        rows = self._rows(number)
-        prompts = [row["prompt"] for row in rows]
-        if trainer.late_rollout is None:
-            prompts = [list(ids) for ids in trainer._tokenize_prompts(prompts)[0]]
         step = stopped.get("step", trainer.state.global_step)
-        self._last = _in_background(self._compute, number, step, rows, prompts, self._last)
+        self._last = _in_background(self._compute, number, step, self._generation_of(number, stopped), self._last)
         self._in_flight[number] = step, self._last
 
-    def _compute(self, number: int, step: int, rows: list[dict], prompts: list, previous: Future | None) -> dict:
+    def _generation_of(self, number: int, stopped: dict[str, Any]) -> Callable[[], tuple[dict, list[dict]]]:
+        """Return the function that generates a batch, in another thread, and returns its `prompts` and `output`, and
+        its dataset rows."""
+        rows = self._rows(number)
+        prompts = [row["prompt"] for row in rows]
+        if self.trainer.late_rollout is None:
+            prompts = self._prompt_ids(prompts)
+        return lambda: ({"prompts": prompts, "output": self._generate(number, prompts)}, rows)
+
+    def _prompt_ids(self, prompts: list) -> list[list[int]]:
+        return [list(ids) for ids in self.trainer._tokenize_prompts(prompts)[0]]
+
+    def _compute(self, number: int, step: int, generate: Callable, previous: Future | None) -> dict:
         """Generate and grade a batch; an exception is raised on all processes when the batch is taken."""
         started = time.perf_counter()
-        output = self._generate(number, prompts)
+        batch, rows = generate()
         began, before, self._last_end = max(started, self._last_end), self._last_end, time.perf_counter()
         if previous is not None:
             previous.result()
-        rewards = self._grade(rows, output, step)
+        rewards = self._grade(rows, batch["output"], step)
         times = {"seconds": time.perf_counter() - began, "idle": began - before}
-        return {"step": step, "prompts": prompts, "output": output, "rewards": rewards} | times
+        return {"step": step, "rewards": rewards} | batch | times
 
     def _generate(self, number: int, prompts: list) -> dict[str, list]:
         trainer, slot = self.trainer, number % self.lag

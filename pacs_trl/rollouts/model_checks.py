@@ -31,7 +31,7 @@ def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, a
     warn_of_rounded_updates(model, args, arguments["peft_config"])
     if isinstance(model, str):
         check_attention(args)
-    if args.rollout_lag and not args.use_vllm and not isinstance(model, str):
+    if args.has_engine_process and not isinstance(model, str):
         check_copy_in_engine_process(model)
 
 

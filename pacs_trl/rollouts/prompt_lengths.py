@@ -42,7 +42,8 @@ def check_prompt_lengths(
     `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
     or if the text of a message would not reach the prompt ([`MessageCheck`]). Streaming datasets are skipped."""
-    limits_of_generation = contexts | {"vllm_max_model_length": args.vllm_max_model_length if args.use_vllm else None}
+    uses_vllm = args.use_vllm or args.rollout_engine == "vllm"
+    limits_of_generation = contexts | {"vllm_max_model_length": args.vllm_max_model_length if uses_vllm else None}
     limits_of_training = dict(limits_of_generation)
     if isinstance(args.max_tokens_per_micro_batch, int):
         limits_of_training["max_tokens_per_micro_batch"] = args.max_tokens_per_micro_batch

@@ -14,15 +14,15 @@ def check_quantization(
     model: str | PreTrainedModel | PeftModel, args: RolloutConfig, quantization_config: Any = None
 ) -> None:
     """Raise a `ValueError` for a quantized model with settings that would convert or copy its packed weights."""
-    if not args.generation_dtype and (not args.rollout_lag or args.use_vllm):
+    if not args.generation_dtype and not args.has_engine_process:
         return
     method = quantization_method(quantization_config or getattr(config_of(model, args), "quantization_config", None))
     if method is None:
         return
-    if args.rollout_lag and not args.use_vllm:
+    if args.has_engine_process:
         raise UserError(
-            f"rollout_lag={args.rollout_lag}: the engine process cannot copy a model quantized with {method}. Remove "
-            "rollout_lag, or load the model without quantization."
+            f"{args.asynchronous_setting}: the engine process cannot copy a model quantized with {method}. Remove the "
+            "key, or load the model without quantization."
         )
     if args.generation_dtype and method != "bitsandbytes":
         raise UserError(

@@ -92,7 +92,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     rollout_engine: Literal["transformers", "vllm"] = setting(
         "transformers",
         'What generates in that process: `"transformers"`, or `"vllm"`, a vLLM for CPUs, in float32, whose '
-        "context and memory are `vllm_max_model_length` and `vllm_gpu_memory_utilization`.",
+        "context is `vllm_max_model_length`, and whose cache takes `vllm_gpu_memory_utilization` of the memory.",
     )
     stale_logps: Literal["engine", "recompute"] | None = setting(
         None,
@@ -106,7 +106,9 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         "batch",
         'When a vLLM server (`vllm_mode="server"`) generates: `"batch"` generates a batch of prompts as a whole; '
         '`"continuous"` keeps all slots of the server busy while training goes on, and replaces its weights after '
-        "each optimizer step, also those of completions in progress. Then results depend on timing.",
+        "each optimizer step, also those of completions in progress. Then results depend on timing. With "
+        '`use_vllm=False` and `rollout_engine="vllm"` a vLLM for CPUs does this in a process beside training, and '
+        "bits do not depend on timing.",
     )
     max_staleness: int = setting(
         4,
@@ -239,11 +241,12 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"key, or set use_vllm: {str(not self.use_vllm).lower()}."
             )
         if self.rollout_engine == "vllm" and (
-            self.use_vllm or not self.rollout_lag or self.fast_generation or self.generation_dtype
+            not self.has_engine_process or self.fast_generation or self.generation_dtype
         ):
             errors.append(
-                "rollout_engine: vllm is for rollout_lag with use_vllm: false, and without fast_generation and "
-                "generation_dtype, which it would ignore. Set rollout_lag: 1, and remove the others."
+                "rollout_engine: vllm is for rollout_lag or rollout_schedule: continuous with use_vllm: false, and "
+                "without fast_generation and generation_dtype, which it would ignore. Set rollout_lag: 1, and remove "
+                "the others."
             )
         if self.rollout_lag and (error := self._lag_error()):
             errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
@@ -305,6 +308,16 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     def is_asynchronous(self) -> bool:
         """Whether completions are generated beside training, with the weights of earlier optimizer steps."""
         return self.rollout_lag > 0 or self.rollout_schedule == "continuous"
+
+    @property
+    def asynchronous_setting(self) -> str:
+        """The setting that makes generation asynchronous, as a recipe has it."""
+        return f"rollout_lag={self.rollout_lag}" if self.rollout_lag else "rollout_schedule: continuous"
+
+    @property
+    def has_engine_process(self) -> bool:
+        """Whether a process on the CPU, with a copy of the policy, generates the completions of training."""
+        return self.is_asynchronous and not self.use_vllm
 
     @property
     def keeps_generating_policy(self) -> bool:
@@ -396,10 +409,21 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"{name} is not supported by {type(self).__name__}: the method generates again, or reads the current "
                 "policy. Use pacs, grpo, rloo, maxrl, or real, or remove the key."
             )
-        if not self.use_vllm or self.vllm_mode != "server":
+        if self.use_vllm and self.vllm_mode != "server":
             errors.append(
-                f"{name} needs a vLLM server beside training, and use_vllm: {str(self.use_vllm).lower()} with "
-                f"vllm_mode: {self.vllm_mode} has none. Set use_vllm: true and vllm_mode: server, and start a server."
+                f"{name} needs a vLLM server beside training, and use_vllm: true with vllm_mode: {self.vllm_mode} has "
+                "none. Set vllm_mode: server, and start a server."
+            )
+        if not self.use_vllm and self.rollout_engine != "vllm":
+            errors.append(
+                f"{name} needs a vLLM server beside training, or on CPUs an engine process with vLLM, and use_vllm: "
+                f"false with rollout_engine: {self.rollout_engine} has neither. Set use_vllm: true and vllm_mode: "
+                "server, and start a server, or set rollout_engine: vllm."
+            )
+        if not self.use_vllm and self.world_size > 1:
+            errors.append(
+                f"{name} with use_vllm: false is for one process, and there are {self.world_size}. Launch one, or set "
+                "use_vllm: true and vllm_mode: server, and start a server."
             )
         if self.rollout_lag or self.stale_logps:
             errors.append(

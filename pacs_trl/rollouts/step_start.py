@@ -32,7 +32,8 @@ class StepStart(TrainerCallback):
     def rewind(self) -> None:
         """Restore the state at the start of the current optimizer step, whose completions must be generated again.
         With a lag random states stay: reward functions of batches that are kept may have used them."""
-        if self._random_states is not None and not self.trainer.args.rollout_lag:
+        has_lag = self.trainer.args.rollout_lag or self.trainer.args.has_engine_process
+        if self._random_states is not None and not has_lag:
             restore_random_states(self._random_states, self.trainer.accelerator.device)
         for name, value in (self._state or {}).items():
             setattr(self.trainer, name, value)
