@@ -313,8 +313,8 @@ class InBatches(ContinuousRollouts):
 class Clock(TrainerCallback):
     """Notes when optimizer steps end, and what they have trained on."""
 
-    def __init__(self, server: Server, skipped: int):
-        self.sampler, self.skipped = Sampler(server), skipped
+    def __init__(self, server: Server, skipped: int, last: int):
+        self.sampler, self.skipped, self.last = Sampler(server), skipped, last
         self.tokens = 0
         self.seconds: list[float] = []
         self.measured: dict[str, float] = {}
@@ -326,8 +326,9 @@ class Clock(TrainerCallback):
             self.sampler.start()
         elif state.global_step > self.skipped:
             self.tokens += sum(len(ids) for group in self.source._taken for ids in group.completion_ids)
-        if state.global_step == state.max_steps:
+        if state.global_step == self.last:  # before the end of the run, at which no more groups are started
             self.measured = self.sampler.stop()
+            control.should_training_stop = True
 
 
 def train(schedule: str, server: Server, model: str, data: Dataset, args: argparse.Namespace, longest: int) -> dict:
@@ -335,7 +336,7 @@ def train(schedule: str, server: Server, model: str, data: Dataset, args: argpar
     steps, skipped = args.steps, args.skip
     if schedule != "continuous":
         steps, skipped = args.steps_in_batches, 2
-    clock = Clock(server, skipped)
+    clock = Clock(server, skipped, skipped + steps)
 
     class Trainer(GRPOTrainer):
         def _create_source(self):
@@ -362,7 +363,7 @@ def train(schedule: str, server: Server, model: str, data: Dataset, args: argpar
             max_staleness=STALENESS,
             shuffle_dataset=False,
             learning_rate=1e-8,  # lengths keep their distribution
-            max_steps=skipped + steps,
+            max_steps=skipped + steps + STALENESS + 2,
             gradient_checkpointing=False,
             startup_check=False,
             logging_steps=1,
