@@ -141,7 +141,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--completions", type=int, default=128, help="per optimizer step")
-    parser.add_argument("--learning_rate", type=float, default=3e-4)
+    parser.add_argument("--learning_rate", type=float, default=1e-4)
     parser.add_argument("--eval_prompts", type=int, default=256)
     parser.add_argument("--eval_samples", type=int, default=4, help="completions of each held-out problem")
     args = parser.parse_args()
