@@ -219,7 +219,7 @@ def test_placeholders_in_completions_are_read_as_padding(packing):
 def test_images_matter_and_are_kept_once_per_group():
     trainer = build(OURS["PACS"], "qwen2_5_vl")
     rollouts = []
-    with patch.object(trainer.update, "schedule", side_effect=lambda part: rollouts.extend(part) or 1 / 0):
+    with patch.object(trainer.update, "schedule_minibatch", side_effect=lambda part: rollouts.extend(part) or 1 / 0):
         with pytest.raises(ZeroDivisionError):
             trainer.train()
     groups = [[r.images for r in rollouts if r.group == group] for group in {r.group for r in rollouts}]

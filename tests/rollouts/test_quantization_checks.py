@@ -11,9 +11,10 @@ from pacs_trl.rollouts.quantization_checks import check_quantization
 
 def test_packed_weights_are_neither_copied_nor_converted():
     model = tiny_model()
-    settings = {"generation_dtype": None, "rollout_lag": 0, "use_vllm": False}
+    settings = {"generation_dtype": None, "has_engine_process": False, "asynchronous_setting": "rollout_lag"}
     settings |= {"trust_remote_code": False, "model_init_kwargs": None}
-    lag, dtype = ({**settings, key: value} for key, value in (("rollout_lag", 1), ("generation_dtype", "bfloat16")))
+    changes = (("has_engine_process", True), ("generation_dtype", "bfloat16"))
+    lag, dtype = ({**settings, key: value} for key, value in changes)
     four_bits, fp8 = BitsAndBytesConfig(load_in_4bit=True), FineGrainedFP8Config()
     refused = [(lag, four_bits, "rollout_lag"), (lag, fp8, "rollout_lag"), (dtype, fp8, "generation_dtype.*fp8")]
     for args, quantization, words in refused:
