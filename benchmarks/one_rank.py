@@ -120,7 +120,7 @@ def measure(
         _synchronize(device)
         started = time.perf_counter()
         model.train()
-        trainer._run_update(model, minibatch, True)
+        trainer._run_update(model, minibatch)
         trainer.optimizer.step()
         model.zero_grad()
         _synchronize(device)
