@@ -35,16 +35,17 @@ def check_settings(args: Any) -> None:
 
 def checked_dataset(task: str, config: Mapping[str, Any], seed: int, size: int) -> Any:
     """Return a dataset of reasoning-gym. Raises a `ValueError` if it is not installed or refuses the task."""
-    known = [task]
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
-
-        known = list(DATASETS)
+    except ImportError as error:
+        raise UserError(
+            f"`reasoning_gym`: the package with the task {task} cannot be imported ({error}). Install pacs_trl with "
+            "the extra [gym]."
+        ) from error
+    try:
         return create_dataset(task, seed=seed, size=size, **config)
-    except (ImportError, AssertionError, TypeError, ValueError) as error:
-        hint = did_you_mean(task, known) if task not in known else ""
-        if isinstance(error, ImportError):
-            hint = " Install pacs_trl with the extra [gym]."
+    except (AssertionError, TypeError, ValueError) as error:
+        hint = did_you_mean(task, list(DATASETS)) if task not in DATASETS else ""
         raise UserError(
             f"`reasoning_gym`: the task {task} with the config {dict(config)} is rejected: {error}.{hint}"
         ) from error

@@ -1,8 +1,8 @@
 """Sample store: an append-only JSONL file of completions that survives SIGKILL at any moment.
 
 The header line describes the samples (model, benchmark, prompt, sampling settings); every other line is a completion.
-Opening a file with other settings raises an error, so that two experiments never share a store. One process writes at
-a time: the one that holds the lock of the file. Needs the standard library only.
+Opening a file that has completions of other settings raises an error, so that two experiments never share a store. One
+process writes at a time: the one that holds the lock of the file. Needs the standard library only.
 """
 
 import fcntl
@@ -36,8 +36,8 @@ class SampleStore(AbstractContextManager):
         settings (`dict`): Plain data that identifies the samples.
 
     Raises:
-        `ValueError`: if the file has other settings (the message lists the differences), is being written by another
-            process, or is damaged before its last line.
+        `ValueError`: if the file has completions of other settings (the message lists the differences), is being
+            written by another process, or is damaged before its last line.
         `OSError`: if the file cannot be created or written.
     """
 
@@ -80,11 +80,16 @@ class SampleStore(AbstractContextManager):
         self._file.close()
 
     def _read_first_line(self, settings: dict[str, Any]) -> str | None:
-        """Write the header if the file is new or a crash truncated it, else compare; return what is wrong."""
+        """Write the header if the file has no completions, or a crash truncated the header, else compare; return what
+        is wrong."""
         expected = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
         self._file.seek(0)
         first_line = self._file.readline()
-        if first_line != expected and expected.startswith(first_line):
+        has_samples = self._file.read(1) != b""
+        self._file.seek(len(first_line))
+        is_header = first_line.startswith(b'{"format": ') and first_line.endswith(b"\n")
+        is_without_samples = is_header and not has_samples
+        if first_line != expected and (is_without_samples or expected.startswith(first_line)):
             self._file.truncate(0)
             self._file.write(expected)
             self._file.flush()

@@ -32,7 +32,12 @@ from ..recipe import (
 )
 from ..rewards import tool_function
 from ..rollouts.adapter_checks import max_lora_rank
-from ..rollouts.attention_checks import flash_attention_4_error, missing_attention, unknown_attention
+from ..rollouts.attention_checks import (
+    flash_attention_4_error,
+    missing_attention,
+    unknown_attention,
+    unsupported_attention,
+)
 from ..rollouts.checkpoint_files import check_output_dir, last_resumable_checkpoint
 from ..rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset
 from ..rollouts.half_precision import rounded_updates
@@ -233,6 +238,8 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     loading |= training.model_init_kwargs or {}
     if error := unknown_attention(loading["attn_implementation"]):
         conflicts.append(error)
+    if estimate.config and (error := unsupported_attention(loading["attn_implementation"], estimate.config)):
+        conflicts.append(error)
     if error := flash_attention_4_error(training, loading, estimate.gpu.compute_capability, estimate.gpu.name):
         conflicts.append(error)
     if missing := missing_attention(loading["attn_implementation"]):
@@ -328,7 +335,8 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
 
 
 def _length_errors(recipe: Recipe, contexts: dict[str, int | None]) -> list[str]:
-    """Return the limits that a completion exceeds with the longest prompt that the recipe allows."""
+    """Return the limits that a completion exceeds with the longest prompt that the recipe allows, or with a prompt of
+    one token if it allows any."""
     data, training = recipe.data, recipe.training
     prompt, completion = data.max_prompt_length or 1, training.max_completion_length or 0
     limits: dict[str, int | None] = dict(contexts)
@@ -343,6 +351,12 @@ def _length_errors(recipe: Recipe, contexts: dict[str, int | None]) -> list[str]
             if name in contexts:
                 name = f"the context of the model, {name}"
                 remedy = f"Lower max_completion_length to {max(limit - prompt, 0)}"
+            if data.max_prompt_length is None:
+                errors.append(
+                    f"max_completion_length={completion} leaves no room for a prompt in {name}={limit}. Lower "
+                    "max_completion_length below it."
+                )
+                continue
             errors.append(
                 f"A prompt of {prompt} tokens (max_prompt_length={data.max_prompt_length}) with max_completion_length="
                 f"{completion} does not fit into {name}={limit}. {remedy}, or lower max_prompt_length."

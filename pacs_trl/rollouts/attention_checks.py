@@ -5,25 +5,39 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import transformers
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..errors import UserError
 from ..settings import did_you_mean
+from .model_config import config_of
 from .rollout_config import RolloutConfig
 
 
 # Packages of the attention implementations that transformers does not bring.
 _ATTENTION_PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+# Attributes with which the classes of transformers say that they have an attention implementation.
+_SUPPORT = {
+    "sdpa": "_supports_sdpa",
+    "flex_attention": "_supports_flex_attn",
+    "flash_attention_2": "_supports_flash_attn",
+    "flash_attention_3": "_supports_flash_attn",
+    "flash_attention_4": "_supports_flash_attn",
+}
 
 
-def check_attention(args: RolloutConfig) -> None:
-    """Raise a `ValueError` if a model to be loaded asks for an attention that does not exist, is not installed, or
-    cannot train."""
+def check_attention(name: str, args: RolloutConfig) -> None:
+    """Raise a `ValueError` if a model to be loaded asks for an attention that does not exist, that its layers do not
+    have, that is not installed, or that cannot train."""
     loading = args.model_init_kwargs or {}
     implementation = loading.get("attn_implementation")
     capability = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
     error = unknown_attention(implementation) or flash_attention_4_error(args, loading, capability)
-    if error := error or missing_attention(implementation):
+    error = error or missing_attention(implementation)
+    if error is None and implementation is not None:
+        error = unsupported_attention(implementation, config_of(name, args))
+    if error is not None:
         raise UserError(error)
 
 
@@ -35,6 +49,19 @@ def unknown_attention(implementation: Any) -> str | None:
         return None
     near = did_you_mean(implementation, known)
     return f"attn_implementation: {implementation!r} does not exist.{near} Choose from {', '.join(known)}."
+
+
+def unsupported_attention(implementation: Any, config: PreTrainedConfig) -> str | None:
+    """Return that models of a configuration do not have an attention implementation; `None` if they have it, or are
+    not in transformers."""
+    model_class = getattr(transformers, (config.architectures or [""])[0], None)
+    attribute = _SUPPORT.get(str(implementation))
+    if model_class is None or attribute is None or getattr(model_class, attribute, True):
+        return None
+    return (
+        f"attn_implementation: {config.model_type!r} models have no {implementation}. Set eager, or remove the key "
+        "for their default."
+    )
 
 
 def flash_attention_4_error(

@@ -30,7 +30,7 @@ def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, a
     check_quantization(model, args, arguments["quantization_config"])
     warn_of_rounded_updates(model, args, arguments["peft_config"])
     if isinstance(model, str):
-        check_attention(args)
+        check_attention(model, args)
     if args.has_engine_process and not isinstance(model, str):
         check_copy_in_engine_process(model)
 

@@ -49,6 +49,16 @@ def test_other_settings_are_refused_with_the_difference(tmp_path):
     assert "top_p" not in str(error.value)
 
 
+def test_settings_of_a_store_without_samples_are_replaced(tmp_path):
+    """A run that did not start, for example without its engine, does not decide for the next one."""
+    path = fill(tmp_path / "s.jsonl", count=0)
+    with SampleStore(path, SETTINGS | {"engine": "other"}) as store:
+        append(store, "p0", 0, 1000, "text", 5)
+    with pytest.raises(ValueError, match="engine: 'other' != None"):
+        SampleStore(path, SETTINGS)
+    assert len(list(read_samples(path))) == 1
+
+
 def test_every_cut_of_a_line_is_repaired(tmp_path, caplog):
     """Of the last completion, which is removed, and of the settings, which are written again; but the beginning of
     other settings is not repaired."""

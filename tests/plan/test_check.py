@@ -1,5 +1,6 @@
 """`pacs-trl plan`: what it says of a recipe and a launch, each conflict with its values and remedy."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,8 @@ SAID = {
                  "no: not compiled"),
     "as many processes as the recipe says": (WHOLE, {"expected_processes": 8}, 0, "no: prompts instead of"),
     "long completions": ((), LONG, 1, "max_prompt_length=512", "does not fit into vllm_max_model_length=1400"),
+    "no room for a prompt": ((), LONG | {"max_prompt_length": None, "vllm_max_model_length": 1000}, 1,
+                             "leaves no room for a prompt in vllm_max_model_length=1000", "no: =None"),
     "fitting completions": ((), LONG | {"vllm_max_model_length": 1512}, 0),
     "unknown LoRA targets": ((), {"use_peft": True, "lora_target_modules": ["q_prj"]}, 1, "q_prj", "q_proj"),
     "a name without an owner": ((), {"dataset_name": "gsm8kk"}, 0, "no named set and no file", "`openai/gsm8k`"),
@@ -123,6 +126,12 @@ def test_plan_prints_the_sentences_of_a_case_and_ends_with_its_status(plan, case
     assert exit_status == status, output
     for sentence in sentences:
         assert (sentence.removeprefix("no: ") in output) != sentence.startswith("no: "), sentence
+
+
+def test_a_missing_reasoning_gym_is_a_conflict_that_names_its_extra(plan, monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    status, output = plan(**GYM, reasoning_gym={"chain_sum": None})
+    assert status == 1 and "the task chain_sum cannot be imported" in output and "extra [gym]" in output
 
 
 def test_reward_functions_that_cannot_be_imported_are_conflicts(plan, tmp_path, monkeypatch):

@@ -115,6 +115,15 @@ def test_a_directory_with_another_run_is_named_as_in_training(small, model, tmp_
     assert status == 1 and "already contains checkpoint-7" in text
 
 
+def test_an_attention_that_the_model_does_not_have_is_refused_as_in_training(small, model):
+    config = build("gpt_oss").config
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(model)
+    assert small(attn_implementation="eager")[0] == 0
+    status, text = small(attn_implementation="sdpa")
+    assert status == 1 and "'gpt_oss' models have no sdpa. Set eager" in text
+
+
 def test_packed_weights_are_refused_as_in_training(small, model):
     """MXFP4 weights of gpt-oss, which vLLM cannot replace."""
     build("gpt_oss").config.save_pretrained(model)

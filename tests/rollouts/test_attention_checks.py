@@ -4,10 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.architectures import build
 from support.runs import build_trainer
 
 from pacs_trl.rollouts import attention_checks
-from pacs_trl.rollouts.attention_checks import flash_attention_4_error, missing_attention, unknown_attention
+from pacs_trl.rollouts.attention_checks import (
+    flash_attention_4_error,
+    missing_attention,
+    unknown_attention,
+    unsupported_attention,
+)
 
 
 @pytest.mark.parametrize(
@@ -45,3 +51,13 @@ def test_an_attention_that_does_not_exist_is_refused_before_loading(tmp_path, mo
         assert unknown_attention(name) is None
     with pytest.raises(ValueError, match="'flash_attention_9' does not exist. Did you mean .*Choose from eager"):
         build_trainer(tmp_path, model=model_path, model_init_kwargs={"attn_implementation": "flash_attention_9"})
+
+
+def test_an_attention_that_the_layers_do_not_have_is_refused_before_loading(tmp_path):
+    """gpt-oss has attention sinks, which torch's attention has not; configurations made from scratch name no class."""
+    model = build("gpt_oss")
+    for name in ("eager", "sdpa", None):
+        assert unsupported_attention(name, model.config) is None
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="'gpt_oss' models have no sdpa. Set eager"):
+        build_trainer(tmp_path, model=str(tmp_path / "model"), model_init_kwargs={"attn_implementation": "sdpa"})
