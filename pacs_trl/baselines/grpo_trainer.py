@@ -73,7 +73,7 @@ class SurrogateObjective(RatioObjective):
 
     @property
     def _ratio_function(self) -> surrogate.RatioFunction | None:
-        """The function that is used instead of that of `loss.loss_type`; `None` if there is none."""
+        """The function that is used instead of that of `ratio_loss.loss_type`; `None` if there is none."""
         return None
 
     def _off_policy_mask(self, tokens: TokenValues, scaled_advantages: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,8 @@ def test_groups_that_are_too_old_are_dropped_and_counted_and_their_prompts_not_r
     engine.length = staticmethod(lambda position, index: 1000 if position in (1, 5) else 4)
     trainer, taken = trainer_of(tmp_path, max_steps=8, save_strategy="no")
     trainer.train()
-    assert sum(values(trainer, "async/dropped_groups")) == 2
+    # Both have a token of the first weights, so the steps 0 to 3 may train them, and the next batch drops them.
+    assert values(trainer, "async/dropped_groups") == [0, 0, 0, 0, 2, 0, 0, 0]
     assert sorted(sum(taken.positions, [])) == [position for position in range(18) if position not in (1, 5)]
     assert max(values(trainer, "async/largest_lag")) <= STALENESS
 

@@ -99,7 +99,6 @@ def num_mixed_with_log_probs_of(policy, weights, groups) -> int:
     return num_mixed
 
 
-@pytest.mark.slow  # a second server, with adapters
 def test_each_completion_has_the_log_probs_of_the_adapter_with_which_it_began(tmp_path, checkpoint):
     """Adapters reach a server that is never paused; those that no completion uses are unloaded."""
     recorder, groups = Recorder(), []
