@@ -32,7 +32,7 @@ portability-threads-2: MACHINE := OMP_NUM_THREADS=2
 NUMERIC := test_objective test_group_losses test_surrogate update/test_groups update/test_metrics update/test_policy_update \
 	update/test_reference update/test_token_weights update/test_forward_pass update/test_packed_attention update/test_packed_families \
 	experimental/test_process_labels experimental/test_verl experimental/test_steer \
-	experimental/test_rlpr experimental/test_dars \
+	experimental/test_rlpr experimental/test_dars experimental/test_ucpo \
 	baselines/test_gae baselines/test_ppo_trainer experimental/test_genac_critic \
 	evaluation/test_critic evaluation/test_diversity evaluation/test_pass_at_k evaluation/test_sampling evaluation/test_results experiments/miniature/test_model
 
