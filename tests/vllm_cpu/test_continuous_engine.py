@@ -127,7 +127,31 @@ def test_each_completion_has_the_log_probs_of_the_adapter_with_which_it_began(tm
     assert len(versions) > 4
 
 
-def test_a_server_that_is_killed_is_noticed_and_a_run_goes_on_with_another(tmp_path, checkpoint):
+def seconds_to_notice(caplog, since: float) -> float:
+    """The seconds from `since`, since the epoch, to the message that a server has failed."""
+    (message,) = [record for record in caplog.records if record.name == "pacs_trl.rollouts.server_watch"]
+    return message.created - since
+
+
+def test_a_server_with_weights_of_another_run_is_noticed(tmp_path, checkpoint, server, caplog):
+    """A server that was restarted has them too: its weights are named `default`."""
+
+    class Replace(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                body = {"new_version": "default"}
+                requests.post(f"{server[1]}/update_weight_version", json=body, timeout=10).raise_for_status()
+                self.replaced_at = time.time()
+
+    replace = Replace()
+    trainer = trainer_of(tmp_path, checkpoint, server[1], callbacks=[replace], max_steps=6)
+    with pytest.raises(FailedRun, match="was restarted or got weights of another run after optimizer step 2"):
+        trainer.train()
+    assert seconds_to_notice(caplog, replace.replaced_at) < 10
+    assert (tmp_path / "checkpoint-2").is_dir()
+
+
+def test_a_server_that_is_killed_is_noticed_and_a_run_goes_on_with_another(tmp_path, checkpoint, caplog):
     """Within ten seconds; the state after the last optimizer step is saved, and no prompt is lost or trained twice."""
 
     class Kill(TrainerCallback):
@@ -135,7 +159,7 @@ def test_a_server_that_is_killed_is_noticed_and_a_run_goes_on_with_another(tmp_p
             trained.extend(group.position for group in trainer._source._taken)
             if state.global_step == 2 and len(processes) == 1:
                 end(processes[0])
-                self.killed_at = time.monotonic()
+                self.killed_at = time.time()
 
     trained: list[int] = []
     processes: list[subprocess.Popen] = []
@@ -148,7 +172,8 @@ def test_a_server_that_is_killed_is_noticed_and_a_run_goes_on_with_another(tmp_p
             trainer = trainer_of(tmp_path, checkpoint, url, callbacks=[kill], max_steps=6)
             with pytest.raises(FailedRun, match="after optimizer step 2"):
                 trainer.train()
-            assert time.monotonic() - kill.killed_at < 30  # ten seconds, and those to save on a slow machine
+            assert seconds_to_notice(caplog, kill.killed_at) < 10
+            assert time.time() - kill.killed_at < 30  # with those to save on a slow machine
             process, url = start_server(checkpoint, output)
             processes.append(process)
             wait_until_ready(process, url)
