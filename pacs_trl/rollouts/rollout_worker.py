@@ -38,6 +38,7 @@ from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import readable_calls, safe_tools
 from ..rewards import FUNCTIONS, VerificationArguments, configure_verification, run_python
 from ..update.rollout import as_numbers
+from .completion_columns import new_column
 from .group_starts import takes_seed
 from .request_seeds import request_seed
 from .reward_functions import never_exiting, with_result, with_truncated
@@ -209,6 +210,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         self._ordinals: dict[int, int] = {}  # number of a started group, by position
         self._started: Counter[int] = Counter()  # conversations, by position
         self._turns: Counter[int] = Counter()  # that have not ended, by the version with which they began
+        self._num_in_progress = 0  # conversations of admitted groups
         pools: dict[str | None, list[Any]] = {}
         if self.environment_factories is not None:
             pools = self._environment_pool
@@ -262,12 +264,21 @@ class RolloutLoop(_AsyncRolloutLoop):
         async with self._admission:
             while self._ordinals[group_id] >= self._shared.admitted:
                 await asyncio.sleep(0.01)
-        generated = await super()._generate_one(prompt, safe_tools(tool_dict, takes_images=False), tools, group_id)
+        self._num_in_progress += 1
+        try:
+            generated = await super()._generate_one(prompt, safe_tools(tool_dict, takes_images=False), tools, group_id)
+        finally:
+            self._num_in_progress -= 1
         completion, completion_ids, sequences, *counts = generated
         if not sequences:  # nothing was sampled
             ids = _conversation.get().prompt_ids
             sequences = [TrainingSequence(ids, [0] * len(ids), [0.0] * len(ids), "")]
         return completion, completion_ids, sequences, *counts
+
+    def _push_metrics(self, values: dict[str, Any]) -> None:
+        if "rollout/inflight" in values:  # in which TRL counts conversations that wait for their admission
+            values = values | {"rollout/inflight": float(self._num_in_progress)}
+        super()._push_metrics(values)
 
     # Requests -------------------------------------------------------------------------------------------------------
 
@@ -401,12 +412,15 @@ class RolloutLoop(_AsyncRolloutLoop):
     async def _grade(self, grader: Callable, arguments: dict[str, Any]) -> tuple[list[float | None], list[list]]:
         """Return the rewards of a reward function, and what it has logged."""
         logged: list[list] = []
+        columns: dict[str, list] = {}
 
         def log_metric(name: str, value: float) -> None:
             logged.append(["log_metric", name, float(value)])
 
         def log_extra(name: str, values: list) -> None:
-            logged.append(["log_extra", name, json.loads(json.dumps([*values], default=str))])
+            column = new_column(name, values, len(arguments["completions"]), columns)
+            columns[column] = json.loads(json.dumps([*values], default=str))
+            logged.append(["log_extra", column, columns[column]])
 
         arguments = arguments | {"log_metric": log_metric, "log_extra": log_extra}
         if is_async_callable(grader):

@@ -75,6 +75,7 @@ class Loop:
         self.shared = SimpleNamespace(value=0, admitted=0, asked=0, drained=0)
         self.groups: queue.Queue = queue.Queue()
         self.failure: queue.Queue = queue.Queue()
+        self.metrics: queue.Queue = queue.Queue()
         self.loop = RolloutLoop(
             **arguments,
             rollout_buffer=self.groups,
@@ -82,7 +83,7 @@ class Loop:
             heartbeat_value=SimpleNamespace(value=0.0),
             failed_event=threading.Event(),
             exception_info_queue=self.failure,
-            metrics_queue=queue.Queue(),
+            metrics_queue=self.metrics,
         )
         self.thread = threading.Thread(target=self._run, daemon=True)
 
@@ -143,6 +144,8 @@ def test_no_group_starts_before_it_is_admitted(server):
         loop.take(2)
         time.sleep(0.2)
         assert len(server.seeds) == 2 * NUM_GENERATIONS
+        measured = [values for values in loop.metrics.queue if "rollout/inflight" in values]
+        assert {values["rollout/inflight"] for values in measured} <= {*range(2 * NUM_GENERATIONS)}
         loop.shared.admitted = 3
         assert [group.position for group in loop.take(1)] == [2]
 
@@ -329,6 +332,32 @@ def test_an_exception_of_a_reward_function_ends_the_loop_and_is_reported(server)
         loop.shared.admitted = 1
         name, message, _ = loop.failure.get(timeout=20)
     assert (name, message) == ("ValueError", "no such column")
+
+
+def misaligned_reward(completions, log_extra, **kwargs):
+    log_extra("length", [1])
+    return [1.0] * len(completions)
+
+
+def test_a_column_that_is_not_as_long_as_its_group_is_reported(server):
+    with Loop(**arguments_of(server, reward_funcs=[misaligned_reward])) as loop:
+        loop.shared.admitted = 1
+        name, message, _ = loop.failure.get(timeout=20)
+    assert name == "UserError"
+    assert "log_extra('length', ...) got [1] for 2 completions" in message
+
+
+def twice_logged_reward(completions, log_extra, **kwargs):
+    log_extra("length", [1, 2])
+    log_extra("length", [3, 4])
+    return [1.0] * len(completions)
+
+
+def test_columns_of_one_name_are_kept_apart(server):
+    with Loop(**arguments_of(server, reward_funcs=[twice_logged_reward])) as loop:
+        loop.shared.admitted = 1
+        (group,) = loop.take(1)
+    assert group.logged == [[["log_extra", "length", [1, 2]], ["log_extra", "length_2", [3, 4]]]]
 
 
 def test_a_server_that_ends_requests_early_is_reported_as_its_failure(server):
