@@ -3,6 +3,7 @@ tools, environments, prompts, and packages."""
 
 import inspect
 import pickle
+import sys
 from importlib.util import find_spec
 from typing import Any
 
@@ -58,15 +59,20 @@ def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) 
 
 
 def _check_sendable(entry: Any, kind: str) -> None:
+    name = getattr(entry, "__name__", repr(entry)[:50])
     try:
-        pickle.dumps(entry)
+        pickled = pickle.dumps(entry)
     except Exception as error:  # of any library
-        name = getattr(entry, "__name__", repr(entry)[:50])
         raise UserError(
             f"rollout_schedule: continuous sends the {kind} {name!r} to another process, which fails "
             f"({type(error).__name__}: {str(error)[:100]}). Define it at the top of a module, without a lambda or a "
             "closure."
         ) from error
+    if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
+        raise UserError(
+            f"rollout_schedule: continuous imports the {kind} {name!r} in another process, which cannot import it from "
+            "a notebook or an interactive session. Define it in a module."
+        )
 
 
 def _check_reads_calls(model: Any, args: RolloutConfig, tokenizer: Any) -> None:

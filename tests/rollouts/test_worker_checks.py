@@ -1,6 +1,8 @@
 """Code of the user and data that the worker of continuous rollouts, another process, cannot use."""
 
 import copy
+import sys
+from types import ModuleType
 
 import pytest
 from datasets import Dataset
@@ -42,6 +44,16 @@ def test_code_of_the_user_that_cannot_run_in_another_process_is_refused(tmp_path
     assert_continuous_is_refused(tmp_path, server, model_path, "has no reward model", nn.Linear(2, 1))
     assert_continuous_is_refused(
         tmp_path, server, model_path, "sends the tool 'local_tool'", digit_reward, {"tools": [local_tool_of()]}
+    )
+
+
+def test_a_function_of_a_notebook_is_refused(tmp_path, server, model_path, monkeypatch):
+    """pickle names it, and the other process has another main module."""
+    notebook = ModuleType("__main__")
+    exec("def reward(completions, **kwargs):\n    return [0.0] * len(completions)", vars(notebook))
+    monkeypatch.setitem(sys.modules, "__main__", notebook)
+    assert_continuous_is_refused(
+        tmp_path, server, model_path, "cannot import it from a notebook.*Define it in a module", notebook.reward
     )
 
 
