@@ -255,7 +255,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"compile_layers: true is for the exact update, which {type(self).__name__} does not have. Remove the "
                 "key, or train with method: pacs, grpo, rloo, maxrl, or real."
             )
-        if self.stale_logps and not self.rollout_lag:
+        if self.stale_logps and not self.is_asynchronous:
             errors.append("stale_logps is for rollout_lag, without which it would be ignored. Set both, or neither.")
         if self.rollout_schedule == "continuous":
             errors += self._continuous_errors()

@@ -4,14 +4,15 @@ import socket
 from contextlib import nullcontext
 
 import pytest
+import torch
 from support.continuous_refusals import SETTINGS, assert_continuous_is_refused
-from support.models import LORA
+from support.models import LORA, tiny_model
 from support.runs import build_trainer, config
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 
 from pacs_trl.rollouts import server_checks, worker_checks
 from pacs_trl.rollouts.server_checks import check_vllm, shares_memory
-from pacs_trl.rollouts.server_command import continuous_server_command, serve_command
+from pacs_trl.rollouts.server_command import continuous_server_command, serve_command, training_dtype
 from pacs_trl.settings import names
 
 
@@ -145,6 +146,16 @@ def test_weights_go_through_memory_of_this_machine_or_by_nccl(tmp_path, server, 
     config["weight_transfer_config"] = None
     message = "is on another machine.*Add --weight-transfer-config '.*nccl"
     assert_continuous_is_refused(tmp_path, server, model_path, message)
+
+
+def test_the_server_needs_the_precision_of_training(tmp_path, model_path):
+    """`auto` is that of the checkpoint."""
+    dtypes = {"auto": "float32", "bfloat16": "bfloat16", torch.float16: "float16"}
+    for dtype, expected in dtypes.items():
+        assert training_dtype(config(tmp_path, model_init_kwargs={"dtype": dtype}), model_path) == expected
+    assert training_dtype(config(tmp_path), model_path) == "float32"
+    assert training_dtype(config(tmp_path, bf16=True), model_path) == "bfloat16"
+    assert training_dtype(config(tmp_path), tiny_model().to(torch.float16)) == "float16"
 
 
 def test_a_server_without_development_mode_is_refused(tmp_path, server, model_path):
