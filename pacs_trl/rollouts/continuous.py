@@ -58,6 +58,8 @@ class ContinuousRollouts:
         self.next_position = 0
         self._taken: list[GradedGroup] = []  # of the optimizer step `_taken_at`
         self._taken_at = -1
+        self._num_dropped = 0  # groups, since those of a step were taken
+        self._num_dropped_before = 0  # those that the step `_taken_at` has counted
         self._completions: list[tuple[GradedGroup, int]] = []  # those of this process in the current step
         self._num_delivered = 0  # by the current worker
         self._server = ServerConnection(trainer)
@@ -155,7 +157,7 @@ class ContinuousRollouts:
         watch = self._server.watch
         assert watch is not None
         signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
-        self._num_dropped, deadline = 0, None
+        deadline = None
         while True:
             self._drop_stale()
             self._admit(is_taken=False)
@@ -226,13 +228,14 @@ class ContinuousRollouts:
         trainer, step = self.trainer, self.trainer.state.global_step
         groups, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
         self._taken, self._taken_at = groups, step
+        self._num_dropped_before, self._num_dropped = self._num_dropped, 0
         self._admit(is_taken=True)
         ages = [_staleness(group, step) for group in groups]
         num_completions = sum(len(group.completions) for group in groups)
         metrics = {
             "lag_updates": sum(ages) / len(ages),
             "largest_lag": float(max(ages)),
-            "dropped_groups": float(self._num_dropped),
+            "dropped_groups": float(self._num_dropped_before),
             "waiting_groups": float(len(self.waiting)),
             "changed_weights_fraction": sum(group.num_mixed for group in groups) / num_completions,
             "forked_fraction": sum(group.num_forks > 0 for group in groups) / len(groups),
@@ -248,7 +251,8 @@ class ContinuousRollouts:
     # State ----------------------------------------------------------------------------------------------------------
 
     def finish(self) -> dict[str, Any]:
-        """Return the groups that wait and the positions to generate again, for a checkpoint. Nothing is waited for."""
+        """Return the groups that wait, the positions to generate again, and the number of groups that were dropped but
+        not logged yet, for a checkpoint. Nothing is waited for."""
         if not self.is_main:
             return {}
         if self._worker is not None and self._server.watch is not None:
@@ -256,18 +260,25 @@ class ContinuousRollouts:
             if self._server.watch.check() is not None:
                 self._discard_unchecked()
         groups = [dict(vars(group)) for group in self.waiting]
-        return {"groups": groups, "missing": list(self.missing), "next_position": self.next_position}
+        return {
+            "groups": groups,
+            "missing": list(self.missing),
+            "next_position": self.next_position,
+            "num_dropped": self._num_dropped,
+        }
 
     def load(self, batches: dict[str, Any]) -> None:
         if self.is_main:
             self.waiting = [GradedGroup(**group) for group in batches["groups"]]
             self.missing, self.next_position = batches["missing"], batches["next_position"]
+            self._num_dropped = batches["num_dropped"]
             for group in self.waiting:
                 group.enqueued_at = 0.0  # checked by the run that has saved it
 
     def put_back(self) -> None:
         if self._taken_at == self.trainer.state.global_step:
             self.waiting = [*self._taken, *self.waiting]
+            self._num_dropped += self._num_dropped_before
             self._taken_at = -1
 
     def close(self) -> None:
@@ -286,11 +297,13 @@ class ContinuousRollouts:
         return self._order
 
     def _start_worker(self) -> None:
+        assert self._server.watch is not None
         self._num_delivered = 0
         try:
             self._worker = RolloutWorker(**worker_arguments(self.trainer, self, self._server.num_slots))
             self._worker.shared.value = self._server.sent_step
             self._worker.start()
+            self._server.watch.start()
         except Exception as error:  # of the user's code, which is sent to the process, and of its start
             logger.exception("The rollout worker failed to start.")
             raise WorkerFailure("failed to start", in_one_line(error)) from error

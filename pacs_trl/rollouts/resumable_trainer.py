@@ -64,6 +64,7 @@ class ResumableTrainer(GRPOTrainer):
         if resume_from_checkpoint:
             resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         self._prepare_memory(resume_from_checkpoint or None)
+        self._source.close()  # which an evaluation may have connected to a server
         with (
             watching_ranks(limit=self.args.ddp_timeout, output_dir=self.args.output_dir),
             checkpoint.reporting_full_disk(self.args.output_dir),

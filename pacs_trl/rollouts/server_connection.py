@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from huggingface_hub.utils import httpx
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
@@ -90,7 +89,8 @@ class ServerConnection:
         return None if self._adapters is None else self._adapters.name
 
     def _connect(self) -> None:
-        """Choose how weights reach the server, and start to watch it. All processes must call this."""
+        """Choose how weights reach the server, and create its watch, which starts with the worker: after an evaluation
+        alone a server may end. All processes must call this."""
         trainer = self.trainer
         failure, uses_nccl = None, False
         if self.is_main:
@@ -203,7 +203,7 @@ class ServerConnection:
     def _name_weights(self, version: str) -> None:
         assert self.watch is not None
         body = {"new_version": version}
-        httpx.post(f"{self.watch.url}/update_weight_version", json=body, timeout=60).raise_for_status()
+        self.watch.client.post("/update_weight_version", json=body, timeout=60).raise_for_status()
 
     def _compare_logps(self) -> None:
         trainer = self.trainer

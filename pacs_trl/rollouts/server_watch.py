@@ -27,9 +27,10 @@ class Failure(NamedTuple):
 
 class ServerWatch:
     """
-    Checks every few seconds that the server answers and has the weights that this run has sent.
+    Checks that the server answers and has the weights that this run has sent, every few seconds from [`start`] on.
 
     Attributes:
+        client (`httpx.Client`): Client of the server.
         version (`str`): Name of the weights that the server has, unique to this run.
         checked_at (`float`): Time of the last check that succeeded, in seconds since the epoch.
         failure ([`Failure`], *optional*): That of the first check that failed.
@@ -37,11 +38,15 @@ class ServerWatch:
 
     def __init__(self, url: str):
         self.url, self.version, self.checked_at = url, "", 0.0
+        self.client = http_client(url)
         self.failure: Failure | None = None
         self._replaced_at = 0.0
         self._run = secrets.token_hex(4)
         self._lock = threading.Lock()
         self._closed = threading.Event()
+
+    def start(self) -> None:
+        """Begin to check in a thread of its own, until [`close`]."""
         threading.Thread(target=self._check_often, daemon=True).start()
 
     @contextmanager
@@ -60,7 +65,7 @@ class ServerWatch:
                 self.failure = self._ask()
                 if self.failure is not None and time.time() - started < 1:  # not after a long wait
                     self.failure = self._ask()
-                if self.failure is not None:
+                if self.failure is not None and not self._closed.is_set():
                     logger.error("The vLLM server at %s %s (%s).", self.url, *self.failure)
         return self.failure
 
@@ -74,7 +79,7 @@ class ServerWatch:
     def _ask(self) -> Failure | None:
         started = time.time()
         try:
-            response = httpx.get(f"{self.url}/weight_info", timeout=_SECONDS_OF_A_CHECK)
+            response = self.client.get("/weight_info", timeout=_SECONDS_OF_A_CHECK)
             response.raise_for_status()
             version = response.json()["weight_version"]
         except httpx.ReadTimeout:
@@ -87,6 +92,12 @@ class ServerWatch:
             return Failure("was restarted or got weights of another run", cause)
         self.checked_at = started
         return None
+
+
+def http_client(url: str) -> httpx.Client:
+    """Return a client that opens a connection for each call, because a server closes those that are idle. `httpx.get`
+    takes ten times as long: it reads the certificates of the machine."""
+    return httpx.Client(base_url=url, limits=httpx.Limits(max_keepalive_connections=0))
 
 
 def failure_of(state: str, error: Exception) -> Failure:

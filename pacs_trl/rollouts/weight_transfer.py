@@ -9,6 +9,8 @@ import torch
 from huggingface_hub.utils import httpx
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 
+from .server_watch import http_client
+
 
 _ALIGNMENT = 64  # bytes
 _TIMEOUT = 1800  # seconds of a transfer
@@ -24,7 +26,7 @@ class SharedMemoryTransfer:
     """
 
     def __init__(self, client: VLLMClient):
-        self.client = client
+        self.client, self._http = client, http_client(client.server_url)
         self._fd: int | None = None
         self._table: list[tuple[str, str, list[int], int]] = []
 
@@ -65,7 +67,7 @@ class SharedMemoryTransfer:
             self._fd = None
 
     def _call(self, body: dict[str, Any]) -> None:
-        response = httpx.post(f"{self.client.server_url}/collective_rpc", json=body, timeout=_TIMEOUT)
+        response = self._http.post("/collective_rpc", json=body, timeout=_TIMEOUT)
         if response.status_code != 200:
             message = f"POST /collective_rpc has status {response.status_code}: {response.text:.300}"
             raise httpx.HTTPStatusError(message, request=response.request, response=response)

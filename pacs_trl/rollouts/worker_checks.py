@@ -70,8 +70,8 @@ def _check_sendable(entry: Any, kind: str) -> None:
         ) from error
     if b"__main__" in pickled and not hasattr(sys.modules["__main__"], "__file__"):
         raise UserError(
-            f"rollout_schedule: continuous imports the {kind} {name!r} in another process, which cannot import it from "
-            "a notebook or an interactive session. Define it in a module."
+            f"rollout_schedule: continuous imports the {kind} {name!r} in another process, which cannot import it "
+            "from a notebook or an interactive session. Define it in a module."
         )
 
 

@@ -6,6 +6,8 @@ test_rollout_worker.py, and with a real server in tests/vllm_cpu.
 
 import copy
 import itertools
+import logging
+import os
 import threading
 import time
 from types import SimpleNamespace
@@ -364,27 +366,54 @@ def test_a_worker_that_does_not_start_stops_the_run(tmp_path, worker):
             trainer.train()
 
 
-def test_a_signal_that_stops_the_wait_saves_the_last_step(tmp_path, worker):
+def test_a_signal_that_stops_the_wait_saves_the_last_step_and_how_many_groups_were_dropped(tmp_path, worker):
+    """A resumed run counts those that were dropped before the stop."""
     worker.delivers = True
 
     class Stop(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            trainer._source._worker.delivers = False
-            trainer._source.waiting.clear()
+            if state.global_step < 2:
+                return
+            source = trainer._source
+            source._receive(0)
+            for group in source.waiting:
+                group.versions = [[0] * len(versions) for versions in group.versions]
+            waiting.extend(group.position for group in source.waiting)
+            source._worker.delivers = False
             threading.Timer(0.1, setattr, (control, "should_training_stop", True)).start()
 
+    waiting: list[int] = []
     with server_of(tiny_model()) as server:
-        trainer, _ = trainer_of(tmp_path, server, callbacks=[Stop()], max_steps=3, save_strategy="no")
+        settings = {"max_staleness": 1, "save_strategy": "no"}
+        trainer, before = trainer_of(tmp_path, server, callbacks=[Stop()], max_steps=4, **settings)
         trainer.train()
-    assert (tmp_path / "checkpoint-1").is_dir()
+        again, after = trainer_of(tmp_path, server, max_steps=3, **settings)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        assert waiting == [4]
+        logs = [log for log in again.state.log_history if "async/dropped_groups" in log]
+        assert [log["async/dropped_groups"] for log in logs] == [0, 0, 1]
+        assert before.positions + after.positions == [[0, 1], [2, 3], [5, 6]]
+        again._source._taken_at = again.state.global_step
+        again._source.put_back()
+        assert again._source.finish()["num_dropped"] == 1
 
 
-def test_evaluation_generates_with_the_current_weights(tmp_path, worker):
+def test_evaluation_generates_with_the_current_weights(tmp_path, worker, caplog):
+    """Also before and after a run, where other weights on the server, or its end, are no failure."""
     with server_of(tiny_model()) as server:
         more = {"eval_dataset": addition_dataset(4)}
         settings = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "no", "num_generations_eval": 2}
         trainer, _ = trainer_of(tmp_path, server, more=more, max_steps=2, **settings)
+        trainer.evaluate()
+        assert server.version.endswith("/0")
+        memory = trainer._source._server._transfer._fd
         trainer.train()
-    logs = [log for log in trainer.state.log_history if "eval_reward" in log]
-    assert len(logs) == 2
-    assert server.version.endswith("/2")
+        with pytest.raises(OSError):
+            os.fstat(memory)
+        assert server.version.endswith("/2")
+        logs = [log for log in trainer.state.log_history if "eval_reward" in log]
+        assert len(logs) == 2
+        trainer.evaluate()
+        server.version = "default"
+        time.sleep(0.1)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
