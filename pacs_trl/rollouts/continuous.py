@@ -90,7 +90,8 @@ class ContinuousRollouts:
                     started = time.perf_counter()
                 groups = self._take() if self._wait_for_groups(self.groups_per_step) else None
             except ServerFailure as error:
-                failure = error
+                if not self._is_to_stop():  # a signal to all processes of a job ends the server, too
+                    failure = error
         failure, groups = broadcast_object_list([failure, groups], from_process=0)
         if failure is not None:
             raise failure
@@ -156,7 +157,6 @@ class ContinuousRollouts:
         to stop ends the wait. Raises a [`ServerFailure`] if server or worker has failed."""
         watch = self._server.watch
         assert watch is not None
-        signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
         deadline = None
         while True:
             self._drop_stale()
@@ -166,11 +166,15 @@ class ContinuousRollouts:
             if len(self.waiting) >= number and watch.check() is None:
                 if all(group.enqueued_at <= watch.checked_at for group in self.waiting[:number]):
                     return True
-            if self.trainer.control.should_training_stop or any(c.received for c in signal_callbacks):
+            if self._is_to_stop():
                 deadline = deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= deadline:
                     return False
             self._receive(timeout=0.2)
+
+    def _is_to_stop(self) -> bool:
+        signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
+        return self.trainer.control.should_training_stop or any(c.received for c in signal_callbacks)
 
     def _failure(self) -> ServerFailure | None:
         """Return the failure of server or worker, if there is one. Groups that a server delivered after its last
@@ -312,9 +316,6 @@ class ContinuousRollouts:
 def worker_arguments(trainer: ContinuousTrainer, source: ContinuousRollouts, num_slots: int) -> dict[str, Any]:
     """Return the arguments of the [`RolloutLoop`] of a run, for a server that decodes `num_slots` completions."""
     args = trainer.args
-    generation_kwargs = dict(args.generation_kwargs or {})
-    if args.vllm_structured_outputs_regex is not None:
-        generation_kwargs["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return {
         "model_name": trainer.vllm_generation.vllm_client.model,
         "lora_name": source._server.lora_name,
@@ -337,7 +338,7 @@ def worker_arguments(trainer: ContinuousTrainer, source: ContinuousRollouts, num
         "missing": list(source.missing),
         "next_position": source.next_position,
         "seed": args.seed,
-        "generation_kwargs": generation_kwargs,
+        "generation_kwargs": dict(args.generation_kwargs or {}),
         "verification": shared_arguments(),
         "max_steps": trainer.state.max_steps,
         "prompt_date": trainer._prompt_date,

@@ -366,6 +366,20 @@ def test_a_worker_that_does_not_start_stops_the_run(tmp_path, worker):
             trainer.train()
 
 
+def test_what_fails_after_the_signal_that_stops_a_run_is_no_failure(tmp_path, worker):
+    """Of a scheduler, which also ends the worker that is being started, or the server."""
+
+    def start(self):
+        trainer.control.should_training_stop = True
+        raise RuntimeError("its process exited")
+
+    worker.start = start
+    with server_of(tiny_model()) as server:
+        trainer, taken = trainer_of(tmp_path, server, max_steps=1)
+        trainer.train()
+    assert taken.positions == []
+
+
 def test_a_signal_that_stops_the_wait_saves_the_last_step_and_how_many_groups_were_dropped(tmp_path, worker):
     """A resumed run counts those that were dropped before the stop."""
     worker.delivers = True
