@@ -49,7 +49,7 @@ from .engine_weights import (
     whole_adapter,
 )
 from .protocols import EngineTrainer
-from .server_command import serve_command, server_url
+from .server_command import serve_command, server_url, training_dtype
 
 
 if TYPE_CHECKING:
@@ -456,7 +456,8 @@ def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure) -> 
     elif trainer.use_vllm:
         rank = max_lora_rank(trainer.args, trainer.model, None)
         name, longest = trainer.model.name_or_path or "MODEL", trainer._longest_sequence
-        command = serve_command(name, rank, trainer.args, longest=longest)
+        dtype = training_dtype(trainer.args, trainer.model)
+        command = serve_command(name, rank, trainer.args, dtype, longest)
         engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
     raise FailedRun(
         f"The {engine} {state} after optimizer step {step} ({cause}). "

@@ -293,10 +293,14 @@ def test_a_server_with_other_weights_than_it_was_sent_stops_the_run(tmp_path, wo
 
 
 def test_a_server_that_fails_while_it_takes_weights_stops_the_run_without_a_traceback(tmp_path, worker, caplog):
-    with server_of(tiny_model()) as server:
+    """The message has the command that starts another one for this model."""
+    model = tiny_model().to(torch.bfloat16)
+    with server_of(model) as server:
         server.answers = {"/collective_rpc": 500}
-        trainer, _ = trainer_of(tmp_path, server, max_steps=1)
-        with pytest.raises(FailedRun, match="did not take the weights after optimizer step 0 .*has status 500"):
+        server.info["vllm_config"]["model_config"]["dtype"] = "torch.bfloat16"
+        trainer, _ = trainer_of(tmp_path, server, model=model, max_steps=1, startup_check=False)
+        message = "did not take the weights after optimizer step 0 .*has status 500.*--dtype bfloat16"
+        with pytest.raises(FailedRun, match=message):
             trainer.train()
     assert not [record for record in caplog.records if record.exc_info]
 
