@@ -14,13 +14,17 @@ import pytest
 from accelerate import PartialState
 from datasets import Dataset
 from support import vllm_server
-from support.models import TOKENIZER
+from support.models import TOKENIZER, tiny_model
 from support.optional_packages import needs
 from support.processes import CONTEXT, ensure_server, start
-from support.vllm_server import LoopbackVLLM, draw_tokens, play_installed
+from support.rollouts import digit_reward
+from support.runs import build_trainer, spy_on
+from support.scripted_worker import server_of
+from support.vllm_server import LoopbackVLLM, draw_tokens, play_installed, server_settings
 from trl.experimental.async_grpo import async_rollout_worker
 
 from experiments.miniature.tokenizer import build_tokenizer
+from pacs_trl import GRPOTrainer
 from pacs_trl.rewards import VerificationArguments, math_reward
 from pacs_trl.rollouts.request_seeds import request_seed
 from pacs_trl.rollouts.rollout_worker import PromptOrder, RolloutLoop, RolloutWorker, VersionedLogp
@@ -412,6 +416,63 @@ def test_a_worker_whose_process_could_not_be_started_can_be_stopped(server):
     worker._process = worker._mp_ctx.Process()
     worker.stop()
     assert worker._process is None
+
+
+class Adder(Counter):
+    """An environment with a tool."""
+
+    def adds(self, a: int, b: int) -> int:
+        """
+        Add two numbers.
+
+        Args:
+            a: The first one.
+            b: The second one.
+        """
+        return a + b
+
+
+@pytest.mark.slow
+def test_a_run_trains_conversations_with_an_environment_as_its_worker_had_them(tmp_path, monkeypatch):
+    """The tokens of tools are masked, and have no log-probs; the environment has called them, and gives rewards."""
+
+    def draw(prompt_ids, *arguments):
+        return answer if "@adds" in tokenizer.decode(prompt_ids) else called
+
+    tokenizer = build_tokenizer(tools=True)
+    called = [*tokenizer("12@adds|a=1|b=2")["input_ids"], tokenizer.eos_token_id]
+    answer = [*tokenizer("3")["input_ids"], tokenizer.eos_token_id]
+    play_installed(monkeypatch.setattr)
+    monkeypatch.setattr(vllm_server, "draw_tokens", draw)
+    monkeypatch.setattr(async_rollout_worker, "mp", SimpleNamespace(get_context=lambda name: CONTEXT))
+    ensure_server()
+    groups, rollouts = [], []
+    settings = {"rollout_schedule": "continuous", "max_staleness": 1, "max_completion_length": 200, "max_steps": 1}
+    more = {"environment_factory": Adder, "processing_class": tokenizer}
+    with server_of(tiny_model()) as server:
+        settings |= server_settings(server.url)
+        trainer = build_trainer(tmp_path, reward=digit_reward, trainer_class=GRPOTrainer, more=more, **settings)
+        create = trainer._create_source
+
+        def create_source():
+            source = create()
+            spy_on(source, "_take", groups.extend)
+            return source
+
+        trainer._create_source = create_source
+        spy_on(trainer, "_generate_rollouts", lambda taken, inputs: rollouts.extend(taken))
+        trainer.train()
+    (log,) = [log for log in trainer.state.log_history if "reward" in log]
+    seeds = [request_seed(f"{trainer.args.seed}/environments", group.position) for group in groups]
+    assert log["tools/call_frequency"] == 1
+    assert log["rewards/Adder/mean"] == pytest.approx(sum(seed % 7 for seed in seeds) / len(seeds))
+    completions = [(group, i) for group in groups for i in range(len(group.completions))]
+    for (group, i), rollout in zip(completions, rollouts, strict=True):
+        assert f" (seed {seeds[groups.index(group)]})" in tokenizer.decode(rollout.prompt_ids)
+        assert rollout.completion_ids.tolist() == group.completion_ids[i]
+        assert rollout.loss_mask.tolist() == [m == 1 for m in group.mask[i]]
+        assert 0 < sum(group.mask[i]) == len(called) + len(answer) < len(group.mask[i])
+        assert rollout.old_logps[rollout.loss_mask] == pytest.approx(-1.0 - server.num_updates)
 
 
 @pytest.mark.slow
