@@ -1,6 +1,7 @@
 """Runs of objectives on problems with many correct answers, with SmolLM2-135M-Instruct.
 
     python -m experiments.right_answers.runs            # every missing run of the plan, in the order of the plan
+    python -m experiments.right_answers.runs --tasks between        # of these tasks only, one process for each core
     python -m experiments.right_answers.runs rates      # base rates of the tasks
     python -m experiments.right_answers.analysis        # tables from the records
 
@@ -33,7 +34,8 @@ from pacs_trl.experimental.ucpo import UCPOTrainer
 
 RECORDS = Path(__file__).parents[2] / "docs/results/many_right_answers/records"
 KS = (1, 8, 64)
-UPDATES, EVERY = 30, 3  # of a run, and between two measurements
+UPDATES = 30  # of a run
+EVERY = {"between": 3, "multiples": 3, "divisors": 3, "sums": 6}  # updates between two measurements
 LEVELS = {"between": 0.5, "multiples": 0.5, "divisors": 0.5, "sums": 0.15}  # pass@1 at which arms are compared
 
 
@@ -149,11 +151,11 @@ def successes(logps: list[torch.Tensor]) -> list[float]:
 
 
 class Curve(TrainerCallback):
-    """Measures held-out problems every `EVERY` updates, outside the CPU seconds of the updates, and ends a run whose
+    """Measures held-out problems every `every` updates, outside the CPU seconds of the updates, and ends a run whose
     pass@1 is above `until`."""
 
-    def __init__(self, tokenizer, held_out: list[Problem], until: float):
-        self.tokenizer, self.held_out, self.until = tokenizer, held_out, until
+    def __init__(self, tokenizer, held_out: list[Problem], every: int, until: float):
+        self.tokenizer, self.held_out, self.every, self.until = tokenizer, held_out, every, until
         self.points: list[Point] = []
         self.seconds = 0.0
 
@@ -162,7 +164,7 @@ class Curve(TrainerCallback):
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.seconds += time.process_time() - self.began
-        if state.global_step % EVERY == 0:
+        if state.global_step % self.every == 0:
             self.last = self.add_point(state.global_step, model)
             control.should_training_stop |= self.points[-1]["pass@1"] > self.until
         self.began = time.process_time()
@@ -181,7 +183,7 @@ def train(run: Run) -> dict[str, Any]:
     arm, (train_problems, held_out), tokenizer = ARMS[run.arm], split(run.task), load_tokenizer()
     longest = max(len(ids) for problem in train_problems for ids in answer_ids(tokenizer, problem))
     until = LEVELS[run.task] if run.seed == PILOT_SEED else 1.0
-    curve = Curve(tokenizer, held_out, until)
+    curve = Curve(tokenizer, held_out, EVERY[run.task], until)
     with tempfile.TemporaryDirectory() as folder:
         trainer = arm.trainer(
             str(FOLDER),
@@ -243,11 +245,11 @@ def best_rate(records: list[dict[str, Any]], task: str, arm: str) -> float | Non
     return max(distinct or ends, key=(distinct or ends).__getitem__)
 
 
-def plan(records: list[dict[str, Any]]) -> list[Run]:
+def plan(records: list[dict[str, Any]], tasks: Sequence[str] = tuple(TASKS)) -> list[Run]:
     """Return the runs in the order in which they answer most: by task, first the leading arms. The runs of an arm wait
     for its pilot."""
     runs: list[Run] = []
-    for task in TASKS:
+    for task in tasks:
         for arms in (FIRST, [arm for arm in ARMS if arm not in FIRST]):
             runs += [Run(task, arm, rate, PILOT_SEED) for rate in RATES for arm in arms]
             rates = {arm: best_rate(records, task, arm) for arm in arms}
@@ -269,6 +271,7 @@ def base_rates(num_problems: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", nargs="?", choices=["train", "rates"], default="train")
+    parser.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS], help="tasks to train, in this order")
     parser.add_argument("--problems", type=int, default=24, help="problems of `rates`")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -276,7 +279,7 @@ def main() -> None:
         base_rates(args.problems)
         return
     RECORDS.mkdir(parents=True, exist_ok=True)
-    while missing := [run for run in plan(read_records()) if not (RECORDS / run.file).is_file()]:
+    while missing := [run for run in plan(read_records(), args.tasks) if not (RECORDS / run.file).is_file()]:
         record = train(missing[0])
         temporary = RECORDS / f"{missing[0].file}.tmp"
         temporary.write_text(json.dumps(record) + "\n")
