@@ -2,10 +2,11 @@
 
 `python -m experiments.right_answers.analysis` prints the tables, and writes a figure for each task beside the records.
 
-Arms are compared at equal pass@1, at the first crossing of a level that is fixed for each task, and after the last
-update. Differences are paired by seed, with 95 % intervals by Student's t over seeds.
+Arms are compared at equal pass@1, at the first crossing of a level that is fixed for each task (another one: `--level
+0.8`), and after the last update. Differences are paired by seed, with 95 % intervals by Student's t over seeds.
 """
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
@@ -73,8 +74,8 @@ def rows_of(runs: dict[str, dict[int, dict[str, Any]]], points: dict[str, dict[i
     return rows
 
 
-def task_tables(task: str, records: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the lines of the tables of a task: pilot, at equal pass@1, after the last update, and support."""
+def task_tables(task: str, records: Sequence[dict[str, Any]], level: float) -> list[str]:
+    """Return the lines of the tables of a task: pilot, at pass@1 = `level`, after the last update, and support."""
     lines = [f"## {task}", ""]
     pilot = {(r["arm"], r["rate"]): at_level(r["points"], LEVELS[task]) for r in records if r["seed"] == PILOT_SEED}
     if pilot:
@@ -98,11 +99,9 @@ def task_tables(task: str, records: Sequence[dict[str, Any]]) -> list[str]:
     if not runs:
         return [*lines, "No run with a reported seed yet.", ""]
     heads = ["arm", "seeds", *METRICS, *(f"{name} minus {base}" for name in ("pass@64", "distinct") for base in BASES)]
-    crossings = {
-        arm: {s: at_level(r["points"], LEVELS[task]) for s, r in by_seed.items()} for arm, by_seed in runs.items()
-    }
+    crossings = {arm: {s: at_level(r["points"], level) for s, r in by_seed.items()} for arm, by_seed in runs.items()}
     reached = {arm: {s: point for s, point in by_seed.items() if point} for arm, by_seed in crossings.items()}
-    lines += [f"At pass@1 = {100 * LEVELS[task]:.0f} %:", "", *markdown(heads, rows_of(runs, reached), 2), ""]
+    lines += [f"At pass@1 = {100 * level:.0f} %:", "", *markdown(heads, rows_of(runs, reached), 2), ""]
     ends = {arm: {s: r["points"][-1] for s, r in by_seed.items()} for arm, by_seed in runs.items()}
     lines += ["After the last update:", "", *markdown(heads, rows_of(runs, ends), 2), ""]
     rows = []
@@ -145,11 +144,14 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--level", type=float, help="pass@1 at which arms are compared, instead of that of the plan")
+    args = parser.parse_args()
     records = read_records()
     for task in TASKS:
         task_records = [record for record in records if record["task"] == task]
         if task_records:
-            print("\n".join(task_tables(task, task_records)))
+            print("\n".join(task_tables(task, task_records, args.level or LEVELS[task])))
         if any(record["seed"] != PILOT_SEED for record in task_records):
             draw(task_records, RECORDS.parent / f"{task}.png")
 

@@ -124,12 +124,12 @@ def test_tables_pair_seeds_and_cover_known_differences(tmp_path):
         common = generator.gauss(0, 3)  # cancels in the difference of a pair
         for arm, gain in (("GRPO", 0.0), ("PACS, rollout", 0.0), ("PACS, kept, beta 0.1", 2.0)):
             records.append(record(arm, seed, points=points(0.1, 0.4, 0.8, distinct=8 + common + gain)))
-    lines = "\n".join(task_tables("between", records))
+    lines = "\n".join(task_tables("between", records, 0.5))
     (row,) = [x for x in lines.splitlines() if x.startswith("| PACS, kept") and "5 of 5" in x][:1]
     assert "+2.0 ± 0.0" in row and "| 5 of 5 |" in row
     draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
-    assert "No run" in "\n".join(task_tables("between", [record("GRPO", PILOT_SEED)]))
+    assert "No run" in "\n".join(task_tables("between", [record("GRPO", PILOT_SEED)], 0.5))
 
 
 def test_the_plan_waits_for_the_pilot_and_takes_its_best_rate():
