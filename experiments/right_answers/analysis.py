@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from experiments.figures import save
 from experiments.right_answers.runs import (
     ARMS,
+    FIRST,
     LEVELS,
     PILOT_SEED,
     RATES,
@@ -125,7 +126,7 @@ def task_tables(task: str, records: Sequence[dict[str, Any]], level: float) -> l
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw pass@64 and distinct correct answers against pass@1 along the runs of a task, means over the reported seeds
-    of each arm."""
+    of each leading arm: a figure has no ten looks."""
     curves: dict[str, list[list[Point]]] = {}
     for record in records:
         if record["seed"] != PILOT_SEED:
@@ -133,7 +134,7 @@ def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(plots.PAGE_WIDTH, 1.3 * plots.PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(1, 2)
-        for arm, look in plots.looks(curves).items():
+        for arm, look in plots.looks(arm for arm in FIRST if arm in curves).items():
             for panel, name in zip(panels, ("pass@64", "distinct"), strict=True):
                 columns = [[mean(p[key] for p in point) for point in zip(*curves[arm])] for key in ("pass@1", name)]
                 panel.plot(*columns, label=arm, **look)
