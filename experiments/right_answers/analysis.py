@@ -126,7 +126,7 @@ def task_tables(task: str, records: Sequence[dict[str, Any]], level: float) -> l
 
 def draw(records: Sequence[dict[str, Any]], path: Path) -> None:
     """Draw pass@64 and distinct correct answers against pass@1 along the runs of a task, means over the reported seeds
-    of each leading arm: a figure has no ten looks."""
+    of each leading arm; ten arms would repeat colors."""
     curves: dict[str, list[list[Point]]] = {}
     for record in records:
         if record["seed"] != PILOT_SEED:
