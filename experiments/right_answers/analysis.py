@@ -1,6 +1,7 @@
 """Tables and figures of the runs on problems with many correct answers.
 
-`python -m experiments.right_answers.analysis` prints the tables, and writes a figure for each task beside the records.
+`python -m experiments.right_answers.analysis` prints the tables, and writes a figure for each task and one of the runs
+of 100 updates beside the records.
 
 Arms are compared at equal pass@1, at the first crossing of a level that is fixed for each task (another one: `--level
 0.8`), and after the last update. Differences are paired by seed, with 95 % intervals by Student's t over seeds.
@@ -20,6 +21,8 @@ from experiments.right_answers.runs import (
     ARMS,
     FIRST,
     LEVELS,
+    LONG_RECORDS,
+    LONG_UPDATES,
     PILOT_SEED,
     RATES,
     RECORDS,
@@ -40,6 +43,7 @@ METRICS = {
     "kl": (1, 2),
     "update": (1, 0),
 }  # factor, digits
+LONG_LEVEL = 0.05  # pass@1 at which the runs of 100 updates are compared
 BASES = ("GRPO", "PACS, rollout", "GRPO, KL 0.1")
 
 
@@ -155,6 +159,10 @@ def main() -> None:
             print("\n".join(task_tables(task, task_records, args.level or LEVELS[task])))
         if any(record["seed"] != PILOT_SEED for record in task_records):
             draw(task_records, RECORDS.parent / f"{task}.png")
+    if long_records := read_records(LONG_RECORDS):
+        print(f"# Runs of {LONG_UPDATES} updates at one rate\n")
+        print("\n".join(task_tables("sums", long_records, args.level or LONG_LEVEL)))
+        draw(long_records, RECORDS.parent / "sums_long.png")
 
 
 if __name__ == "__main__":

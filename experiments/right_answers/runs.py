@@ -2,12 +2,13 @@
 
     python -m experiments.right_answers.runs            # every missing run of the plan, in the order of the plan
     python -m experiments.right_answers.runs --tasks between        # of these tasks only, one process for each core
+    python -m experiments.right_answers.runs long       # four arms on `sums` at one rate, 100 updates
     python -m experiments.right_answers.runs rates      # base rates of the tasks
     python -m experiments.right_answers.analysis        # tables from the records
 
-A finished run is a file in docs/results/many_right_answers/records, and the command trains those that have none. The
-probabilities of all correct answers are computed exactly, so
-that pass@k, distinct correct answers, and ratios have no sampling noise.
+A finished run is a file in docs/results/many_right_answers/records (`long`: long_records), and the command trains
+those that have none. The probabilities of all correct answers are computed exactly, so that pass@k, distinct correct
+answers, and ratios have no sampling noise.
 """
 
 import argparse
@@ -61,6 +62,10 @@ ARMS = {
 FIRST = list(ARMS)[:5]  # these answer most
 RATES = (1e-5, 5e-6, 2e-5)
 PILOT_SEED, SEEDS = 100, range(5)  # runs of the pilot end at the level, and their seed is not used again
+
+LONG_RECORDS = RECORDS.parent / "long_records"
+LONG_ARMS = ("PACS, kept, beta 0.1", "PACS, rollout", "GRPO, KL 0.1", "GRPO")
+LONG_UPDATES, LONG_EVERY = 100, 10
 
 Point = dict[str, float]
 
@@ -178,12 +183,12 @@ class Curve(TrainerCallback):
         return logps
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Train, and return the record of a run."""
+def train(run: Run, updates: int, every: int) -> dict[str, Any]:
+    """Train for this many updates, measure every `every` updates, and return the record of a run."""
     arm, (train_problems, held_out), tokenizer = ARMS[run.arm], split(run.task), load_tokenizer()
     longest = max(len(ids) for problem in train_problems for ids in answer_ids(tokenizer, problem))
     until = LEVELS[run.task] if run.seed == PILOT_SEED else 1.0
-    curve = Curve(tokenizer, held_out, EVERY[run.task], until)
+    curve = Curve(tokenizer, held_out, every, until)
     with tempfile.TemporaryDirectory() as folder:
         trainer = arm.trainer(
             str(FOLDER),
@@ -194,7 +199,7 @@ def train(run: Run) -> dict[str, Any]:
                 max_completion_length=longest,
                 learning_rate=run.rate,
                 seed=run.seed,
-                max_steps=UPDATES,
+                max_steps=updates,
             ),
             train_dataset=Dataset.from_list([problem._asdict() for problem in train_problems]),
             processing_class=tokenizer,
@@ -246,15 +251,30 @@ def best_rate(records: list[dict[str, Any]], task: str, arm: str) -> float | Non
 
 
 def plan(records: list[dict[str, Any]], tasks: Sequence[str] = tuple(TASKS)) -> list[Run]:
-    """Return the runs in the order in which they answer most: by task, first the leading arms. The runs of an arm wait
-    for its pilot."""
+    """Return the runs in the order in which they answer most: the leading arms of all tasks, then the others. The runs
+    of an arm wait for its pilot."""
     runs: list[Run] = []
-    for task in tasks:
-        for arms in (FIRST, [arm for arm in ARMS if arm not in FIRST]):
+    for arms in (FIRST, [arm for arm in ARMS if arm not in FIRST]):
+        for task in tasks:
             runs += [Run(task, arm, rate, PILOT_SEED) for rate in RATES for arm in arms]
             rates = {arm: best_rate(records, task, arm) for arm in arms}
             runs += [Run(task, arm, rate, seed) for seed in SEEDS for arm, rate in rates.items() if rate is not None]
     return runs
+
+
+def long_plan(seeds: Sequence[int] = SEEDS) -> list[Run]:
+    """Return the runs of 100 updates: `sums`, on which arms lost correct answers, all at the lowest rate of the
+    pilot."""
+    return [Run("sums", arm, min(RATES), seed) for seed in seeds for arm in LONG_ARMS]
+
+
+def train_and_record(run: Run, updates: int, every: int, folder: Path) -> None:
+    """Train, and write the record of the run."""
+    record = train(run, updates, every)
+    temporary = folder / f"{run.file}.tmp"
+    temporary.write_text(json.dumps(record) + "\n")
+    os.replace(temporary, folder / run.file)
+    print(run, record["points"][-1], f"{record['cpu_seconds']} s", flush=True)
 
 
 def base_rates(num_problems: int) -> None:
@@ -270,21 +290,23 @@ def base_rates(num_problems: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=["train", "rates"], default="train")
+    parser.add_argument("command", nargs="?", choices=["train", "long", "rates"], default="train")
     parser.add_argument("--tasks", nargs="+", choices=[*TASKS], default=[*TASKS], help="tasks to train, in this order")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[*SEEDS], help="seeds of `long`, in this order")
     parser.add_argument("--problems", type=int, default=24, help="problems of `rates`")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "rates":
         base_rates(args.problems)
-        return
-    RECORDS.mkdir(parents=True, exist_ok=True)
-    while missing := [run for run in plan(read_records(), args.tasks) if not (RECORDS / run.file).is_file()]:
-        record = train(missing[0])
-        temporary = RECORDS / f"{missing[0].file}.tmp"
-        temporary.write_text(json.dumps(record) + "\n")
-        os.replace(temporary, RECORDS / missing[0].file)
-        print(missing[0], record["points"][-1], f"{record['cpu_seconds']} s", flush=True)
+    elif args.command == "long":
+        LONG_RECORDS.mkdir(parents=True, exist_ok=True)
+        for run in long_plan(args.seeds):
+            if not (LONG_RECORDS / run.file).is_file():
+                train_and_record(run, LONG_UPDATES, LONG_EVERY, LONG_RECORDS)
+    else:
+        RECORDS.mkdir(parents=True, exist_ok=True)
+        while missing := [run for run in plan(read_records(), args.tasks) if not (RECORDS / run.file).is_file()]:
+            train_and_record(missing[0], UPDATES, EVERY[missing[0].task], RECORDS)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from experiments.right_answers.gated import GatedGRPOTrainer, expected_gains
 from experiments.right_answers.runs import (
     ARMS,
     FIRST,
+    LONG_ARMS,
     PILOT_SEED,
     RATES,
     SEEDS,
@@ -23,6 +24,7 @@ from experiments.right_answers.runs import (
     answer_logps,
     at_level,
     best_rate,
+    long_plan,
     measure,
     plan,
 )
@@ -145,6 +147,13 @@ def test_the_plan_waits_for_the_pilot_and_takes_its_best_rate():
     assert best_rate(slow, "between", "GRPO") == max(RATES)  # none reaches the level
     assert len({run.file for run in plan(records)}) == len(plan(records))
     assert set(FIRST) <= set(ARMS) and json.loads(json.dumps(records)) == records
+
+
+def test_long_runs_differ_only_in_arm_and_seed():
+    runs = long_plan([3, 4])
+    assert {(run.task, run.rate) for run in runs} == {("sums", min(RATES))}
+    assert [(run.seed, run.arm) for run in runs] == [(seed, arm) for seed in (3, 4) for arm in LONG_ARMS]
+    assert set(LONG_ARMS) <= set(FIRST)  # the figure draws these
 
 
 def test_exact_log_probs_equal_those_of_whole_sequences():
