@@ -167,7 +167,9 @@ def print_continuous_server(recipe: Recipe, longest: int | None) -> list[str]:
     """Print the command that starts the vLLM server of a run with continuous rollouts; `longest` are the tokens of the
     longest prompt and a completion of it, if they are known. Return what prevents it."""
     training, on_cpu = recipe.training, not recipe.training.needs_gpu
-    dtype = "bfloat16" if training.bf16 else recipe.model.dtype or "float32"
+    dtype = recipe.model.dtype or "float32"
+    if training.bf16 or training.fp16:
+        dtype = "bfloat16" if training.bf16 else "float16"
     try:
         rank = max_lora_rank(training, None, adapter_config(recipe.model))
     except UserError as error:

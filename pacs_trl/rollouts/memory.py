@@ -46,7 +46,7 @@ from ..update.reference import local_shard
 from ..update.rollout import Rollout
 from ..update.step_sizes import Step
 from .checkpoint import random_states, restore_random_states
-from .model_config import config_of
+from .model_config import config_of, weights_dtype
 from .rollout_config import RolloutConfig
 
 
@@ -271,7 +271,7 @@ def _room(
         shape,
         trained=trained,
         frozen=frozen,
-        weight_bytes=4 if _dtype(args, model) == torch.float32 else 2,
+        weight_bytes=4 if weights_dtype(model, args) == "float32" else 2,
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
         is_fsdp=uses_plugin(args, "FSDP"),
@@ -292,17 +292,9 @@ def _has_adapter(model: str | PreTrainedModel | PeftModel, peft_config: PeftConf
     return peft_config is not None or isinstance(model, PeftModel)
 
 
-def _dtype(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> torch.dtype:
-    """Return the dtype of the loaded weights; TRL loads float32 by default."""
-    if not isinstance(model, str):
-        return model.dtype
-    dtype = (args.model_init_kwargs or {}).get("dtype", "float32")
-    return dtype if isinstance(dtype, torch.dtype) else getattr(torch, str(dtype), torch.float32)
-
-
 def _precision(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> str:
     return activation_precision(
-        loads_float32=_dtype(args, model) == torch.float32,
+        loads_float32=weights_dtype(model, args) == "float32",
         is_mixed=args.bf16 or args.fp16,
         is_wrapped=uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"),
     )

@@ -1,4 +1,4 @@
-"""Checks of quantized models: settings that would convert or copy their packed weights."""
+"""Checks of quantized models: settings that would convert, copy, or send their packed weights."""
 
 from typing import Any
 
@@ -13,8 +13,10 @@ from .rollout_config import RolloutConfig
 def check_quantization(
     model: str | PreTrainedModel | PeftModel, args: RolloutConfig, quantization_config: Any = None
 ) -> None:
-    """Raise a `ValueError` for a quantized model with settings that would convert or copy its packed weights."""
-    if not args.generation_dtype and not args.has_engine_process:
+    """Raise a `ValueError` for a quantized model with settings that would convert, copy, or send its packed
+    weights."""
+    sends_weights = args.rollout_schedule == "continuous" and not args.vllm_sync_adapter
+    if not args.generation_dtype and not args.has_engine_process and not sends_weights:
         return
     method = quantization_method(quantization_config or getattr(config_of(model, args), "quantization_config", None))
     if method is None:
@@ -23,6 +25,12 @@ def check_quantization(
         raise UserError(
             f"{args.asynchronous_setting}: the engine process cannot copy a model quantized with {method}. Remove the "
             "key, or load the model without quantization."
+        )
+    if sends_weights:
+        raise UserError(
+            f"rollout_schedule: continuous would send the packed weights of a model quantized with {method} to a "
+            "server that holds plain ones. Set vllm_sync_adapter: true to send the LoRA adapter alone, or load the "
+            "model without quantization."
         )
     if args.generation_dtype and method != "bitsandbytes":
         raise UserError(

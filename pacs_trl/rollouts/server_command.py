@@ -3,8 +3,7 @@
 from typing import Any
 from urllib.parse import urlsplit
 
-from transformers import AutoConfig
-
+from .model_config import weights_dtype
 from .rollout_config import RolloutConfig
 
 
@@ -87,10 +86,4 @@ def training_dtype(args: RolloutConfig, model: Any) -> str:
     """Return the precision in which a run computes."""
     if args.bf16 or args.fp16:
         return "bfloat16" if args.bf16 else "float16"
-    if not isinstance(model, str):
-        return str(model.dtype).removeprefix("torch.")
-    kwargs = dict(args.model_init_kwargs or {})
-    dtype = kwargs.pop("dtype", "float32")
-    if dtype == "auto":
-        dtype = AutoConfig.from_pretrained(model, trust_remote_code=args.trust_remote_code, **kwargs).dtype
-    return str(dtype or "float32").removeprefix("torch.")
+    return weights_dtype(model, args)
