@@ -41,8 +41,8 @@ class Bounds(NamedTuple):
         return self.cu_seq_lens_q, self.cu_seq_lens_k, self.max_length_q, self.max_length_k
 
 
-class Logits(NamedTuple):
-    """How logits follow from queries and keys."""
+class LogitRule(NamedTuple):
+    """The rule by which logits follow from queries and keys."""
 
     scale: float
     window: int | None = None  # number of keys that a query attends to, with that of its token
@@ -65,8 +65,8 @@ def _attend(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, key_indices, max_length_q, max_length_k)
-    logits = Logits(scale, window, softcap)
-    out, log_sum = kernel_of(query, key, value, logits).forward(query, key, value, bounds, logits)
+    rule = LogitRule(scale, window, softcap)
+    out, log_sum = kernel_of(query, key, value, rule).forward(query, key, value, bounds, rule)
     if sinks is not None:
         sink = sinks.to(log_sum.dtype)[None, :, None]
         out.mul_(torch.sigmoid(log_sum - sink)[..., None])
@@ -98,9 +98,9 @@ def _attend_backward(
     softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, key_indices, max_length_q, max_length_k)
-    logits = Logits(scale, window, softcap)
-    kernel = kernel_of(query, key, value, logits)
-    gradients = kernel.backward(gradient, query, key, value, out, log_sum, bounds, logits)
+    rule = LogitRule(scale, window, softcap)
+    kernel = kernel_of(query, key, value, rule)
+    gradients = kernel.backward(gradient, query, key, value, out, log_sum, bounds, rule)
     if sinks is None:
         return *gradients, query.new_empty(0)
     share = torch.exp(sinks.to(log_sum.dtype)[None, :, None] - log_sum)  # the weight of the sink
@@ -135,7 +135,7 @@ def attend_packed(
     key: torch.Tensor,
     value: torch.Tensor,
     bounds: Bounds,
-    logits: Logits,
+    rule: LogitRule,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """
@@ -144,13 +144,13 @@ def attend_packed(
     Args:
         query (`torch.Tensor` of shape `(1, H, N, D)`), key (`(1, H_kv, N, D)`), value (`(1, H_kv, N, D_v)`): States of
             the packed tokens, of the same floating-point dtype; `H` is a multiple of `H_kv`.
-        bounds ([`Bounds`]), logits ([`Logits`]): Which keys a query attends to, and how.
+        bounds ([`Bounds`]), rule ([`LogitRule`]): Which keys a query attends to, and how.
         sinks (`torch.Tensor` of shape `(H,)`, *optional*): One more logit per head that takes attention from the keys.
 
     Returns:
         `torch.Tensor` of shape `(1, N, H, D_v)`, differentiable with respect to the states and `sinks`.
     """
-    out, _ = _attend(query, key, value, sinks, *bounds, *logits)
+    out, _ = _attend(query, key, value, sinks, *bounds, *rule)
     return out.transpose(1, 2)
 
 
@@ -164,17 +164,17 @@ def _empty_log_sum(query: torch.Tensor) -> torch.Tensor:
     return query.new_empty(query.shape[:3], dtype=torch.promote_types(query.dtype, torch.float32))
 
 
-def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, logits: Logits):
+def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: LogitRule):
     """Return the kernel for these tensors: on CUDA in half precision FlashAttention 4 where it is installed, or
     PyTorch's variable-length FlashAttention, on CPUs one call of its FlashAttention for CPUs per tile, and otherwise
     explicit matrix products per tile."""
     if query.is_cuda and flash_attention_4() is not None:
         capability, _ = torch.cuda.get_device_capability(query.device)
-        if has_flash_attention_4(capability, query.dtype, query.shape[-1], value.shape[-1], logits):
+        if has_flash_attention_4(capability, query.dtype, query.shape[-1], value.shape[-1], rule):
             return FlashAttention4
-    if takes_varlen(query, key, value) and logits.softcap is None:
+    if takes_varlen(query, key, value) and rule.softcap is None:
         return VarlenKernel
-    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and logits.softcap is None:
+    if query.device.type == "cpu" and query.shape[-1] == value.shape[-1] and rule.softcap is None:
         return FlashTiles
     return ExplicitTiles
 
@@ -247,18 +247,18 @@ class TiledKernel:
     block = sys.maxsize  # largest number of queries per tile
 
     @classmethod
-    def forward(cls, query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(cls, query, key, value, bounds: Bounds, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output `(1, H, N, D_v)`, tokens first in memory, and the log-sum-exps `(1, H, N)`."""
         out, log_sum = _empty_tokens_first(query, value.shape[-1]), _empty_log_sum(query)
-        same_segment, shared_prompt = tiles_of(bounds, logits.window, cls.block)
+        same_segment, shared_prompt = tiles_of(bounds, rule.window, cls.block)
         for tile in same_segment:
             part = tile.queries
             inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
-            out[:, :, part], log_sum[:, :, part] = cls.attend(*inputs, tile.offset, logits)
+            out[:, :, part], log_sum[:, :, part] = cls.attend(*inputs, tile.offset, rule)
         for tile in shared_prompt:
             part = tile.queries
             inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
-            prompt_out, prompt_sum = cls.attend(*inputs, tile.offset, logits)
+            prompt_out, prompt_sum = cls.attend(*inputs, tile.offset, rule)
             branch_out, branch_sum = out[:, :, part], log_sum[:, :, part]
             share = torch.sigmoid(prompt_sum - branch_sum)[..., None]
             out[:, :, part] = torch.lerp(branch_out.to(share.dtype), prompt_out.to(share.dtype), share)
@@ -266,10 +266,10 @@ class TiledKernel:
         return out, log_sum
 
     @classmethod
-    def backward(cls, gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
+    def backward(cls, gradient, query, key, value, out, log_sum, bounds: Bounds, rule: LogitRule):
         """Return the gradients with respect to query, key, and value, tokens first in memory."""
         input_gradients = [_empty_tokens_first(x, x.shape[-1]).zero_() for x in (query, key, value)]
-        for tile in itertools.chain(*tiles_of(bounds, logits.window, cls.block)):
+        for tile in itertools.chain(*tiles_of(bounds, rule.window, cls.block)):
             queries, keys = tile.queries, tile.keys
             tile_gradients = cls.attend_backward(
                 gradient[:, :, queries],
@@ -279,19 +279,19 @@ class TiledKernel:
                 key[:, :, keys],
                 value[:, :, keys],
                 tile.offset,
-                logits,
+                rule,
             )
             for whole, part, tile_gradient in zip(input_gradients, (queries, keys, keys), tile_gradients, strict=True):
                 whole[:, :, part].add_(tile_gradient)
         return input_gradients
 
     @staticmethod
-    def attend(query, key, value, offset: int | None, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(query, key, value, offset: int | None, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and log-sum-exps of a [`Tile`]."""
         raise NotImplementedError
 
     @staticmethod
-    def attend_backward(gradient, query, out, log_sum, key, value, offset: int | None, logits: Logits):
+    def attend_backward(gradient, query, out, log_sum, key, value, offset: int | None, rule: LogitRule):
         """Return the gradients of a [`Tile`] with respect to query, key, and value."""
         raise NotImplementedError
 
@@ -300,27 +300,27 @@ class FlashTiles(TiledKernel):
     """PyTorch's FlashAttention for CPUs, for queries, keys, and values of equal width."""
 
     @staticmethod
-    def attend(query, key, value, offset, logits):
+    def attend(query, key, value, offset, rule):
         attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        mask, is_causal = _flash_mask(query, key, offset, logits)
-        return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=logits.scale)
+        mask, is_causal = _flash_mask(query, key, offset, rule)
+        return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=rule.scale)
 
     @staticmethod
-    def attend_backward(gradient, query, out, log_sum, key, value, offset, logits):
+    def attend_backward(gradient, query, out, log_sum, key, value, offset, rule):
         attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        mask, is_causal = _flash_mask(query, key, offset, logits)
+        mask, is_causal = _flash_mask(query, key, offset, rule)
         states = gradient, query, key, value, out, log_sum
-        return attend_backward(*states, 0.0, is_causal, attn_mask=mask, scale=logits.scale)
+        return attend_backward(*states, 0.0, is_causal, attn_mask=mask, scale=rule.scale)
 
 
-def _flash_mask(query, key, offset: int | None, logits: Logits) -> tuple[torch.Tensor | None, bool]:
+def _flash_mask(query, key, offset: int | None, rule: LogitRule) -> tuple[torch.Tensor | None, bool]:
     """Return the mask to add to the logits, and whether the kernel's causal mask replaces it."""
     num_queries, num_keys = query.shape[2], key.shape[2]
     if offset is None:
         return None, False
-    if offset == 0 and num_queries == num_keys <= (logits.window or num_keys):
+    if offset == 0 and num_queries == num_keys <= (rule.window or num_keys):
         return None, True
-    visible = visible_keys(num_queries, num_keys, offset, logits.window, query.device)
+    visible = visible_keys(num_queries, num_keys, offset, rule.window, query.device)
     return torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -math.inf), False
 
 
@@ -337,35 +337,35 @@ class ExplicitTiles(TiledKernel):
     block = 128
 
     @staticmethod
-    def attend(query, key, value, offset, logits):
-        capped, _ = _capped_logits(query, key, offset, logits)
+    def attend(query, key, value, offset, rule):
+        capped, _ = _capped_logits(query, key, offset, rule)
         log_sum = capped.logsumexp(dim=-1)
         weights = (capped - log_sum[..., None]).exp_()
         return _ungrouped(_product(weights.to(value.dtype), value[0]), query), _ungrouped(log_sum, query)
 
     @staticmethod
-    def attend_backward(gradient, query, out, log_sum, key, value, offset, logits):
-        capped, slope = _capped_logits(query, key, offset, logits)
+    def attend_backward(gradient, query, out, log_sum, key, value, offset, rule):
+        capped, slope = _capped_logits(query, key, offset, rule)
         weights = (capped - _grouped(log_sum, key)[..., None]).exp_()
         gradient_of_groups = _grouped(gradient, key)
         inner = (gradient * out).sum(dim=-1, dtype=log_sum.dtype)
         change = _product(gradient_of_groups, value[0].mT) - _grouped(inner, key)[..., None]
-        logit_gradient = (weights * change * slope * logits.scale).to(query.dtype)
+        logit_gradient = (weights * change * slope * rule.scale).to(query.dtype)
         query_gradient = _ungrouped(_product(logit_gradient, key[0]), query)
         key_gradient = _product(logit_gradient.mT, _grouped(query, key))
         value_gradient = _product(weights.to(value.dtype).mT, gradient_of_groups)
         return query_gradient, key_gradient[None], value_gradient[None]
 
 
-def _capped_logits(query, key, offset: int | None, logits: Logits) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _capped_logits(query, key, offset: int | None, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the logits `(H_kv, H / H_kv * n, m)`, and their derivative with respect to those without the cap."""
-    scaled = _product(_grouped(query, key), key[0].mT) * logits.scale
+    scaled = _product(_grouped(query, key), key[0].mT) * rule.scale
     slope: torch.Tensor | float = 1.0
-    if logits.softcap is not None:
-        ratio = torch.tanh(scaled / logits.softcap)
-        scaled, slope = logits.softcap * ratio, 1 - ratio.square()
+    if rule.softcap is not None:
+        ratio = torch.tanh(scaled / rule.softcap)
+        scaled, slope = rule.softcap * ratio, 1 - ratio.square()
     if offset is not None:
-        visible = visible_keys(query.shape[2], key.shape[2], offset, logits.window, query.device)
+        visible = visible_keys(query.shape[2], key.shape[2], offset, rule.window, query.device)
         scaled = scaled.masked_fill(~visible.repeat(query.shape[1] // key.shape[1], 1), -math.inf)
     return scaled, slope
 
@@ -404,16 +404,16 @@ class VarlenKernel:
     """PyTorch's variable-length FlashAttention."""
 
     @staticmethod
-    def forward(query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(query, key, value, bounds: Bounds, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`TiledKernel.forward`]."""
         tokens = _segment_states(query, key, value, bounds, grouped=_VARLEN_IS_GROUPED)
         out, log_sum, *_ = torch.ops.aten._flash_attention_forward(
-            *tokens, *bounds.varlen, 0.0, logits.window is None, False, **_varlen_settings(logits)
+            *tokens, *bounds.varlen, 0.0, rule.window is None, False, **_varlen_settings(rule)
         )
         return out.transpose(0, 1)[None], log_sum[None]
 
     @staticmethod
-    def backward(gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
+    def backward(gradient, query, key, value, out, log_sum, bounds: Bounds, rule: LogitRule):
         """See [`TiledKernel.backward`]."""
         tokens = _segment_states(query, key, value, bounds, grouped=_VARLEN_IS_GROUPED)
         gradient, out = (x[0].transpose(0, 1).contiguous() for x in (gradient, out))
@@ -425,10 +425,10 @@ class VarlenKernel:
             log_sum[0],
             *bounds.varlen,
             0.0,
-            logits.window is None,
+            rule.window is None,
             random_state,
             torch.empty(0, device=query.device),
-            **_varlen_settings(logits),
+            **_varlen_settings(rule),
         )
         return query_gradient.transpose(0, 1)[None], *_sum_of_copies(key_gradients, key, bounds)
 
@@ -445,13 +445,13 @@ def _installed_flash_attention_4() -> ModuleType:
     return module
 
 
-def has_flash_attention_4(capability: int, dtype: torch.dtype, head: int, value_head: int, logits: Logits) -> bool:
+def has_flash_attention_4(capability: int, dtype: torch.dtype, head: int, value_head: int, rule: LogitRule) -> bool:
     """Return whether FlashAttention 4 computes such heads, forward and backward, on a GPU of a major compute
     capability: Hopper (9) and Blackwell (10)."""
     if dtype not in (torch.float16, torch.bfloat16) or head % 8 or value_head % 8:
         return False
     if capability == 10:
-        return max(head, value_head) <= 128 or (head == value_head == 256 and logits.softcap is None)
+        return max(head, value_head) <= 128 or (head == value_head == 256 and rule.softcap is None)
     return capability == 9 and max(head, value_head) <= 256
 
 
@@ -459,51 +459,51 @@ class FlashAttention4:
     """FlashAttention 4. It is not tested on GPU."""
 
     @staticmethod
-    def forward(query, key, value, bounds: Bounds, logits: Logits) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(query, key, value, bounds: Bounds, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
         """See [`TiledKernel.forward`]."""
         tokens = _segment_states(query, key, value, bounds, grouped=True)
-        left, right = _flash_4_window(logits)
+        left, right = _flash_4_window(rule)
         with torch.no_grad():
             out, log_sum = _installed_flash_attention_4().flash_attn_varlen_func(
                 *tokens,
-                **_flash_4_settings(bounds, logits),
+                **_flash_4_settings(bounds, rule),
                 window_size=(left, right),
                 return_lse=True,
             )
         return out.transpose(0, 1)[None], log_sum[None]
 
     @staticmethod
-    def backward(gradient, query, key, value, out, log_sum, bounds: Bounds, logits: Logits):
+    def backward(gradient, query, key, value, out, log_sum, bounds: Bounds, rule: LogitRule):
         """See [`TiledKernel.backward`]. The public function would compute output and log-sum-exps again."""
         tokens = _segment_states(query, key, value, bounds, grouped=True)
         gradient, out = (x[0].transpose(0, 1).contiguous() for x in (gradient, out))
-        left, right = _flash_4_window(logits)
+        left, right = _flash_4_window(rule)
         query_gradient, *key_gradients = _installed_flash_attention_4()._flash_attn_bwd(
             *tokens,
             out,
             gradient,
             log_sum[0],
-            **_flash_4_settings(bounds, logits),
+            **_flash_4_settings(bounds, rule),
             window_size_left=left,
             window_size_right=right,
         )
         return query_gradient.transpose(0, 1)[None], *_sum_of_copies(key_gradients, key, bounds)
 
 
-def _flash_4_settings(bounds: Bounds, logits: Logits) -> dict[str, Any]:
+def _flash_4_settings(bounds: Bounds, rule: LogitRule) -> dict[str, Any]:
     """Return what both passes of FlashAttention 4 take."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     settings = dict(zip(names, bounds.varlen, strict=True))
-    return settings | {"softmax_scale": logits.scale, "causal": True, "softcap": logits.softcap or 0.0}
+    return settings | {"softmax_scale": rule.scale, "causal": True, "softcap": rule.softcap or 0.0}
 
 
-def _flash_4_window(logits: Logits) -> tuple[int | None, int | None]:
-    return (None, None) if logits.window is None else (logits.window - 1, 0)
+def _flash_4_window(rule: LogitRule) -> tuple[int | None, int | None]:
+    return (None, None) if rule.window is None else (rule.window - 1, 0)
 
 
-def _varlen_settings(logits: Logits) -> dict[str, float | int]:
-    left = -1 if logits.window is None else logits.window - 1
-    return {"scale": logits.scale, "window_size_left": left, "window_size_right": 0}
+def _varlen_settings(rule: LogitRule) -> dict[str, float | int]:
+    left = -1 if rule.window is None else rule.window - 1
+    return {"scale": rule.scale, "window_size_left": left, "window_size_right": 0}
 
 
 def _segment_states(query, key, value, bounds: Bounds, grouped: bool) -> list[torch.Tensor]:

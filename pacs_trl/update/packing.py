@@ -29,7 +29,7 @@ from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
 from .context_length import WINDOW_KEYS
-from .packed_attention import Bounds, Logits, attend_packed
+from .packed_attention import Bounds, LogitRule, attend_packed
 from .packed_states import CONVOLUTION, RECURRENCES, state_modules
 from .prompt_images import PromptImages
 
@@ -179,7 +179,7 @@ def _packed_eager(
         if sliding_window or softcap or s_aux is not None:
             raise NotImplementedError("attention dropout with a window, a soft cap, or sinks")
         return _with_dropout(query, key, value, bounds, scale, dropout), None
-    return attend_packed(query, key, value, bounds, Logits(scale, sliding_window, softcap), s_aux), None
+    return attend_packed(query, key, value, bounds, LogitRule(scale, sliding_window, softcap), s_aux), None
 
 
 def _packed_sdpa(*args, softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs):

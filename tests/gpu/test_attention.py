@@ -15,7 +15,7 @@ from pacs_trl.update.packed_attention import (
     Bounds,
     ExplicitTiles,
     FlashAttention4,
-    Logits,
+    LogitRule,
     VarlenKernel,
     attend_packed,
 )
@@ -187,13 +187,13 @@ def test_kernels_see_prompt_and_branch(monkeypatch, kernel, head, window, softca
     rollouts = PackedRollouts([np.arange(41)] * 3 + [np.arange(7)], [np.zeros(n, dtype=int) for n in (5, 0, 90, 30)])
     shapes = [(1, heads, len(rollouts.ids), head) for heads in (4, 2, 2)]
     bounds = Bounds(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in rollouts.kernel_inputs().items()})
-    logits, results = Logits(head**-0.5, window, softcap), []
+    rule, results = LogitRule(head**-0.5, window, softcap), []
     for dtype, chosen in ((torch.float32, ExplicitTiles), (torch.bfloat16, kernel)):
         generator = torch.Generator().manual_seed(shifted(0))
         inputs = [torch.randn(s, generator=generator).to("cuda", dtype).requires_grad_() for s in shapes]
         sinks = torch.linspace(-1.0, 2.0, 4).to("cuda", dtype).requires_grad_() if with_sinks else None
         monkeypatch.setattr(packed_attention, "kernel_of", lambda *args, chosen=chosen: chosen)
-        out = attend_packed(*inputs, bounds, logits, sinks)
+        out = attend_packed(*inputs, bounds, rule, sinks)
         inputs += [sinks] if with_sinks else []
         results.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
     for expected, value in zip(*results, strict=True):
@@ -204,5 +204,5 @@ def test_kernels_see_prompt_and_branch(monkeypatch, kernel, head, window, softca
 @pytest.mark.parametrize("head, dtype, kernel", [(64, torch.bfloat16, "fast"), (512, torch.bfloat16, "explicit")])
 def test_the_kernel_of_a_gpu(head, dtype, kernel):
     states = [torch.zeros(1, heads, 10, head, device="cuda", dtype=dtype) for heads in (4, 2, 2)]
-    fast = packed_attention.kernel_of(*states, Logits(1.0)) in (VarlenKernel, FlashAttention4)
+    fast = packed_attention.kernel_of(*states, LogitRule(1.0)) in (VarlenKernel, FlashAttention4)
     assert fast == (kernel == "fast")

@@ -25,7 +25,7 @@ from pacs_trl.update.packed_attention import (
     ExplicitTiles,
     FlashAttention4,
     FlashTiles,
-    Logits,
+    LogitRule,
     Tile,
     VarlenKernel,
     attend_packed,
@@ -70,13 +70,13 @@ def visible(rollouts: PackedRollouts, window: int | None) -> torch.Tensor:
     return near & (text[:, None] == text) & (in_prompt | (segment[:, None] == segment))
 
 
-def by_masks(rollouts, query, key, value, logits: Logits, sinks=None) -> torch.Tensor:
+def by_masks(rollouts, query, key, value, rule: LogitRule, sinks=None) -> torch.Tensor:
     """Dense attention; a sink is one more key without a value."""
     key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-    scores = query @ key.mT * logits.scale
-    if logits.softcap is not None:
-        scores = logits.softcap * torch.tanh(scores / logits.softcap)
-    scores = scores.masked_fill(~visible(rollouts, logits.window), -math.inf)
+    scores = query @ key.mT * rule.scale
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores = scores.masked_fill(~visible(rollouts, rule.window), -math.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]]
@@ -93,11 +93,11 @@ WINDOWS = [None, 1, 2, 5, 8, 16]
 def test_every_kernel_equals_a_dense_mask(monkeypatch, kernel, window, with_sinks):
     rollouts, inputs = attention_inputs(LENGTHS)
     use_kernel(monkeypatch, kernel)
-    logits = Logits(0.7, window)
+    rule = LogitRule(0.7, window)
     sinks = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64).requires_grad_() if with_sinks else None
     inputs += [sinks] if with_sinks else []
-    out = attend_packed(*inputs[:3], bounds_of(rollouts), logits, sinks)
-    expected = by_masks(rollouts, *inputs[:3], logits, sinks)
+    out = attend_packed(*inputs[:3], bounds_of(rollouts), rule, sinks)
+    expected = by_masks(rollouts, *inputs[:3], rule, sinks)
     for one, other in zip(with_gradients(out, inputs), with_gradients(expected, inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
@@ -114,9 +114,9 @@ def use_kernel(monkeypatch, name: str) -> None:
 def test_tiles_of_long_segments_equal_a_dense_mask(window, softcap):
     """The CPU's kernels; those with a soft cap are explicit."""
     rollouts, inputs = attention_inputs(LONG)
-    logits = Logits(0.4, window, softcap)
-    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), logits), inputs)
-    expected = with_gradients(by_masks(rollouts, *inputs, logits), inputs)
+    rule = LogitRule(0.4, window, softcap)
+    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), rule), inputs)
+    expected = with_gradients(by_masks(rollouts, *inputs, rule), inputs)
     for one, other in zip(computed, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
@@ -125,10 +125,10 @@ def test_tiles_of_long_segments_equal_a_dense_mask(window, softcap):
 @pytest.mark.parametrize("window, softcap, head", [(None, None, 8), (20, None, 8), (20, 2.0, 8), (None, None, 512)])
 def test_lower_precisions_are_near_float64(dtype, window, softcap, head):
     rollouts, inputs = attention_inputs(LONG, head=head)
-    logits = Logits(head**-0.5, window, softcap)
-    expected = with_gradients(by_masks(rollouts, *inputs, logits), inputs)
+    rule = LogitRule(head**-0.5, window, softcap)
+    expected = with_gradients(by_masks(rollouts, *inputs, rule), inputs)
     inputs = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), logits), inputs)
+    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), rule), inputs)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for value, other in zip(computed, expected, strict=True):
         assert value.dtype == dtype
@@ -176,12 +176,12 @@ def flash_4_settings(settings: dict, left: int | None, right: int | None):
 def test_flash_attention_4_is_called_with_prompt_and_branch(flash_4, window, with_sinks):
     """A stand-in; the package is not tested on GPU."""
     rollouts, inputs = attention_inputs(LENGTHS)
-    logits, sinks = Logits(0.7, window), None
+    rule, sinks = LogitRule(0.7, window), None
     if with_sinks:
         sinks = torch.linspace(-1.0, 2.0, 4, dtype=torch.float64).requires_grad_()
     tensors = inputs if sinks is None else [*inputs, sinks]
-    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), logits, sinks), tensors)
-    expected = with_gradients(by_masks(rollouts, *inputs, logits, sinks), tensors)
+    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), rule, sinks), tensors)
+    expected = with_gradients(by_masks(rollouts, *inputs, rule, sinks), tensors)
     for one, other in zip(computed, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
@@ -203,7 +203,7 @@ def test_flash_attention_4_is_called_with_prompt_and_branch(flash_4, window, wit
     ],
 )
 def test_where_flash_attention_4_is_used(capability, dtype, heads, softcap, expected):
-    assert packed_attention.has_flash_attention_4(capability, dtype, *heads, Logits(1.0, None, softcap)) is expected
+    assert packed_attention.has_flash_attention_4(capability, dtype, *heads, LogitRule(1.0, None, softcap)) is expected
 
 
 def test_kernels_are_chosen_by_head_size_and_installed_packages(monkeypatch):
@@ -216,17 +216,17 @@ def test_kernels_are_chosen_by_head_size_and_installed_packages(monkeypatch):
     monkeypatch.setattr(packed_attention, "takes_varlen", lambda query, *states: query.shape[-1] <= 256)
     for module, kernel in ((ModuleType("interface"), FlashAttention4), (None, VarlenKernel)):
         monkeypatch.setattr(packed_attention, "flash_attention_4", lambda module=module: module)
-        assert packed_attention.kernel_of(*states(torch.bfloat16, 128), Logits(1.0, 16)) is kernel
+        assert packed_attention.kernel_of(*states(torch.bfloat16, 128), LogitRule(1.0, 16)) is kernel
     wide = states(torch.bfloat16, 512)
     wide[0].device = torch.device("cuda")
-    assert packed_attention.kernel_of(*wide, Logits(1.0)) is ExplicitTiles
+    assert packed_attention.kernel_of(*wide, LogitRule(1.0)) is ExplicitTiles
 
 
 def test_values_wider_than_keys_equal_a_dense_mask():
     rollouts, inputs = attention_inputs(LENGTHS, value_head=12)
-    logits = Logits(0.5, 6)
-    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), logits), inputs)
-    for one, other in zip(computed, with_gradients(by_masks(rollouts, *inputs, logits), inputs), strict=True):
+    rule = LogitRule(0.5, 6)
+    computed = with_gradients(attend_packed(*inputs, bounds_of(rollouts), rule), inputs)
+    for one, other in zip(computed, with_gradients(by_masks(rollouts, *inputs, rule), inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
@@ -331,7 +331,7 @@ def test_attention_to_a_long_prompt_takes_memory_for_its_tokens_only(window):
     """Behind a prompt of 300 tokens no mask over branch and prompt, (100, 400), nor copies of the prompt's keys are
     made."""
     rollouts, inputs = attention_inputs([[300, 100, 60, 40], [250]], dtype=torch.float32, head=4)
-    inputs, settings = [x.detach() for x in inputs], (bounds_of(rollouts), Logits(0.5, window))
+    inputs, settings = [x.detach() for x in inputs], (bounds_of(rollouts), LogitRule(0.5, window))
     with LargestTensor() as largest:
         out, log_sum = FlashTiles.forward(*inputs, *settings)
         FlashTiles.backward(out, *inputs, out, log_sum, *settings)
