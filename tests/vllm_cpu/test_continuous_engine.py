@@ -116,14 +116,7 @@ def test_each_completion_has_the_log_probs_of_the_adapter_with_which_it_began(tm
             wait_until_ready(process, url)
             settings = {"max_steps": 12, "learning_rate": 3e-2, "vllm_sync_adapter": True}
             trainer = trainer_of(tmp_path / "run", checkpoint, url, callbacks=[recorder], lora=LORA, **settings)
-            create = trainer._create_source
-
-            def create_source():
-                source = create()
-                spy_on(source, "_take", groups.append)
-                return source
-
-            trainer._create_source = create_source
+            spy_on(trainer, "_create_source", lambda source: spy_on(source, "_take", groups.append))
             trainer.train()
             served = [entry["id"] for entry in requests.get(f"{url}/v1/models", timeout=10).json()["data"]]
         finally:
