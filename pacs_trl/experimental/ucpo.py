@@ -1,7 +1,7 @@
 """UCPO ([arXiv 2605.00365](https://huggingface.co/papers/2605.00365)): improbable correct completions count more.
 
 Extension point: changed advantages. The formula is that of the authors' code (github.com/AnamikaLochab/UCPO, 93ce506,
-`compute_dgrpo_advantage_outcome_invq_l`), not compared with the paper's equations."""
+`compute_dgrpo_advantage_outcome_invq_l`), which takes the mean log-prob of a token, not the sum."""
 
 from dataclasses import dataclass
 
@@ -34,12 +34,12 @@ def ucpo_weights(mean_logps: torch.Tensor, correct: torch.Tensor, num_generation
 class UCPOConfig(GRPOConfig):
     """Configuration class for the [`UCPOTrainer`]: every parameter of [`GRPOConfig`], and `tau`."""
 
-    supports_rollout_lag = supports_images = False
-    tau: float = setting(0.2, "0 for GRPO, 1 for advantages proportional to 1 / probability.", least=0, most=1)
+    supports_rollout_lag, supports_images, rewards_are_labels = False, False, True
+    tau: float = setting(0.2, "0 for GRPO, 1 for advantages proportional to exp(-mean log-prob).", least=0, most=1)
 
 
 class UCPOTrainer(GRPOTrainer):
-    """[`GRPOTrainer`] with [`ucpo_weights`]; rewards must be 0, 1, or `None`."""
+    """[`GRPOTrainer`] whose advantages are multiplied by [`ucpo_weights`]; rewards must be 0, 1, or `None`."""
 
     _name, _config_class = "UCPO", UCPOConfig
     _paper = {
@@ -51,10 +51,10 @@ class UCPOTrainer(GRPOTrainer):
         if ((self._labels != 0) & (self._labels != 1) & ~self._labels.isnan()).any():
             raise UserError("UCPO needs rewards of 0 or 1. Use a binary reward function, or method grpo.")
         rollouts = unpad_rollouts(batch)
-        counted = [i for i, rollout in enumerate(rollouts) if rollout.label == 1 and rollout.advantage != 0]
-        ids = ([rollouts[i].prompt_ids for i in counted], [rollouts[i].completion_ids for i in counted])
+        weighted = [i for i, r in enumerate(rollouts) if r.label == 1 and r.advantage != 0 and r.loss_mask.any()]
+        sequences = ([rollouts[i].prompt_ids for i in weighted], [rollouts[i].completion_ids for i in weighted])
         rows = [(rollout.advantage, False, 0.0) for rollout in rollouts]
-        for i, logps in zip(counted, self.compute_logps(*ids), strict=True):
+        for i, logps in zip(weighted, self.compute_logps(*sequences), strict=True):
             rows[i] = rollouts[i].advantage, True, logps[torch.from_numpy(rollouts[i].loss_mask)].mean().item()
         advantages, correct, mean_logps = torch.tensor(gather_object(rows), device=self._labels.device).unbind(dim=1)
         return advantages * ucpo_weights(mean_logps, correct.bool(), num_generations, self.args.tau)

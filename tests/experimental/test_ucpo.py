@@ -34,7 +34,7 @@ def test_on_paper():
     assert ucpo_weights(logps, correct, 4, 0.5).tolist() == pytest.approx([0.8, 1.1, 1.0, 1.1])
 
 
-def test_weights_equal_loops_keep_the_sum_of_a_group_and_are_0_for_nobody():
+def test_weights_equal_loops_keep_the_sum_of_a_group_and_are_positive():
     generator = torch.Generator().manual_seed(shifted(0))
     logps = -4 * torch.rand(40, generator=generator, dtype=torch.float64)
     correct = torch.rand(40, generator=generator) < 0.6
@@ -51,12 +51,12 @@ def test_weights_equal_loops_keep_the_sum_of_a_group_and_are_0_for_nobody():
     assert (ucpo_weights(logps, correct, 8, 0.2)[8:16][order].diff() <= 0).all()  # the improbable count more
 
 
-def run(directory, trainer_class, **settings):
+def run(directory, trainer_class, replay=None, **changes):
     recorder = Recorder()
-    settings |= {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": 1}
+    settings = {"num_generations": 8, "per_device_train_batch_size": 16, "max_steps": 1} | changes
     trainer = build_trainer(
         directory,
-        replay=Replay(num_generations=8, uniform_groups=0),
+        replay=replay or Replay(num_generations=8, uniform_groups=0),
         trainer_class=trainer_class,
         more={"callbacks": [recorder]},
         **settings,
@@ -88,6 +88,33 @@ def test_it_is_grpo_with_tau_0_and_weighs_advantages_under_the_generating_policy
     weights = torch.tensor(weights_by_loops(mean_logps, correct, 8, 1.0))
     expected = (weights * batch["advantages"]).float()
     torch.testing.assert_close(advantages, expected, rtol=1e-4, atol=1e-6, check_dtype=False)
+
+
+def test_gradient_accumulation_changes_nothing(tmp_path):
+    whole, _ = run(tmp_path, UCPOTrainer, tau=1.0)
+    halves, _ = run(tmp_path, UCPOTrainer, tau=1.0, per_device_train_batch_size=8, gradient_accumulation_steps=2)
+    assert relative_error(halves[0], whole[0]) < 1e-5
+
+
+def test_unrewarded_completions_and_those_without_tokens_of_the_policy_take_no_part(tmp_path):
+    """Their factor is 1, and the others keep the sum of the advantages of their group."""
+
+    def edit(generation, rows):
+        correct = [i for i, row in enumerate(rows) if row.label == 1]
+        rows[correct[0]].env_mask = [0] * len(rows[correct[0]].completion_ids)
+        rows[correct[1]].label = None
+        return rows
+
+    replay = Replay(num_generations=8, uniform_groups=0, tools=True, edit=edit)
+    (gradients, *_), ((advantages, batch),) = run(tmp_path, UCPOTrainer, replay=replay, tau=1.0)
+    assert all(gradient.isfinite().all() for gradient in gradients.values())
+    without_tokens = (batch["tool_mask"] * batch["completion_mask"]).sum(dim=1) == 0
+    unrewarded = batch["labels"].isnan()
+    assert without_tokens.any() and unrewarded.any()
+    changed = advantages != batch["advantages"]
+    assert changed.any() and not changed[without_tokens | unrewarded].any()
+    sums, expected = (values.double().view(-1, 8).sum(dim=1) for values in (advantages, batch["advantages"]))
+    torch.testing.assert_close(sums, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rewards_between_0_and_1_are_refused(tmp_path):
