@@ -56,9 +56,10 @@ def over_seeds(values: Sequence[float]) -> tuple[float, float]:
     return mean(values), _STUDENT[min(len(values), 10)] * stdev(values) / len(values) ** 0.5
 
 
-def mean_difference(values: Sequence[float]) -> str:
+def mean_difference(values: Sequence[float], digits: int = 1) -> str:
     """Return the mean of differences by seed and half of its 95 % interval, or their number if there are fewer than
     three."""
     if not values:
         return ""
-    return f"{mean(values):+.1f} " + (f"± {over_seeds(values)[1]:.1f}" if len(values) > 2 else f"({len(values)})")
+    spread = f"± {over_seeds(values)[1]:.{digits}f}" if len(values) > 2 else f"({len(values)})"
+    return f"{mean(values):+.{digits}f} {spread}"

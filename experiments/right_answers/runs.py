@@ -59,7 +59,7 @@ ARMS = {
     "RLOO": Arm(RLOOTrainer, {"beta": 0.0}),
     "REAL": Arm(REALTrainer, {}),
 }
-FIRST = list(ARMS)[:5]  # these answer most
+LEADING_ARMS = list(ARMS)[:5]  # they run first
 RATES = (1e-5, 5e-6, 2e-5)
 PILOT_SEED, SEEDS = 100, range(5)  # runs of the pilot end at the level, and their seed is not used again
 
@@ -130,7 +130,7 @@ def answer_logps(model, tokenizer, problem: Problem) -> torch.Tensor:
     return logps.double().masked_fill(tokens < 0, 0.0).sum(dim=1)
 
 
-def measure(logps: list[torch.Tensor], first: list[torch.Tensor]) -> dict[str, float]:
+def measure(logps: list[torch.Tensor], before_training: list[torch.Tensor]) -> dict[str, float]:
     """
     Return means over problems from the log-probs of their correct answers, `(A,)` each, now and before training:
     `pass@k`; `distinct`, the expected number of different correct answers among 64 samples; `perplexity` of the
@@ -139,7 +139,7 @@ def measure(logps: list[torch.Tensor], first: list[torch.Tensor]) -> dict[str, f
     values: dict[str, list[float]] = {
         name: [] for name in [*(f"pass@{k}" for k in KS), "distinct", "perplexity", "kl"]
     }
-    for after, before in zip(logps, first, strict=True):
+    for after, before in zip(logps, before_training, strict=True):
         success = after.exp().sum().clamp(max=1)
         for k in KS:
             values[f"pass@{k}"].append(1 - (1 - success.item()) ** k)
@@ -150,35 +150,35 @@ def measure(logps: list[torch.Tensor], first: list[torch.Tensor]) -> dict[str, f
     return {name: round(mean(column), 5) for name, column in values.items()}
 
 
-def successes(logps: list[torch.Tensor]) -> list[float]:
+def success_rates(logps: list[torch.Tensor]) -> list[float]:
     """Return the probability of a correct completion of each problem."""
     return [round(values.exp().sum().item(), 5) for values in logps]
 
 
-class Curve(TrainerCallback):
+class HeldOutCurve(TrainerCallback):
     """Measures held-out problems every `every` updates, outside the CPU seconds of the updates, and ends a run whose
-    pass@1 is above `until`."""
+    pass@1 is above `stop_above`."""
 
-    def __init__(self, tokenizer, held_out: list[Problem], every: int, until: float):
-        self.tokenizer, self.held_out, self.every, self.until = tokenizer, held_out, every, until
+    def __init__(self, tokenizer, held_out: list[Problem], every: int, stop_above: float):
+        self.tokenizer, self.held_out, self.every, self.stop_above = tokenizer, held_out, every, stop_above
         self.points: list[Point] = []
         self.seconds = 0.0
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
-        self.first = self.add_point(0, model)
+        self.before_training = self.add_point(0, model)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.seconds += time.process_time() - self.began
         if state.global_step % self.every == 0:
             self.last = self.add_point(state.global_step, model)
-            control.should_training_stop |= self.points[-1]["pass@1"] > self.until
+            control.should_training_stop |= self.points[-1]["pass@1"] > self.stop_above
         self.began = time.process_time()
 
     def add_point(self, update: int, model) -> list[torch.Tensor]:
         model.eval()
         logps = [answer_logps(model, self.tokenizer, problem) for problem in self.held_out]
         model.train()
-        self.points.append({"update": update, **measure(logps, self.first if self.points else logps)})
+        self.points.append({"update": update, **measure(logps, self.before_training if self.points else logps)})
         self.began = time.process_time()
         return logps
 
@@ -187,8 +187,8 @@ def train(run: Run, updates: int, every: int) -> dict[str, Any]:
     """Train for this many updates, measure every `every` updates, and return the record of a run."""
     arm, (train_problems, held_out), tokenizer = ARMS[run.arm], split(run.task), load_tokenizer()
     longest = max(len(ids) for problem in train_problems for ids in answer_ids(tokenizer, problem))
-    until = LEVELS[run.task] if run.seed == PILOT_SEED else 1.0
-    curve = Curve(tokenizer, held_out, every, until)
+    stop_above = LEVELS[run.task] if run.seed == PILOT_SEED else 1.0
+    curve = HeldOutCurve(tokenizer, held_out, every, stop_above)
     with tempfile.TemporaryDirectory() as folder:
         trainer = arm.trainer(
             str(FOLDER),
@@ -211,8 +211,8 @@ def train(run: Run, updates: int, every: int) -> dict[str, Any]:
         **run._asdict(),
         "updates": len(logs),
         "points": curve.points,
-        "before": successes(curve.first),
-        "after": successes(curve.last),
+        "before": success_rates(curve.before_training),
+        "after": success_rates(curve.last),
         "reward": [round(row["reward"], 3) for row in logs],
         "entropy": [round(row["entropy"], 3) for row in logs],
         "cpu_seconds": round(curve.seconds, 1),
@@ -224,14 +224,22 @@ def read_records(folder: Path = RECORDS) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
 
 
-def at_level(points: Sequence[Point], level: float) -> Point | None:
-    """Return the metrics where pass@1 first reaches `level`, linear in pass@1 between two measurements; `None` for a
-    run that does not reach it, or starts above it."""
+def crossing(points: Sequence[Point], level: float) -> tuple[Point, Point] | None:
+    """Return the measurements before and after pass@1 first reaches `level`; `None` for a run that does not reach it,
+    or starts above it."""
     for before, after in zip(points, points[1:], strict=False):
         if before["pass@1"] < level <= after["pass@1"]:
-            share = (level - before["pass@1"]) / (after["pass@1"] - before["pass@1"])
-            return {name: before[name] + share * (after[name] - before[name]) for name in before}
+            return before, after
     return None
+
+
+def at_level(points: Sequence[Point], level: float) -> Point | None:
+    """Return the metrics at the [`crossing`] of `level`, linear in pass@1 between its two measurements."""
+    if (around := crossing(points, level)) is None:
+        return None
+    before, after = around
+    share = (level - before["pass@1"]) / (after["pass@1"] - before["pass@1"])
+    return {name: before[name] + share * (after[name] - before[name]) for name in before}
 
 
 def best_rate(records: list[dict[str, Any]], task: str, arm: str) -> float | None:
@@ -254,7 +262,7 @@ def plan(records: list[dict[str, Any]], tasks: Sequence[str] = tuple(TASKS)) -> 
     """Return the runs in the order in which they answer most: the leading arms of all tasks, then the others. The runs
     of an arm wait for its pilot."""
     runs: list[Run] = []
-    for arms in (FIRST, [arm for arm in ARMS if arm not in FIRST]):
+    for arms in (LEADING_ARMS, [arm for arm in ARMS if arm not in LEADING_ARMS]):
         for task in tasks:
             runs += [Run(task, arm, rate, PILOT_SEED) for rate in RATES for arm in arms]
             rates = {arm: best_rate(records, task, arm) for arm in arms}
@@ -285,7 +293,7 @@ def base_rates(num_problems: int) -> None:
             answer_logps(model, tokenizer, problem)
             for problem in [problem for part in split(task) for problem in part][:num_problems]
         ]
-        print(task, measure(logps, logps), successes(logps), flush=True)
+        print(task, measure(logps, logps), success_rates(logps), flush=True)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from support.rollouts import Replay
 from support.runs import build_trainer, spy_on
 from support.seeds import shifted
 
-from experiments.right_answers.analysis import draw, lost_and_gained, task_tables
+from experiments.right_answers.analysis import all_tables, draw, lost_and_gained, task_tables
 from experiments.right_answers.gated import GatedGRPOTrainer, expected_gains
 from experiments.right_answers.runs import (
     ARMS,
-    FIRST,
+    LEADING_ARMS,
     LONG_ARMS,
     PILOT_SEED,
     RATES,
+    RECORDS,
     SEEDS,
     Run,
     answer_logps,
@@ -29,6 +31,9 @@ from experiments.right_answers.runs import (
     plan,
 )
 from experiments.right_answers.tasks import HELD_OUT, TASKS, Problem, reward, split
+
+
+PAGE = RECORDS.parent / "README.md"
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -126,17 +131,27 @@ def test_tables_pair_seeds_and_cover_known_differences(tmp_path):
         common = generator.gauss(0, 3)  # cancels in the difference of a pair
         for arm, gain in (("GRPO", 0.0), ("PACS, rollout", 0.0), ("PACS, kept, beta 0.1", 2.0)):
             records.append(record(arm, seed, points=points(0.1, 0.4, 0.8, distinct=8 + common + gain)))
-    lines = "\n".join(task_tables("between", records, 0.5))
-    (row,) = [x for x in lines.splitlines() if x.startswith("| PACS, kept") and "5 of 5" in x][:1]
-    assert "+2.0 ± 0.0" in row and "| 5 of 5 |" in row
+    records.pop()  # pairs are those of common seeds
+    lines = task_tables("between", records, 0.5)
+    (row,) = [line for line in lines if line.startswith("| PACS, kept") and " of " in line]
+    assert "| 4 of 4 |" in row and "| 40 to 80 |" in row and row.endswith("| +2.00 ± 0.00 |")
+    (row,) = [line for line in lines if line.startswith("| PACS, kept, beta 0.1 − PACS, rollout |")]
+    assert row.split("|")[2:5] == [" +2.00 ± 0.00 ", " +0.0 ± 0.0 ", " +2.00 ± 0.00 "]
     draw(records, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
     assert "No run" in "\n".join(task_tables("between", [record("GRPO", PILOT_SEED)], 0.5))
 
 
+def test_the_tables_of_the_page_are_those_of_the_records():
+    rows = [
+        line for line in PAGE.read_text().splitlines() if re.match(rf"\| ({'|'.join(map(re.escape, ARMS))}) ", line)
+    ]
+    assert len(rows) > 20 and set(rows) <= set(all_tables())
+
+
 def test_the_plan_waits_for_the_pilot_and_takes_its_best_rate():
     runs = plan([])
-    assert {run.seed for run in runs} == {PILOT_SEED} and runs[0].arm == FIRST[0]
+    assert {run.seed for run in runs} == {PILOT_SEED} and runs[0].arm == LEADING_ARMS[0]
     distinct = dict(zip(RATES, (5.0, 9.0, 7.0), strict=True))
     records = [
         record("GRPO", PILOT_SEED, rate, points=points(0.1, 0.6, distinct=number)) for rate, number in distinct.items()
@@ -146,14 +161,14 @@ def test_the_plan_waits_for_the_pilot_and_takes_its_best_rate():
     slow = [record("GRPO", PILOT_SEED, rate, points=points(0.1, 100 * rate**0.5)) for rate in RATES]
     assert best_rate(slow, "between", "GRPO") == max(RATES)  # none reaches the level
     assert len({run.file for run in plan(records)}) == len(plan(records))
-    assert set(FIRST) <= set(ARMS) and json.loads(json.dumps(records)) == records
+    assert set(LEADING_ARMS) <= set(ARMS) and json.loads(json.dumps(records)) == records
 
 
 def test_long_runs_differ_only_in_arm_and_seed():
     runs = long_plan([3, 4])
     assert {(run.task, run.rate) for run in runs} == {("sums", min(RATES))}
     assert [(run.seed, run.arm) for run in runs] == [(seed, arm) for seed in (3, 4) for arm in LONG_ARMS]
-    assert set(LONG_ARMS) <= set(FIRST)  # the figure draws these
+    assert set(LONG_ARMS) <= set(LEADING_ARMS)  # the figure draws these
 
 
 def test_exact_log_probs_equal_those_of_whole_sequences():
