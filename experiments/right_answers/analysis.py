@@ -236,12 +236,11 @@ def main() -> None:
     parser.add_argument("--level", type=float, help="pass@1 at which arms are compared, instead of that of the plan")
     args = parser.parse_args()
     print("\n".join(all_tables(args.level)))
-    records = read_records()
-    for task in TASKS:
-        if task_records := [record for record in records if record["task"] == task]:
-            draw(task_records, RECORDS.parent / f"{task}.png")
-    if long_records := read_records(LONG_RECORDS):
-        draw(long_records, RECORDS.parent / "sums_long.png")
+    figures = {task: [record for record in read_records() if record["task"] == task] for task in TASKS}
+    figures["sums_long"] = read_records(LONG_RECORDS)
+    for name, records in figures.items():
+        if reported_runs(records):
+            draw(records, RECORDS.parent / f"{name}.png")
 
 
 if __name__ == "__main__":
