@@ -155,18 +155,27 @@ def end_table(runs: Runs, points: Points) -> list[str]:
     """Return the table of the arms after the last update; `points` are the metrics there."""
     rows = []
     for arm, by_seed in runs.items():
+        cells = [learning_rate(by_seed), str(len(by_seed)), average(points[arm], "pass@1")]
+        for metric in ("pass@64", "distinct"):
+            cells += [average(points[arm], metric), difference(points, arm, "GRPO", metric)]
+        rows.append([arm, *cells])
+    heads = ["arm", "rate", "seeds", "pass@1, %", "pass@64, %", "minus GRPO", "distinct", "minus GRPO"]
+    return ["After the last update:", "", *markdown(heads, rows), ""]
+
+
+def support_table(runs: Runs, points: Points) -> list[str]:
+    """Return the table of what became of the base model's answers, and of the cost; `points` are the metrics after
+    the last update."""
+    rows = []
+    for arm, by_seed in runs.items():
         losses = [lost_and_gained(record["before"], record["after"]) for record in by_seed.values()]
         lost, gained = (100 * mean(column) for column in zip(*losses, strict=True))
         entropy = mean(mean(record["entropy"][-10:]) for record in by_seed.values())
         seconds = mean(record["cpu_seconds"] / record["updates"] for record in by_seed.values())
-        cells = [learning_rate(by_seed), len(by_seed), average(points[arm], "pass@1")]
-        for metric in ("pass@64", "distinct"):
-            cells += [average(points[arm], metric), difference(points, arm, "GRPO", metric)]
-        cells += [average(points[arm], "kl"), f"{lost:.0f}", f"{gained:.0f}", f"{entropy:.2f}", f"{seconds:.1f}"]
+        cells = [average(points[arm], "kl"), f"{lost:.0f}", f"{gained:.0f}", f"{entropy:.2f}", f"{seconds:.1f}"]
         rows.append([arm, *cells])
-    heads = ["arm", "rate", "seeds", "pass@1, %", "pass@64, %", "minus GRPO", "distinct", "minus GRPO", "KL, nats"]
-    heads += ["lost, %", "gained, %", "entropy", "CPU s / update"]
-    return ["After the last update:", "", *markdown(heads, rows), ""]
+    heads = ["arm", "KL, nats", "problems lost, %", "gained, %", "entropy, nats per token", "CPU s / update"]
+    return markdown(heads, rows) + [""]
 
 
 def pair_table(at_the_level: Points, at_the_end: Points) -> list[str]:
@@ -196,7 +205,8 @@ def task_tables(task: str, records: Sequence[Record], level: float) -> list[str]
     at_the_end = {arm: {seed: r["points"][-1] for seed, r in by_seed.items()} for arm, by_seed in runs.items()}
     if any(at_the_level.values()):
         lines += level_table(runs, at_the_level, level)
-    return [*lines, *end_table(runs, at_the_end), *pair_table(at_the_level, at_the_end)]
+    lines += [*end_table(runs, at_the_end), *support_table(runs, at_the_end)]
+    return [*lines, *pair_table(at_the_level, at_the_end)]
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
