@@ -4,9 +4,11 @@ from functools import partial
 
 import torch
 import trl
+from accelerate.utils import gather_object
 
 from .. import surrogate
 from ..objective import rloo_advantages
+from ..rollouts.uneven_shares import gather_rows
 from ..update.forward_pass import logps_in_batches
 from ..update.rollout import Rollout, unpad_rollouts
 from .grpo_config import RLOOConfig
@@ -60,7 +62,7 @@ class RLOOTrainer(GRPOTrainer):
         log_ratios = [
             (policy - reference)[mask].sum() for policy, reference, mask in zip(logps, ref_logps, masks, strict=True)
         ]
-        kl = self.accelerator.gather(torch.stack(log_ratios).to(self.accelerator.device))
-        num_tokens = self.accelerator.reduce(torch.stack([mask.sum() for mask in masks]).sum()).item()
+        kl = gather_rows(torch.stack(log_ratios).to(self.accelerator.device))  # processes may have unequal shares
+        num_tokens = sum(gather_object([sum(int(mask.sum()) for mask in masks)]))
         self.record_metrics({"kl": kl.sum().item() / max(num_tokens, 1)})
         return kl
