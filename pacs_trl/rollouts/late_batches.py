@@ -214,6 +214,8 @@ class LateBatches:
     def close(self) -> None:
         if self.engine is not None:
             self.engine.close()
+        if not self.trainer.use_vllm:  # a server goes on with a request, and an evaluation waits for it
+            self._in_flight.clear()
 
     def _start(self) -> None:
         trainer = self.trainer

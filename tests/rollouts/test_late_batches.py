@@ -231,6 +231,20 @@ def test_ctrl_c_while_the_engine_does_not_answer(tmp_path, monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
+def test_a_run_that_a_callback_ends_while_the_engine_generates_can_be_evaluated(tmp_path, monkeypatch):
+    class EndRun(EndEngine):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    monkeypatch.setattr(late_batches, "PATIENCE", 0.2)
+    with forked_engine():
+        trainer = trainer_of(tmp_path, max_steps=20, save_strategy="no")
+        trainer.add_callback(EndRun(trainer, signal.SIGSTOP))
+        trainer.train()
+        assert trainer._source.engine.process.exitcode == -signal.SIGKILL
+        assert "eval_reward" in trainer.evaluate(addition_dataset(4))
+
+
 class CtrlC(TrainerCallback):
     """Send Ctrl-C at an event of the optimizer step `at`."""
 
