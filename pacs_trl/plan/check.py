@@ -4,7 +4,6 @@ Nothing is downloaded and no weights are loaded; modules of reward functions are
 would stop the run or change its meaning; notes do not. Prompts are measured if data and tokenizer are on this machine.
 """
 
-import math
 import re
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -226,10 +225,11 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
     training, step, data = recipe.training, recipe.step, recipe.data
     conflicts: list[str] = []
     notes: list[str] = []
-    if (estimate.num_problems or math.inf) < step.prompts_per_generation:
+    num_problems = estimate.num_problems
+    if num_problems is not None and num_problems < step.prompts_per_generation:
         conflicts.append(
             f"A generation needs {step.prompts_per_generation:.0f} different prompts, but the training set has "
-            f"{estimate.num_problems} (max_train_samples={data.max_train_samples}, eval_split_size="
+            f"{num_problems} (max_train_samples={data.max_train_samples}, eval_split_size="
             f"{data.eval_split_size}). Use more problems, or lower steps_per_generation."
         )
     dtype, copies = estimate.dtype, estimate.has_float32_copies

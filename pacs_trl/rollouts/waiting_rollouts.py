@@ -53,7 +53,7 @@ def split_into_slices(rollouts: Sequence[Rollout], num_slots: int, shuffle_seed:
     order = torch.arange(len(rollouts))
     if shuffle_seed is not None:
         order = torch.randperm(len(rollouts), generator=torch.Generator().manual_seed(shuffle_seed))
-    return [[rollouts[i] for i in slot.tolist()] for slot in order.chunk(num_slots)]
+    return [[rollouts[i] for i in slot.tolist()] for slot in order.tensor_split(num_slots)]
 
 
 # Checkpoints --------------------------------------------------------------------------------------------------------

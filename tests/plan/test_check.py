@@ -67,6 +67,7 @@ SAID = {
     "text that is no YAML": (("--system_prompt", "Answer {briefly: "), {}, 0),
     "mean length 1001": (("--mean-length", "1001"), {}, 1, "mean_length is 1001", "no: tokens generated"),
     "too few problems": (FSDP2, FEW, 1, "1024 different prompts", "1000 (max_train_samples=1000"),
+    "no problem left": ((), {"eval_split_size": 50_000}, 1, "the training set has 0 (", "Use more problems"),
     "launch": (NOBODY, {}, 1, "1 conflict(s)", "--num_processes"),
     "two names": ((), BAD, 1, "2 conflict(s)", "run_pyton", "maths_reward"),
     "contradiction": ((), SCORE, 1, "1 conflict(s)", "score_estimator"),
