@@ -68,11 +68,6 @@ class ExactUpdateConfig(RolloutConfig):
         errors = super().errors(step)
         if self.scores_groups or self.is_asynchronous or self.completions_per_step is not None:
             errors += step.errors()
-        if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
-            errors.append(
-                f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}. Set a "
-                "larger maximum, or a smaller minimum."
-            )
         if self.completions_per_step and (self.rollout_lag or (self.use_vllm and self._shares_engine)):
             errors.append(
                 f"completions_per_step={self.completions_per_step} divides a generation batch unevenly, which a vLLM "

@@ -297,7 +297,7 @@ def kl_terms(
     """Return the k3 estimator of KL(policy || reference) of each token in nats, `(B, T)`, 0 outside the mask.
     `log_weights` are the log importance weights of TRL's `use_bias_correction_kl`. Differentiable in `logps` and
     `log_weights`."""
-    log_ratio = ref_logps - logps
+    log_ratio = (ref_logps - logps).masked_fill(~mask, 0.0)  # before `exp`, whose overflow would have a NaN gradient
     terms = torch.exp(log_ratio) - log_ratio - 1
     if log_weights is not None:
         terms = terms * log_weights.exp()

@@ -18,7 +18,7 @@ from support.runs import build_trainer
 from transformers import CONFIG_MAPPING
 from trl import GRPOConfig
 
-from pacs_trl import PACSTrainer
+from pacs_trl import PACSTrainer, PPOTrainer
 from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.rollouts import argument_checks
 from pacs_trl.update.rollout import as_numbers
@@ -146,6 +146,10 @@ REFUSED = {
     "a reward's name": ({"reward": "math_reward"}, "reward_funcs"),
     "a number for a reward": ({"reward": [digit_reward, 1.0]}, "reward_funcs"),
     "a correction of nothing": ({"vllm_importance_sampling_correction": True}, "nothing to correct"),
+    "a correction with a critic": (
+        {"trainer_class": PPOTrainer, "vllm_importance_sampling_correction": True},
+        "with a critic only the log-probs of vLLM",
+    ),
     "lag, rollout function": (LAG | {"more": {"rollout_func": print}}, "rollout_func other than.* Remove rollout_lag"),
     "lag, evaluation": (LAG | {"more": LATE_EVALUATION}, "rollout_func with eval_dataset.* Remove rollout_lag"),
     "lag, tools": (LAG | {"more": {"tools": [print]}}, "does not support .*tools.* Remove rollout_lag"),

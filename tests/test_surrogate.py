@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.seeds import shifted
 
-from pacs_trl.surrogate import LOSS_TYPES, RatioLoss, completion_scales, ratio_terms, with_derivative
+from pacs_trl.surrogate import LOSS_TYPES, RatioLoss, completion_scales, kl_terms, ratio_terms, with_derivative
 
 
 DOUBLE = {"dtype": torch.float64}
@@ -87,3 +87,12 @@ def test_autograd_through_the_clipped_ratio_gives_the_stated_derivative(level):
     terms = ratio_terms(*rows, loss, token_weights=token_weights, function=partial(with_derivative, f))
     torch.testing.assert_close(terms.logp_weights[mask], stated.logp_weights[mask], rtol=0, atol=0)
     torch.testing.assert_close(terms.surrogate_sums, stated.surrogate_sums, rtol=0, atol=0)
+
+
+def test_a_token_that_does_not_count_has_no_kl_term_and_no_gradient_however_improbable():
+    """exp(200 - 1) is infinite in float32, and 0 times infinity is no number."""
+    logps = torch.tensor([[-1.0, -200.0, math.nan]], requires_grad=True)
+    terms = kl_terms(logps, torch.tensor([[-1.5, -1.0, -1.0]]), torch.tensor([[True, False, False]]))
+    terms.sum().backward()
+    assert terms.tolist() == [[pytest.approx(math.exp(-0.5) + 0.5 - 1), 0.0, 0.0]]
+    assert logps.grad.tolist() == [[pytest.approx(1 - math.exp(-0.5)), 0.0, 0.0]]

@@ -1,10 +1,11 @@
 """Configurations of GRPO, RLOO, MaxRL, and REAL on the exact update."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..objective import GROUP_LOSSES
 from ..pacs_config import ExactUpdateConfig, GroupLossConfig
-from ..settings.checks import ignored_settings
+from ..settings.checks import ignored_settings, unbounded_length_errors
 from ..settings.fields import setting
 from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..surrogate import LOSS_TYPES
@@ -38,13 +39,7 @@ class GRPOConfig(ExactUpdateConfig):
     )
 
     def errors(self, step: Step) -> list[str]:
-        errors = super().errors(step)
-        if self.loss_type == "dr_grpo" and self.max_completion_length is None:
-            errors.append(
-                "loss_type='dr_grpo' divides by max_completion_length, which is None. Set max_completion_length, or "
-                "another loss_type."
-            )
-        return errors
+        return super().errors(step) + unbounded_length_errors(self)
 
 
 @dataclass
@@ -94,7 +89,20 @@ class RLOOConfig(ExactUpdateConfig):
     def errors(self, step: Step) -> list[str]:
         names = [name for name in GRPO_LOSS_SETTINGS if name not in ("epsilon", "epsilon_high")]
         reason = "RLOO clips the ratio of a whole completion and has no such setting"
-        return [*super().errors(step), *ignored_settings(self, names, reason)]
+        errors = [*super().errors(step), *ignored_settings(self, names, reason)]
+        bounds = self.reward_clip_range
+        if bounds is not None and not _are_rising(bounds):
+            errors.append(
+                f"reward_clip_range={bounds!r} must be two numbers, the smaller one first. Correct it, or remove the "
+                "key."
+            )
+        return errors
+
+
+def _are_rising(bounds: Any) -> bool:
+    """Return whether `bounds` are two numbers, the first below the second."""
+    is_pair = isinstance(bounds, list | tuple) and len(bounds) == 2
+    return is_pair and all(isinstance(bound, int | float) for bound in bounds) and bounds[0] < bounds[1]
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """Configurations of actor-critic methods and PPO, with the inherited settings that they reject."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..rollouts.rollout_config import RolloutConfig
-from ..settings.checks import ignored_settings
+from ..settings.checks import ignored_settings, unbounded_length_errors
 from ..settings.fields import setting
 from ..settings.trl_settings import SAPO_AND_VESPO_SETTINGS
 from ..update.step_sizes import Step
@@ -26,6 +27,7 @@ class ActorCriticConfig(RolloutConfig):
 
     needs_same_number_of_processes = True
     has_critic = True
+    critic_alone_setting: ClassVar[str]  # the setting whose steps train only the critic
 
     # Parameters that control the critic
     critic_model_name_or_path: str | None = setting(
@@ -80,12 +82,24 @@ class ActorCriticConfig(RolloutConfig):
                 f"delta={self.delta} would also clip positive advantages: it must be above 1 + epsilon_high = "
                 f"{highest_ratio}. The authors use 3.0; None turns it off."
             )
+        errors += unbounded_length_errors(self)
+        if 0 < self.max_steps <= self.critic_alone_steps:
+            errors.append(
+                f"max_steps={self.max_steps} ends before the policy is trained: {self.critic_alone_setting}="
+                f"{self.critic_alone_steps} optimizer steps train the critic alone. Raise max_steps, or lower "
+                f"{self.critic_alone_setting}."
+            )
         if self.fp16:
             errors.append(
                 "fp16=True is not supported with a critic: policy and critic would share one loss scale. Set "
                 "bf16=True or train in float32."
             )
         return errors
+
+    @property
+    def critic_alone_steps(self) -> int:
+        """Number of optimizer steps at the start of a run that train only the critic."""
+        return getattr(self, self.critic_alone_setting)
 
 
 @dataclass
@@ -96,6 +110,7 @@ class PPOConfig(ActorCriticConfig):
     """
 
     critic_scores_tokens = True
+    critic_alone_setting = "critic_warmup_steps"
 
     critic_warmup_steps: int = setting(
         0, "Number of initial optimizer steps in which only the critic is trained.", least=0
@@ -106,7 +121,3 @@ class PPOConfig(ActorCriticConfig):
         "reward. `None` disables clipping.",
         above=0,
     )
-
-    @property
-    def critic_alone_steps(self) -> int:
-        return self.critic_warmup_steps

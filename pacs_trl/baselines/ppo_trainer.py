@@ -108,12 +108,18 @@ class ActorCriticTrainer(RolloutTrainer):
         optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.critic)
         optimizer = optimizer_class(groups, **kwargs | {"lr": self.args.critic_learning_rate})
         self.critic, self._critic_optimizer = self.accelerator.prepare(self.critic, optimizer)
+        self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
 
     def _prepare_loading(self, model, args, arguments):
         if args.deepspeed_plugin is not None:
             raise UserError(
                 f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or "
                 "FSDP2 (recipes/accelerate_configs)."
+            )
+        if args.vllm_importance_sampling_correction and not args.use_vllm:
+            raise UserError(
+                "vllm_importance_sampling_correction=True would be ignored: with a critic only the log-probs of vLLM "
+                "are corrected. Set use_vllm=True, or remove the key."
             )
         super()._prepare_loading(model, args, arguments)
         # Created before the policy, which sets the seed again, so that rollouts are the same as those of GRPO.

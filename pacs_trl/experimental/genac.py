@@ -46,6 +46,7 @@ class GenACConfig(ActorCriticConfig):
     """
 
     rewards_are_labels = True
+    critic_alone_setting = "critic_pretraining_steps"
 
     # Parameters that control the critic
     critic_learning_rate: float = setting(1e-6, "Learning rate of the critic.", above=0)
@@ -81,10 +82,6 @@ class GenACConfig(ActorCriticConfig):
 
     # Parameters that control training
     critic_pretraining_steps: int = setting(100, "Optimizer steps at the start that train only the critic.", least=0)
-
-    @property
-    def critic_alone_steps(self) -> int:
-        return self.critic_pretraining_steps
 
     def errors(self, step: Step) -> list[str]:
         errors = super().errors(step)

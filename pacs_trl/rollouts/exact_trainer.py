@@ -43,7 +43,7 @@ from .adapter_checks import max_lora_rank
 from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
 from .copied_settings import check_changes, copied_settings
 from .engine import ServerFailure, stop_without_engine
-from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef, reset_entropy_coef
+from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef
 from .late_batches import LateBatches, use_engine_logps
 from .layer_compilation import compile_policy_and_reference, compiles_layers
 from .memory import plan_memory, with_choice
@@ -491,7 +491,6 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._waiting = WaitingRollouts()
         self._generating_policy = None
         self._non_finite = 0, 0
-        reset_entropy_coef(self)
 
     def _save_run(self, directory: Path) -> None:
         super()._save_run(directory)

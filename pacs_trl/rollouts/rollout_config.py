@@ -225,6 +225,11 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"gradient_checkpointing='auto' needs an update that is exact for any micro-batch, and "
                 f"{type(self).__name__} has none. Set gradient_checkpointing: true, or false if memory allows it."
             )
+        if self.use_adaptive_entropy and self.entropy_coef_min > self.entropy_coef_max:
+            errors.append(
+                f"entropy_coef_min={self.entropy_coef_min} is above entropy_coef_max={self.entropy_coef_max}. Set a "
+                "larger maximum, or a smaller minimum."
+            )
         errors += self._trainer_errors() + self._optimizer_errors() + self._reward_weight_errors()
         if self.push_to_hub and self.hub_strategy not in ("end", "every_save"):
             errors.append(

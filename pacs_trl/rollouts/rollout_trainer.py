@@ -37,6 +37,7 @@ from .argument_checks import check_arguments
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
+from .entropy_bonus import reset_entropy_coef
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
 from .group_start_report import GroupStartReport
@@ -547,6 +548,10 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             return logps_in_batches(compute, prompt_ids, completion_ids, self.args.per_device_train_batch_size)
 
     # Training and evaluation ----------------------------------------------------------------------------------------
+
+    def _reset_run(self) -> None:
+        super()._reset_run()
+        reset_entropy_coef(self)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if self._multi_environment:

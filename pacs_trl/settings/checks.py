@@ -54,6 +54,16 @@ def refuse_illegal_values(config: Any) -> None:
         raise UserError(" ".join(messages))
 
 
+def unbounded_length_errors(config: Any) -> list[str]:
+    """Return that `loss_type: dr_grpo` needs `max_completion_length`, if a configuration does not have it."""
+    if config.loss_type != "dr_grpo" or config.max_completion_length is not None:
+        return []
+    return [
+        "loss_type='dr_grpo' divides by max_completion_length, which is None. Set max_completion_length, or another "
+        "loss_type."
+    ]
+
+
 def ignored_settings(config: Any, names: Collection[str], reason: str, instead: str = "`method: grpo`") -> list[str]:
     """Return one message per setting that a method ignores for a `reason` and that differs from its default; `instead`
     says what takes it."""

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import trl
+from peft import LoraConfig
 from support.models import RELATIVE, assert_same_models, logps_and_entropies, relative_error, tiny_model
 from support.rollouts import Replay, rows_of_update
 from support.runs import Recorder, assert_resumes, build_trainer
@@ -14,7 +15,7 @@ from support.trls_update import EIGHT, OWN, REUSED, TRLS, difference, in_double_
 from test_objectives import SPLITS
 from transformers import TrainerCallback
 
-from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer
+from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, PPOTrainer, REALTrainer, RLOOTrainer
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
 
 
@@ -179,14 +180,29 @@ def test_adaptive_control_resumes(tmp_path, trainer_class):
     assert straight._last_world_entropy == again._last_world_entropy < math.inf
 
 
-def test_a_second_training_starts_with_the_coefficient_of_the_configuration(tmp_path):
-    trainer = build_trainer(
-        tmp_path, replay=Replay(), trainer_class=GRPOTrainer, learning_rate=0.0, **{**ADAPTIVE, "entropy_target": 9.0}
-    )
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, PPOTrainer])
+def test_a_second_training_starts_with_the_coefficient_of_the_configuration(tmp_path, model_path, trainer_class):
+    settings = {**ADAPTIVE, "entropy_target": 9.0, "learning_rate": 0.0, "model": model_path}
+    trainer = build_trainer(tmp_path, replay=Replay(), trainer_class=trainer_class, **settings)
     for _ in range(2):
         trainer.train()
     coefficients = [log["entropy_coef"] for log in trainer.state.log_history if "entropy_coef" in log]
     assert coefficients == pytest.approx([0.5, 0.6])
+
+
+def test_the_bonus_of_an_actor_critic_method_has_a_gradient_with_the_head_of_the_model(tmp_path, model_path):
+    """The fused head does not compute the tokens that an adapter trains."""
+    gradients = []
+    for coefficient in (0.0, 5.0):
+        recorder = Recorder()
+        lora = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 6], task_type="CAUSAL_LM")
+        more = {"peft_config": lora, "callbacks": [recorder]}
+        settings = {"model": model_path, "entropy_coef": coefficient, "max_steps": 1}
+        trainer = build_trainer(tmp_path, replay=Replay(), trainer_class=PPOTrainer, more=more, **settings)
+        trainer.train()
+        assert not trainer.forward_pass.fused
+        gradients.append(recorder.gradients[0])
+    assert relative_error(*gradients) > 0.1
 
 
 class AtStepBegin(TrainerCallback):
