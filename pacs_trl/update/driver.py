@@ -179,7 +179,7 @@ class UpdateDriver:
         *,
         all_have_gradient: bool,
         keeps_processes: bool,
-        was_scored: bool,
+        had_forward_pass: bool,
     ) -> Schedule:
         """
         Return micro-batches of the scheduled completions that have a gradient.
@@ -190,12 +190,12 @@ class UpdateDriver:
             all_have_gradient (`bool`): Whether every completion has a gradient, that of a KL term or an entropy bonus.
             keeps_processes (`bool`): Whether a completion must stay on its process, because micro-batches read
                 `old_logps` that are stored only there. The schedule is then kept.
-            was_scored (`bool`): Whether all scheduled completions had a forward pass already. The schedule is then
-                kept if all of them have a gradient.
+            had_forward_pass (`bool`): Whether all scheduled completions had a forward pass already. The schedule is
+                then kept if all of them have a gradient.
         """
         scheduled = sorted(minibatch.scheduled)
         with_gradient = [i for i in scheduled if all_have_gradient or coefficients[minibatch.proxy_indices([i])].any()]
-        if keeps_processes or (was_scored and len(with_gradient) == len(scheduled)):
+        if keeps_processes or (had_forward_pass and len(with_gradient) == len(scheduled)):
             return minibatch.schedule
         return self.schedule_some(minibatch, with_gradient)
 

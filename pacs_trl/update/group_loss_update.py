@@ -179,13 +179,14 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             self._prepare_token_weights(model, minibatch)
 
             # 1. The proxies of the whole minibatch, unless micro-batches of whole groups yield them one by one.
+            needs_all_proxies = reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups
             all_proxies: torch.Tensor | None = None
-            scoring: PassResults | None = None  # the forward pass without gradient
+            proxy_pass: PassResults | None = None  # the forward pass without gradient that computes them
             if timing.proxies_are_zero:
                 all_proxies = torch.zeros(minibatch.num_proxies)
-            elif reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups:
-                scoring = self._score(model, minibatch, minibatch.schedule, timing)
-                all_proxies = scoring.values["proxies"]
+            elif needs_all_proxies:
+                proxy_pass = self._compute_proxies(model, minibatch, minibatch.schedule, timing)
+                all_proxies = proxy_pass.values["proxies"]
 
             # 2. Their coefficients, and the micro-batches of the completions with a gradient.
             coefficients: torch.Tensor | None = None
@@ -200,20 +201,20 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                     coefficients,
                     all_have_gradient=self.all_have_gradient,
                     keeps_processes=bool(self.token_weights) and not timing.is_first_update,
-                    was_scored=scoring is not None,
+                    had_forward_pass=proxy_pass is not None,
                 )
 
             # 3. What the token weights need of the whole minibatch.
-            if reads_completion_values and coefficients is not None:  # known in this case
-                if scoring is None:
-                    measured = self._score(model, minibatch, schedule, timing)
-                else:
-                    measured = scoring
+            if reads_completion_values:
+                assert coefficients is not None  # `needs_all_proxies`, or all proxies are 0
+                measured = proxy_pass
+                if measured is None:  # the proxies are 0, and no forward pass was run
+                    measured = self._compute_proxies(model, minibatch, schedule, timing)
                 self._begin_token_weights(minibatch, coefficients, measured)
 
             # 4. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
-            forwarded = schedule if scoring is None else minibatch.schedule
+            forwarded = schedule if proxy_pass is None else minibatch.schedule
             skipped_entropy = self._skipped_entropy(model, minibatch, forwarded, timing)
 
             # 5. The gradient.
@@ -222,7 +223,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
         # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
-        entropy = (scoring or results).entropy + skipped_entropy
+        entropy_pass = results if proxy_pass is None else proxy_pass
+        entropy = entropy_pass.entropy + skipped_entropy
         result = self._with_router_loss(self._summarize(minibatch, results, proxies, entropy), loads)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
@@ -230,16 +232,16 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
         """Compute loss and metrics as in [`run`], without gradient and token weights."""
         timing = UpdateTiming(is_first_update=False, proxies_are_zero=policy_is_reference)
-        scoring = self._score(model, minibatch, minibatch.schedule, timing, is_evaluation=True)
-        proxies = scoring.values["proxies"]
+        results = self._compute_proxies(model, minibatch, minibatch.schedule, timing, is_evaluation=True)
+        proxies = results.values["proxies"]
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
         skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        result = self._summarize(minibatch, scoring, proxies, scoring.entropy + skipped_entropy)
+        result = self._summarize(minibatch, results, proxies, results.entropy + skipped_entropy)
         return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
-    def _score(
+    def _compute_proxies(
         self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming, *, is_evaluation: bool = False
     ) -> PassResults:
         """Compute the proxies of the completions of a schedule, and what else the caller reads: the values that token

@@ -114,7 +114,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                     coefficients,
                     all_have_gradient=self.all_have_gradient,
                     keeps_processes=timing.old_logps_are_stored or not timing.is_first_update,
-                    was_scored=False,
+                    had_forward_pass=False,
                 )
 
             # 2. What the token weights and the loss of the routers need of the whole minibatch.
