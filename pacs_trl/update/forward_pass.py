@@ -193,9 +193,11 @@ class ForwardPass:
                 logps,
             )
             return outputs, lambda values: _without_filler(split(values))
+
+        # Inputs of the model
         prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
         completions = [np.asarray(ids, dtype=np.int64) for ids in completion_ids]
-        longest = max(map(sum, zip(map(len, prompts), map(len, completions), strict=True)))
+        longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
         if self.max_length is not None and longest > self.max_length:
             raise UserError(
                 f"A prompt and its completion have {longest} tokens. Beyond {self.max_length} this model's log-probs "
@@ -203,33 +205,36 @@ class ForwardPass:
                 "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
             )
         images = images if images is not None and any(images) else None
-        read_completions = [self._without_placeholders(ids) for ids in completions] if images else completions
+        input_completions = completions
+        if images:
+            input_completions = [self._without_placeholders(ids) for ids in completions]
         lay_out = self._padded if self.packing is None else self._packed
-        laid_out, token_weights, flat_indices, blocks = lay_out(prompts, read_completions, images)
+        inputs, token_weights, flat_indices, blocks = lay_out(prompts, input_completions, images)
         if self.on_pass is not None:
             self.on_pass(blocks, len(flat_indices))
+        uses_fused_head = logps and self.fused
         uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
-        to_language_model = self._on_device(laid_out.pop("to_language_model", {}))
-        inputs = self._on_device(laid_out)
-        if logps and self.fused:
+        to_language_model = self._on_device(inputs.pop("to_language_model", {}))
+        inputs = self._on_device(inputs)
+        if uses_fused_head:
             inputs |= {"fused_lm_head": True, "shift_labels": labels}
         else:
             inputs["use_cache"] = False
+
+        # Hooks
         num_tokens = inputs["input_ids"].shape[1]
         predicting = torch.from_numpy(flat_indices).to(self.device)
+        gathered_head = ExitStack()
 
         def at_predictions(states: torch.Tensor) -> torch.Tensor:
-            states = states[:, -num_tokens:]  # drops PEFT's virtual tokens
-            return states.flatten(0, 1).index_select(0, predicting)[None]
+            states_of_tokens = states[:, -num_tokens:]  # without PEFT's virtual tokens
+            return states_of_tokens.flatten(0, 1).index_select(0, predicting)[None]
 
         def after_backbone(backbone, arguments, output):  # TRL's head would run on all tokens on a CPU
             output.last_hidden_state = at_predictions(output.last_hidden_state)
             if logps:
-                sharded_head.enter_context(whole_head(self.model.get_output_embeddings()))
-
-        self.router_sums = None
-        reads_routers = self._reading_routers(token_weights) if logps and self.reads_routers else nullcontext()
+                gathered_head.enter_context(whole_head(self.model.get_output_embeddings()))
 
         def before_head(head, arguments):
             states, *others = arguments
@@ -239,23 +244,28 @@ class ForwardPass:
             hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
         else:
             hook = self.backbone.register_forward_hook(after_backbone)
+        self.router_sums = None
+        reading_routers: AbstractContextManager = nullcontext()
+        if logps and self.reads_routers:
+            reading_routers = self._reading_routers(token_weights)
+
         with (
             self.autocast(),
             self.attention(),
-            reads_routers,
+            reading_routers,
             hook,
             self._passing(to_language_model),
-            ExitStack() as sharded_head,
+            gathered_head,
         ):
             outputs = model(**inputs)
         if uses_model_head:
             vocabulary_logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
             token_logps = vocabulary_logps.gather(2, labels[..., None])[..., 0]
-            if not self.entropies_have_gradient:
-                vocabulary_logps = vocabulary_logps.detach()
-            entropies = -(vocabulary_logps.exp() * vocabulary_logps).sum(dim=-1)
+            entropy_logps = vocabulary_logps if self.entropies_have_gradient else vocabulary_logps.detach()
+            entropies = -(entropy_logps.exp() * entropy_logps).sum(dim=-1)
             outputs = FusedCausalLMOutput(log_probs=token_logps, entropy=entropies)
-        return outputs, lambda values: list(values[0].split(list(map(len, completions))))
+        completion_lengths = [len(completion) for completion in completions]
+        return outputs, lambda values: list(values[0].split(completion_lengths))
 
     @contextmanager
     def _reading_routers(self, token_weights: np.ndarray) -> Iterator[None]:
