@@ -136,7 +136,8 @@ class UpdateDriver:
         self.forward_pass = forward_pass
         self.accelerator = accelerator
         self._limits = limits
-        self._agrees = False  # whether processes still compare, in this optimizer step, whether one ran out of memory
+        # In this optimizer step: whether the other processes still ask if one has run out of memory.
+        self._can_tell_others = False
         self._is_last_backward = False
 
     @property
@@ -209,10 +210,10 @@ class UpdateDriver:
         """Yield the micro-batches of this process, each inside a context in which only the last backward pass
         synchronizes gradients across processes."""
         num_micro_batches = max(len(schedule[self.accelerator.process_index]), 1)
-        self._agrees = torch.is_grad_enabled() and self.can_agree
+        self._can_tell_others = torch.is_grad_enabled() and self.runs_passes_alone
         for number, micro_batch in enumerate(self.micro_batches(minibatch, schedule), start=1):
             self._is_last_backward = number == num_micro_batches
-            if self._is_last_backward and self._agrees:
+            if self._is_last_backward and self._can_tell_others:
                 self.agree_on_memory(is_exhausted=False)  # DDP's last forward pass communicates too
             with self._synchronize_gradients(model, is_last=self._is_last_backward):
                 yield micro_batch
@@ -230,7 +231,7 @@ class UpdateDriver:
     # Memory ---------------------------------------------------------------------------------------------------------
 
     @property
-    def can_agree(self) -> bool:
+    def runs_passes_alone(self) -> bool:
         """Whether processes run their forward passes alone, so that an optimizer step in which one of them runs out of
         memory can be repeated: with DDP they communicate in the last micro-batch only."""
         return self.accelerator.distributed_type in (DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
@@ -241,21 +242,22 @@ class UpdateDriver:
         [`OutOfMemoryElsewhere`] if another process has run out of memory."""
         flag = torch.tensor([float(is_exhausted)], device=self.accelerator.device)
         if self.accelerator.reduce(flag, reduction="sum").item() and not is_exhausted:
-            self._agrees = False
+            self._can_tell_others = False
             raise OutOfMemoryElsewhere
 
     @property
     def can_repeat(self) -> bool:
         """Whether this process, whose memory is exhausted, may repeat the optimizer step: if it is alone, or can still
         tell the others."""
-        return self._agrees or (self.accelerator.num_processes == 1 and not self._is_deepspeed)
+        is_alone = self.accelerator.num_processes == 1 and not self._is_deepspeed
+        return self._can_tell_others or is_alone
 
     def abandon_step(self, model, *, is_exhausted: bool) -> None:
         """Discard what was computed of an optimizer step, and tell the other processes if the memory of this one
         `is_exhausted`."""
-        if is_exhausted and self._agrees:
+        if is_exhausted and self._can_tell_others:
             self.agree_on_memory(is_exhausted=True)
-        self._agrees = False
+        self._can_tell_others = False
         self.discard_gradients(model)
 
     def discard_gradients(self, model) -> None:
@@ -349,9 +351,9 @@ class UpdateDriver:
         """Back-propagate the loss of a micro-batch, unless gradients are disabled, as in an evaluation."""
         if not torch.is_grad_enabled():
             return
-        if self._is_last_backward and self._agrees:
+        if self._is_last_backward and self._can_tell_others:
             self.agree_on_memory(is_exhausted=False)
-            self._agrees = False
+            self._can_tell_others = False
         scaled = loss * self.accelerator.num_processes
         if self._is_deepspeed:
             self.accelerator.backward(scaled, scale_wrt_gas=False)
