@@ -282,7 +282,7 @@ class UpdateDriver:
         its longest rollout. Return whether its micro-batches become smaller; all processes get the same result."""
         limits, lengths = self.limits, rollout_lengths(minibatch.rollouts)
         parts = [indices for micro_batches in minibatch.schedule for indices in micro_batches]
-        largest = max(micro_batch_size(indices, lengths, padded=limits.padded)[0] for indices in parts)
+        largest = max(micro_batch_size(indices, lengths, padded=limits.padded).tokens for indices in parts)
         current = min(limits.max_tokens or largest, largest)
         size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in minibatch.scheduled]))
         if size >= current:
@@ -306,7 +306,7 @@ class UpdateDriver:
         gradient takes at most 5 % of the cost of the passes of `schedule` for, but of at least one group."""
         lengths, padded = rollout_lengths(minibatch.rollouts), self.limits.padded
         forwarded = sum(
-            micro_batch_size(indices, lengths, padded=padded)[0]
+            micro_batch_size(indices, lengths, padded=padded).tokens
             for micro_batches in schedule
             for indices in micro_batches
         )
@@ -316,7 +316,7 @@ class UpdateDriver:
             first_of_group.setdefault(minibatch.rollouts[i].group, i)
         sample: list[int] = []
         for i in first_of_group.values():
-            if sample and micro_batch_size([*sample, i], lengths, padded=padded)[0] > budget:
+            if sample and micro_batch_size([*sample, i], lengths, padded=padded).tokens > budget:
                 break
             sample.append(i)
         return sample

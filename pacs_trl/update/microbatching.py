@@ -69,28 +69,34 @@ class RolloutLengths(NamedTuple):
         return list(indices_of_prompts.values())
 
 
-def micro_batch_size(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> tuple[int, float]:
-    """Return the number of tokens in a forward pass over `indices`, which may be empty, and its cost in tokens, with
-    that of attention. If `padded`, each rollout counts with the length of the longest. Otherwise a shared prompt
-    counts once."""
+class MicroBatchSize(NamedTuple):
+    """Size of a forward pass: its `tokens`, and its `cost` in tokens, with that of attention."""
+
+    tokens: int
+    cost: float
+
+
+def micro_batch_size(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> MicroBatchSize:
+    """Return the size of a forward pass over `indices`, which may be empty. If `padded`, each rollout counts with the
+    length of the longest. Otherwise a shared prompt counts once."""
     if not indices:
-        return 0, 0.0
+        return MicroBatchSize(0, 0.0)
     if padded:
         tokens = len(indices) * max(lengths.prompts[i] + lengths.completions[i] for i in indices)
-        return tokens, tokens + lengths.pair_cost * tokens * tokens / len(indices) / 2
+        return MicroBatchSize(tokens, tokens + lengths.pair_cost * tokens * tokens / len(indices) / 2)
     tokens, pairs = 0, 0.0
     for group in lengths.by_prompt(indices):
         prompt, completions = lengths.prompts[group[0]], [lengths.completions[i] for i in group]
         tokens += prompt + sum(completions)
         pairs += prompt * prompt / 2 + sum(n * (prompt + n / 2) for n in completions)
-    return tokens, tokens + lengths.pair_cost * pairs
+    return MicroBatchSize(tokens, tokens + lengths.pair_cost * pairs)
 
 
 def schedule_cost(schedule: Schedule, lengths: RolloutLengths, *, padded: bool) -> float:
     """Return the cost of the critical path. Processes run in lockstep, so each micro-batch costs as much as the most
     expensive one that runs concurrently."""
     return sum(
-        max(micro_batch_size(indices, lengths, padded=padded)[1] for indices in concurrent)
+        max(micro_batch_size(indices, lengths, padded=padded).cost for indices in concurrent)
         for concurrent in zip(*schedule, strict=True)
     )
 
@@ -142,10 +148,10 @@ def split_micro_batches(
         parts: list[list[int]] = []
         for indices in micro_batches:
             split = None
-            if micro_batch_size(indices, lengths, padded=padded)[0] > max_tokens:
+            if micro_batch_size(indices, lengths, padded=padded).tokens > max_tokens:
                 split = schedule_micro_batches(lengths, [[i] for i in indices], limits)
             parts += split[0] if split is not None else [indices]
-        processes.append(sorted(parts, key=lambda part: -micro_batch_size(part, lengths, padded=padded)[1]))
+        processes.append(sorted(parts, key=lambda part: -micro_batch_size(part, lengths, padded=padded).cost))
     number = max(map(len, processes))
     return [[*parts, *([[]] * (number - len(parts)))] for parts in processes]
 
@@ -174,7 +180,7 @@ def _parts_of_groups(
 
 def _over_processes(micro_batches: list[list[int]], lengths: RolloutLengths, limits: MicroBatchConfig) -> Schedule:
     num_processes = limits.num_processes
-    micro_batches.sort(key=lambda batch: -micro_batch_size(batch, lengths, padded=limits.padded)[1])
+    micro_batches.sort(key=lambda batch: -micro_batch_size(batch, lengths, padded=limits.padded).cost)
     micro_batches += [[] for _ in range(-len(micro_batches) % num_processes)]
     schedule: Schedule = [[] for _ in range(num_processes)]
     for start in range(0, len(micro_batches), num_processes):
@@ -192,7 +198,7 @@ def _neighbours_in_length(
     micro_batches: list[list[int]] = []
     for unit in units:
         joined = micro_batches[-1] + unit if micro_batches else []
-        fits = micro_batch_size(joined, lengths, padded=True)[0] <= max_tokens and len(joined) <= max_rollouts
+        fits = micro_batch_size(joined, lengths, padded=True).tokens <= max_tokens and len(joined) <= max_rollouts
         if joined and fits:
             micro_batches[-1] = joined
         else:

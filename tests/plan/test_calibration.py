@@ -36,7 +36,7 @@ def estimated(row: dict) -> tuple[float, float]:
     shape = shape_of(row["model"])
     execution = Execution("autocast", row["recomputation"], row.get("compiled", False), row.get("attention", "sdpa"))
     lengths, micro_batches = scheduled(row)
-    sizes = [micro_batch_size(indices, lengths, padded=False)[0] for indices in micro_batches]
+    sizes = [micro_batch_size(indices, lengths, padded=False).tokens for indices in micro_batches]
     whole = [prompt + completion for prompt, completion in zip(lengths.prompts, lengths.completions, strict=True)]
     seconds = cost.update_seconds(
         shape,

@@ -38,7 +38,7 @@ def units(rows, size=1):
 
 
 def tokens(indices, lengths, padded=False):
-    return micro_batch_size(indices, lengths, padded=padded)[0]
+    return micro_batch_size(indices, lengths, padded=padded).tokens
 
 
 def test_sizes_of_micro_batches_equal_those_worked_by_hand():
@@ -166,8 +166,8 @@ def test_processes_have_equal_work(num_processes, completion_max, max_tokens):
     limits = MicroBatchConfig(num_processes, 8, max_tokens and max_tokens * (completion_max + 48))
     schedule = schedule_micro_batches(lengths, [[i] for i in range(len(rows))], limits)
     assert schedule is not None
-    work = [micro_batch_size(indices, lengths, padded=False)[1] for indices in lengths.by_prompt(range(len(rows)))]
-    longest = max(micro_batch_size([i], lengths, padded=False)[1] for i in range(len(rows)))
+    work = [micro_batch_size(indices, lengths, padded=False).cost for indices in lengths.by_prompt(range(len(rows)))]
+    longest = max(micro_batch_size([i], lengths, padded=False).cost for i in range(len(rows)))
     assert schedule_cost(schedule, lengths, padded=False) < 1.05 * max(sum(work) / num_processes, longest)
 
 
