@@ -115,11 +115,15 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         """Return the names of the values that later updates on a rollout read, and that must be stored before the
         policy changes; [`UpdateTiming`] has a table. If an earlier policy generated (`is_late`), its log-probs are
         stored with the rollouts already."""
-        names = () if is_late else self.logps_of_generating_policy
-        if self.token_weights and "old_logps" not in self.logps_of_generating_policy:
-            names = (*names, "old_logps")
-        if self.token_weights and not (is_late and "old_logps" in self.logps_of_generating_policy):
-            names = (*names, "old_entropies")
+        reads_old_logps = "old_logps" in self.logps_of_generating_policy
+        names: tuple[str, ...] = ()
+        if not is_late:
+            names += self.logps_of_generating_policy
+        if self.token_weights and not reads_old_logps:
+            names += ("old_logps",)
+        # With a lag, `old_logps` are those of an earlier policy, whose entropies are not known.
+        if self.token_weights and not (is_late and reads_old_logps):
+            names += ("old_entropies",)
         return names
 
     # Extension point ------------------------------------------------------------------------------------------------
