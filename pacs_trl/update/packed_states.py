@@ -106,24 +106,37 @@ class Segments:
         """Return the segments in batches. Prompts are padded to multiples of `chunk`, in front, so that their last
         token ends one."""
         if chunk not in self._recurrences:
-            prompts = _by_length(self.prompts, chunk)
-            completions = _by_length(self.completions, min(chunk, KERNEL_CHUNK))
-            state_of_prompt = np.argsort([number for _, numbers in prompts for number in numbers])
-            first_states = state_of_prompt[np.array(self.prompt_of, dtype=np.int64)]
-            batches: tuple[list[SegmentBatch], list[SegmentBatch]] = [], []
+            prompts_by_length = _by_length(self.prompts, chunk)
+            completions_by_length = _by_length(self.completions, min(chunk, KERNEL_CHUNK))
             flat_indices, flat_padding = [], []
-            for kind, segments in enumerate((self.prompts, self.completions)):
-                for length, numbers in (prompts, completions)[kind]:
-                    indices, is_padding = _padded([segments[i] for i in numbers], length, left=kind == 0)
-                    states = first_states[numbers] if kind else np.empty(0, dtype=np.int64)
-                    batches[kind].append(SegmentBatch(*map(self._tensor, (indices, is_padding, states))))
-                    flat_indices.append(indices.ravel())
-                    flat_padding.append(is_padding.ravel())
+
+            # Prompts start from empty states.
+            prompts: list[SegmentBatch] = []
+            no_states = np.empty(0, dtype=np.int64)
+            for length, numbers in prompts_by_length:
+                indices, is_padding = _padded([self.prompts[i] for i in numbers], length, left=True)
+                prompts.append(self._segment_batch(indices, is_padding, no_states))
+                flat_indices.append(indices.ravel())
+                flat_padding.append(is_padding.ravel())
+
+            # Completions start from the last states of their prompts, which are in the order of the batches.
+            completions: list[SegmentBatch] = []
+            state_of_prompt = np.argsort([number for _, numbers in prompts_by_length for number in numbers])
+            first_states = state_of_prompt[np.array(self.prompt_of, dtype=np.int64)]
+            for length, numbers in completions_by_length:
+                indices, is_padding = _padded([self.completions[i] for i in numbers], length)
+                completions.append(self._segment_batch(indices, is_padding, first_states[numbers]))
+                flat_indices.append(indices.ravel())
+                flat_padding.append(is_padding.ravel())
+
             occupied = np.flatnonzero(~np.concatenate(flat_padding))
             outputs = np.empty(self.num_tokens, dtype=np.int64)
             outputs[np.concatenate(flat_indices)[occupied]] = occupied
-            self._recurrences[chunk] = RecurrenceBatches(*batches, self._tensor(outputs))
+            self._recurrences[chunk] = RecurrenceBatches(prompts, completions, self._tensor(outputs))
         return self._recurrences[chunk]
+
+    def _segment_batch(self, indices: np.ndarray, is_padding: np.ndarray, first_states: np.ndarray) -> SegmentBatch:
+        return SegmentBatch(self._tensor(indices), self._tensor(is_padding), self._tensor(first_states))
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self.device)
