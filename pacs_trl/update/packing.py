@@ -94,8 +94,9 @@ class PackedRollouts:
         multiplicities: list[np.ndarray] = []
         predicting: dict[int, np.ndarray] = {}
         rollouts_by_prompt: dict[tuple, list[int]] = {}
-        for i, (prompt, part) in enumerate(zip(prompts, images, strict=True)):
-            rollouts_by_prompt.setdefault((prompt.tobytes(), part and part.digest), []).append(i)
+        for i, (prompt, prompt_images) in enumerate(zip(prompts, images, strict=True)):
+            digest = None if prompt_images is None else prompt_images.digest
+            rollouts_by_prompt.setdefault((prompt.tobytes(), digest), []).append(i)
         end = 0
         for rows in rollouts_by_prompt.values():
             prompt = prompts[rows[0]]
@@ -109,20 +110,28 @@ class PackedRollouts:
             positions.append(positions_in_prompt)
             multiplicities.append(np.full(len(prompt), len(rows)))
             end += len(prompt)
-            last, lengths = end - 1, list[int]()
+            last_of_prompt = end - 1
+            branch_lengths: list[int] = []
             for i in rows:
                 branch = completions[i] if keeps_last_tokens else completions[i][:-1]
                 pieces.append(branch)
-                lengths += [len(branch)] if len(branch) else []
+                if len(branch) > 0:
+                    branch_lengths.append(len(branch))
                 positions_in_branch = np.arange(len(branch)) + positions_in_prompt.max() + 1
                 branch_shape = (*positions_in_prompt.shape[:-1], len(branch))
                 positions.append(np.broadcast_to(positions_in_branch, branch_shape))
                 multiplicities.append(np.ones(len(branch), dtype=np.int64))
-                predicting[i] = np.array([last, *range(end, end + len(branch))])[: len(completions[i])]
+                # A token is predicted one position earlier, the first one of a completion at the end of its prompt.
+                previous_indices = np.array([last_of_prompt, *range(end, end + len(branch))])
+                predicting[i] = previous_indices[: len(completions[i])]
                 end += len(branch)
-            self.groups.append((len(prompt), lengths))
-            self.blocks.append([len(prompt), *lengths] if len(rows) > 1 else [len(prompt) + sum(lengths)])
-        self.ids, self.positions = np.concatenate(pieces), np.concatenate(positions, axis=-1)
+            self.groups.append((len(prompt), branch_lengths))
+            if len(rows) > 1:
+                self.blocks.append([len(prompt), *branch_lengths])
+            else:
+                self.blocks.append([len(prompt) + sum(branch_lengths)])
+        self.ids = np.concatenate(pieces)
+        self.positions = np.concatenate(positions, axis=-1)
         self.multiplicities = np.concatenate(multiplicities)
         self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
 
