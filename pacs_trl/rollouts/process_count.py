@@ -179,24 +179,35 @@ def divide_batches(parts: Sequence[dict[int, dict]], process: int, num_processes
     divided: dict[int, dict] = {}
     for number in sorted(set().union(*parts)):
         shares = [part.get(number, {}) for part in parts]
+        stopped = [share for share in shares if "weights" in share]
         if all("output" in share for share in shares):
-            merged = {name: sum((list(share["output"][name]) for share in shares), []) for name in _rows(shares)}
-            divided[number] = {
-                **{name: shares[0][name] for name in ("step", "seconds", "idle")},
-                "prompts": _share(sum((share["prompts"] for share in shares), []), process, num_processes),
-                "output": shares[0]["output"]
-                | {name: _share(rows, process, num_processes) for name, rows in merged.items()},
-                "rewards": {},
-            }
-        elif stopped := [share for share in shares if "weights" in share]:
-            divided[number] = {name: stopped[0][name] for name in ("step", "weights")}
+            divided[number] = _divide_batch(shares, process, num_processes)
+        elif stopped:
+            divided[number] = {"step": stopped[0]["step"], "weights": stopped[0]["weights"]}
     return divided
 
 
-def _rows(shares: Sequence[dict]) -> list[str]:
-    """Return the names of the outputs that have an entry per completion."""
-    output, num_rows = shares[0]["output"], len(shares[0]["prompts"])
-    return [name for name, rows in output.items() if isinstance(rows, list) and len(rows) == num_rows]
+def _divide_batch(shares: Sequence[dict], process: int, num_processes: int) -> dict[str, Any]:
+    """Return the part of a process of a batch that has arrived; `shares` are those of the processes that saved it."""
+    first = shares[0]
+    prompts: list = []
+    for share in shares:
+        prompts += share["prompts"]
+    output = dict(first["output"])
+    for name, values in first["output"].items():
+        if isinstance(values, list) and len(values) == len(first["prompts"]):  # an entry per completion
+            merged: list = []
+            for share in shares:
+                merged += share["output"][name]
+            output[name] = _share(merged, process, num_processes)
+    return {
+        "step": first["step"],
+        "seconds": first["seconds"],
+        "idle": first["idle"],
+        "prompts": _share(prompts, process, num_processes),
+        "output": output,
+        "rewards": {},
+    }
 
 
 def _share(rows: list, process: int, num_processes: int) -> list:
