@@ -335,13 +335,12 @@ def real_loss(proxies: torch.Tensor, labels: torch.Tensor, *, num_generations: i
     and divided by the number of all groups with scorable completions. Proxies are `"mean_log_ratio"` with the policy
     at rollout time as the reference. Completions whose label is neither 0 nor 1 are excluded.
     """
-    right, wrong, groups = _right_and_wrong(labels, num_generations)
+    right, wrong, num_groups = _right_and_wrong(labels, num_generations)
+    is_mixed = right.any(dim=1) & wrong.any(dim=1)
     logits = _at_least_float32(proxies).view(-1, num_generations) / tau
-    right_loss, wrong_loss = (
-        torch.logsumexp(F.pad(signed.masked_fill(~where, -torch.inf), (0, 1)), dim=1)  # padding with 0 adds exp(0) = 1
-        for signed, where in ((-logits, right), (logits, wrong))
-    )
-    return (right_loss + wrong_loss).masked_fill(~(right.any(dim=1) & wrong.any(dim=1)), 0.0).sum() / groups
+    right_loss = _log_one_plus_sum_exp(-logits, right)
+    wrong_loss = _log_one_plus_sum_exp(logits, wrong)
+    return (right_loss + wrong_loss).masked_fill(~is_mixed, 0.0).sum() / num_groups
 
 
 def disco_loss(
@@ -352,18 +351,29 @@ def disco_loss(
     time, a scalar: `tau * log(mean_wrong exp(r / tau)) - mean_right r` of each group with both labels, averaged over
     groups as in [`real_loss`]. Proxies are `"mean_logp"`, the log-likelihood score of the paper.
     """
-    right, wrong, groups = _right_and_wrong(labels, num_generations)
-    scores, mixed = _at_least_float32(proxies).view(-1, num_generations), right.any(dim=1) & wrong.any(dim=1)
-    scores, right, wrong = scores[mixed], right[mixed], wrong[mixed]
-    log_mean_wrong = torch.logsumexp((scores / tau).masked_fill(~wrong, -torch.inf), dim=1) - wrong.sum(dim=1).log()
-    return (tau * log_mean_wrong - (scores * right).sum(dim=1) / right.sum(dim=1)).sum() / groups
+    right, wrong, num_groups = _right_and_wrong(labels, num_generations)
+    is_mixed = right.any(dim=1) & wrong.any(dim=1)
+    right, wrong = right[is_mixed], wrong[is_mixed]
+    scores = _at_least_float32(proxies).view(-1, num_generations)[is_mixed]
+    log_sum_wrong = torch.logsumexp((scores / tau).masked_fill(~wrong, -torch.inf), dim=1)
+    log_mean_wrong = log_sum_wrong - wrong.sum(dim=1).log()
+    mean_right = (scores * right).sum(dim=1) / right.sum(dim=1)
+    return (tau * log_mean_wrong - mean_right).sum() / num_groups
 
 
 def _right_and_wrong(labels: torch.Tensor, num_generations: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the scorable completions with label 1 and those with label 0, bool `(P, G)`, and the number of groups
     with scorable completions, at least 1."""
-    scorable, grid = (x.view(-1, num_generations) for x in (scorable_completions(labels, num_generations), labels))
-    return (grid == 1) & scorable, (grid == 0) & scorable, scorable.any(dim=1).sum().clamp(min=1)
+    scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
+    grid = labels.view(-1, num_generations)
+    num_groups = scorable.any(dim=1).sum().clamp(min=1)
+    return (grid == 1) & scorable, (grid == 0) & scorable, num_groups
+
+
+def _log_one_plus_sum_exp(x: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Return `log(1 + sum exp(x))` of each group, over the completions `where`; `(P,)` from two tensors `(P, G)`."""
+    terms = x.masked_fill(~where, -torch.inf)
+    return torch.logsumexp(F.pad(terms, (0, 1)), dim=1)  # padding with 0 adds exp(0) = 1
 
 
 # Group losses: the loss as a function of the proxies, and the kind of proxy. Autograd differentiates them.
