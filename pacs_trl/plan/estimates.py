@@ -220,7 +220,7 @@ class Costs:
         approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
         trained, critic (`int`): Trained weights of the policy, and weights of the critic.
         usable (`float`): Memory of a GPU without the share that is never filled.
-        state, gathered, collected, engine, asleep: See [`~workload.Occupied`].
+        state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
         choice ([`~workload.MemoryChoice`], *optional*): What the update recomputes and the size of its micro-batches;
             `None` if no micro-batch fits. It is a choice if the recipe `chooses`, with `auto`.
         tokens (`int`): Tokens of the largest micro-batch.
@@ -241,7 +241,8 @@ class Costs:
         self.has_kl_model = has_kl_model(training, has_adapter=model.use_peft)
 
         # What an update cannot use
-        frozen, weight_bytes = shape.parameters if model.use_peft else 0, 4 if run.dtype == "float32" else 2
+        frozen = shape.parameters if model.use_peft else 0
+        weight_bytes = 4 if run.dtype == "float32" else 2
         occupied = occupied_bytes(
             training,
             shape,
@@ -255,7 +256,11 @@ class Costs:
             memory_bytes=run.gpu.memory_bytes,
             critic=critic_shape,
         )
-        self.state, self.gathered, self.collected, self.engine, self.asleep = occupied
+        self.state = occupied.state
+        self.gathered = occupied.gathered
+        self.collected = occupied.collected
+        self.engine = occupied.engine
+        self.is_asleep = occupied.is_asleep
 
         # Recomputation and micro-batches
         workload = self.workload(mean_completion(training.max_completion_length))
@@ -279,7 +284,7 @@ class Costs:
             tokens = training.per_device_train_batch_size * run.longest
             self.activations = max(self.activations, critic_shape.activation_bytes(tokens, execution))
         self.update = self.state + self.casts + self.activations + self.gathered + self.collected
-        self.beside_engine = self.state if self.asleep else self.update
+        self.beside_engine = self.state if self.is_asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
         self.copies = 0
         if training.has_engine_process:
@@ -330,7 +335,7 @@ class Costs:
             )
         share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
         remedies = [f"set it to {share:g} or less"] if share > 0 else []
-        if not self.asleep:
+        if not self.is_asleep:
             remedies.append("set vllm_enable_sleep_mode: true")
         if run.launch.sharding != "full":
             remedies.append("shard the training state (fsdp2.yaml)")
@@ -348,12 +353,12 @@ class Costs:
             "activations": self.activations,
             "gathered weights": self.gathered,
             "collected gradient": self.collected,
-            "vLLM": 0 if self.asleep else self.engine,
+            "vLLM": 0 if self.is_asleep else self.engine,
         }
         return ", ".join(f"{name} {size / GIB:.0f}" for name, size in sizes.items() if size >= GIB)
 
     def _engine_remedy(self) -> str:
-        return " or vllm_gpu_memory_utilization" if self.engine and not self.asleep else ""
+        return " or vllm_gpu_memory_utilization" if self.engine and not self.is_asleep else ""
 
     def _remedies(self) -> str:
         """Return what makes an update smaller, of what is not done yet."""
