@@ -126,8 +126,10 @@ class Workload:
     def has_split_groups(self, max_tokens: int) -> bool:
         """Return whether groups of completions of average length are spread over several micro-batches."""
         training, completions = self.training, self.step.num_generations
-        if training.group_layout == "split" or not training.scores_groups:
-            return training.scores_groups
+        if not training.scores_groups:
+            return False
+        if training.group_layout == "split":
+            return True
         if training.group_layout == "whole":
             return False
         if training.max_tokens_per_micro_batch is None:
@@ -199,6 +201,14 @@ def completions_of_a_prompt(step: Step, training: Any) -> int:
     return max(1, step.num_generations // minibatches)
 
 
+class _Option(NamedTuple):
+    """A way to run the updates of a generation batch, and the `seconds` that it takes."""
+
+    seconds: float
+    max_tokens: int
+    recomputation: Recomputation
+
+
 def choose(
     workload: Workload, room: float, recomputations: Sequence[Recomputation] = cost.RECOMPUTATIONS
 ) -> MemoryChoice | None:
@@ -223,15 +233,15 @@ def choose(
         most = workload.tokens_that_fit(recomputation, _CHOSEN_SHARE * room)
         for size in _sizes(workload, most):
             if workload.longest <= size <= most:
-                options.append((workload.seconds(recomputation, size), size, recomputation))
+                options.append(_Option(workload.seconds(recomputation, size), size, recomputation))
     if not options:
         return None
-    fastest = min(seconds for seconds, *_ in options)
-    ties = [option for option in options if option[0] <= _TIE * fastest]
-    _, size, recomputation = min(ties, key=lambda option: (recomputations.index(option[2]), option[1]))
+    fastest = min(option.seconds for option in options)
+    ties = [option for option in options if option.seconds <= _TIE * fastest]
+    best = min(ties, key=lambda option: (recomputations.index(option.recomputation), option.max_tokens))
     is_bounded_by_completions = training.max_tokens_per_micro_batch is None
-    reason = _reason(workload, room, recomputation, size)
-    return MemoryChoice(recomputation, None if is_bounded_by_completions else size, reason)
+    reason = _reason(workload, room, best.recomputation, best.max_tokens)
+    return MemoryChoice(best.recomputation, None if is_bounded_by_completions else best.max_tokens, reason)
 
 
 def choice_on_cpu(training: Any) -> MemoryChoice:
