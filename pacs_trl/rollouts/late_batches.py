@@ -279,11 +279,13 @@ class LateBatches:
         """Generate and grade a batch; an exception is raised on all processes when the batch is taken."""
         started = time.perf_counter()
         batch, rows = generate()
-        began, before, self._last_end = max(started, self._last_end), self._last_end, time.perf_counter()
+        previous_end = self._last_end
+        began = max(started, previous_end)  # the engine generates one batch after the other
+        self._last_end = time.perf_counter()
         if previous is not None:
             previous.result()
         rewards = self._grade(rows, batch["output"], step)
-        times = {"seconds": time.perf_counter() - began, "idle": began - before}
+        times = {"seconds": time.perf_counter() - began, "idle": began - previous_end}
         return {"step": step, "rewards": rewards} | batch | times
 
     def _generate(self, number: int, prompts: list) -> dict[str, list]:
