@@ -55,6 +55,7 @@ from .stop_on_signal import StopOnSignal
 logger = logging.getLogger(__name__)
 
 _SAMPLING = ("repetition_penalty", "temperature", "top_p", "top_k", "logprobs", "structured_outputs_regex")
+_RUN_STOPS = ""  # in place of a failure, where a signal or another reason to stop ends the wait
 
 
 class ServerRequests:
@@ -150,12 +151,13 @@ class LateBatches:
         for n in range(number, number + self.lag):
             self._submit(n)
         started = time.perf_counter()
-        error = self._receive(number)
+        reason = self._receive(number)
         waited = time.perf_counter() - started
-        errors = gather_object([error])
-        if any(errors):
-            raise ServerFailure("stopped", next(filter(None, errors)))
-        if "" in errors:
+        reasons = gather_object([reason])
+        failures = [reason for reason in reasons if reason not in (None, _RUN_STOPS)]
+        if failures:
+            raise ServerFailure("stopped", failures[0])
+        if _RUN_STOPS in reasons:
             raise Stopped
         return waited
 
@@ -236,7 +238,7 @@ class LateBatches:
         return reads_policy.isdisjoint(inspect.signature(function).parameters)
 
     def _receive(self, number: int) -> str | None:
-        """Wait for a batch. Returns why it did not arrive; this is empty after a signal or another reason to stop."""
+        """Wait for a batch. Returns why it did not arrive, a failure or `_RUN_STOPS`, or `None` if it did."""
         if number not in self._in_flight:
             return None
         future = self._in_flight[number][1]
@@ -244,8 +246,9 @@ class LateBatches:
             if self.trainer.control.should_training_stop or any(callback.received for callback in self.signals):
                 self._deadline = self._deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= self._deadline:
-                    return ""
-        if (failure := future.exception()) is not None:
+                    return _RUN_STOPS
+        failure = future.exception()
+        if failure is not None:
             return f"{type(failure).__name__}: {failure}".removesuffix(": ")
         self.arrived[number] = future.result()
         del self._in_flight[number]
