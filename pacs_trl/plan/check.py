@@ -307,13 +307,24 @@ def _batch_notes(path: str, recipe: Recipe) -> list[str]:
     ]
 
 
+def _has_local_data(recipe: Recipe) -> bool:
+    """Whether the training data are on this machine, or made by a function."""
+    name = recipe.data.dataset_name
+    if name == gym.NAME:
+        return True
+    path = recipe.data.dataset_path if name in TRAINING_SETS else name
+    if path is not None and Path(path).exists():
+        return True
+    if is_function(name):
+        return not recipe.run.environment  # `environment` replaces `dataset_name`, and is not a function
+    return False
+
+
 def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     """Load and measure the training prompts of a recipe, if they are on this machine; return them, and the error that
     a run would raise for model or data."""
     data, training, prompts = recipe.data, recipe.training, UNKNOWN
-    path = data.dataset_path if data.dataset_name in TRAINING_SETS else data.dataset_name
-    is_local = data.dataset_name == gym.NAME or path is not None and Path(path).exists()
-    is_local = is_local or is_function(data.dataset_name) and not recipe.run.environment
+    is_local = _has_local_data(recipe)
     try:
         tokenizer, contexts = _local_model(recipe)
         if tokenizer is None or not is_local:
