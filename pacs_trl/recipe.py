@@ -41,7 +41,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 # Values of resume_from_checkpoint besides paths.
-NONE, LAST = ("None", "none", "False", "false"), ("last", "true", "True")
+WORDS_FOR_NO_CHECKPOINT = ("None", "none", "False", "false")
+WORDS_FOR_LAST_CHECKPOINT = ("last", "true", "True")
 
 
 @dataclass
@@ -173,8 +174,10 @@ def _written_sizes(values: dict[str, Any]) -> Step:
     expected = values["expected_processes"]
     if expected is None:
         resume = str(values["resume_from_checkpoint"])
-        checkpoint = last_resumable_checkpoint(values["output_dir"]) if resume in LAST else resume
-        if checkpoint is None or resume in NONE:
+        checkpoint: str | None = resume
+        if resume in WORDS_FOR_LAST_CHECKPOINT:
+            checkpoint = last_resumable_checkpoint(values["output_dir"])
+        if checkpoint is None or resume in WORDS_FOR_NO_CHECKPOINT:
             raise UserError(
                 "keep_global_batch needs the number of processes that the batch sizes are written for. Set "
                 "expected_processes, or resume_from_checkpoint to a checkpoint."

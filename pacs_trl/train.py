@@ -31,8 +31,8 @@ from .data.images import has_images
 from .errors import UserError, during_run, without_exit
 from .plan.models import adapter_error, empty_model, local_config
 from .recipe import (
-    LAST,
-    NONE,
+    WORDS_FOR_LAST_CHECKPOINT,
+    WORDS_FOR_NO_CHECKPOINT,
     Recipe,
     RunArguments,
     adapter_config,
@@ -79,7 +79,7 @@ def main(
 
     # Where the run starts
     resume = str(training.resume_from_checkpoint)
-    if resume in LAST and _is_finished(training):
+    if resume in WORDS_FOR_LAST_CHECKPOINT and _is_finished(training):
         PartialState().print(
             f"The run in {training.output_dir} is finished and its model is saved. Raise max_steps or "
             "num_train_epochs to train longer."
@@ -88,7 +88,7 @@ def main(
     checkpoint = _checkpoint_to_resume(training.output_dir, resume)
     if checkpoint is not None:
         _check_processes(recipe, checkpoint)
-    check_output_dir(training.output_dir, checkpoint, resumes=resume not in NONE)
+    check_output_dir(training.output_dir, checkpoint, resumes=resume not in WORDS_FOR_NO_CHECKPOINT)
     make_directory(training.output_dir, "output_dir")
     _check_trackers(training.report_to)
     if training.fsdp and training.parallel_mode != ParallelMode.DISTRIBUTED:
@@ -256,9 +256,9 @@ def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], lis
 
 def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
     """Return the checkpoint to continue from."""
-    if resume in NONE:
+    if resume in WORDS_FOR_NO_CHECKPOINT:
         return None
-    if resume in LAST:
+    if resume in WORDS_FOR_LAST_CHECKPOINT:
         last = last_resumable_checkpoint(output_dir)
         if last is None:
             PartialState().print(f"{output_dir} contains no checkpoint, so training starts from the beginning.")

@@ -21,8 +21,8 @@ from ..data.images import dataset_prompt_lengths, has_images
 from ..data.sets import FILE_FORMATS, hub_ids, is_function
 from ..errors import UserError
 from ..recipe import (
-    LAST,
-    NONE,
+    WORDS_FOR_LAST_CHECKPOINT,
+    WORDS_FOR_NO_CHECKPOINT,
     Recipe,
     adapter_config,
     load_tokenizer,
@@ -124,7 +124,7 @@ def print_plan(
 def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> list[str]:
     """Print the batch-size settings with which a launch continues a checkpoint; return what prevents it."""
     sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(launch.kind, "none")
-    if checkpoint in LAST:
+    if checkpoint in WORDS_FOR_LAST_CHECKPOINT:
         checkpoint = last_resumable_checkpoint(recipe.training.output_dir) or recipe.training.output_dir
     needs_same_number = recipe.training.needs_same_number_of_processes
     try:
@@ -380,15 +380,15 @@ def _length_errors(recipe: Recipe, contexts: dict[str, int | None]) -> list[str]
 def _output_errors(training: Any) -> list[str]:
     """Return why a run would not start because of what is in its `output_dir`."""
     resume = str(training.resume_from_checkpoint)
-    checkpoint = None if resume in NONE else resume
+    checkpoint = None if resume in WORDS_FOR_NO_CHECKPOINT else resume
     if Path(training.output_dir).is_file():
         return [f"output_dir={training.output_dir!r} is a file. Name another directory."]
-    if resume in LAST:
+    if resume in WORDS_FOR_LAST_CHECKPOINT:
         checkpoint = last_resumable_checkpoint(training.output_dir)
         if (Path(training.output_dir) / "trainer_state.json").is_file():  # a finished run, which training continues
             return []
     try:
-        check_output_dir(training.output_dir, checkpoint, resumes=resume not in NONE)
+        check_output_dir(training.output_dir, checkpoint, resumes=resume not in WORDS_FOR_NO_CHECKPOINT)
     except ValueError as error:
         return [str(error)]
     return []
