@@ -10,7 +10,7 @@ seeds of training are not changed: a run has the same bits with and without eval
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -170,9 +170,11 @@ class BenchmarkEvaluation:
             metrics[f"{prefix}/clipped_ratio"] = summary["truncated_share"]
             metrics |= {f"{prefix}/verification/{name}": number / len(graded) for name, number in outcomes.items()}
             metrics |= {f"{prefix}/pass@{k}": entry["value"] for k, entry in summary["pass_at_k"].items()}
-        for k, *interval in zip(benchmark_args.ks, *pass_interval(*pass_values), strict=True):
-            for end, value in zip(("", "_lower", "_upper"), interval, strict=True):
-                metrics[f"pass@{k}{end}"] = float(value)
+        means, lower_ends, upper_ends = pass_interval(*pass_values)
+        for k, mean, lower, upper in zip(benchmark_args.ks, means, lower_ends, upper_ends, strict=True):
+            metrics[f"pass@{k}"] = float(mean)
+            metrics[f"pass@{k}_lower"] = float(lower)
+            metrics[f"pass@{k}_upper"] = float(upper)
         return metrics
 
     def _sample_benchmark(self, benchmark_args: EvaluationArguments, benchmark: LoadedBenchmark) -> tuple[dict, dict]:
@@ -204,10 +206,16 @@ class BenchmarkEvaluation:
 
     def _give_tools(self, batch_size: int) -> None:
         """Set the tools of each completion of a batch, as TRL does before each generation for training."""
-        by_kind: tuple[dict, dict] = {}, {}
-        for tool in self._standalone_tools if self.tools else ():
-            by_kind[inspect.iscoroutinefunction(tool)][tool.__name__] = tool
-        self._sync_tool_dicts, self._async_tool_dicts = ([tools] * batch_size for tools in by_kind)
+        sync_tools: dict[str, Callable] = {}
+        async_tools: dict[str, Callable] = {}
+        if self.tools:
+            for tool in self._standalone_tools:
+                if inspect.iscoroutinefunction(tool):
+                    async_tools[tool.__name__] = tool
+                else:
+                    sync_tools[tool.__name__] = tool
+        self._sync_tool_dicts = [sync_tools] * batch_size
+        self._async_tool_dicts = [async_tools] * batch_size
 
     @contextmanager
     def _sampling_of_benchmarks(self) -> Iterator[None]:
