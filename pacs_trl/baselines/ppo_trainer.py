@@ -218,10 +218,12 @@ class ActorCriticTrainer(RolloutTrainer):
                 forward_pass.compute_logps(model, prompts[i : i + size], completions[i : i + size])
                 for i in range(0, len(prompts), size)
             ]
-        logps, entropies = ([row for rows in part for row in rows] for part in zip(*passes, strict=True))
+        logps = [values for outputs in passes for values in outputs.logps]
+        entropies = [values for outputs in passes for values in outputs.entropies]
         padded_logps = padded(logps, logits_to_keep)
+        padded_entropies = padded(entropies, logits_to_keep) if entropies else None
         self._last_logps = padded_logps.detach()
-        return padded_logps, padded(entropies, logits_to_keep) if entropies else None, None
+        return padded_logps, padded_entropies, None
 
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the divisor for a mean over the tokens of an optimizer step, from those of the generation batch."""
