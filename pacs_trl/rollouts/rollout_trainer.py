@@ -395,12 +395,13 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         try:
             with self.timer.part("generation"), readable_calls(self._tokenizer):
                 generated = super()._generate(prompts)
-            if self._reads_images:  # TRL would process the images again, once for each completion
-                generated = (*generated[:6], None, *generated[7:])
-            self.timer.work["generated"] += sum(map(len, generated[1]))
         except ServerFailure as failure:
             stop_without_engine(self, failure)
-        return generated
+        prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images = generated
+        if self._reads_images:  # TRL would process the images again, once for each completion
+            images = None
+        self.timer.work["generated"] += sum(map(len, completion_ids))
+        return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         generate = self._source.take if self.model.training else self._generate_now
