@@ -154,8 +154,9 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "streamed dataset does not support. Load the dataset, or launch a number of processes that divides it."
             )
         check_overrides(self, ExactUpdateTrainer)
-        corrects = args.vllm_importance_sampling_correction and not type(args).vllm_importance_sampling_correction
-        if corrects and not (args.use_vllm or args.is_asynchronous or arguments["rollout_func"]):
+        is_default = type(args).vllm_importance_sampling_correction
+        was_requested = args.vllm_importance_sampling_correction and not is_default
+        if was_requested and not (args.use_vllm or args.is_asynchronous or arguments["rollout_func"]):
             raise UserError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
@@ -368,8 +369,11 @@ class ExactUpdateTrainer(RolloutTrainer):
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
         if self._shares is not None:
             inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
+        conversations: AbstractContextManager[None] = nullcontext()
+        if is_continuous and self.use_vllm:
+            conversations = self._conversations_of_source()
         try:
-            with self._conversations_of_source() if is_continuous and self.use_vllm else nullcontext():
+            with conversations:
                 rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
         except ServerFailure as failure:
             stop_without_engine(self, failure)
@@ -503,21 +507,21 @@ class ExactUpdateTrainer(RolloutTrainer):
         return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": self.memory.state()}
 
     def _load_run(self, directory: Path, state: dict) -> None:
-        parts = read_parts(self, directory)
+        process_states = read_parts(self, directory)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
-        is_sliced, args = self.is_sliced, self.args
-        num_parts = max(args.steps_per_generation // (1 if is_sliced else args.gradient_accumulation_steps), 1)
-        waiting = merge_rollouts([part["rollouts"] for part in parts], num_parts)
+        slots_per_step = 1 if self.is_sliced else self.args.gradient_accumulation_steps
+        num_steps = max(self.args.steps_per_generation // slots_per_step, 1)
+        waiting = merge_rollouts([process_state["rollouts"] for process_state in process_states], num_steps)
         self.restore_images([rollout for rollouts in waiting for rollout in rollouts])
-        if is_sliced:
+        if self.is_sliced:
             self._waiting = WaitingRollouts(slices=waiting)
         else:
             self._waiting = WaitingRollouts(
                 minibatches=[self.update.schedule_minibatch(rollouts) for rollouts in waiting]
             )
         late_batches = state["late_batches"]
-        if len(parts) != self.accelerator.num_processes and self.args.rollout_lag:
-            saved = [part["late_batches"] for part in parts]
+        if len(process_states) != self.accelerator.num_processes and self.args.rollout_lag:
+            saved = [process_state["late_batches"] for process_state in process_states]
             late_batches = divide_batches(saved, self.accelerator.process_index, self.accelerator.num_processes)
         self._source.load(late_batches)
         if self._keeps_generating_policy:
