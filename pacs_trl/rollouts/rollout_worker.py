@@ -232,7 +232,8 @@ class RolloutLoop(_AsyncRolloutLoop):
 
     async def _run_loops(self, stop_event: asyncio.Event) -> None:
         loops = asyncio.create_task(super()._run_loops(stop_event))
-        stopped, _ = [asyncio.create_task(each) for each in (stop_event.wait(), self._acknowledge())]
+        stopped = asyncio.create_task(stop_event.wait())
+        _acknowledging = asyncio.create_task(self._acknowledge())  # in a variable: the event loop has weak references
         try:
             await asyncio.wait([loops, stopped], return_when=asyncio.FIRST_COMPLETED)
             if loops.done():
