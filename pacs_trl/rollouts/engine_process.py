@@ -1,4 +1,4 @@
-"""Engine process: a copy of the policy that generates with transformers on the CPU while the trainer learns.
+"""Engine process: a copy of the policy that generates on the CPU, with transformers or vLLM, while the trainer learns.
 
 Weights are exchanged through files in memory: one of those that are frozen, and `num_slots` of the trained ones, so
 that the trainer can write the weights for a later batch while the process generates with those of an earlier one. What

@@ -170,5 +170,5 @@ class StepMemory:
 
 
 def backward_cost(args: "ExactUpdateConfig") -> int:
-    """Return the cost of a backward pass in forward passes: two, and one if it computes activations again."""
+    """Return the cost of a backward pass in forward passes: 2, and 3 if it computes activations again."""
     return 3 if args.gradient_checkpointing else 2
