@@ -14,7 +14,7 @@ minibatch come from one of three sources:
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -165,6 +165,10 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     # One optimizer step ---------------------------------------------------------------------------------------------
 
     def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
+        if not self.objective.has_reference:  # the mean log-prob of no token would be 0, the most probable completion
+            rollouts = [
+                rollout if rollout.loss_mask.any() else replace(rollout, label=math.nan) for rollout in rollouts
+            ]
         if not self.all_have_gradient and not self.shapes_coefficients:
             return self.driver.schedule_minibatch(rollouts)
         # KL term and entropy bonus include completions without a label, and shaped coefficients may be theirs.

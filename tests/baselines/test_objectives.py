@@ -9,7 +9,7 @@ from support.rollouts import Replay, rows_of_update
 from support.runs import Recorder, build_trainer
 from support.trls_update import EIGHT, FOUR_MINIBATCHES, OWN, REUSED, difference, in_double_precision, run
 
-from pacs_trl import GRPOTrainer, MaxRLTrainer, REALTrainer
+from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer
 from pacs_trl.objective import disco_loss, maxrl_advantages, real_loss
 from pacs_trl.update.minibatch import FILLER
 
@@ -97,6 +97,29 @@ def test_any_micro_batch_gives_the_same_weights(tmp_path, loss_type):
     before, reference, _ = results[0]
     for _, weights, _ in results[1:]:
         assert difference(weights, reference, before) < 1e-10
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "settings"),
+    [(REALTrainer, {"group_loss": "disco"}), (PACSTrainer, {"proxy": "mean_logp"})],
+    ids=["disco", "pacs"],
+)
+def test_a_completion_without_tokens_of_the_policy_has_no_mean_log_prob_to_compare(tmp_path, trainer_class, settings):
+    """It counts as one without a label, not as the most probable one."""
+    gradients = []
+    for has_tokens in (False, True):
+
+        def edit(generation, rows, has_tokens=has_tokens):
+            for row in rows[::4]:
+                row.env_mask = [int(has_tokens)] * len(row.completion_ids)
+                row.label = None if has_tokens else row.label
+            return rows
+
+        replay, recorder = Replay(uniform_groups=0, tools=True, edit=edit), Recorder()
+        more = {"callbacks": [recorder]}
+        build_trainer(tmp_path, replay=replay, trainer_class=trainer_class, more=more, **EIGHT | settings).train()
+        gradients.append(recorder.gradients[0])
+    assert relative_error(*gradients) < RELATIVE
 
 
 @pytest.mark.parametrize("settings", [EIGHT, FOUR_MINIBATCHES, REUSED], ids=["aligned", "minibatches", "reused"])
