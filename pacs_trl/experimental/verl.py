@@ -99,7 +99,11 @@ def hidden_states(
 
 
 def verl_coefficients(
-    coefficients: torch.Tensor, ranks: torch.Tensor, num_completions: int, means: list[float] | None
+    coefficients: torch.Tensor,
+    ranks: torch.Tensor,
+    num_completions: int,
+    means: list[float] | None,
+    used: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, list[float] | None]:
     """
     Return the coefficients of an optimizer step with VERL's bonus, and the next running means.
@@ -109,16 +113,18 @@ def verl_coefficients(
     min(relu(Phi), |A| / 2)`.
 
     Args:
-        coefficients (`torch.Tensor` of shape `(B,)`): `c`; completions with 0 are ignored, and stay at 0.
-        ranks (`torch.Tensor` of shape `(3, B)`): Effective rank, velocity, and acceleration of the others.
+        coefficients (`torch.Tensor` of shape `(B,)`): `c`.
+        ranks (`torch.Tensor` of shape `(3, B)`): Effective rank, velocity, and acceleration.
         num_completions (`int`): `N`: the advantage of a completion is `-N c`.
         means (list of 3 `float`, *optional*): Running means of the metrics; `None` before the first step, whose
             means they then are. The authors begin at 0, where every deviation is clipped.
+        used (bool `torch.Tensor` of shape `(B,)`, *optional*): Completions with ranks, by default those whose
+            coefficient is not 0. The others are ignored, and keep their coefficients.
 
     Returns:
         Coefficients `(B,)`, between 1 and 1.5 times a negative one, 1/2 and 1 times a positive one; and means.
     """
-    used = coefficients != 0
+    used = coefficients != 0 if used is None else used
     if not used.any():
         return coefficients, means
     step_means = ranks[:, used].double().mean(dim=1)
@@ -140,12 +146,14 @@ class VERLUpdate(GroupLossUpdate):
     shapes_coefficients = True
 
     def shape_coefficients(self, model, minibatch: Minibatch, coefficients: torch.Tensor):
-        indices = coefficients.nonzero()[:, 0].tolist()
+        has_tokens = torch.tensor([bool(rollout.loss_mask.any()) for rollout in minibatch.rollouts])
+        used = (coefficients != 0) & has_tokens
+        indices = used.nonzero()[:, 0].tolist()
         if not indices:
             return coefficients, {}
         ranks = self.ranks(model, minibatch, indices)
         shaped, self.trainer.verl_means = verl_coefficients(
-            coefficients, ranks, minibatch.num_scorable, self.trainer.verl_means
+            coefficients, ranks, minibatch.num_scorable, self.trainer.verl_means, used
         )
         means = ranks[:, indices].mean(dim=1).tolist()
         metrics = {

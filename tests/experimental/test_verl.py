@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import RELATIVE, load_weights, logps_and_entropies, relative_error, tiny_model
 from support.rollouts import Replay, rows_of_update
-from support.runs import Recorder, build_trainer
+from support.runs import Recorder, build_trainer, spy_on
 from support.seeds import shifted
 
 from pacs_trl.experimental import verl
@@ -159,9 +159,28 @@ def test_gradient_equals_the_long_way(tmp_path, monkeypatch, group_layout, token
             ids = torch.tensor([row.prompt_ids + row.completion_ids])
             is_sampled = torch.tensor(row.env_mask).bool() | (not last)
             states = model.model(ids).last_hidden_state[0, len(row.prompt_ids) :].detach()
-            assert not coefficient or rank.item() == pytest.approx(effective_rank(states[is_sampled]), rel=1e-4)
+            expected_rank = effective_rank(states[is_sampled]) if coefficient and is_sampled.any() else 0
+            assert rank.item() == pytest.approx(expected_rank, rel=1e-4)
             logps = logps_and_entropies(model, row)[0][is_sampled]
             ((coefficient if last else last_value) * logps[:-1].sum() + last_value * logps[-1:].sum()).backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if name in recorder.gradients[update]}
         assert relative_error(recorder.gradients[update], expected) < 2 * RELATIVE
     assert trainer.verl_means is not None and len(kept) == 2
+
+
+def test_a_completion_without_tokens_of_the_policy_does_not_enter_the_means(tmp_path):
+    def without_tokens(generation, rows):
+        rows[5].env_mask = [0] * len(rows[5].completion_ids)
+        return rows
+
+    replay, measured = Replay(tools=True, edit=without_tokens), []
+    settings = {"trainer_class": VERLTrainer, "replay": replay, "hidden_state_stride": 3, "max_steps": 1}
+    trainer = build_trainer(tmp_path, **settings)
+    spy_on(trainer.update, "ranks", lambda *call: measured.append(call))
+    trainer.train()
+    ((ranks, _, minibatch, indices),) = measured
+    with_tokens = [i for i, row in enumerate(minibatch.rollouts) if row.group == 1 and row.loss_mask.any()]
+    assert indices == with_tokens and len(indices) == 3  # group 0 is uniform
+    means = ranks[:, indices].mean(dim=1).tolist()
+    assert trainer.verl_means == pytest.approx(means, abs=1e-6)
+    assert trainer.state.log_history[0]["hidden/effective_rank"] == pytest.approx(means[0])
