@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
+from datasets import IterableDataset
+
 from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..settings.checks import ignored_settings
@@ -133,6 +135,14 @@ class DARSTrainer(ExtendingTrainer):
     }
     _config_class = DARSConfig
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
+
+    def _prepare_loading(self, model, args, arguments) -> None:
+        super()._prepare_loading(model, args, arguments)
+        if args.refill_uniform_groups and isinstance(arguments["train_dataset"], IterableDataset):
+            raise UserError(
+                "refill_uniform_groups draws prompts from the whole training set, which a streamed dataset does not "
+                "support. Load the dataset (streaming=False), or remove the key."
+            )
 
     def extend(self, num_steps: int) -> None:
         super().extend(num_steps)

@@ -4,6 +4,7 @@ import pytest
 from support.rollouts import addition_dataset, digit_reward
 from support.runs import build_trainer
 
+from pacs_trl.experimental.dars import DARSTrainer
 from pacs_trl.experimental.guidance import GuidanceTrainer
 from pacs_trl.experimental.rlpr import RLPRTrainer, probability_reward
 from pacs_trl.rewards import run_python
@@ -20,9 +21,11 @@ def streamed() -> dict:
 
 HINTS, FEEDBACK = ({"trainer_class": GuidanceTrainer, "guidance": guidance} for guidance in ("hint", "feedback"))
 TEXTS = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
+REFILL = {"trainer_class": DARSTrainer, "refill_uniform_groups": True}
 RLPR = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
 BLANK = addition_dataset().map(lambda row, i: {"solution": " " * (i == 5) or row["solution"]}, with_indices=True)
 REFUSED = {
+    "refill from a stream": (REFILL | {"more": streamed()}, "refill_uniform_groups"),
     "no hints": (HINTS, "guidance='hint'"),
     "guidance in an environment": (HINTS | {"more": {"environment_factory": Environment}}, "environment_factory"),
     "feedback with tools": (FEEDBACK | {"more": {"tools": [run_python]}}, "guidance='feedback'"),
