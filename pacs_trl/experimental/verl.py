@@ -205,10 +205,11 @@ class VERLConfig(PACSConfig):
 
     def errors(self, step: Step) -> list[str]:
         stride, longest, errors = self.hidden_state_stride, self.max_completion_length, super().errors(step)
-        if longest is not None and 2 * stride + 1 > longest:
+        if 3 * stride + 1 > min(longest or LONGEST_PREFIX, LONGEST_PREFIX):
             errors.append(
-                f"hidden_state_stride={stride} is too long for max_completion_length={longest}: velocity compares "
-                f"prefixes of {stride + 1} and {2 * stride + 1} tokens. Lower it."
+                f"hidden_state_stride={stride} is too long for max_completion_length={longest}, of which the last "
+                f"{LONGEST_PREFIX} tokens are read: acceleration compares prefixes of {stride + 1}, {2 * stride + 1}, "
+                f"and {3 * stride + 1} tokens. Lower it."
             )
         return errors
 

@@ -79,7 +79,8 @@ def test_ranks_do_not_change_with_rotation_and_short_completions_have_no_velocit
     for tokens in (0, 1):
         assert effective_rank(states[:tokens]) == 1.0 and rank_velocity_and_acceleration(states[:tokens], 5) == (0, 0)
     assert rank_velocity_and_acceleration(states[:10], 5) == (0.0, 0.0)  # one prefix
-    assert rank_velocity_and_acceleration(states[:11], 5)[1] == 0.0  # two
+    assert rank_velocity_and_acceleration(states[:15], 5)[1] == 0.0  # two
+    assert 0.0 not in rank_velocity_and_acceleration(states[:16], 5)  # three
 
 
 COEFFICIENTS = torch.tensor([-0.25, 0.25, -0.05, 0.0])
