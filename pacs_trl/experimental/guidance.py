@@ -7,6 +7,7 @@ trained as completions of the plain prompt; failed ones are dropped. They have n
 generated them from the plain prompt. See docs/related_methods.md.
 """
 
+import math
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -141,14 +142,15 @@ class GuidanceTrainer(ExtendingTrainer):
         return pairs, counts
 
     def _group_prompts(self, group: int, counts: dict[str, int]) -> list[Any]:
-        """Return guided prompts for half of the completions of a failed group; none that leaves no room for a
-        completion."""
+        """Return guided prompts for half of the completions of a failed group, with feedback of those that have a
+        label; none that leaves no room for a completion."""
         rollouts, example = self.groups[group], self.examples[group]
         labels, half = known_labels(rollouts), len(rollouts) // 2
         if not labels or max(labels) > CORRECT:
             return []
         if self.args.guidance == "feedback":
-            ids = [rollout.completion_ids for rollout in rollouts[:half]]
+            # a truncated completion that is masked has neither a label nor its token ids
+            ids = [rollout.completion_ids for rollout in rollouts if not math.isnan(rollout.label)][:half]
             texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
             attempts = zip(texts, self.are_truncated(ids), strict=True)
             prompts = [self._with_feedback(example, *attempt) for attempt in attempts]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from support.models import LORA, TOKENIZER, assert_same_models, trainable_weights
 from support.related_methods import DarsAndGuidanceTrainer
-from support.rollouts import addition_dataset
+from support.rollouts import Replay, addition_dataset
 from support.runs import build_trainer
 from support.seeds import shifted
 from transformers import AutoModelForCausalLM
@@ -229,6 +229,26 @@ def test_feedback_is_a_second_turn(tmp_path, model_path):
         assert (tried["content"], answer["content"]) in [(attempt, FEEDBACK_ON[Outcome.NO_ANSWER]), (attempt, WRONG)]
         assert (tried["role"], answer["role"]) == ("assistant", "user")
     assert sum(history(trainer, "guidance/solved")) == 0
+
+
+def test_completions_without_a_label_are_no_failed_attempts(tmp_path):
+    """Of a truncated completion that is masked, the token ids are gone as well."""
+
+    def truncated(generation, rows):
+        for row in rows:
+            row.completion_ids, row.label = [60, 61, 62, TOKENIZER.eos_token_id], 0.0
+        rows[0].completion_ids, rows[3].label = [60, 61, 62], None
+        return rows
+
+    settings = {"trainer_class": GuidanceTrainer, "mask_truncated_completions": True, "max_steps": 1} | FEEDBACK
+    trainer = build_trainer(tmp_path, replay=Replay(edit=truncated), **settings)
+    with_feedback, attempts = trainer._with_feedback, []
+    trainer._with_feedback = lambda example, attempt, *other: (
+        attempts.append(attempt) or with_feedback(example, attempt, *other)
+    )
+    trainer.train()
+    assert attempts == [TOKENIZER.decode([60, 61, 62])] * 4
+    assert history(trainer, "guidance/attempted") == [4]
 
 
 def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
