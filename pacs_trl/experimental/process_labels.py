@@ -284,6 +284,9 @@ class ProcessLabelsTrainer(PACSTrainer):
         """Store the process labels that a reward function returned, and return its outcomes."""
         if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
             return rewards
+        completion_ids = arguments["completion_ids"]
+        if len(rewards) != len(completion_ids):
+            return rewards  # `as_numbers` refuses them
         if self._extra_of_completions is not None:
             raise UserError(
                 f"{name!r} is the second reward function that returned (position, label) pairs. Return all pairs from "
@@ -291,7 +294,7 @@ class ProcessLabelsTrainer(PACSTrainer):
             )
         pairs = [
             None if reward is None else checked_labels(name, i, reward, len(ids))
-            for i, (reward, ids) in enumerate(zip(rewards, arguments["completion_ids"], strict=False))
+            for i, (reward, ids) in enumerate(zip(rewards, completion_ids, strict=True))
         ]
         self._extra_of_completions = [{} for _ in pairs]
         for extra, each in zip(self._extra_of_completions, pairs, strict=True):

@@ -85,9 +85,10 @@ def as_numbers(rewards: Any, name: str, num_completions: int | None) -> list[flo
     try:
         if isinstance(rewards, Mapping | Set | str | bytes) or not isinstance(rewards, Iterable):
             raise TypeError(f"a {type(rewards).__name__} is not a list")
-        numbers = [None if entry is None else _as_number(entry) for entry in rewards]
-        if num_completions is not None and len(numbers) != num_completions:
-            raise UserError(f"{len(numbers)} entries for {num_completions} completions")
+        entries = list(rewards)
+        if num_completions is not None and len(entries) != num_completions:
+            raise UserError(f"{len(entries)} entries for {num_completions} completions")
+        numbers = [None if entry is None else _as_number(entry) for entry in entries]
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:  # RuntimeError: tensors of several elements
         raise UserError(
             f"The reward function {name!r} returned {rewards!r:.100} ({error}). It must return one entry per "

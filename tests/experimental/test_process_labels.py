@@ -185,11 +185,16 @@ def too_few(completions, **kwargs):
     return [[(0, 1.0)]]
 
 
+def too_many(completions, **kwargs):
+    return [[(0, 1.0)]] * (len(completions) + 1)
+
+
 @pytest.mark.parametrize(
     ("reward", "settings", "words"),
     [
         (mixed, {"trainer_class": ProcessLabelsTrainer}, "completion 2"),
         (too_few, {"trainer_class": ProcessLabelsTrainer}, "1 entries for 8 completions"),
+        (too_many, {"trainer_class": ProcessLabelsTrainer}, "9 entries for 8 completions"),
         ([halves, halves], {"trainer_class": ProcessLabelsTrainer, "reward_weights": [0.5, 0.5]}, "'halves_2'"),
         (halves, {}, "'halves'"),  # another method
     ],
