@@ -68,6 +68,11 @@ def test_their_neighbors_are_legal():
     read(score_estimator="grpo", steps_per_generation=4, num_iterations=2, first_update_score="dr_grpo")
     read(score_estimator="grpo", proxy="mean_logp")
     read(max_tokens_per_micro_batch=1001)
+    two_functions = {"reward_funcs": ["math_reward", "my.reward"]}
+    read(**two_functions, reward_weights=[0.5, 0.5])
+    read(**two_functions, method="real", reward_weights=[0, 1])
+    for weights in (None, [0.5, 2.0]):
+        read(**two_functions, method="grpo", reward_weights=weights)
 
 
 def test_the_former_name_of_packing_is_read_from_recipes():

@@ -111,6 +111,8 @@ class REALConfig(GroupLossConfig):
     Configuration class for the [`REALTrainer`]. Inherits every parameter of [`GroupLossConfig`].
     """
 
+    rewards_are_binary = True
+
     group_loss: str = setting(
         "real",
         'A key of `objective.GROUP_LOSSES`: `"real"`, or `"disco"` (without its divergence constraint).',

@@ -34,7 +34,7 @@ def ucpo_weights(mean_logps: torch.Tensor, correct: torch.Tensor, num_generation
 class UCPOConfig(GRPOConfig):
     """Configuration class for the [`UCPOTrainer`]: every parameter of [`GRPOConfig`], and `tau`."""
 
-    supports_rollout_lag, supports_images, rewards_are_labels = False, False, True
+    supports_rollout_lag, supports_images, rewards_are_labels, rewards_are_binary = False, False, True, True
     tau: float = setting(0.2, "0 for GRPO, 1 for advantages proportional to exp(-mean log-prob).", least=0, most=1)
 
 

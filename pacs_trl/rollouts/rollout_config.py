@@ -176,6 +176,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     has_critic: ClassVar[bool] = False  # the settings of an `ActorCriticConfig` exist
     critic_scores_tokens: ClassVar[bool] = False  # the critic is trained on the tokens of the policy's completions
     rewards_are_labels: ClassVar[bool] = False  # their weighted sum must lie in [0, 1]
+    rewards_are_binary: ClassVar[bool] = False  # their weighted sum must be 0 or 1
     needs_same_number_of_processes: ClassVar[bool] = False  # of a run that resumes
     scores_groups: ClassVar[bool] = False  # coefficients follow from the log-probs of a whole group
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
