@@ -41,6 +41,10 @@ FEEDBACK = {
     Outcome.TIMEOUT: "Your final answer could not be checked. Solve the problem again and simplify the final answer.",
     Outcome.TOO_LONG: "Your solution is too long to be read. Solve the problem again, in fewer words.",
 }
+NEEDS_CONVERSATIONS = (
+    "guidance='feedback' adds a second turn to conversational prompts. Remove tools and environment_factory, make "
+    "prompts lists of messages, or set guidance='hint'."
+)
 
 
 @dataclass
@@ -97,10 +101,7 @@ class GuidanceTrainer(ExtendingTrainer):
         if args.guidance == "feedback":
             refused = arguments["tools"] or environment
             if refused or isinstance(dataset, Dataset) and not is_conversational(dataset[0]):
-                raise UserError(
-                    "guidance='feedback' adds a second turn to conversational prompts. Remove tools and "
-                    "environment_factory, or set guidance='hint'."
-                )
+                raise UserError(NEEDS_CONVERSATIONS)
         elif environment is not None:
             raise UserError("guidance='hint' and environment_factory both change the prompt. Remove one of them.")
         elif "hint" not in (columns or ["hint"]):
@@ -108,6 +109,11 @@ class GuidanceTrainer(ExtendingTrainer):
                 f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
                 "column (empty where there is no hint), or set guidance='feedback'."
             )
+
+    def _generate_rollouts(self, generation_batch) -> list[Rollout]:
+        if self.args.guidance == "feedback" and not is_conversational(generation_batch[0]):  # of a stream
+            raise UserError(NEEDS_CONVERSATIONS)
+        return super()._generate_rollouts(generation_batch)
 
     def extend(self, num_steps: int) -> None:
         """Generate guided attempts for groups without a correct completion, and replace wrong ones by them."""

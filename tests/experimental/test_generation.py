@@ -251,6 +251,15 @@ def test_completions_without_a_label_are_no_failed_attempts(tmp_path):
     assert history(trainer, "guidance/attempted") == [4]
 
 
+def test_feedback_on_a_stream_of_texts_is_refused_before_generation(tmp_path):
+    texts = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
+    more = {"train_dataset": texts.to_iterable_dataset()}
+    replay = Replay(edit=lambda generation, rows: pytest.fail("generated"))
+    trainer = build_trainer(tmp_path, trainer_class=GuidanceTrainer, replay=replay, more=more, **FEEDBACK)
+    with pytest.raises(ValueError, match="guidance='feedback'"):
+        trainer.train()
+
+
 def test_other_prompts_take_the_places_of_uniform_groups(tmp_path, model_path):
     trainer = built(tmp_path, model_path, REFILL, max_steps=8, save_strategy="no")
     trainer.train()
