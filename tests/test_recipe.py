@@ -68,6 +68,8 @@ def test_their_neighbors_are_legal():
     read(score_estimator="grpo", steps_per_generation=4, num_iterations=2, first_update_score="dr_grpo")
     read(score_estimator="grpo", proxy="mean_logp")
     read(max_tokens_per_micro_batch=1001)
+    for longest, stride in ((16, 5), (None, 170)):
+        read(method="verl", max_completion_length=longest, hidden_state_stride=stride)
     two_functions = {"reward_funcs": ["math_reward", "my.reward"]}
     read(**two_functions, reward_weights=[0.5, 0.5])
     read(**two_functions, method="real", reward_weights=[0, 1])
