@@ -328,7 +328,9 @@ def _conflicts(run: RunArguments, data: DataArguments, model: Any, training: Any
             f"eval_strategy={training.eval_strategy.value!r} needs problems that are held out: set eval_split_size "
             "to their number, or eval_benchmarks to names of benchmarks."
         )
-    return errors + _reward_weight_errors(run.reward_funcs, training)
+    if training.reward_weights is not None:
+        errors += _reward_weight_errors(training.reward_weights, run.reward_funcs, training)
+    return errors
 
 
 def _ignored(run: RunArguments, model: ModelConfig, training: Any, settings: dict) -> Iterator[tuple[str, str, str]]:
@@ -368,26 +370,21 @@ def _ignored(run: RunArguments, model: ModelConfig, training: Any, settings: dic
             yield ", ".join(unused_keys), "`environment` has the examples", "Remove the key, or `environment`."
 
 
-def _reward_weight_errors(reward_funcs: list[str], training: Any) -> list[str]:
-    """Return what is wrong with the weights of reward functions, whose weighted sum may have to be a label."""
-    weights, weights_text = training.reward_weights, f"reward_weights={training.reward_weights}"
-    if weights is None:
-        weights = [1.0] * len(reward_funcs)
-        weights_text = f"reward_weights={weights} (the default)"
-    elif reward_funcs and len(weights) != len(reward_funcs):
-        return [f"{weights_text} must have one weight for each of reward_funcs={reward_funcs}."]
-    if not weights:  # those of the functions of an environment
-        return []
+def _reward_weight_errors(weights: list[float], reward_funcs: list[str], training: Any) -> list[str]:
+    """Return what is wrong with the weights of reward functions, whose weighted sum may have to be a label. Without
+    weights, functions may return `None` for each other's problems."""
+    if reward_funcs and len(weights) != len(reward_funcs):
+        return [f"reward_weights={weights} must have one weight for each of reward_funcs={reward_funcs}."]
     if training.rewards_are_binary and sorted(weights) != [0.0] * (len(weights) - 1) + [1.0]:
         return [
-            f"{weights_text} must be 1 for one reward function and 0 for the others: rewards of "
+            f"reward_weights={weights} must be 1 for one reward function and 0 for the others: rewards of "
             f"{type(training).__name__} are 0 or 1, and a weighted sum lies between. Write one function that returns "
             "0 or 1, or use method pacs."
         ]
     if training.rewards_are_labels and (abs(sum(weights) - 1) > 1e-6 or min(weights) < 0):
         return [
-            f"{weights_text} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum of the "
-            "rewards is the label, from 0 (wrong) to 1 (right). Set reward_weights, one for each of reward_funcs."
+            f"reward_weights={weights} must not be negative and must sum to 1, not {sum(weights):g}: the weighted sum "
+            "of the rewards is the label, from 0 (wrong) to 1 (right)."
         ]
     return []
 

@@ -139,10 +139,10 @@ def test_reward_functions_that_cannot_be_imported_are_conflicts(plan, tmp_path, 
     (tmp_path / "own_rewards.py").write_text("def sure(completions, **kwargs):\n    return [1.0] * len(completions)\n")
     (tmp_path / "broken_rewards.py").write_text("import no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert plan(reward_funcs=["math_reward", "own_rewards.sure"], reward_weights=[0.5, 0.5])[0] == 0
+    assert plan(reward_funcs=["math_reward", "own_rewards.sure"])[0] == 0
     assert plan("--reward_funcs", "own_rewards.sure")[0] == 0
     names = ("maths_reward", "own_rewards.unsure", "broken_rewards.sure", "nowhere.sure")
-    status, output = plan("--reward_funcs", *names, reward_weights=[0.25] * 4)
+    status, output = plan("--reward_funcs", *names)
     assert status == 1 and "4 conflict(s)" in output and all(name in output for name in names)
 
 
