@@ -154,8 +154,8 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "streamed dataset does not support. Load the dataset, or launch a number of processes that divides it."
             )
         check_overrides(self, ExactUpdateTrainer)
-        is_default = type(args).vllm_importance_sampling_correction
-        was_requested = args.vllm_importance_sampling_correction and not is_default
+        is_on_by_default = type(args).vllm_importance_sampling_correction
+        was_requested = args.vllm_importance_sampling_correction and not is_on_by_default
         if was_requested and not (args.use_vllm or args.is_asynchronous or arguments["rollout_func"]):
             raise UserError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
