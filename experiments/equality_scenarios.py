@@ -326,7 +326,7 @@ ACTOR_CRITIC: dict[str, dict[str, Any]] = {
     "ppo": PLAIN | CRITIC,
     "ppo_dapo": PLAIN | CRITIC | ADAMW | TWO_MINIBATCHES | {"loss_type": "dapo", "gamma": 0.99, "gae_lambda": 0.9},
     "ppo_warmup": TOOLS | CRITIC | {"critic_warmup_steps": 2, "beta": 0.1, "value_clip_range": None},
-    "ppo_corrected": REPORTED | CRITIC | CORRECTED | {"delta": None, "whiten_advantages": False},
+    "ppo_reported": REPORTED | CRITIC | {"delta": None, "whiten_advantages": False},
     "ppo_evaluation": GENERATED | CRITIC | EVALUATION,
     "genac": PLAIN | GENAC,
     "genac_pretraining": TOOLS | GENAC | ADAMW | {"critic_pretraining_steps": 2, "loss_type": "dapo"},
