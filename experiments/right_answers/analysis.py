@@ -22,6 +22,7 @@ from experiments.right_answers.runs import (
     ARMS,
     LEADING_ARMS,
     LEVELS,
+    LONG_ARMS,
     LONG_RECORDS,
     LONG_UPDATES,
     PILOT_SEED,
@@ -52,6 +53,8 @@ PAIRS = (  # of the hypotheses: the first arm minus the second
     ("GRPO, KL 0.1", "PACS, kept, beta 0.1"),
     ("PACS, rollout", "GRPO"),
     ("UCPO", "GRPO"),
+    ("PACS, kept, beta 1", "PACS, kept, beta 0.1"),
+    ("GRPO, KL 0.1", "PACS, kept, beta 1"),
 )
 
 Record = dict[str, Any]
@@ -209,14 +212,14 @@ def task_tables(task: str, records: Sequence[Record], level: float) -> list[str]
     return [*lines, *pair_table(at_the_level, at_the_end)]
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Sequence[Record], arms: Sequence[str], path: Path) -> None:
     """Draw pass@64 and distinct correct answers against pass@1 along the runs of a task, means over the reported seeds
-    of each leading arm; ten arms would repeat colors."""
+    of each of these arms; ten arms would repeat colors."""
     curves = {arm: [record["points"] for record in runs.values()] for arm, runs in reported_runs(records).items()}
     with matplotlib.rc_context(plots.STYLE):
         figure = Figure(figsize=(plots.PAGE_WIDTH, 1.3 * plots.PANEL_HEIGHT), layout="constrained")
         panels = figure.subplots(1, 2)
-        for arm, look in plots.looks(arm for arm in LEADING_ARMS if arm in curves).items():
+        for arm, look in plots.looks(arm for arm in arms if arm in curves).items():
             averages = [
                 {name: mean(point[name] for point in points) for name in points[0]}
                 for points in zip(*curves[arm], strict=True)
@@ -246,11 +249,11 @@ def main() -> None:
     parser.add_argument("--level", type=float, help="pass@1 at which arms are compared, instead of that of the plan")
     args = parser.parse_args()
     print("\n".join(all_tables(args.level)))
-    figures = {task: [record for record in read_records() if record["task"] == task] for task in TASKS}
-    figures["sums_long"] = read_records(LONG_RECORDS)
-    for name, records in figures.items():
-        if reported_runs(records):
-            draw(records, RECORDS.parent / f"{name}.png")
+    for task in TASKS:
+        task_records = [record for record in read_records() if record["task"] == task]
+        if reported_runs(task_records):
+            draw(task_records, LEADING_ARMS, RECORDS.parent / f"{task}.png")
+    draw(read_records(LONG_RECORDS), LONG_ARMS, LONG_RECORDS.parent / "sums_long.png")
 
 
 if __name__ == "__main__":

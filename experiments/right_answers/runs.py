@@ -2,7 +2,7 @@
 
     python -m experiments.right_answers.runs            # every missing run of the plan, in the order of the plan
     python -m experiments.right_answers.runs --tasks between        # of these tasks only, one process for each core
-    python -m experiments.right_answers.runs long       # four arms on `sums` at one rate, 100 updates
+    python -m experiments.right_answers.runs long       # five arms on `sums` at one rate, 100 updates
     python -m experiments.right_answers.runs rates      # base rates of the tasks
     python -m experiments.right_answers.analysis        # tables from the records
 
@@ -58,13 +58,14 @@ ARMS = {
     "MaxRL": Arm(MaxRLTrainer, {}),
     "RLOO": Arm(RLOOTrainer, {"beta": 0.0}),
     "REAL": Arm(REALTrainer, {}),
+    "PACS, kept, beta 1": Arm(PACSTrainer, {"reference": "snapshot", "pacs_beta": 1.0}),  # 100 updates only
 }
-LEADING_ARMS = list(ARMS)[:5]  # they run first
+LEADING_ARMS, OTHER_ARMS = list(ARMS)[:5], list(ARMS)[5:10]  # of 30 updates: the leading ones run first
 RATES = (1e-5, 5e-6, 2e-5)
 PILOT_SEED, SEEDS = 100, range(5)  # runs of the pilot end at the level, and their seed is not used again
 
 LONG_RECORDS = RECORDS.parent / "long_records"
-LONG_ARMS = ("PACS, kept, beta 0.1", "PACS, rollout", "GRPO, KL 0.1", "GRPO")
+LONG_ARMS = ("PACS, kept, beta 0.1", "PACS, rollout", "GRPO, KL 0.1", "GRPO", "PACS, kept, beta 1")
 LONG_UPDATES, LONG_EVERY = 100, 10
 
 Point = dict[str, float]
@@ -262,7 +263,7 @@ def plan(records: list[dict[str, Any]], tasks: Sequence[str] = tuple(TASKS)) -> 
     """Return the runs in the order in which they answer most: the leading arms of all tasks, then the others. The runs
     of an arm wait for its pilot."""
     runs: list[Run] = []
-    for arms in (LEADING_ARMS, [arm for arm in ARMS if arm not in LEADING_ARMS]):
+    for arms in (LEADING_ARMS, OTHER_ARMS):
         for task in tasks:
             runs += [Run(task, arm, rate, PILOT_SEED) for rate in RATES for arm in arms]
             rates = {arm: best_rate(records, task, arm) for arm in arms}

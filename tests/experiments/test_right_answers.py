@@ -137,7 +137,7 @@ def test_tables_pair_seeds_and_cover_known_differences(tmp_path):
     assert "| 4 of 4 |" in row and "| 40 to 80 |" in row and row.endswith("| +2.00 ± 0.00 |")
     (row,) = [line for line in lines if line.startswith("| PACS, kept, beta 0.1 − PACS, rollout |")]
     assert row.split("|")[2:5] == [" +2.00 ± 0.00 ", " +0.0 ± 0.0 ", " +2.00 ± 0.00 "]
-    draw(records, tmp_path / "figure.png")
+    draw(records, LEADING_ARMS, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 5000
     assert "No run" in "\n".join(task_tables("between", [record("GRPO", PILOT_SEED)], 0.5))
 
@@ -168,7 +168,7 @@ def test_long_runs_differ_only_in_arm_and_seed():
     runs = long_plan([3, 4])
     assert {(run.task, run.rate) for run in runs} == {("sums", min(RATES))}
     assert [(run.seed, run.arm) for run in runs] == [(seed, arm) for seed in (3, 4) for arm in LONG_ARMS]
-    assert set(LONG_ARMS) <= set(LEADING_ARMS)  # the figure draws these
+    assert {run.arm for run in plan([])} == set(ARMS) - {"PACS, kept, beta 1"}  # that arm has long runs alone
 
 
 def test_exact_log_probs_equal_those_of_whole_sequences():
