@@ -70,6 +70,11 @@ def lost_and_gained(before: Sequence[float], after: Sequence[float]) -> tuple[fl
     return pairs.count((True, False)) / len(pairs), pairs.count((False, True)) / len(pairs)
 
 
+def pass_at(k: int, success_rates: Sequence[float]) -> float:
+    """Return pass@k from the success rates of the problems."""
+    return mean(1 - (1 - min(rate, 1.0)) ** k for rate in success_rates)
+
+
 def average(points: dict[int, Point], metric: str) -> str:
     """Return the mean of a metric over seeds, as a cell of a table."""
     factor, digits = SCALES[metric]
@@ -173,11 +178,13 @@ def support_table(runs: Runs, points: Points) -> list[str]:
     for arm, by_seed in runs.items():
         losses = [lost_and_gained(record["before"], record["after"]) for record in by_seed.values()]
         lost, gained = (100 * mean(column) for column in zip(*losses, strict=True))
+        pass_at_128 = 100 * mean(pass_at(128, record["after"]) for record in by_seed.values())
         entropy = mean(mean(record["entropy"][-10:]) for record in by_seed.values())
         seconds = mean(record["cpu_seconds"] / record["updates"] for record in by_seed.values())
-        cells = [average(points[arm], "kl"), f"{lost:.0f}", f"{gained:.0f}", f"{entropy:.2f}", f"{seconds:.1f}"]
-        rows.append([arm, *cells])
-    heads = ["arm", "KL, nats", "problems lost, %", "gained, %", "entropy, nats per token", "CPU s / update"]
+        cells = [f"{pass_at_128:.1f}", average(points[arm], "kl"), f"{lost:.0f}", f"{gained:.0f}"]
+        rows.append([arm, *cells, f"{entropy:.2f}", f"{seconds:.1f}"])
+    heads = ["arm", "pass@128, %", "KL, nats", "problems lost, %", "gained, %", "entropy, nats per token"]
+    heads.append("CPU s / update")
     return markdown(heads, rows) + [""]
 
 

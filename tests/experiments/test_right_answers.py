@@ -12,7 +12,7 @@ from support.rollouts import Replay
 from support.runs import build_trainer, spy_on
 from support.seeds import shifted
 
-from experiments.right_answers.analysis import all_tables, draw, lost_and_gained, task_tables
+from experiments.right_answers.analysis import all_tables, draw, lost_and_gained, pass_at, task_tables
 from experiments.right_answers.gated import GatedGRPOTrainer, expected_gains
 from experiments.right_answers.runs import (
     ARMS,
@@ -116,6 +116,10 @@ def test_metrics_at_the_first_crossing_are_linear_in_pass_1():
 def test_a_problem_is_lost_that_64_samples_no_longer_solve():
     # 1 - (1 - p)^64 is at least one half from p = 0.0108
     assert lost_and_gained([0.5, 0.5, 0.0, 0.0], [0.4, 0.010, 0.011, 0.001]) == (0.25, 0.25)
+
+
+def test_pass_at_k_from_success_rates_by_hand():
+    assert pass_at(2, [0.5, 0.0]) == (0.75 + 0.0) / 2 and pass_at(128, [1.0000001]) == 1
 
 
 def record(arm, seed, rate=1e-5, **changes):
