@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def load_tools(args: EvaluationArguments) -> tuple[Any, list[Callable]]:
     """Load the tokenizer, with the template that parses calls, and the tools. Raises a `ValueError` if a tool cannot
     be imported, or the chat template has no tools."""
-    tokenizer = load_text_tokenizer(args.model, revision=args.revision)
+    tokenizer = load_text_tokenizer(args.model, **args.loading)
     tools = [tool_function(name) for name in args.tools or []]
     if not supports_tool_calling(tokenizer):
         raise UserError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")

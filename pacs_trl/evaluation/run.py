@@ -206,7 +206,7 @@ def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
 def _tokenizer(args: EvaluationArguments) -> Any:
     from ..data.text_tokenizer import load_text_tokenizer
 
-    return load_text_tokenizer(args.model, revision=args.revision)
+    return load_text_tokenizer(args.model, **args.loading)
 
 
 def _check_messages(
@@ -221,7 +221,7 @@ def _check_messages(
     messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
     for benchmark, requests_of_benchmark in zip(benchmarks, requests, strict=True):
         if benchmark.has_images and requests_of_benchmark:  # whose processor is loaded before the model
-            processor = load_processor(args.model, args.revision)
+            processor = load_processor(args.model, **args.loading)
             messages = MessageCheck(processor, args.chat_template_kwargs, tools)
         for request in requests_of_benchmark:
             if is_conversation(request.prompt):

@@ -233,6 +233,23 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
             run(arguments, model=str(tmp_path / name))
 
 
+def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint, checkpoint_with_code, tmp_path):
+    """Its completions are those of the same weights in transformers, and the setting keeps stored samples."""
+    plain = arguments | {"output_dir": str(tmp_path / "plain")}
+    expected = run(plain)
+    own = arguments | {"model": checkpoint_with_code(checkpoint)}
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        run(own)
+    results = run(own, trust_remote_code=True)
+    assert results["benchmarks"] == expected["benchmarks"]
+    assert run(plain, trust_remote_code=True)["benchmarks"] == expected["benchmarks"]
+
+
+def test_code_of_a_checkpoint_is_not_run_by_a_server(arguments):
+    with pytest.raises(ValueError, match="trust_remote_code would be ignored with engine 'server'"):
+        EvaluationArguments(**{**arguments, "engine": "server", "trust_remote_code": True})
+
+
 def test_a_full_disk_keeps_what_was_generated(run, arguments, tmp_path, capsys):
     undisturbed = run({**arguments, "output_dir": str(tmp_path / "undisturbed")})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
