@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -162,8 +161,10 @@ class BenchmarkEvaluation:
             graded = {key: sample for part, _ in parts for key, sample in part.items()}
             problem_ids = [problem.id for problem in benchmark.problems]
             summary = summarize(problem_ids, graded.values(), benchmark_args.ks)
-            counts = [(p["n"], p["c"]) for p in summary["problems"] if not p["ungraded"]]
-            pass_values.append(pass_at_k(*np.transpose(counts), benchmark_args.ks))
+            problems = [problem for problem in summary["problems"] if not problem["ungraded"]]
+            num_samples = [problem["n"] for problem in problems]
+            num_correct = [problem["c"] for problem in problems]
+            pass_values.append(pass_at_k(num_samples, num_correct, benchmark_args.ks))
             outcomes = sum((counted for _, counted in parts), Counter())
             prefix = benchmark.name
             metrics[f"{prefix}/mean_length"] = summary["mean_tokens"]
