@@ -27,7 +27,7 @@ _TEXT_FILES = (
 _BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an optimizer step changes all of them
 
 
-def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
+def model_identity(model: str, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
     """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights and
     `text_digest` of tokenizer, chat template, and generation settings, or, for a Hub id, `revision` (a commit). Raises
     a `ValueError` if the model does not exist."""
@@ -38,7 +38,7 @@ def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model, revision=revision)
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise unloadable_model(model, error) from error
     return {"name": model, "revision": config._commit_hash or revision}

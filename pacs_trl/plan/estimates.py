@@ -101,7 +101,7 @@ class Estimate:
 
         # Model, and how an update computes
         self.config = config = local_config(recipe)
-        self.model = model = None if config is None else empty_model(config)
+        self.model = model = None if config is None else empty_model(config, training.trust_remote_code)
         self.packing = packing_of(recipe, model)
         self.trains_routers = config is not None and trains_routers(config, training)
         is_quantized = recipe.model.load_in_4bit or recipe.model.load_in_8bit

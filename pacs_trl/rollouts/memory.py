@@ -257,7 +257,8 @@ def _room(
     """Return the bytes that are left for activations when the model, its optimizer, and the engine are loaded."""
     if isinstance(model, str):
         with torch.device("meta"):
-            parameters = list(AutoModelForCausalLM.from_config(config).parameters())
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        parameters = list(empty.parameters())
     else:
         parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)

@@ -162,3 +162,11 @@ def test_the_critic_has_a_size_of_its_own(estimate_of):
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(estimate_of):
     assert estimate_of(**LORA | KL).costs.state == estimate_of(**LORA).costs.state
     assert estimate_of(**LORA | {"lora_r": 512}).costs.state > estimate_of(**LORA | {"lora_r": 1}).costs.state
+
+
+def test_the_shape_of_a_model_with_its_own_code_is_read_where_its_code_is_trusted(
+    estimate_of, model_path, checkpoint_with_code
+):
+    plain = estimate_of(model_name_or_path=model_path)
+    own = estimate_of(model_name_or_path=checkpoint_with_code(model_path), trust_remote_code=True)
+    assert own.model.num_parameters() == plain.model.num_parameters()

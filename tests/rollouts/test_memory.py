@@ -130,6 +130,12 @@ def test_a_completion_that_does_not_fit_is_refused_before_the_model_is_loaded(tm
         build_trainer(tmp_path, model=str(tmp_path / "model"), replay=Replay(), **AUTO)
 
 
+def test_code_of_a_checkpoint_is_trusted_as_by_loaders(tmp_path, monkeypatch, model_path, checkpoint_with_code):
+    on_device(monkeypatch, 1e9)
+    settings = {"model": checkpoint_with_code(model_path, "qwen3"), "trust_remote_code": True} | AUTO
+    assert build_trainer(tmp_path, replay=Replay(), **settings).memory.plan.workload is not None
+
+
 def test_auto_is_for_an_exact_update():
     with pytest.raises(ValueError, match="gradient_checkpointing: true"):
         config("", PPOConfig, gradient_checkpointing="auto")
