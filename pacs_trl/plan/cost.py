@@ -235,11 +235,18 @@ def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sh
     return 16 * trained + frozen_bytes * frozen
 
 
-def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
+def checkpoint_bytes(
+    trained: float,
+    *,
+    weight_bytes: int = 4,
+    snapshot: bool = False,
+    followed_reference: float = 0,
+    row_tokens: float = 0,
+) -> float:
     """Return the bytes of a checkpoint on disk: trained weights, two Adam moments in the same precision, a copy of the
-    trained weights for a snapshot reference, and 13 bytes (token, mask, two log-probs) for each of the `row_tokens`
-    of pending minibatches."""
-    return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
+    trained weights for a snapshot reference, those of a KL reference that follows the policy (`followed_reference`),
+    and 13 bytes (token, mask, two log-probs) for each of the `row_tokens` of pending minibatches."""
+    return weight_bytes * trained * (3 + snapshot) + followed_reference + 13 * row_tokens
 
 
 def exact_passes(

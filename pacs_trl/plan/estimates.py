@@ -294,7 +294,13 @@ class Costs:
             is_float32 = run.dtype == "float32" or run.has_float32_copies or model.use_peft
             saved_bytes = 4 if is_float32 else 2
             has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
-            self.checkpoint = cost.checkpoint_bytes(self.trained, weight_bytes=saved_bytes, snapshot=has_snapshot)
+            follows = training.sync_ref_model and self.has_kl_model
+            self.checkpoint = cost.checkpoint_bytes(
+                self.trained,
+                weight_bytes=saved_bytes,
+                snapshot=has_snapshot,
+                followed_reference=weight_bytes * shape.parameters if follows else 0,
+            )
             self.checkpoint += cost.checkpoint_bytes(self.critic)  # in float32
 
     def workload(self, mean_length: int) -> Workload:

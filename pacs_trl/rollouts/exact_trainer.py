@@ -451,6 +451,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self.ref_model is not None:
             return self.ref_pass.compute_logps(self.ref_model, prompt_ids, completion_ids, images)
         unwrapped = self.accelerator.unwrap_model(self.model)
+        if self.update.driver.runs_passes_alone:
+            model = unwrapped  # DDP would send buffers between two calls of `agree_on_memory`
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
             return self.forward_pass.compute_logps(model, prompt_ids, completion_ids, images)
 

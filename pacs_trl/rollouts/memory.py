@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -48,6 +48,10 @@ from ..update.step_sizes import Step
 from .checkpoint import random_states, restore_random_states
 from .model_config import config_of, weights_dtype
 from .rollout_config import RolloutConfig
+
+
+if TYPE_CHECKING:
+    from .exact_trainer import ExactUpdateTrainer
 
 
 class DeviceMemory(NamedTuple):
@@ -160,27 +164,29 @@ def set_checkpointing(args: RolloutConfig, choice: MemoryChoice) -> None:
 
 class StartOfUpdate:
     """
-    State of a trainer before the passes of an update, to which [`restore`] returns. The passes change nothing else but
-    gradients.
-
-    Args:
-        device (`torch.device`): Device whose random numbers, with those of the CPU, are restored.
-        metrics (`dict[str, list[float]]`), work (`dict[str, float]`): The trainer's metrics of training and the
-            work that its timer counts; both are restored in place.
+    State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics of
+    training, the work that its timer counts, and the attributes that checkpoints contain (a method may update running
+    means in a pass). Besides these, passes change only gradients.
     """
 
-    def __init__(self, device: torch.device, metrics: dict[str, list[float]], work: dict[str, float]):
-        self._device, self._live_metrics, self._live_work = device, metrics, work
-        self._random_states = random_states(device)
-        self._metrics = {name: list(values) for name, values in metrics.items()}
-        self._work = work.copy()
+    def __init__(self, trainer: "ExactUpdateTrainer"):
+        self._trainer = trainer
+        self._random_states = random_states(trainer.accelerator.device)
+        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self._work = trainer.timer.work.copy()
+        self._attributes = copy.deepcopy({name: getattr(trainer, name) for name in trainer._saved_attributes})
 
     def restore(self) -> None:
-        restore_random_states(self._random_states, self._device)
-        self._live_metrics.clear()
-        self._live_metrics.update({name: list(values) for name, values in self._metrics.items()})
-        self._live_work.clear()
-        self._live_work.update(self._work)
+        """Set the trainer to this state; it can be restored several times."""
+        trainer = self._trainer
+        restore_random_states(self._random_states, trainer.accelerator.device)
+        metrics, work = trainer._metrics["train"], trainer.timer.work
+        metrics.clear()
+        metrics.update({name: list(values) for name, values in self._metrics.items()})
+        work.clear()
+        work.update(self._work)
+        for name, value in copy.deepcopy(self._attributes).items():
+            setattr(trainer, name, value)
         clear_device_cache(garbage_collection=True)
 
 

@@ -116,15 +116,14 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         policy changes; [`UpdateTiming`] has a table. If an earlier policy generated (`is_late`), its log-probs are
         stored with the rollouts already."""
         reads_old_logps = "old_logps" in self.logps_of_generating_policy
-        names: tuple[str, ...] = ()
-        if not is_late:
-            names += self.logps_of_generating_policy
-        if self.token_weights and not reads_old_logps:
-            names += ("old_logps",)
-        # With a lag, `old_logps` are those of an earlier policy, whose entropies are not known.
-        if self.token_weights and not (is_late and reads_old_logps):
-            names += ("old_entropies",)
-        return names
+        names = () if is_late else self.logps_of_generating_policy
+        if not self.token_weights:
+            return names
+        if not reads_old_logps:  # token weights compare with the policy before the updates
+            return (*names, "old_logps", "old_entropies")
+        if is_late:  # `old_logps` are those of an earlier policy, whose entropies are not known
+            return names
+        return (*names, "old_entropies")
 
     # Extension point ------------------------------------------------------------------------------------------------
 

@@ -144,8 +144,9 @@ def test_training_state_has_16_bytes_per_trained_weight_and_4_per_copy(estimate_
 
 
 def test_checkpoint_size_is_printed(estimate_of):
-    """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot."""
-    for settings, size in (({}, 12), (SNAPSHOT, 16), (PPO, 24)):
+    """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot or a reference that follows."""
+    followed = KL | {"sync_ref_model": True}
+    for settings, size in (({}, 12), (SNAPSHOT, 16), (KL, 12), (followed, 16), (PPO, 24)):
         assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in estimate_of(**settings).text(350)
 
 
