@@ -82,10 +82,12 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
     for pair in pairs:
         method, separator, directory = pair.partition("=")
         checkpoints = Path(directory).glob("checkpoint-*/trainer_state.json")
-        newest_first = sorted(checkpoints, key=lambda path: int(path.parent.name.rsplit("-", 1)[1]), reverse=True)
-        candidates = [Path(directory) / "trainer_state.json", *newest_first]
-        state = next((path for path in candidates if path.is_file()), None)
-        if state is None or not separator:
+        state_at_step = {int(path.parent.name.rsplit("-", 1)[1]): path for path in checkpoints}
+        final = Path(directory) / "trainer_state.json"
+        if final.is_file():  # older than the newest checkpoint if the run goes on with more steps
+            state_at_step[read_json(final)["global_step"]] = final
+        if not state_at_step or not separator:
             raise UserError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
+        state = state_at_step[max(state_at_step)]
         histories.setdefault(method, []).append(read_log_history(state))
     return histories
