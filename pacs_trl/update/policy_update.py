@@ -98,8 +98,10 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         """Back-propagate the loss of an optimizer step. `model` is the wrapped model, in training mode."""
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> MinibatchT:
-        """Return the completions of an evaluation batch, a whole generation batch, with their micro-batches."""
-        return self.schedule_minibatch(rollouts)
+        """Return the completions of an evaluation batch, a whole generation batch, with their micro-batches, which
+        hold the longest completion with its prompt, whatever the limit of training."""
+        with self.driver.holding_longest(rollouts):
+            return self.schedule_minibatch(rollouts)
 
     @abstractmethod
     def evaluate(self, model, minibatch: MinibatchT, *, policy_is_reference: bool) -> StepResult:
