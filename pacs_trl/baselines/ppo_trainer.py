@@ -137,8 +137,13 @@ class ActorCriticTrainer(RolloutTrainer):
 
     def _choose_forward_passes(self) -> None:
         if not self._forward_passes_are_chosen and self.args.startup_check:
-            training, values = self.args.disable_dropout, self._critic_has_values
-            choose_forward_pass(self._critic_pass, self.critic, values=values, training=training)
+            choose_forward_pass(
+                self._critic_pass,
+                self.critic,
+                values=self._critic_has_values,
+                training=self.args.disable_dropout,
+                has_dropout=not self.args.disable_dropout,
+            )
         super()._choose_forward_passes()
 
     @abstractmethod
