@@ -335,12 +335,13 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
         """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
-        process."""
+        process. They are compared with those of the engine here, because no update has all these completions."""
         names = self.update.logps_for_later_updates(is_late=False)
         minibatch = self.update.schedule_minibatch(rollouts)
         with self.timer.part("log_probs"):
             self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
         share_logps(rollouts, names)
+        self.record_metrics(self.update.stored_mismatch_metrics(rollouts))
 
     def _take_slice(self) -> None:
         """Add the completions of the current accumulation slot to those of the next optimizer step."""

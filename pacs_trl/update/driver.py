@@ -165,6 +165,18 @@ class UpdateDriver:
             limits = limits._replace(group_layout="split")
         return schedule_minibatch(rollouts, limits, takes_part)
 
+    @contextlib.contextmanager
+    def holding_longest(self, rollouts: Sequence[Rollout]) -> Iterator[None]:
+        """Raise `max_tokens` to the longest of some rollouts inside the context: for forward passes without gradient,
+        which keep no activations."""
+        limits = self._limits
+        if limits.max_tokens is not None:
+            self._limits = limits._replace(max_tokens=max(limits.max_tokens, longest_rollout(rollouts)))
+        try:
+            yield
+        finally:
+            self._limits = limits
+
     def schedule_some(self, minibatch: Minibatch, indices: Sequence[int]) -> Schedule:
         """Return micro-batches of some completions of a minibatch. `max_tokens` is increased to the longest single
         rollout, which is necessary only for completions without a gradient."""
