@@ -71,7 +71,7 @@ def _content(match: re.Match) -> str:
 
 
 _NEGATION_BEFORE = re.compile(r"(?:\bnot(?:\s(?:be|equal(?:\sto)?))?|n't(?:\sbe)?)\s*[$\\(*]*\s*$", re.IGNORECASE)
-_TEXT_COMMAND = re.compile(r"\\text\s*\{[^{}]*\}")
+_TEXT_COMMAND = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_\u0370-\u03ffA-Za-z]{2,}")
 _MARKDOWN = re.compile(r"\*\*|~~|^\s*(?:>|[-*]\s|\d+\.\s)")
 _MATH_WORDS = {"or", "and", "pi", "sqrt", "sin", "cos", "tan", "ln", "log", "exp", "inf", "cm", "km", "mm", "kg"}
@@ -83,6 +83,33 @@ def _is_expression(text: str) -> bool:
     if not text or len(text) > 100 or "\n" in text or not re.search(r"\w", text) or _MARKDOWN.search(text):
         return False
     return all(word in _MATH_WORDS for word in _WORD.findall(_TEXT_COMMAND.sub("", text)))
+
+
+_NOT_STATED = re.compile(
+    r"\b(?:not|no|never|neither|nor|or|than|least|most|except|if|unless|step|case)\b|n't|[或不没]", re.IGNORECASE
+)
+_SENTENCE = re.compile(r"(?:[^\W\d_]|(?<=\w)-(?=\w)|[\s.,:;!?'\u2019\"()*\u3002\uff0c])*")
+_OPENING_DELIMITER = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*$")
+_CLOSING_DELIMITER = re.compile(r"^\s*(?:\$\$?|\\\)|\\\])")
+
+
+def value_of_sentence(text: str) -> str:
+    """Return the value in a sentence of three words or more, as in "There are 5 apples", where it is the only number
+    or formula, and the sentence states it rather than denies it or bounds it; empty for other texts."""
+    sentence = _TEXT_COMMAND.sub(r"\1", text)
+    values = last_values(sentence)
+    if len(values) != 1:
+        return ""
+    before, value, after = sentence.rpartition(values[0])
+    words = _OPENING_DELIMITER.sub("", before) + " " + _CLOSING_DELIMITER.sub("", after)
+    is_sentence = len(re.findall(r"[^\W\d_]+", words)) > 1 and _SENTENCE.fullmatch(words)
+    return value if is_sentence and not _NOT_STATED.search(words) else ""
+
+
+def last_position_of_value(text: str) -> int:
+    """Return where the last digit or formula of a text ends; 0 if it has none."""
+    value = re.match(r".*(?:\d|\$|\\\)|\\\])", text, re.DOTALL)
+    return value.end() if value else 0
 
 
 _BETWEEN_FORMULAS = re.compile(r"\s*,?\s*(?:and|or|\u548c|\u6216|\u4ee5\u53ca)\s*")
