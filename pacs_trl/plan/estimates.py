@@ -29,6 +29,7 @@ from .workload import (
     choose,
     chooses,
     completions_of_a_prompt,
+    engine_bytes,
     has_kl_model,
     mean_completion,
     occupied_bytes,
@@ -221,6 +222,8 @@ class Costs:
         trained, critic (`int`): Trained weights of the policy, and weights of the critic.
         usable (`float`): Memory of a GPU without the share that is never filled.
         state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
+        tensor_parallel (`int`): GPUs of each colocated vLLM.
+        engine_needed (`float`): Least memory of a colocated vLLM, see [`~workload.engine_bytes`].
         choice ([`~workload.MemoryChoice`], *optional*): What the update recomputes and the size of its micro-batches;
             `None` if no micro-batch fits. It is a choice if the recipe `chooses`, with `auto`.
         tokens (`int`): Tokens of the largest micro-batch.
@@ -261,6 +264,8 @@ class Costs:
         self.collected = occupied.collected
         self.engine = occupied.engine
         self.is_asleep = occupied.is_asleep
+        self.tensor_parallel = training.vllm_tensor_parallel_size if self.engine else 1
+        self.engine_needed = self._engine_needed(self.tensor_parallel) if self.engine else 0.0
 
         # Recomputation and micro-batches
         workload = self.workload(mean_completion(training.max_completion_length))
@@ -284,6 +289,7 @@ class Costs:
             tokens = training.per_device_train_batch_size * run.longest
             self.activations = max(self.activations, critic_shape.activation_bytes(tokens, execution))
         self.update = self.state + self.casts + self.activations + self.gathered + self.collected
+        # A sleeping engine wakes between updates, when there are no activations and layers are gathered one at a time.
         self.beside_engine = self.state if self.is_asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
         self.copies = 0
@@ -315,11 +321,16 @@ class Costs:
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def fits(self) -> bool:
+        """Whether an update fits on a GPU, a colocated vLLM beside it, and the model into vLLM's share."""
+        return self.choice is not None and self.peak <= self.usable and self.engine_needed <= self.engine
+
     def memory_conflict(self) -> str | None:
-        """Return why an update, or a colocated vLLM beside it, does not fit on a GPU, and what helps; `None` if both
-        fit."""
+        """Return why an update, a colocated vLLM beside it, or the model in vLLM's share does not fit on a GPU, and
+        what helps; `None` if all fit."""
         run = self.run
-        if not run.training.needs_gpu or (self.choice is not None and self.peak <= self.usable):
+        if not run.training.needs_gpu or self.fits:
             return None
         total = run.gpu.memory_bytes
         if self.choice is None:
@@ -333,17 +344,50 @@ class Costs:
                 f"An update needs {self.update / GIB:.0f} GiB on each GPU ({self._parts()}) of {total / GIB:.0f} on "
                 f"{run.on_gpu}. To make it smaller, {self._remedies()}."
             )
-        share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
-        remedies = [f"set it to {share:g} or less"] if share > 0 else []
-        if not self.is_asleep:
-            remedies.append("set vllm_enable_sleep_mode: true")
-        if run.launch.sharding != "full":
-            remedies.append("shard the training state (fsdp2.yaml)")
+        share = f"vllm_gpu_memory_utilization={run.training.vllm_gpu_memory_utilization:g}"
+        if self.engine < self.engine_needed:
+            length = run.training.vllm_max_model_length or run.longest
+            return (
+                f"{share} gives vLLM {self.engine / GIB:.1f} of {total / GIB:.0f} GiB on {run.on_gpu}, and the "
+                f"weights with the cache of one sequence of {length:,} tokens need {self.engine_needed / GIB:.1f} "
+                f"GiB. To make them fit, {_alternatives(self._engine_remedies())}."
+            )
         return (
-            f"vllm_gpu_memory_utilization={run.training.vllm_gpu_memory_utilization:g} takes "
-            f"{self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {run.on_gpu}, and training needs "
-            f"{self.beside_engine / GIB:.0f} GiB. To make both fit, {_alternatives(remedies or ['use more GPUs'])}."
+            f"{share} takes {self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {run.on_gpu}, and training needs "
+            f"{self.beside_engine / GIB:.0f} GiB. To make both fit, {_alternatives(self._engine_remedies())}."
         )
+
+    def _engine_needed(self, tensor_parallel: int) -> float:
+        """Return the memory that a colocated vLLM over some GPUs needs at least on each of them."""
+        return engine_bytes(self.run.training, self.shape, self.run.longest, tensor_parallel)
+
+    def _engine_remedies(self) -> list[str]:
+        """Return what lets a colocated vLLM that has too much or too little memory fit beside training."""
+        run, total = self.run, self.run.gpu.memory_bytes
+        most = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
+        least = math.ceil(20 * self.engine_needed / total) / 20
+        is_too_small, has_fitting_share = self.engine < self.engine_needed, least <= most
+        is_too_large = self.engine > most * total
+        remedies = []
+        if has_fitting_share:
+            remedies.append(f"set it to {least:g} or more" if is_too_small else f"set it to {most:g} or less")
+        if is_too_small or not has_fitting_share:
+            sizes = [n for n in (2, 4, 8) if n > self.tensor_parallel]
+            sizes = [n for n in sizes if run.num_gpus % n == self.shape.num_heads % n == 0]
+            fitting = [n for n in sizes if self._engine_needed(n) <= min(self.engine, most * total)]
+            also = " and lower it" if is_too_large else ""
+            remedies += [f"set vllm_tensor_parallel_size: {n}{also}" for n in fitting[:1]]
+        if is_too_small and 2 * self.shape.parameters / self.tensor_parallel < self.engine:
+            is_set = run.training.vllm_max_model_length
+            remedies.append("lower vllm_max_model_length" if is_set else "lower max_completion_length")
+        if not (is_too_small and has_fitting_share):
+            if not self.is_asleep:
+                remedies.append("set vllm_enable_sleep_mode: true")
+            if run.launch.sharding != "full":
+                remedies.append("shard the training state (fsdp2.yaml)")
+        if not has_fitting_share:
+            remedies += ["use a GPU with more memory", "set vllm_mode: server"]
+        return remedies
 
     def _parts(self) -> str:
         """Return the parts of the memory of an update that take a GiB or more."""
@@ -358,7 +402,8 @@ class Costs:
         return ", ".join(f"{name} {size / GIB:.0f}" for name, size in sizes.items() if size >= GIB)
 
     def _engine_remedy(self) -> str:
-        return " or vllm_gpu_memory_utilization" if self.engine and not self.is_asleep else ""
+        can_be_lowered = self.engine > self.engine_needed and not self.is_asleep
+        return " or vllm_gpu_memory_utilization" if can_be_lowered else ""
 
     def _remedies(self) -> str:
         """Return what makes an update smaller, of what is not done yet."""
@@ -415,11 +460,14 @@ class Costs:
         if run.has_server:
             batch = islice(self._groups(mean_length), int(run.step.prompts_per_generation))
             return generate(batch, self._server(num_gpus or run.server_gpus))[0]
+        # of each engine, over `tensor_parallel` GPUs
+        engine_gpu = gpu._replace(bandwidth=self.tensor_parallel * gpu.bandwidth)
         share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-        cache = max(share * gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * gpu.memory_bytes)
-        completions = run.step.completions_per_generation / run.num_gpus
+        free = share * gpu.memory_bytes - 2 * self.shape.parameters / self.tensor_parallel
+        cache = max(free, 0.05 * gpu.memory_bytes) * min(self.tensor_parallel, self.shape.num_kv_heads)
+        completions = self.tensor_parallel * run.step.completions_per_generation / run.num_gpus
         lengths = run.mean_prompt, mean_length, training.max_completion_length
-        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=gpu)
+        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=engine_gpu)
 
     def _server(self, num_gpus: int) -> Engine:
         """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""

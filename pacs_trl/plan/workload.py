@@ -318,6 +318,17 @@ def _reason(workload: Workload, room: float, recomputation: Recomputation, size:
     return reason
 
 
+def engine_bytes(training: Any, shape: ModelShape, longest: int, tensor_parallel: int) -> float:
+    """
+    Return the bytes that a colocated vLLM needs at least on each GPU: its part of the weights, which vLLM loads in
+    half precision, and of the keys and values of one sequence of `vllm_max_model_length` (if it is not set, `longest`)
+    tokens. Each GPU has whole heads of keys and values.
+    """
+    length = training.vllm_max_model_length or longest
+    cache = shape.kv_bytes_per_token * length / min(tensor_parallel, shape.num_kv_heads)
+    return 2 * shape.parameters / tensor_parallel + cache
+
+
 def has_kl_model(training: Any, *, has_adapter: bool) -> bool:
     """Return whether another model is loaded for the KL penalty. With LoRA it is the policy without its adapter."""
     return training.beta != 0 and not has_adapter
