@@ -225,14 +225,18 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
-    """Return the bytes of weights, gradients, and Adam moments on one GPU: 16 per trained weight (float32 weight,
-    gradient, two moments). `"full"` sharding (FSDP, ZeRO-3) divides it by `processes`; `"gradients"` (ZeRO-2) adds a
-    bfloat16 copy of the weights and shards the rest."""
+    """
+    Return the bytes of weights, gradients, and Adam moments on one GPU. With float32 weights and 32-bit Adam a trained
+    weight has 4 for the weight, 4 for its gradient, and 8 for the moments; DDP, which is sharding `"none"` on several
+    `processes`, adds 4 for its buckets of gradients. `"full"` sharding (FSDP, ZeRO-3) divides all by `processes`;
+    `"gradients"` (ZeRO-2) adds a bfloat16 copy of the weights and shards the rest.
+    """
     if sharding == "full":
         return (16 * trained + frozen_bytes * frozen) / processes
     if sharding == "gradients":
         return 2 * trained + frozen_bytes * frozen + 16 * trained / processes
-    return 16 * trained + frozen_bytes * frozen
+    buckets = 4 * trained if processes > 1 else 0
+    return 16 * trained + buckets + frozen_bytes * frozen
 
 
 def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
