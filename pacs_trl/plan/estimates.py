@@ -34,6 +34,7 @@ from .workload import (
     mean_completion,
     occupied_bytes,
     recomputations_of,
+    weight_bytes,
 )
 
 
@@ -65,6 +66,7 @@ class Estimate:
             `"continuous"`.
         dtype (`str`): Dtype of the loaded weights. Under mixed precision FSDP and DeepSpeed train float32 copies of
             half-precision weights (`has_float32_copies`).
+        quantization: Configuration of quantization of the weights, or its dictionary; `None` without.
         execution ([`~cost.Execution`]): How an update computes.
         config, model: Configuration, and model without weights, if it is on this machine, or known, or else `None`.
         compile_obstacle: What prevents compiled decoder layers, if anything.
@@ -106,6 +108,14 @@ class Estimate:
         self.packing = packing_of(recipe, model)
         self.trains_routers = config is not None and trains_routers(config, training)
         is_quantized = recipe.model.load_in_4bit or recipe.model.load_in_8bit
+        self.quantization = (training.model_init_kwargs or {}).get("quantization_config")
+        if is_quantized:
+            self.quantization = {
+                "load_in_4bit": recipe.model.load_in_4bit,
+                "load_in_8bit": recipe.model.load_in_8bit,
+                "bnb_4bit_use_double_quant": recipe.model.use_bnb_nested_quant,
+            }
+        self.quantization = self.quantization or getattr(config, "quantization_config", None)
         self.compile_obstacle = obstacle_to_compilation(
             training,
             is_zero3=launch.is_zero3,
@@ -220,6 +230,7 @@ class Costs:
         shape, critic_shape ([`~cost.ModelShape`]): Shapes of the models.
         approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
         trained, critic (`int`): Trained weights of the policy, and weights of the critic.
+        weights ([`~workload.WeightBytes`]): Bytes per weight of the policy.
         usable (`float`): Memory of a GPU without the share that is never filled.
         state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
         tensor_parallel (`int`): GPUs of each colocated vLLM.
@@ -245,13 +256,22 @@ class Costs:
 
         # What an update cannot use
         frozen = shape.parameters if model.use_peft else 0
-        weight_bytes = 4 if run.dtype == "float32" else 2
+        loaded_bytes = 4 if run.dtype == "float32" else 2
+        self.weights = weight_bytes(
+            training,
+            shape,
+            loaded_bytes=loaded_bytes,
+            has_adapter=bool(model.use_peft),
+            has_float32_copies=run.has_float32_copies,
+            quantization=run.quantization,
+        )
         occupied = occupied_bytes(
             training,
             shape,
             trained=self.trained,
             frozen=frozen,
-            weight_bytes=weight_bytes,
+            loaded_bytes=loaded_bytes,
+            weights=self.weights,
             has_adapter=model.use_peft,
             sharding=launch.sharding,
             is_fsdp=launch.kind == "FSDP",
@@ -294,7 +314,7 @@ class Costs:
         self.peak = max(self.beside_engine + self.engine, self.update)
         self.copies = 0
         if training.has_engine_process:
-            self.copies = weight_bytes * (frozen + max(1, training.rollout_lag) * self.trained)
+            self.copies = loaded_bytes * (frozen + max(1, training.rollout_lag) * self.trained)
         self.checkpoint = 0.0
         if training.save_strategy != "no":
             is_float32 = run.dtype == "float32" or run.has_float32_copies or model.use_peft
@@ -359,7 +379,8 @@ class Costs:
 
     def _engine_needed(self, tensor_parallel: int) -> float:
         """Return the memory that a colocated vLLM over some GPUs needs at least on each of them."""
-        return engine_bytes(self.run.training, self.shape, self.run.longest, tensor_parallel)
+        run = self.run
+        return engine_bytes(run.training, self.shape, run.longest, tensor_parallel, quantization=run.quantization)
 
     def _engine_remedies(self) -> list[str]:
         """Return what lets a colocated vLLM that has too much or too little memory fit beside training."""
@@ -421,6 +442,22 @@ class Costs:
         if not self.run.recipe.model.use_peft:
             remedies.append("train an adapter (use_peft: true)")
         return _alternatives(remedies)
+
+    def notes_on_state(self) -> list[str]:
+        """Return the bytes of the training state per weight if they are not 16, or weights are quantized, and what
+        they assume."""
+        run, (weight, gradient, moments) = self.run, self.weights.trained
+        buckets = gradient if run.launch.sharding == "none" and run.num_gpus > 1 else 0
+        total, assumptions = weight + gradient + moments + buckets, list(self.weights.assumptions)
+        if run.dtype == "auto":
+            assumptions.append("dtype: auto is counted as half precision.")
+        if total == 16 and run.quantization is None:
+            return assumptions
+        parts = {"weight": weight, "gradient": gradient, "moments": moments, "DDP's buckets": buckets}
+        summands = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
+        frozen = f", and {self.weights.frozen:.3g} per frozen weight" if run.recipe.model.use_peft else ""
+        note = f"The training state is counted with {total:.3g} bytes per trained weight ({summands}){frozen}."
+        return [note, *assumptions]
 
     # Time ------------------------------------------------------------------------------------------------------------
 
