@@ -171,7 +171,8 @@ class ExactUpdateTrainer(RolloutTrainer):
             check = partial(check_server_of_continuous, args, model, self._longest_sequence, rank)
             check_on_first_process(check)
         adapter, compiled = arguments["peft_config"], self._compiles_layers
-        plan = plan_memory(model, args, adapter, self._longest_sequence, compiled=compiled)
+        quantization, longest = arguments["quantization_config"], self._longest_sequence
+        plan = plan_memory(model, args, adapter, longest, compiled=compiled, quantization_config=quantization)
         self.memory = StepMemory(self, plan, args)
         return with_choice(args, self.memory.choice)
 

@@ -73,6 +73,20 @@ def test_a_copy_of_the_weights_of_a_server_takes_memory(estimate_of):
     assert states[1] - states[0] == pytest.approx(4 * PARAMETERS / 64)  # sharded
 
 
+def test_tensor_parallelism_of_a_colocated_engine_divides_its_weights(estimate_of):
+    """32.8e9 weights of 2 bytes leave little of 0.6 x 141e9 bytes for keys and values, a fourth of them 68e9 bytes."""
+    settings = LORA | CORRECTED | {"model_name_or_path": "Qwen/Qwen3-32B", "vllm_gpu_memory_utilization": 0.6}
+    one, four = (estimate_of(**settings, vllm_tensor_parallel_size=n).costs for n in (1, 4))
+    assert one.engine == four.engine == 0.6 * 141e9
+    weights, cache = 2 * one.shape.parameters, one.shape.kv_bytes_per_token * 2024  # of a prompt of 1,024 tokens
+    assert one.engine_needed == weights + cache and four.engine_needed == weights / 4 + cache / 4
+    assert one.generating(350) > four.generating(350)
+    sixteen = estimate_of(**settings, vllm_tensor_parallel_size=16).costs
+    assert sixteen.engine_needed == weights / 16 + cache / 8  # of eight heads of keys each GPU has at least one
+    limited = estimate_of(**settings, vllm_max_model_length=4048).costs
+    assert limited.engine_needed == weights + 2 * cache
+
+
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
     engine_process = {"use_vllm": False, "rollout_lag": 2}
