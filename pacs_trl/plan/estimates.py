@@ -325,7 +325,7 @@ class Costs:
                 self.trained,
                 weight_bytes=saved_bytes,
                 snapshot=has_snapshot,
-                followed_reference=weight_bytes * shape.parameters if follows else 0,
+                followed_reference=loaded_bytes * shape.parameters if follows else 0,
             )
             self.checkpoint += cost.checkpoint_bytes(self.critic)  # in float32
 
