@@ -187,7 +187,8 @@ class StartOfUpdate:
     """
     State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics of
     training, the work that its timer counts, and the attributes that checkpoints contain (a method may update running
-    means in a pass). Besides these, passes change only gradients.
+    means in a pass), of which containers are copied, but not what they contain. Besides these, passes change only
+    gradients.
     """
 
     def __init__(self, trainer: "ExactUpdateTrainer"):
@@ -195,7 +196,7 @@ class StartOfUpdate:
         self._random_states = random_states(trainer.accelerator.device)
         self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
         self._work = trainer.timer.work.copy()
-        self._attributes = copy.deepcopy({name: getattr(trainer, name) for name in trainer._saved_attributes})
+        self._attributes = {name: copy.copy(getattr(trainer, name)) for name in trainer._saved_attributes}
 
     def restore(self) -> None:
         """Set the trainer to this state; it can be restored several times."""
@@ -206,8 +207,8 @@ class StartOfUpdate:
         metrics.update({name: list(values) for name, values in self._metrics.items()})
         work.clear()
         work.update(self._work)
-        for name, value in copy.deepcopy(self._attributes).items():
-            setattr(trainer, name, value)
+        for name, value in self._attributes.items():
+            setattr(trainer, name, copy.copy(value))
         clear_device_cache(garbage_collection=True)
 
 

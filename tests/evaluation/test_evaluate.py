@@ -246,6 +246,10 @@ def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint,
     results = run(own, trust_remote_code=True)
     assert results["benchmarks"] == expected["benchmarks"]
     assert run(plain, trust_remote_code=True)["benchmarks"] == expected["benchmarks"]
+    (code,) = Path(own["model"]).glob("*.py")
+    code.write_text(code.read_text() + "# changed\n")
+    with pytest.raises(ValueError, match=r"model.code_digest: '\w{16}' != '\w{16}'"):
+        run(own, trust_remote_code=True)
 
 
 def test_code_of_a_checkpoint_is_not_run_by_a_server(arguments):
