@@ -81,13 +81,10 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     for pair in pairs:
         method, separator, directory = pair.partition("=")
-        checkpoints = Path(directory).glob("checkpoint-*/trainer_state.json")
-        state_at_step = {int(path.parent.name.rsplit("-", 1)[1]): path for path in checkpoints}
-        final = Path(directory) / "trainer_state.json"
-        if final.is_file():  # older than the newest checkpoint if the run goes on with more steps
-            state_at_step[read_json(final)["global_step"]] = final
-        if not state_at_step or not separator:
+        states = [*Path(directory).glob("trainer_state.json"), *Path(directory).glob("checkpoint-*/trainer_state.json")]
+        if not states or not separator:
             raise UserError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
-        state = state_at_step[max(state_at_step)]
-        histories.setdefault(method, []).append(read_log_history(state))
+        # The state of the run is older than its newest checkpoint if the run goes on with more steps.
+        newest = max(map(read_log_history, states), key=lambda history: history[-1]["step"] if history else 0)
+        histories.setdefault(method, []).append(newest)
     return histories
