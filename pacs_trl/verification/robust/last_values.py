@@ -88,6 +88,7 @@ def _is_expression(text: str) -> bool:
 
 _SENTENCE = re.compile(r"(?:[^\W\d_]|(?<=\w)-(?=\w)|[\s.,:;!'\u2019\"()*\u3002\uff0c])*")
 _OPENING_DELIMITER = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*$")
+_PERCENTAGE = re.compile(r"(?:%|per\s?cent)$", re.IGNORECASE)
 _CLOSING_DELIMITER = re.compile(r"^\s*(?:\$\$?|\\\)|\\\])")
 
 
@@ -102,7 +103,8 @@ def value_of_sentence(text: str) -> str:
     before, after = _OPENING_DELIMITER.sub("", before), _CLOSING_DELIMITER.sub("", after)
     words = before + " " + after
     is_sentence = len(re.findall(r"[^\W\d_]+", words)) > 1 and _SENTENCE.fullmatch(words)
-    return re.sub(r"per\s+cent", "percent", value) if is_sentence and states_value(before, after) else ""
+    is_share = _PERCENTAGE.search(value) and after.split()[:1] == ["of"]
+    return value if is_sentence and not is_share and states_value(before, after) else ""
 
 
 def last_position_of_value(text: str) -> int:
