@@ -1,6 +1,7 @@
 """Comparison of an answer with a gold, kind by kind: choices, matrices, relations, sequences, ratios, and leaves."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from sympy import Add, Basic, Expr, Mul, pi
@@ -8,7 +9,7 @@ from sympy import Add, Basic, Expr, Mul, pi
 from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
 from .intervals import intervals_of, is_same_intervals
 from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
-from .quantities import is_quantity, names_in
+from .quantities import combines_names, is_quantity, is_simple_quantity, names_in
 from .units import read_unit
 from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value
 
@@ -339,7 +340,7 @@ def _is_same_relation(gold: Relation, answer: Relation) -> bool:
 def _is_value_in_gold(gold: Relation, answer: Any) -> bool:
     if isinstance(answer, Sequence) and (point := _point(gold)) is not None:
         return is_equal(point, answer)
-    gold_value = _stated_value(gold)
+    gold_value = _stated_value(gold, is_simple_quantity)
     if isinstance(gold_value, Residue) and not isinstance(answer, Residue):
         return False  # `x \\equiv 3 \\pmod 7` is many numbers
     return gold_value is not None and is_equal(gold_value, answer)
@@ -349,12 +350,12 @@ def _is_value_in_answer(gold: Any, answer: Relation) -> bool:
     if isinstance(gold, Sequence) and (point := _point(answer)) is not None:
         return is_equal(gold, point)
     answer_value = _stated_value(answer)
-    if answer_value is None and _combines_names(answer):
+    if answer_value is None and _states_combination(answer):
         answer_value = _read_side(answer.sides[1])
     return answer_value is not None and is_equal(gold, answer_value)
 
 
-def _stated_value(relation: Relation) -> Any:
+def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is_quantity) -> Any:
     """Return the value that a relation states: `x = 3`, `E[X] = 3`, `12 = x`, `6 \\cdot 7 = 42`, `x = 6/2 = 3`, and
     `D \\in S`; `None` if it is an inequality or an equation to solve."""
     sides, operators = relation.sides, set(relation.operators)
@@ -364,20 +365,20 @@ def _stated_value(relation: Relation) -> Any:
     if operators != {"="}:
         return None
     is_chain = len(sides) > 2
-    if is_chain or is_quantity(first):
+    if is_chain or names_quantity(first):
         return _read_side(last)
-    if is_quantity(last):
+    if names_quantity(last):
         return _read_side(first)
     return _read_side(last) if _is_calculation(first, last) else None
 
 
-def _combines_names(relation: Relation) -> bool:
+def _states_combination(relation: Relation) -> bool:
     """Whether an equation states the value of an expression of several names, as in `a+b = 12`, which is no equation
     for one of them."""
     if relation.operators != ("=",):
         return False
-    left, right = map(names_in, relation.sides)
-    return len(left) > 1 and not left & right
+    left, right = relation.sides
+    return combines_names(left) and not names_in(left) & names_in(right) and right.strip() != "0"
 
 
 def _is_calculation(left: str, right: str) -> bool:

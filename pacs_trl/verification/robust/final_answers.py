@@ -121,19 +121,22 @@ def _separates(between: str) -> bool:
     return bool(_SENTENCE_END.search(between)) and (num_words > 3 or bool(_CORRECTION.search(between)))
 
 
-_OBJECT = r"s?(?![a-z])(?:\s(?:to|of|for)\s[^.\n:=?]{1,60}?)?(?:\*\*|\s|\})*"
 _IS = r"\s(?:is|are|was|would\sbe|should\sbe|equals)(?![a-z])"
+# What the answer belongs to, which may be an equation, as in "the solution to 2x = 10 is".
+_OBJECT = rf"s?(?![a-z])(?:\s(?:to|of|for)\s(?:(?!{_IS})[^.\n:?]){{1,60}}?)?(?:\*\*|\s|\}})*"
+_COLON = rf"(?:[:\uff1a]|=(?![^.\n:]{{0,60}}{_IS}))"
 _NOT = r"(?:\s(?:thus|therefore|then|simply|indeed)(?![a-z]))?(?!\snot(?![a-z]))"
 # What heads a solution, whose steps are no answer, and an option, which need not be the right one.
 _HEADINGS = [
     rf"(?<![a-z])(?:answer|result|solution){_OBJECT}\s(?:is|are)\sas\sfollows\s*[:\uff1a]",
-    rf"(?<![a-z])(?:result|solution){_OBJECT}[:=\uff1a]",
-    rf"(?<![a-z])(?:choice|option){_OBJECT}(?:{_IS}|[:=\uff1a]){_NOT}(?=[^\w\n]*\d)",
+    rf"(?<![a-z])(?:result|solution){_OBJECT}{_COLON}",
+    rf"(?<![a-z])(?<!correct\s)(?<!right\s)(?<!best\s)(?P<choice>choice|option){_OBJECT}(?:{_IS}|{_COLON}){_NOT}"
+    r"(?=[^\w\n]*\d)",
     r"(?:结果)\s*(?:：|:)",
     r"(?<!\w)(?:lösung|ergebnis)\s*[:=]",
 ]
 _PHRASES = [
-    rf"(?<![a-z])(?:answer|choice|option){_OBJECT}(?:{_IS}|[:=\uff1a]){_NOT}",
+    rf"(?<![a-z])(?:answer|choice|option){_OBJECT}(?:{_IS}|{_COLON}){_NOT}",
     rf"(?<![a-z])(?:result|solution){_OBJECT}{_IS}{_NOT}",
     r"(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n",
     r"####(?=\s*[^\s#])",
@@ -153,10 +156,18 @@ _PHRASES = [
 _PHRASE = re.compile(
     "(?:(?P<heading>" + "|".join(_HEADINGS) + ")|" + "|".join(_PHRASES) + r")\s*[:：]?\s*", re.IGNORECASE
 )
-_FIRST_STEP = re.compile(r"(?:\*\*)?1[.)][ \t]+\S")
+_FIRST_STEP = re.compile(r"[\s*]*1[.)][ \t]+\S")
 _SECOND_STEP = re.compile(r"^[ \t]*(?:\*\*)?2[.)][ \t]", re.MULTILINE)
+_SECOND_STEP_IN_LINE = re.compile(r"(?<!\S)(?:\*\*)?2[.)]\s")
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4}")
 _LETTER = re.compile(r"[\s*$(]*[A-J](?:[).:*$\s]*$|[).:])")
+_DELIMITERS = re.compile(r"[\s*$]|\\[\[\]()]")
+_NAME_BEFORE = re.compile(
+    r"^(?:[A-Za-z]\w*|\([A-Za-z](?:, ?[A-Za-z])*\)) ?(?:[=<>\u2264\u2265]|\\(?:le|ge)q?(?![a-z]))"
+)
+_VALUE = re.compile(r"(?![A-Za-z]{2}|[A-Za-z] [A-Za-z]).*(?:\d|\\[A-Za-z])|[A-Za-z]$|no solutions?$")
+_OPERATION_ON_NUMBERS = re.compile(r"=|\d ?[+*\u00d7\u00f7] ?\d|\d [-/] \d|\\(?:times|cdot|div)(?! ?10 ?\^)")
+_WORD_OF_TEXT = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # What follows the answer in its sentence.
 _AFTERTHOUGHT = re.compile(
     r"\s*(?:,\s*)?(?:\b(?:because|since|as\s(?:we|it|the)|which|where|so\sthat|hence|therefore|I\shope)\b"
@@ -226,18 +237,17 @@ def _stated_answer(text: str) -> FinalAnswers | None:
     """
     Return what follows the last phrase such as "the answer is"; `None` without a phrase.
 
-    "Solution:", "Result:", and a number after "option" or "choice" count only if what they state is a letter, or is no
-    calculation in words and followed by no other value. A numbered list of steps states nothing.
+    "Solution:", "Result:", and a number after "option" or "choice" are headings, which count only if an answer stands
+    under them. A numbered list of steps states nothing.
     """
     phrases = list(_PHRASE.finditer(text))
-    if phrases and phrases[-1]["heading"] and not _is_answer_under_heading(text, phrases[-1].end()):
+    if phrases and phrases[-1]["heading"] and not _is_answer_under_heading(text, phrases[-1]):
         phrases = [phrase for phrase in phrases if not phrase["heading"]]
     if not phrases:
         return None
     start = phrases[-1].end()
     statement, end = _split_statement(text, start)
-    is_list = _FIRST_STEP.match(text, start) and _SECOND_STEP.search(text, start)
-    if is_list or not statement.strip(" *$.:\n"):
+    if _is_list_of_steps(text, start) or not statement.strip(" *$.:\n"):
         return None
     if OPEN_EQUATION.search(statement):
         return FinalAnswers([])
@@ -245,11 +255,35 @@ def _stated_answer(text: str) -> FinalAnswers | None:
     return FinalAnswers([statement], in_sentence=value_of_sentence(statement) if is_last_value else "")
 
 
-def _is_answer_under_heading(text: str, start: int) -> bool:
-    statement, end = _split_statement(text, start)
+def _is_list_of_steps(text: str, start: int) -> bool:
+    """Whether a line begins with "1." at a position, and a later one with "2."."""
+    first = _FIRST_STEP.match(text, start)
+    if first is None:
+        return False
+    line = text[text.rfind("\n", 0, first.end()) + 1 : first.end()]
+    return bool(_FIRST_STEP.fullmatch(line) and _SECOND_STEP.search(text, start))
+
+
+def _is_answer_under_heading(text: str, heading: re.Match) -> bool:
+    """Whether a heading states a letter, a bare value on its line, or the last value, in no calculation in words."""
+    statement, end = _split_statement(text, heading.end())
+    if _LETTER.match(statement):
+        return True
+    is_on_line = "\n" not in heading.group() and text[heading.end() :].lstrip(" *")[:1] != "\n"
+    is_option_of_several = heading["choice"] and text[: heading.start()].rstrip(" *")[-1:] not in ("", "\n")
+    is_step = _FIRST_STEP.match(text, heading.end()) and _SECOND_STEP_IN_LINE.search(text, end)
+    if is_on_line and not is_option_of_several and not is_step and _is_bare_value(statement):
+        return True
     is_calculation_in_words = "=" in statement and _LONG_WORD.search(statement)
-    is_last_value = end >= last_position_of_value(text)
-    return bool(_LETTER.match(statement)) or is_last_value and not is_calculation_in_words
+    return end >= last_position_of_value(text) and not is_calculation_in_words
+
+
+def _is_bare_value(statement: str) -> bool:
+    """Whether a statement is a value with at most a name before and two words after it, as in `x = 5` or "5 red
+    apples"."""
+    value = _NAME_BEFORE.sub("", _DELIMITERS.sub(" ", statement).strip(), count=1).strip().rstrip(".")
+    is_value = _VALUE.match(value) and not _OPERATION_ON_NUMBERS.search(value)
+    return bool(is_value) and len(_WORD_OF_TEXT.findall(value)) <= 2
 
 
 def read_final_answers(text: str) -> FinalAnswers:

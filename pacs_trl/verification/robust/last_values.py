@@ -5,6 +5,7 @@ Every step takes time linear in the length of the text.
 
 import re
 
+from .english import states_value
 from .units import is_unit_word
 
 
@@ -85,25 +86,25 @@ def _is_expression(text: str) -> bool:
     return all(word in _MATH_WORDS for word in _WORD.findall(_TEXT_COMMAND.sub("", text)))
 
 
-_NOT_STATED = re.compile(
-    r"\b(?:not|no|never|neither|nor|or|than|least|most|except|if|unless|step|case)\b|n't|[或不没]", re.IGNORECASE
-)
-_SENTENCE = re.compile(r"(?:[^\W\d_]|(?<=\w)-(?=\w)|[\s.,:;!?'\u2019\"()*\u3002\uff0c])*")
+_SENTENCE = re.compile(r"(?:[^\W\d_]|(?<=\w)-(?=\w)|[\s.,:;!'\u2019\"()*\u3002\uff0c])*")
 _OPENING_DELIMITER = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*$")
+_PERCENTAGE = re.compile(r"(?:%|per\s?cent)$", re.IGNORECASE)
 _CLOSING_DELIMITER = re.compile(r"^\s*(?:\$\$?|\\\)|\\\])")
 
 
 def value_of_sentence(text: str) -> str:
     """Return the value in a sentence of three words or more, as in "There are 5 apples", where it is the only number
-    or formula, and the sentence states it rather than denies it or bounds it; empty for other texts."""
+    or formula, and no word says that it is another value; empty for other texts."""
     sentence = _TEXT_COMMAND.sub(r"\1", text)
     values = last_values(sentence)
     if len(values) != 1:
         return ""
     before, value, after = sentence.rpartition(values[0])
-    words = _OPENING_DELIMITER.sub("", before) + " " + _CLOSING_DELIMITER.sub("", after)
+    before, after = _OPENING_DELIMITER.sub("", before), _CLOSING_DELIMITER.sub("", after)
+    words = before + " " + after
     is_sentence = len(re.findall(r"[^\W\d_]+", words)) > 1 and _SENTENCE.fullmatch(words)
-    return value if is_sentence and not _NOT_STATED.search(words) else ""
+    is_share = _PERCENTAGE.search(value) and after.split()[:1] == ["of"]
+    return value if is_sentence and not is_share and states_value(before, after) else ""
 
 
 def last_position_of_value(text: str) -> int:

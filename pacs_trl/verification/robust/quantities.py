@@ -2,6 +2,7 @@
 
 import re
 
+from .english import changes_value
 from .values import brackets_around
 
 
@@ -22,11 +23,17 @@ def is_name(side: str) -> bool:
     return bool(_NAME.match(side) or _WORDS.match(side))
 
 
-# What is computed from the rest of the side: an integral, a limit, a determinant, or words such as "Area of".
+# What is computed from the rest of the side: an integral, a limit, or a determinant.
+_LIMIT = r"\{(?:[^{}]|\{[^{}]*\})*\}|\\?\w+?"
 _OPERATION = re.compile(
-    r"^\\(?:i{0,2}int|oint|sum|prod|lim|limsup|liminf|det|max|min|sup|inf|dim|deg|Pr)(?![A-Za-z])"
-    r"|^\\text\s*\{[^{}]*[A-Za-z]{3}[^{}]*\}\s*(?:\(.*\)|\[.*\]|[^\d+*/^]*)$"
+    r"^\\(?P<operator>i{0,2}int|oint|sum|prod|lim|limsup|liminf|det|max|min|sup|inf|dim|deg|Pr)(?![A-Za-z])"
+    rf"(?:\s*_\s*(?P<from>{_LIMIT}))?(?:\s*\^\s*(?P<to>{_LIMIT}))?(?P<operand>.+)$"
 )
+_ARITHMETIC = re.compile(r"[-+*/]|\\(?:cdot|times|div|pm|mp)(?![A-Za-z])")
+_NESTED = re.compile(r"\([^()]*\)|\[[^\[\]]*\]|\{[^{}]*\}|\|[^|]*\|")
+_TERM_OF_SEQUENCE = re.compile(r"[A-Za-z]\s*_")
+# Words for what is computed, such as "Area of", and of what.
+_WORDS_AND_OPERAND = re.compile(r"^\\text\s*\{([^{}]*[A-Za-z]{3}[^{}]*)\}\s*(?:\(.*\)|\[.*\]|[^\d+*/^]*)$")
 _FUNCTION = re.compile(
     rf"^(?:\\mathbb\{{[EP]\}}|([fghFGHPQEDV])'*){_INDEX}\s*(?:\^\{{-1\}}\s*)?(?:\\cdot\s*)?(?=[(\[])"
 )
@@ -36,11 +43,41 @@ _AREA = re.compile(r"^\[[A-Z]{3,}\]$")
 
 
 def is_quantity(side: str) -> bool:
-    """Whether a side names a quantity: a name, the value of a function, the length or size of a name or of several, an
-    area `[ABC]`, or what an operation such as `\\int`, `\\lim`, or `\\det` computes."""
+    """Whether a side names a quantity: what `is_simple_quantity` names, an area in words, or what an operation such as
+    `\\int`, `\\lim`, or `\\det` computes."""
+    if words := _WORDS_AND_OPERAND.match(side.strip()):
+        return is_name(side) or not changes_value(words[1])
+    return is_simple_quantity(side) or _is_operation(side.strip())
+
+
+def _is_operation(side: str) -> bool:
+    """Whether a side is an operator with its operand alone: no sum or product around it, and no variable bounds, which
+    would make an equation for the bound; but a sum of terms such as `a_k` may end at any `n`."""
+    operation = _OPERATION.match(side)
+    if operation is None:
+        return False
+    operand = previous = operation["operand"].strip()
+    lower, upper = (operation["from"] or "").rpartition("=")[2], operation["to"] or ""
+    if operation["operator"] in ("sum", "prod") and names_in(lower + " " + upper):
+        if operation["to"] and not _TERM_OF_SEQUENCE.match(operand):
+            return False
+    elif "int" in operation["operator"] and names_in(lower + " " + upper):
+        return False
+    elif operation["operator"] == "det" and r"\lambda" in operand:
+        return False  # an equation for eigenvalues
+    while (operand := _NESTED.sub(" ", previous)) != previous:
+        previous = operand
+    return not _ARITHMETIC.search(operand)
+
+
+def is_simple_quantity(side: str) -> bool:
+    """Whether a side names a quantity without words and operators: a name, the value of a function, the length or size
+    of a name or of several, an area `[ABC]`, or a definite integral."""
     side = side.strip()
-    if is_name(side) or _OPERATION.match(side) or _FUNCTION_OF_ANGLE.match(side) or _AREA.match(side):
+    if is_name(side) or _FUNCTION_OF_ANGLE.match(side) or _AREA.match(side):
         return True
+    if (operation := _OPERATION.match(side)) and operation["operator"] == "int" and operation["to"]:
+        return _is_operation(side)
     if measure := _MEASURE.match(side):
         measured = measure[1] or measure[2]
         return is_name(measured) or len(names_in(measured)) != 1
@@ -65,4 +102,27 @@ _NO_VARIABLE = re.compile(
 
 def names_in(side: str) -> set[str]:
     """Return the names in a side: `x_1` and `x_2`, or `AB` and `CD`, but not `e` in `e^x`, `i`, and `\\pi`."""
-    return {re.sub(r"\s", "", name) for name in _VARIABLE.findall(_NO_VARIABLE.sub(" ", side))}
+    return set(_occurrences(side))
+
+
+def _occurrences(side: str) -> list[str]:
+    return [re.sub(r"\s", "", name) for name in _VARIABLE.findall(_NO_VARIABLE.sub(" ", side))]
+
+
+_FUNCTION_VALUE = re.compile(r"(?:\\mathbb\{[EP]\}|[fghFGHPQEDV])'*\s*(?:\([^()]*\)|\[[^\[\]]*\])")
+_DERIVATIVE = re.compile(r"^\\frac\{d\s*[A-Za-z]\}\{d\s*[A-Za-z]\}$")
+_COORDINATES = {"x", "y", "z"}
+_PLAIN_COMBINATION = re.compile(r"^[A-Za-z](?:\s*[-+]\s*[A-Za-z])+$|^[xyz](?:\s*[xyz])+$")
+
+
+def combines_names(side: str) -> bool:
+    """Whether a side combines several names, each of which occurs once, as in `a+b`, `m+10n`, or `\\frac{m}{n}`.
+    With `x`, `y`, or `z` only sums, differences, and products of letters count: `2x+3y` is a side of an equation for a
+    line. A value such as `f(x)` or `P(A)` is one name."""
+    if _DERIVATIVE.match(side.strip()):
+        return True
+    functions = set(_FUNCTION_VALUE.findall(side))
+    names = _occurrences(_FUNCTION_VALUE.sub(" ", side))
+    if len(names) + len(functions) < 2 or len(set(names)) < len(names):
+        return False
+    return not _COORDINATES & set(names) or bool(_PLAIN_COMBINATION.match(side.strip()))
