@@ -27,8 +27,9 @@ class ExactUpdateConfig(RolloutConfig):
     max_tokens_per_micro_batch: int | str | None = setting(
         None,
         "Bounds a forward pass by tokens. By default `per_device_train_batch_size` completions bound it. "
-        "Every prompt plus `max_completion_length` must fit, which is checked at startup. `auto` chooses it from the "
-        "memory of the GPU; on a CPU it is the default.",
+        "Every prompt of training plus `max_completion_length` must fit, which is checked at startup; an evaluation "
+        "raises it to its longest prompt and completion. `auto` chooses it from the memory of the GPU; on a CPU it is "
+        "the default.",
         least=1,
     )
     packing: Literal["auto", "never"] = setting(

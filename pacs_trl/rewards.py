@@ -208,8 +208,9 @@ def code_reward(
     """
     Return 1.0 for a completion whose program passes every test, 0.0 otherwise, and `None` without readable tests.
 
-    Runs the last closed Python block of the completion with the shared verifier of programs, with the confinement and
-    limits of [`VerificationArguments`]. With `code_label: share` the label is the share of passed tests.
+    Runs the last closed block of the completion with the label of Python, else the last one without a label, with the
+    shared verifier of programs and the confinement and limits of [`VerificationArguments`]. With `code_label: share`
+    the label is the share of passed tests.
 
     Args:
         solution (`list`): Tests, one per completion: mappings or JSON in the form of `verification/cases.py`.

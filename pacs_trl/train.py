@@ -215,8 +215,9 @@ def _checked_model(recipe: Recipe) -> tuple[PeftConfig | None, Any]:
         if Path(name).exists() or looks_like_path(name):
             raise
         raise unloadable_model(name, error) from error
-    if model.use_peft and (config := local_config(recipe)) is not None and (empty := empty_model(config)) is not None:
-        if does_not_fit := adapter_error(recipe, empty):
+    if model.use_peft and (config := local_config(recipe)) is not None:
+        empty = empty_model(config, training.trust_remote_code)
+        if empty is not None and (does_not_fit := adapter_error(recipe, empty)):
             raise UserError(does_not_fit)
     return adapter_config(model), tokenizer
 

@@ -1,7 +1,9 @@
 """Settings of all tests: quiet libraries, no network, one thread; and a tier for each test (see CONTRIBUTING.md)."""
 
 import gc
+import json
 import os
+import shutil
 import tempfile
 from functools import cache
 from pathlib import Path
@@ -97,6 +99,27 @@ def save_tiny_model(tmp_path_factory, tools: bool = False) -> str:
     tiny_model().save_pretrained(path)
     build_tokenizer(tools=tools).save_pretrained(path)
     return str(path)
+
+
+@pytest.fixture
+def checkpoint_with_code(tmp_path, monkeypatch):
+    """Copy a checkpoint of Qwen3, so that its class is in a file of the checkpoint; the path of the copy."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+
+    def copy(checkpoint: str | Path, model_type: str = "own") -> str:
+        directory = shutil.copytree(checkpoint, tmp_path / "with_code")
+        (directory / "modeling_own.py").write_text(
+            "from transformers import Qwen3Config, Qwen3ForCausalLM\n"
+            f"class OwnConfig(Qwen3Config):\n    model_type = '{model_type}'\n"
+            "class OwnForCausalLM(Qwen3ForCausalLM):\n    config_class = OwnConfig\n"
+        )
+        config = json.loads((directory / "config.json").read_text())
+        classes = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+        config |= {"model_type": model_type, "architectures": ["OwnForCausalLM"], "auto_map": classes}
+        (directory / "config.json").write_text(json.dumps(config))
+        return str(directory)
+
+    return copy
 
 
 @pytest.fixture(params=["colocate", "server", "transformers"])

@@ -1,9 +1,11 @@
 """The scripts of recipes/launch, and the commands that `plan` prints."""
 
+import os
 import shutil
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,63 @@ def test_plan_prints_the_commands(capsys):
     printed = capsys.readouterr().out
     assert "  sbatch --nodes 8 --gpus-per-node 8 recipes/launch/slurm.sh recipes/qwen3-8b/pacs.yaml\n" in printed
     assert plan(["--config", "recipes/qwen3-8b/pacs.yaml", "--num_processes", "64", "--nodes", "7"]) == 1
+
+
+# Adds its process to `started`, and on SIGTERM needs half a second. It ends by itself if a test fails.
+PROCESS = """#!/bin/bash
+trap 'sleep 0.5; echo {message} >> events; exit 143' TERM
+echo $$ >> started
+for _ in {{1..600}}; do sleep 0.1; done
+"""
+# Slurm starts a task in its own session, and on SIGTERM its `srun` sends SIGKILL to the task.
+SRUN = """#!/bin/bash
+trap 'kill -KILL $(cat started)' TERM
+setsid ./task &
+wait $!
+"""
+SCANCEL = """#!/bin/bash
+echo "scancel $*" >> events
+kill -TERM $(cat started)
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*" >> events
+"""
+
+
+def end_script(folder, command, programs, num_started):
+    """Send a script SIGTERM when its processes have started; return its exit code."""
+    for name, text in programs.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    variables |= {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_JOB_NUM_NODES": "2"}
+    script = subprocess.Popen(command, cwd=folder, env=os.environ | variables)
+    while len(lines_of(folder / "started")) < num_started:
+        assert script.poll() is None
+        time.sleep(0.02)
+    script.terminate()
+    return script.wait(timeout=60)
+
+
+def lines_of(file):
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_slurm_job_is_requeued_after_its_checkpoint_is_saved(tmp_path):
+    programs = {"task": PROCESS.format(message="saved"), "srun": SRUN, "scancel": SCANCEL, "scontrol": SCONTROL}
+    assert end_script(tmp_path, [(FOLDER / "slurm.sh").absolute(), "r.yaml"], programs, num_started=1) == 0
+    events = lines_of(tmp_path / "events")
+    assert events[0] == "scontrol show hostnames node[0-1]"
+    assert events[1:] == ["scancel --signal=TERM 7", "saved", "scontrol requeue 7"]
+
+
+def test_server_beside_the_training_ends_after_its_checkpoint_is_saved(tmp_path):
+    programs = {"accelerate": PROCESS.format(message="saved"), "vllm": PROCESS.format(message="server has ended")}
+    command = [(FOLDER / "four_plus_four.sh").absolute(), "r.yaml", "M"]
+    assert end_script(tmp_path, command, programs, num_started=2) == 143
+    while len(lines_of(tmp_path / "events")) < 2:
+        time.sleep(0.02)
+    assert lines_of(tmp_path / "events") == ["saved", "server has ended"]
 
 
 @pytest.mark.slow

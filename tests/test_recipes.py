@@ -160,6 +160,7 @@ def test_recipe_is_read_and_free_of_conflicts(name):
     rows = re.findall(line, text)
     assert [int(total) for *_, total in rows] == [step.completions_per_generation, step.completions_per_update]
     assert all(int(a) * int(b) * int(c) == int(total) for a, b, c, total in rows)
+    assert not re.search(r"\d (GiB|hours)", text), f"recipes/{name}.yaml has an estimate; leave it to `plan`"
 
 
 @pytest.mark.parametrize("name", MINIATURE)

@@ -137,8 +137,13 @@ class ActorCriticTrainer(RolloutTrainer):
 
     def _choose_forward_passes(self) -> None:
         if not self._forward_passes_are_chosen and self.args.startup_check:
-            training, values = self.args.disable_dropout, self._critic_has_values
-            choose_forward_pass(self._critic_pass, self.critic, values=values, training=training)
+            choose_forward_pass(
+                self._critic_pass,
+                self.critic,
+                values=self._critic_has_values,
+                training=self.args.disable_dropout,
+                has_dropout=not self.args.disable_dropout,
+            )
         super()._choose_forward_passes()
 
     @abstractmethod
@@ -260,9 +265,17 @@ class ActorCriticTrainer(RolloutTrainer):
         # accelerate's function compares the parameters with the policy's, which fails if both are sharded
         grad_norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), max_norm)
         self._critic_optimizer.step()
-        self._critic_scheduler.step()
+        if not self.args.schedule_follows_metric:
+            self._critic_scheduler.step()
         self._critic_optimizer.zero_grad()
         return float(grad_norm)
+
+    def _evaluate(self, trial, ignore_keys_for_eval, skip_scheduler=False):
+        metrics = super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        if self.args.schedule_follows_metric and not skip_scheduler:
+            name = self.args.metric_for_best_model.removeprefix("eval_")
+            self._critic_scheduler.step(metrics[f"eval_{name}"])
+        return metrics
 
     @contextlib.contextmanager
     def _critic_in_place_of_policy(self) -> Iterator[None]:

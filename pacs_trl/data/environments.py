@@ -63,9 +63,10 @@ def environment_tools(environment: Any) -> list[Callable]:
     return [getattr(environment, name) for name in names]
 
 
-def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
+def prepare_environments(factories: Any, datasets: Mapping[str, Any], *, takes_images: bool = True) -> Any:
     """Start one environment of each kind, reset it with its first example, and return factories that return it first.
-    Raises a `ValueError` if that fails, or if environments cannot be told apart."""
+    Raises a `ValueError` if that fails, if environments cannot be told apart, or if images are not taken, but
+    returned."""
     from datasets import Dataset
     from transformers.utils import get_json_schema
 
@@ -94,7 +95,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any]) -> Any:
                     row = {"seed": 0, **row}
                 observation = first[name].reset(**row)
                 if observation is not None:
-                    check_observation(observation, type(first[name]).__name__)
+                    check_observation(observation, type(first[name]).__name__, takes_images=takes_images)
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # no `reset`, another signature, code of a user, or its server

@@ -39,6 +39,7 @@ class EvaluationArguments:
     )
     method: str | None = setting(None, "Row label in tables; by default the name of the model.")
     revision: str | None = setting(None, "Hub revision of the model.")
+    trust_remote_code: bool = setting(False, "Run code that the checkpoint contains, as in training.")
 
     # Parameters that control sampling
     temperature: float = setting(0.6, "Divides the logits; 0 is greedy decoding.", least=0)
@@ -94,6 +95,11 @@ class EvaluationArguments:
                 f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "
                 "this process. Set engine: server, or remove the key."
             )
+        if self.trust_remote_code and self.engine == "server":
+            errors.append(
+                "trust_remote_code would be ignored with engine 'server', which does not load the model in this "
+                "process. Start the server with it (vllm serve --trust-remote-code), and remove the key."
+            )
         if self.calls_tools and self.engine == "server":
             errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")
         if self.max_tool_calling_iterations is not None and not self.calls_tools:
@@ -123,6 +129,11 @@ class EvaluationArguments:
         if benchmark is not None:
             instruction, is_prompt = instruction_for(benchmark, instruction), benchmark.is_prompt
         return prompt_of(problem, is_prompt=is_prompt, instruction=instruction, system_prompt=self.system_prompt)
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        """Arguments of `from_pretrained` of the model, its configuration, tokenizer, and processor."""
+        return {"revision": self.revision, "trust_remote_code": self.trust_remote_code}
 
     @property
     def sampling(self) -> SamplingSettings:

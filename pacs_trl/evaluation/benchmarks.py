@@ -298,9 +298,10 @@ def _environment(name: str, max_problems: int | None) -> LoadedBenchmark:
     """Return the examples of an environment; without a dataset, 100 with the seeds of benchmarks."""
     environment = environment_of_user(name, "benchmarks")
     dataset = examples_of(environment, max_problems or gym.BENCHMARK_SIZE, first_seed=gym.BENCHMARK_SEED)
-    factories = prepare_environments(environment.environment_factory, {name: dataset})
+    factories = prepare_environments(environment.environment_factory, {name: dataset}, takes_images=False)
     rows = list(dataset)[:max_problems]
-    problems = [Problem(str(i), row.get("prompt") or EMPTY_PROMPT, "", row=row) for i, row in enumerate(rows)]
+    prompts = [read_problem(row.get("prompt"), "prompt") or EMPTY_PROMPT for row in rows]
+    problems = [Problem(str(i), prompt, "", row=rows[i]) for i, prompt in enumerate(prompts)]
     digest = hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()[:16]
     source = {"environment": name, "version": 1, "num_problems": len(problems), "digest": digest}
     factories_and_rewards = (factories, reward_functions_of(environment))

@@ -25,7 +25,7 @@ from ..data.text_tokenizer import load_text_tokenizer
 from ..data.tool_calls import readable_calls
 from ..errors import UserError
 from ..rewards import run_python, shared_code_verifier, tool_function
-from ..rollouts.group_starts import GroupStarts
+from ..rollouts.group_starts import GroupStarts, check_observation
 from ..rollouts.reward_functions import independent_copy, with_truncated
 from ..rollouts.user_code import stoppable_tools
 from ..update.rollout import as_numbers
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 def load_tools(args: EvaluationArguments) -> tuple[Any, list[Callable]]:
     """Load the tokenizer, with the template that parses calls, and the tools. Raises a `ValueError` if a tool cannot
     be imported, or the chat template has no tools."""
-    tokenizer = load_text_tokenizer(args.model, revision=args.revision)
+    tokenizer = load_text_tokenizer(args.model, **args.loading)
     tools = [tool_function(name) for name in args.tools or []]
     if not supports_tool_calling(tokenizer):
         raise UserError(f"The chat template of {args.model} renders no calls of tools. Evaluate another model.")
@@ -124,7 +124,9 @@ class ConversationEngine:
                 environment = self.pools[kind][used[kind]]
                 used[kind] += 1
                 observation = environment.reset(**{k: v for k, v in row.items() if kind is None or k != "environment"})
-                prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + (observation or "")}]
+                if observation is not None:  # text, of content blocks too
+                    check_observation(observation, type(environment).__name__, takes_images=False)
+                    prompt = [*prompt[:-1], prompt[-1] | {"content": prompt[-1]["content"] + observation}]
             tools = [*self.tools, *(environment_tools(environment) if environment is not None else [])]
             prompt_ids = self._tokenizer.apply_chat_template(
                 prompt,

@@ -56,15 +56,24 @@ class TransformersEngine:
         self.context_length = context_lengths(model.config)["max_position_embeddings"] or math.inf
 
     @classmethod
-    def load(cls, model: str, *, revision: str | None = None, dtype: str = "auto", **kwargs):
+    def load(
+        cls,
+        model: str,
+        *,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str = "auto",
+        **kwargs,
+    ):
         """Load a checkpoint directory or a Hub id, on a GPU if there is one; `kwargs` go to the constructor."""
         import torch
 
         from ..data.text_tokenizer import load_text_tokenizer
 
-        tokenizer = load_text_tokenizer(model, revision=revision)
-        loaded: Any = _architecture(model, revision).from_pretrained(model, revision=revision, dtype=dtype)
-        kwargs["load_processor"] = partial(load_processor, model, revision)
+        loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        tokenizer = load_text_tokenizer(model, **loading)
+        loaded: Any = _architecture(model, **loading).from_pretrained(model, dtype=dtype, **loading)
+        kwargs["load_processor"] = partial(load_processor, model, **loading)
         return cls(loaded.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer, **kwargs)
 
     def generate(self, requests: Sequence[Request], settings: SamplingSettings) -> Answers:
@@ -117,7 +126,8 @@ class VLLMEngine:
     def __init__(self, model: str, *, chat_template_kwargs: dict | None = None, **settings: Any):
         from vllm import LLM
 
-        self._model, self._revision = model, settings.get("revision")
+        self._model = model
+        self._loading = {key: settings[key] for key in ("revision", "trust_remote_code") if key in settings}
         self.llm = LLM(model=model, enable_prefix_caching=True, use_tqdm_on_load=sys.stderr.isatty(), **settings)
         self.chat_template_kwargs = chat_template_kwargs
         self.context_length = self.llm.llm_engine.model_config.max_model_len
@@ -162,7 +172,7 @@ class VLLMEngine:
 
     @cached_property
     def _processor(self) -> Any:
-        return load_processor(self._model, self._revision)
+        return load_processor(self._model, **self._loading)
 
     def close(self) -> None:
         """Drop the last reference, which ends vLLM's processes; some references are cyclic."""
@@ -281,12 +291,13 @@ def openai_messages(prompt: Any) -> list[dict[str, Any]]:
     return messages
 
 
-def load_processor(model: str, revision: str | None = None) -> Any:
-    """Load the processor of a checkpoint. Raises a `ValueError` if it reads no images, or a package is missing."""
+def load_processor(model: str, **loading: Any) -> Any:
+    """Load the processor of a checkpoint; `loading` goes to `from_pretrained`. Raises a `ValueError` if it reads no
+    images, or a package is missing."""
     from transformers import AutoProcessor, ProcessorMixin
 
     try:
-        processor = AutoProcessor.from_pretrained(model, revision=revision)
+        processor = AutoProcessor.from_pretrained(model, **loading)
     except (ImportError, OSError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UserError(
@@ -302,7 +313,7 @@ def load_processor(model: str, revision: str | None = None) -> Any:
     return processor
 
 
-def _architecture(model: str, revision: str | None) -> Any:
+def _architecture(model: str, revision: str | None, trust_remote_code: bool) -> Any:
     """Return the class of transformers that loads a checkpoint or an adapter of one."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -310,8 +321,10 @@ def _architecture(model: str, revision: str | None) -> Any:
     base = model
     if (adapter := find_adapter_config_file(model, revision=revision)) is not None:
         base, revision = json.loads(Path(adapter).read_text(encoding="utf-8"))["base_model_name_or_path"], None
-    config = AutoConfig.from_pretrained(base, revision=revision)
+    config = AutoConfig.from_pretrained(base, revision=revision, trust_remote_code=trust_remote_code)
+    classes_of_checkpoint = getattr(config, "auto_map", None) or {}  # of a model with its own code
     reads_images = type(config) in AutoModelForImageTextToText._model_mapping
+    reads_images = reads_images or AutoModelForImageTextToText.__name__ in classes_of_checkpoint
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
@@ -321,7 +334,7 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
         return without_secrets({"name": args.model, "server": args.base_url})  # results are published
     if args.engine == "vllm":
         check_model_path(args.model, "the engine vllm", "Sample with `--engine transformers`, or ")
-    return provenance.model_identity(args.model, args.revision)
+    return provenance.model_identity(args.model, **args.loading)
 
 
 def start_engine(args: EvaluationArguments) -> Any:
@@ -333,8 +346,8 @@ def start_engine(args: EvaluationArguments) -> Any:
     if template:  # checked before weights are loaded
         from transformers import AutoTokenizer
 
-        check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, revision=args.revision), template)
-    common: dict[str, Any] = {"revision": args.revision, "dtype": args.dtype, "chat_template_kwargs": template}
+        check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, **args.loading), template)
+    common: dict[str, Any] = {**args.loading, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "transformers":
         return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)
     return VLLMEngine(

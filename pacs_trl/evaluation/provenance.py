@@ -7,6 +7,7 @@ another one.
 import hashlib
 import platform
 import subprocess
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import cache
@@ -27,18 +28,22 @@ _TEXT_FILES = (
 _BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an optimizer step changes all of them
 
 
-def model_identity(model: str, revision: str | None = None) -> dict[str, Any]:
-    """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights and
-    `text_digest` of tokenizer, chat template, and generation settings, or, for a Hub id, `revision` (a commit). Raises
-    a `ValueError` if the model does not exist."""
+def model_identity(model: str, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
+    """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights,
+    `text_digest` of tokenizer, chat template, and generation settings, and `code_digest` of code that is trusted, or,
+    for a Hub id, `revision` (a commit). Raises a `ValueError` if the model does not exist."""
     path = Path(model)
     check_model_path(model)
     if path.is_dir():
-        return {"name": path.resolve().name, "digest": checkpoint_digest(path), "text_digest": _text_digest(path)}
+        identity = {"name": path.resolve().name, "digest": checkpoint_digest(path)}
+        identity["text_digest"] = _content_digest(path, _TEXT_FILES)
+        if trust_remote_code and any(path.glob("*.py")):
+            identity["code_digest"] = _content_digest(path, ("*.py",))
+        return identity
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model, revision=revision)
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise unloadable_model(model, error) from error
     return {"name": model, "revision": config._commit_hash or revision}
@@ -57,9 +62,10 @@ def checkpoint_digest(path: Path) -> str:
     return sha.hexdigest()[:16]
 
 
-def _text_digest(path: Path) -> str:
+def _content_digest(path: Path, patterns: Sequence[str]) -> str:
+    """Return 16 hex digits of a SHA-256 over the names and contents of files."""
     sha = hashlib.sha256()
-    for file in sorted({file for pattern in _TEXT_FILES for file in path.glob(pattern) if file.is_file()}):
+    for file in sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}):
         sha.update(f"{file.relative_to(path)}:{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
     return sha.hexdigest()[:16]
 

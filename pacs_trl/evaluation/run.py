@@ -101,7 +101,7 @@ def evaluate(
     entries: dict[str, Any] = {}
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
-        requests = [missing_requests(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
+        requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
         engine, dated = None, args
         if any(requests):
             if args.engine == "vllm":
@@ -110,13 +110,15 @@ def evaluate(
             _check_messages(dated, benchmarks, requests, tools[1] if tools else None)
             engine = start_engine(dated)
             stack.callback(engine.close)
-        for benchmark, store, missing in zip(benchmarks, stores, requests, strict=True):
+        for benchmark, store, to_generate in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
             if benchmark.is_gym:
                 grader = stack.enter_context(replace(verifier, protocol="reasoning_gym"))
-            bar = tqdm(total=len(missing), desc=benchmark.title, disable=None if progress and missing else True)
+            bar = tqdm(
+                total=len(to_generate), desc=benchmark.title, disable=None if progress and to_generate else True
+            )
             generator = ConversationEngine(engine, *tools, dated, benchmark) if engine and tools else engine
-            records = _records(args, store, missing, generator, bar)
+            records = _records(args, store, to_generate, generator, bar)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
             entries[benchmark.name] = {
@@ -178,20 +180,25 @@ def check_grading(benchmarks: Sequence[LoadedBenchmark], verifier: Verifier, cod
         report_golds(benchmark.title, golds, verifier, ids)
 
 
-def missing_requests(
+def requests_to_generate(
     args: EvaluationArguments, benchmark: LoadedBenchmark, stored: set[tuple[str, int]]
 ) -> list[Request]:
-    """Return the requests that are not stored. With the transformers engine a completion depends on its batch, so a
-    batch with a missing sample is generated again as a whole."""
+    """Return the requests that are not stored, with the transformers engine also the stored ones of their batches."""
     requests = []
     for problem in benchmark.problems:
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
             prompt = problem.with_images(args.prompt_of(problem.for_seed(seed)[0], benchmark))
             requests.append(Request(problem.id, sample, seed, prompt))
-    size = args.batch_size if args.engine == "transformers" else 1
-    batches = [requests[start : start + size] for start in range(0, len(requests), size)]
-    return [r for batch in batches if any((r.problem_id, r.sample) not in stored for r in batch) for r in batch]
+    # Rounding in a forward pass depends on the other completions of the batch, and can change a token. A batch with
+    # one missing sample is therefore generated as a whole, and that sample is the one of an uninterrupted run.
+    batch_size = args.batch_size if args.engine == "transformers" else 1
+    to_generate: list[Request] = []
+    for start in range(0, len(requests), batch_size):
+        batch = requests[start : start + batch_size]
+        if any((request.problem_id, request.sample) not in stored for request in batch):
+            to_generate += batch
+    return to_generate
 
 
 def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
@@ -206,7 +213,7 @@ def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
 def _tokenizer(args: EvaluationArguments) -> Any:
     from ..data.text_tokenizer import load_text_tokenizer
 
-    return load_text_tokenizer(args.model, revision=args.revision)
+    return load_text_tokenizer(args.model, **args.loading)
 
 
 def _check_messages(
@@ -221,7 +228,7 @@ def _check_messages(
     messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
     for benchmark, requests_of_benchmark in zip(benchmarks, requests, strict=True):
         if benchmark.has_images and requests_of_benchmark:  # whose processor is loaded before the model
-            processor = load_processor(args.model, args.revision)
+            processor = load_processor(args.model, **args.loading)
             messages = MessageCheck(processor, args.chat_template_kwargs, tools)
         for request in requests_of_benchmark:
             if is_conversation(request.prompt):
@@ -247,14 +254,14 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
 
 
 def _records(
-    args: EvaluationArguments, store: SampleStore, missing: Sequence[Request], engine: Any, bar: tqdm
+    args: EvaluationArguments, store: SampleStore, to_generate: Sequence[Request], engine: Any, bar: tqdm
 ) -> Iterator[dict[str, Any]]:
-    """Yield the stored samples, then the missing ones as they are generated and stored."""
+    """Yield the stored samples, then those that are missing as they are generated and stored."""
     for record in read_samples(store.path):
         if record["sample"] < args.n:
             yield record
     with bar:
-        for request, completion in engine.generate(missing, args.sampling) if missing else ():
+        for request, completion in engine.generate(to_generate, args.sampling) if to_generate else ():
             if (request.problem_id, request.sample) not in store.keys:
                 yield store.append(request, completion)
             bar.update()

@@ -94,7 +94,15 @@ def answer_length(tokenizer, ids: Sequence[int], tag: str | None, stop_ids: set[
     end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
     if tag is None:
         return end
-    return min(end, 1 + bisect_left(range(1, end), True, key=lambda i: tag in tokenizer.decode(ids[:i])))
+
+    def has_tag(length: int) -> bool:
+        return tag in tokenizer.decode(ids[:length])
+
+    # Bisection assumes that a text with the tag still has it when tokens are added. Tokenizers that clean texts up
+    # remove spaces, of which the tag has none.
+    lengths = range(1, end)
+    first = bisect_left(lengths, True, key=has_tag)
+    return lengths[first] if first < len(lengths) else end
 
 
 def generate_answers(

@@ -114,11 +114,14 @@ class Prefixes:
         that the update skips such completions."""
         scores = self.scores(proxies)
         residuals = self.weights.to(scores) * (torch.sigmoid(scores) - self.targets.to(scores)) / self._num_scorable
-        shares, places = self._is_other.double() / self._num_compared[:, None], self.compared.clamp(min=0).flatten()
-        left = 1 - torch.zeros(len(residuals), dtype=torch.float64).index_add(0, places, shares.flatten())
-        left[left.abs() < 1e-9] = 0  # seven times 1/7 is not 1
+        shares = self._is_other.double() / self._num_compared[:, None]  # 1 / n_u per counterpart of u
+        counterpart = self.compared.clamp(min=0).flatten()
+        own_share = 1 - torch.zeros(len(residuals), dtype=torch.float64).index_add(0, counterpart, shares.flatten())
+        own_share[own_share.abs() < 1e-9] = 0  # seven times 1/7 is not 1
         differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
-        return (residuals * left.to(residuals)).index_add_(0, places, differences.flatten())
+        # `e_m - sum_u e_u / n_u`, written as `e_m * own_share + sum_u (e_m - e_u) / n_u` with an `own_share` of
+        # `1 - sum_u 1 / n_u`, so that equal residuals cancel exactly.
+        return (residuals * own_share.to(residuals)).index_add_(0, counterpart, differences.flatten())
 
 
 def token_coefficients(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 
 from ..pacs_config import PACSConfig
@@ -97,9 +98,12 @@ class SteerWeights(TokenWeights):
         self.kinds: dict[str, Any] = {"mapping": mapping, "weight_min": weight_min, "weight_max": weight_max}
 
     def completion_values(self, tokens: TokenValues) -> list[torch.Tensor]:
-        """Return the smallest and the largest absolute sensitivity of each completion."""
+        """Return the smallest and the largest absolute sensitivity of each completion; infinity and 0 without a
+        token."""
         sizes = entropy_sensitivities(tokens.logps, tokens.old_logps, tokens.old_entropies, tokens.mask).abs()
-        return [sizes.masked_fill(~tokens.mask, math.inf).amin(dim=1), sizes.amax(dim=1)]
+        # One more column, because there is none if all completions of the micro-batch are empty.
+        smallest = F.pad(sizes.masked_fill(~tokens.mask, math.inf), (0, 1), value=math.inf).amin(dim=1)
+        return [smallest, F.pad(sizes, (0, 1)).amax(dim=1)]
 
     def begin(self, coefficients, completion_values, counted, num_completions) -> None:
         changes = (num_completions * coefficients * completion_values).abs()[:, counted]

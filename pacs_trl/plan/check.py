@@ -266,6 +266,8 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
         conflicts.append("max_completion_length is not set, so completions are unbounded. The paper uses 8192 (v2).")
     elif estimate.costs is not None and (does_not_fit := estimate.costs.memory_conflict()):
         conflicts.append(does_not_fit)
+    if estimate.costs is not None and training.needs_gpu:
+        notes += estimate.costs.notes_on_state()
     if training.use_vllm and training.vllm_mode == "colocate":
         if launch.num_processes % training.vllm_tensor_parallel_size:
             conflicts.append(

@@ -224,22 +224,54 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
     return rank * shape.num_layers * widths
 
 
-def training_state_bytes(trained: float, frozen: float, *, frozen_bytes: int, sharding: str, processes: int) -> float:
-    """Return the bytes of weights, gradients, and Adam moments on one GPU: 16 per trained weight (float32 weight,
-    gradient, two moments). `"full"` sharding (FSDP, ZeRO-3) divides it by `processes`; `"gradients"` (ZeRO-2) adds a
-    bfloat16 copy of the weights and shards the rest."""
+class TrainedBytes(NamedTuple):
+    """Bytes of a trained weight, of its gradient, and of its moments; by default float32 and 32-bit Adam."""
+
+    weight: float = 4
+    gradient: float = 4
+    moments: float = 8
+
+
+FLOAT32_ADAM = TrainedBytes()
+
+
+def training_state_bytes(
+    trained: float,
+    frozen: float,
+    *,
+    frozen_bytes: float,
+    sharding: str,
+    processes: int,
+    trained_bytes: TrainedBytes = FLOAT32_ADAM,
+) -> float:
+    """
+    Return the bytes of weights, gradients, and Adam moments on one GPU. With float32 weights and 32-bit Adam a trained
+    weight has 4 for the weight, 4 for its gradient, and 8 for the moments; DDP, which is sharding `"none"` on several
+    `processes`, adds 4 for its buckets of gradients. Other dtypes and optimizers have other `trained_bytes`. `"full"`
+    sharding (FSDP, ZeRO-3) divides all by `processes`; `"gradients"` (ZeRO-2) adds a bfloat16 copy of the weights and
+    shards the rest.
+    """
+    state = sum(trained_bytes) * trained
     if sharding == "full":
-        return (16 * trained + frozen_bytes * frozen) / processes
+        return (state + frozen_bytes * frozen) / processes
     if sharding == "gradients":
-        return 2 * trained + frozen_bytes * frozen + 16 * trained / processes
-    return 16 * trained + frozen_bytes * frozen
+        return 2 * trained + frozen_bytes * frozen + state / processes
+    buckets = trained_bytes.gradient * trained if processes > 1 else 0
+    return state + buckets + frozen_bytes * frozen
 
 
-def checkpoint_bytes(trained: float, *, weight_bytes: int = 4, snapshot: bool = False, row_tokens: float = 0) -> float:
+def checkpoint_bytes(
+    trained: float,
+    *,
+    weight_bytes: int = 4,
+    snapshot: bool = False,
+    followed_reference: float = 0,
+    row_tokens: float = 0,
+) -> float:
     """Return the bytes of a checkpoint on disk: trained weights, two Adam moments in the same precision, a copy of the
-    trained weights for a snapshot reference, and 13 bytes (token, mask, two log-probs) for each of the `row_tokens`
-    of pending minibatches."""
-    return weight_bytes * trained * (3 + snapshot) + 13 * row_tokens
+    trained weights for a snapshot reference, those of a KL reference that follows the policy (`followed_reference`),
+    and 13 bytes (token, mask, two log-probs) for each of the `row_tokens` of pending minibatches."""
+    return weight_bytes * trained * (3 + snapshot) + followed_reference + 13 * row_tokens
 
 
 def exact_passes(

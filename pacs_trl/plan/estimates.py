@@ -29,10 +29,12 @@ from .workload import (
     choose,
     chooses,
     completions_of_a_prompt,
+    engine_bytes,
     has_kl_model,
     mean_completion,
     occupied_bytes,
     recomputations_of,
+    weight_bytes,
 )
 
 
@@ -64,6 +66,7 @@ class Estimate:
             `"continuous"`.
         dtype (`str`): Dtype of the loaded weights. Under mixed precision FSDP and DeepSpeed train float32 copies of
             half-precision weights (`has_float32_copies`).
+        quantization: Configuration of quantization of the weights, or its dictionary; `None` without.
         execution ([`~cost.Execution`]): How an update computes.
         config, model: Configuration, and model without weights, if it is on this machine, or known, or else `None`.
         compile_obstacle: What prevents compiled decoder layers, if anything.
@@ -101,10 +104,18 @@ class Estimate:
 
         # Model, and how an update computes
         self.config = config = local_config(recipe)
-        self.model = model = None if config is None else empty_model(config)
+        self.model = model = None if config is None else empty_model(config, training.trust_remote_code)
         self.packing = packing_of(recipe, model)
         self.trains_routers = config is not None and trains_routers(config, training)
         is_quantized = recipe.model.load_in_4bit or recipe.model.load_in_8bit
+        self.quantization = (training.model_init_kwargs or {}).get("quantization_config")
+        if is_quantized:
+            self.quantization = {
+                "load_in_4bit": recipe.model.load_in_4bit,
+                "load_in_8bit": recipe.model.load_in_8bit,
+                "bnb_4bit_use_double_quant": recipe.model.use_bnb_nested_quant,
+            }
+        self.quantization = self.quantization or getattr(config, "quantization_config", None)
         self.compile_obstacle = obstacle_to_compilation(
             training,
             is_zero3=launch.is_zero3,
@@ -219,8 +230,11 @@ class Costs:
         shape, critic_shape ([`~cost.ModelShape`]): Shapes of the models.
         approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
         trained, critic (`int`): Trained weights of the policy, and weights of the critic.
+        weights ([`~workload.WeightBytes`]): Bytes per weight of the policy.
         usable (`float`): Memory of a GPU without the share that is never filled.
         state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
+        tensor_parallel (`int`): GPUs of each colocated vLLM.
+        engine_needed (`float`): Least memory of a colocated vLLM, see [`~workload.engine_bytes`].
         choice ([`~workload.MemoryChoice`], *optional*): What the update recomputes and the size of its micro-batches;
             `None` if no micro-batch fits. It is a choice if the recipe `chooses`, with `auto`.
         tokens (`int`): Tokens of the largest micro-batch.
@@ -242,13 +256,22 @@ class Costs:
 
         # What an update cannot use
         frozen = shape.parameters if model.use_peft else 0
-        weight_bytes = 4 if run.dtype == "float32" else 2
+        loaded_bytes = 4 if run.dtype == "float32" else 2
+        self.weights = weight_bytes(
+            training,
+            shape,
+            loaded_bytes=loaded_bytes,
+            has_adapter=bool(model.use_peft),
+            has_float32_copies=run.has_float32_copies,
+            quantization=run.quantization,
+        )
         occupied = occupied_bytes(
             training,
             shape,
             trained=self.trained,
             frozen=frozen,
-            weight_bytes=weight_bytes,
+            loaded_bytes=loaded_bytes,
+            weights=self.weights,
             has_adapter=model.use_peft,
             sharding=launch.sharding,
             is_fsdp=launch.kind == "FSDP",
@@ -261,6 +284,8 @@ class Costs:
         self.collected = occupied.collected
         self.engine = occupied.engine
         self.is_asleep = occupied.is_asleep
+        self.tensor_parallel = training.vllm_tensor_parallel_size if self.engine else 1
+        self.engine_needed = self._engine_needed(self.tensor_parallel) if self.engine else 0.0
 
         # Recomputation and micro-batches
         workload = self.workload(mean_completion(training.max_completion_length))
@@ -284,17 +309,24 @@ class Costs:
             tokens = training.per_device_train_batch_size * run.longest
             self.activations = max(self.activations, critic_shape.activation_bytes(tokens, execution))
         self.update = self.state + self.casts + self.activations + self.gathered + self.collected
+        # A sleeping engine wakes between updates, when there are no activations and layers are gathered one at a time.
         self.beside_engine = self.state if self.is_asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
         self.copies = 0
         if training.has_engine_process:
-            self.copies = weight_bytes * (frozen + max(1, training.rollout_lag) * self.trained)
+            self.copies = loaded_bytes * (frozen + max(1, training.rollout_lag) * self.trained)
         self.checkpoint = 0.0
         if training.save_strategy != "no":
             is_float32 = run.dtype == "float32" or run.has_float32_copies or model.use_peft
             saved_bytes = 4 if is_float32 else 2
             has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
-            self.checkpoint = cost.checkpoint_bytes(self.trained, weight_bytes=saved_bytes, snapshot=has_snapshot)
+            follows = training.sync_ref_model and self.has_kl_model
+            self.checkpoint = cost.checkpoint_bytes(
+                self.trained,
+                weight_bytes=saved_bytes,
+                snapshot=has_snapshot,
+                followed_reference=loaded_bytes * shape.parameters if follows else 0,
+            )
             self.checkpoint += cost.checkpoint_bytes(self.critic)  # in float32
 
     def workload(self, mean_length: int) -> Workload:
@@ -315,11 +347,16 @@ class Costs:
 
     # Memory ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def fits(self) -> bool:
+        """Whether an update fits on a GPU, a colocated vLLM beside it, and the model into vLLM's share."""
+        return self.choice is not None and self.peak <= self.usable and self.engine_needed <= self.engine
+
     def memory_conflict(self) -> str | None:
-        """Return why an update, or a colocated vLLM beside it, does not fit on a GPU, and what helps; `None` if both
-        fit."""
+        """Return why an update, a colocated vLLM beside it, or the model in vLLM's share does not fit on a GPU, and
+        what helps; `None` if all fit."""
         run = self.run
-        if not run.training.needs_gpu or (self.choice is not None and self.peak <= self.usable):
+        if not run.training.needs_gpu or self.fits:
             return None
         total = run.gpu.memory_bytes
         if self.choice is None:
@@ -333,17 +370,51 @@ class Costs:
                 f"An update needs {self.update / GIB:.0f} GiB on each GPU ({self._parts()}) of {total / GIB:.0f} on "
                 f"{run.on_gpu}. To make it smaller, {self._remedies()}."
             )
-        share = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
-        remedies = [f"set it to {share:g} or less"] if share > 0 else []
-        if not self.is_asleep:
-            remedies.append("set vllm_enable_sleep_mode: true")
-        if run.launch.sharding != "full":
-            remedies.append("shard the training state (fsdp2.yaml)")
+        share = f"vllm_gpu_memory_utilization={run.training.vllm_gpu_memory_utilization:g}"
+        if self.engine < self.engine_needed:
+            length = run.training.vllm_max_model_length or run.longest
+            return (
+                f"{share} gives vLLM {self.engine / GIB:.1f} of {total / GIB:.0f} GiB on {run.on_gpu}, and the "
+                f"weights with the cache of one sequence of {length:,} tokens need {self.engine_needed / GIB:.1f} "
+                f"GiB. To make them fit, {_alternatives(self._engine_remedies())}."
+            )
         return (
-            f"vllm_gpu_memory_utilization={run.training.vllm_gpu_memory_utilization:g} takes "
-            f"{self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {run.on_gpu}, and training needs "
-            f"{self.beside_engine / GIB:.0f} GiB. To make both fit, {_alternatives(remedies or ['use more GPUs'])}."
+            f"{share} takes {self.engine / GIB:.0f} of {total / GIB:.0f} GiB on {run.on_gpu}, and training needs "
+            f"{self.beside_engine / GIB:.0f} GiB. To make both fit, {_alternatives(self._engine_remedies())}."
         )
+
+    def _engine_needed(self, tensor_parallel: int) -> float:
+        """Return the memory that a colocated vLLM over some GPUs needs at least on each of them."""
+        run = self.run
+        return engine_bytes(run.training, self.shape, run.longest, tensor_parallel, quantization=run.quantization)
+
+    def _engine_remedies(self) -> list[str]:
+        """Return what lets a colocated vLLM that has too much or too little memory fit beside training."""
+        run, total = self.run, self.run.gpu.memory_bytes
+        most = int(20 * (self.usable - self.beside_engine) / total) / 20  # rounded down to a twentieth
+        least = math.ceil(20 * self.engine_needed / total) / 20
+        is_too_small, has_fitting_share = self.engine < self.engine_needed, least <= most
+        is_too_large = self.engine > most * total
+        remedies = []
+        if has_fitting_share:
+            remedies.append(f"set it to {least:g} or more" if is_too_small else f"set it to {most:g} or less")
+        if is_too_small or not has_fitting_share:
+            sizes = [n for n in (2, 4, 8) if n > self.tensor_parallel]
+            sizes = [n for n in sizes if run.num_gpus % n == self.shape.num_heads % n == 0]
+            fitting = [n for n in sizes if self._engine_needed(n) <= min(self.engine, most * total)]
+            also = " and lower it" if is_too_large else ""
+            remedies += [f"set vllm_tensor_parallel_size: {n}{also}" for n in fitting[:1]]
+        if is_too_small and 2 * self.shape.parameters / self.tensor_parallel < self.engine:
+            is_set = run.training.vllm_max_model_length
+            remedies.append("lower vllm_max_model_length" if is_set else "lower max_completion_length")
+        if not (is_too_small and has_fitting_share):
+            if not self.is_asleep:
+                remedies.append("set vllm_enable_sleep_mode: true")
+            if run.launch.sharding != "full":
+                remedies.append("shard the training state (fsdp2.yaml)")
+        if not has_fitting_share:
+            remedies += ["use a GPU with more memory", "set vllm_mode: server"]
+        return remedies
 
     def _parts(self) -> str:
         """Return the parts of the memory of an update that take a GiB or more."""
@@ -358,7 +429,8 @@ class Costs:
         return ", ".join(f"{name} {size / GIB:.0f}" for name, size in sizes.items() if size >= GIB)
 
     def _engine_remedy(self) -> str:
-        return " or vllm_gpu_memory_utilization" if self.engine and not self.is_asleep else ""
+        can_be_lowered = self.engine > self.engine_needed and not self.is_asleep
+        return " or vllm_gpu_memory_utilization" if can_be_lowered else ""
 
     def _remedies(self) -> str:
         """Return what makes an update smaller, of what is not done yet."""
@@ -376,6 +448,22 @@ class Costs:
         if not self.run.recipe.model.use_peft:
             remedies.append("train an adapter (use_peft: true)")
         return _alternatives(remedies)
+
+    def notes_on_state(self) -> list[str]:
+        """Return the bytes of the training state per weight if they are not 16, or weights are quantized, and what
+        they assume."""
+        run, (weight, gradient, moments) = self.run, self.weights.trained
+        buckets = gradient if run.launch.sharding == "none" and run.num_gpus > 1 else 0
+        total, assumptions = weight + gradient + moments + buckets, list(self.weights.assumptions)
+        if run.dtype == "auto":
+            assumptions.append("dtype: auto is counted as half precision.")
+        if total == 16 and run.quantization is None:
+            return assumptions
+        parts = {"weight": weight, "gradient": gradient, "moments": moments, "DDP's buckets": buckets}
+        summands = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
+        frozen = f", and {self.weights.frozen:.3g} per frozen weight" if run.recipe.model.use_peft else ""
+        note = f"The training state is counted with {total:.3g} bytes per trained weight ({summands}){frozen}."
+        return [note, *assumptions]
 
     # Time ------------------------------------------------------------------------------------------------------------
 
@@ -415,11 +503,14 @@ class Costs:
         if run.has_server:
             batch = islice(self._groups(mean_length), int(run.step.prompts_per_generation))
             return generate(batch, self._server(num_gpus or run.server_gpus))[0]
+        # of each engine, over `tensor_parallel` GPUs
+        engine_gpu = gpu._replace(bandwidth=self.tensor_parallel * gpu.bandwidth)
         share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-        cache = max(share * gpu.memory_bytes - 2 * self.shape.parameters, 0.05 * gpu.memory_bytes)
-        completions = run.step.completions_per_generation / run.num_gpus
+        free = share * gpu.memory_bytes - 2 * self.shape.parameters / self.tensor_parallel
+        cache = max(free, 0.05 * gpu.memory_bytes) * min(self.tensor_parallel, self.shape.num_kv_heads)
+        completions = self.tensor_parallel * run.step.completions_per_generation / run.num_gpus
         lengths = run.mean_prompt, mean_length, training.max_completion_length
-        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=gpu)
+        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=engine_gpu)
 
     def _server(self, num_gpus: int) -> Engine:
         """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""

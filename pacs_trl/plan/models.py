@@ -36,12 +36,13 @@ def local_config(recipe: Recipe) -> PreTrainedConfig | None:
     return config_class(num_hidden_layers=1)
 
 
-def empty_model(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """Return a model without weights (on the meta device), or `None` if its architecture is not in transformers."""
+def empty_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel | None:
+    """Return a model without weights (on the meta device), or `None` if its architecture is neither in transformers
+    nor in code of the checkpoint that is trusted."""
     for auto_class in (AutoModelForCausalLM, AutoModelForImageTextToText):
         try:
             with torch.device("meta"):
-                return auto_class.from_config(config)
+                return auto_class.from_config(config, trust_remote_code=trust_remote_code)
         except (ValueError, ImportError, AttributeError, AssertionError):
             continue
     return None

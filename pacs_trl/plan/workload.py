@@ -6,13 +6,13 @@ REAL) a forward pass in every update but the first on a rollout. [`choose`] comp
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ..update.step_sizes import Step
 from . import cost
-from .cost import Execution, Gpu, ModelShape, Passes, Recomputation
+from .cost import Execution, Gpu, ModelShape, Passes, Recomputation, TrainedBytes
 
 
 USABLE_SHARE = 0.95  # of the memory of a GPU; the rest is fragmentation, kernels, and communication
@@ -318,6 +318,112 @@ def _reason(workload: Workload, room: float, recomputation: Recomputation, size:
     return reason
 
 
+def engine_bytes(
+    training: Any, shape: ModelShape, longest: int, tensor_parallel: int, *, quantization: Any = None
+) -> float:
+    """
+    Return the bytes that a colocated vLLM needs at least on each GPU: its part of the weights, which vLLM loads in
+    half precision or in 4 bits like the trainer, and of the keys and values of one sequence of `vllm_max_model_length`
+    (if it is not set, `longest`) tokens. Each GPU has whole heads of keys and values.
+    """
+    length = training.vllm_max_model_length or longest
+    cache = shape.kv_bytes_per_token * length / min(tensor_parallel, shape.num_kv_heads)
+    return _loaded_bytes(shape, 2, quantization) * shape.parameters / tensor_parallel + cache
+
+
+class WeightBytes(NamedTuple):
+    """
+    Bytes on a GPU per weight.
+
+    Attributes:
+        frozen (`float`): Of a frozen weight, on average.
+        trained ([`~cost.TrainedBytes`]): Of a trained weight.
+        assumptions (`tuple[str]`): What is not known and how it is counted, in sentences.
+    """
+
+    frozen: float
+    trained: TrainedBytes = cost.FLOAT32_ADAM
+    assumptions: tuple[str, ...] = ()
+
+
+_ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
+_ADAM_8BIT_BNB = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
+_ADAM_8BIT = (*_ADAM_8BIT_BNB, "adamw_torch_8bit")
+
+
+def weight_bytes(
+    training: Any,
+    shape: ModelShape,
+    *,
+    loaded_bytes: int,
+    has_adapter: bool,
+    has_float32_copies: bool,
+    quantization: Any = None,
+) -> WeightBytes:
+    """
+    Return the bytes per weight. A trained weight has, for the weight, its gradient, and two moments,
+
+    - 4 + 4 + 8 in float32: loaded as that, copied by FSDP or DeepSpeed, or of an adapter;
+    - 2 + 2 + 4 in half precision: loaded as that without copies, or of an adapter of a quantized model;
+    - 2 for the moments of 8-bit Adam in their place (bitsandbytes keeps 8 for embeddings), none for those of SGD.
+
+    A frozen weight has `loaded_bytes`. bitsandbytes quantizes the linear layers of decoder layers to 1 byte, or to 0.5
+    and a constant for each block of 64: 4 / 64, or with double quantization 1 / 64 + 4 / (64 * 256).
+
+    Args:
+        loaded_bytes (`int`): Of a weight in the dtype in which the model is loaded.
+        has_float32_copies (`bool`): Whether FSDP or DeepSpeed train float32 copies of the weights.
+        quantization: Configuration of quantization of the model, or its dictionary, if there is one.
+    """
+    settings, assumptions = _quantization_settings(quantization), []
+    is_quantized = _quantized_bytes(settings) is not None  # by bitsandbytes; TRL rounds such adapters to bfloat16
+    is_float32 = has_float32_copies or (not is_quantized if has_adapter else loaded_bytes == 4)
+    size = 4 if is_float32 else 2
+    optimizer, moments = str(getattr(training.optim, "value", training.optim)), 2.0 * size
+    if optimizer in _ADAM_8BIT:
+        moments = 2.0
+        if optimizer in _ADAM_8BIT_BNB and not has_adapter:
+            moments += 6 * shape.vocabulary * shape.hidden / shape.parameters
+    elif optimizer == "paged_adamw_32bit":
+        moments = 8.0
+    elif optimizer == "sgd":
+        moments = size if "momentum" in str(training.optim_args) else 0.0
+    elif optimizer not in _ADAM:
+        assumptions.append(f"optim: {optimizer} is counted with two moments per weight, as Adam has.")
+    if settings and not is_quantized:
+        method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
+        assumptions.append(f"Weights that are quantized with {method} are counted with {loaded_bytes} bytes.")
+    elif is_quantized and shape.counted_parameters is not None:
+        assumptions.append("Quantized layers of this architecture are counted as those of a dense decoder.")
+    frozen = _loaded_bytes(shape, loaded_bytes, quantization)
+    return WeightBytes(frozen, TrainedBytes(size, size, moments), tuple(assumptions))
+
+
+def _loaded_bytes(shape: ModelShape, loaded_bytes: int, quantization: Any) -> float:
+    """Return the bytes of a loaded weight, on average."""
+    quantized_bytes = _quantized_bytes(_quantization_settings(quantization))
+    if quantized_bytes is None:
+        return loaded_bytes
+    quantized = shape.num_layers * shape.layer_parameters
+    return (quantized_bytes * quantized + loaded_bytes * (shape.parameters - quantized)) / shape.parameters
+
+
+def _quantized_bytes(settings: Mapping[str, Any]) -> float | None:
+    """Return the bytes of a weight of a layer that bitsandbytes quantizes; `None` for other methods, and without."""
+    if settings.get("load_in_4bit"):
+        return 0.5 + (1 / 64 + 4 / (64 * 256) if settings.get("bnb_4bit_use_double_quant") else 4 / 64)
+    return 1.0 if settings.get("load_in_8bit") else None
+
+
+def _quantization_settings(quantization: Any) -> Mapping[str, Any]:
+    """Return the settings of a configuration of quantization; none for MXFP4, which is dequantized."""
+    if quantization is None:
+        return {}
+    settings = quantization if isinstance(quantization, Mapping) else quantization.to_dict()
+    is_dequantized = settings.get("dequantize") or "mxfp4" in str(settings.get("quant_method")).lower()
+    return {} if is_dequantized else settings
+
+
 def has_kl_model(training: Any, *, has_adapter: bool) -> bool:
     """Return whether another model is loaded for the KL penalty. With LoRA it is the policy without its adapter."""
     return training.beta != 0 and not has_adapter
@@ -353,7 +459,8 @@ def occupied_bytes(
     *,
     trained: float,
     frozen: float,
-    weight_bytes: int,
+    loaded_bytes: int,
+    weights: WeightBytes,
     has_adapter: bool,
     sharding: str,
     is_fsdp: bool,
@@ -366,7 +473,8 @@ def occupied_bytes(
 
     Args:
         trained, frozen (`float`): Numbers of weights; those of an adapter are `trained`.
-        weight_bytes (`int`): Bytes of a loaded weight.
+        loaded_bytes (`int`): Bytes of a weight in the dtype in which a model is loaded.
+        weights ([`WeightBytes`]): Bytes per weight of the policy.
         sharding (`str`): See [`~cost.training_state_bytes`].
         memory_bytes (`float`): Memory of the GPU, of which a colocated vLLM has a share.
         critic ([`~cost.ModelShape`], *optional*): Another model that is trained.
@@ -375,9 +483,14 @@ def occupied_bytes(
     if (training.reference == "snapshot" and not training.reference_offload) or training.keeps_generating_policy:
         copies += 4 * trained
     if has_kl_model(training, has_adapter=has_adapter):
-        copies += weight_bytes * shape.parameters
+        copies += loaded_bytes * shape.parameters
     state = cost.training_state_bytes(
-        trained, frozen, frozen_bytes=weight_bytes, sharding=sharding, processes=processes
+        trained,
+        frozen,
+        frozen_bytes=weights.frozen,
+        sharding=sharding,
+        processes=processes,
+        trained_bytes=weights.trained,
     )
     state += copies / (processes if sharding == "full" else 1)
     critic_weights = critic.parameters if critic else 0

@@ -81,11 +81,10 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     for pair in pairs:
         method, separator, directory = pair.partition("=")
-        checkpoints = Path(directory).glob("checkpoint-*/trainer_state.json")
-        newest_first = sorted(checkpoints, key=lambda path: int(path.parent.name.rsplit("-", 1)[1]), reverse=True)
-        candidates = [Path(directory) / "trainer_state.json", *newest_first]
-        state = next((path for path in candidates if path.is_file()), None)
-        if state is None or not separator:
+        states = [*Path(directory).glob("trainer_state.json"), *Path(directory).glob("checkpoint-*/trainer_state.json")]
+        if not states or not separator:
             raise UserError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
-        histories.setdefault(method, []).append(read_log_history(state))
+        # The state of the run is older than its newest checkpoint if the run goes on with more steps.
+        newest = max(map(read_log_history, states), key=lambda history: history[-1]["step"] if history else 0)
+        histories.setdefault(method, []).append(newest)
     return histories

@@ -4,7 +4,6 @@ Numbers have 95 % intervals over problems. Several files with one method label a
 averaged per problem, and their standard deviation is shown as well.
 """
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,6 +85,12 @@ def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
 
 def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
     """Return ids and pass@k `(P, K)`, averaged over runs, of the problems that are graded in every run."""
+    ids, values = _values_by_run(group, benchmark, ks)
+    return ids, values.mean(axis=0)
+
+
+def _values_by_run(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
+    """Return ids and pass@k `(runs, P, K)` of the problems that are graded in every run."""
     counts = [
         {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
         for run in group
@@ -95,7 +100,7 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
         names = " and ".join(methods(group))
         raise UserError(f"The runs of {names} share no graded problem of {benchmark}. Evaluate the same problems.")
     n, c = np.array([[run[problem] for problem in ids] for run in counts]).transpose(2, 0, 1)  # (runs, P) each
-    return ids, pass_at_k(n, c, list(ks)).mean(axis=0)
+    return ids, pass_at_k(n, c, list(ks))
 
 
 def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured]:
@@ -109,14 +114,13 @@ def pass_at_k_cells(
 ) -> dict[int, Measured]:
     """Return pass@k of one method over equally weighted benchmarks: mean over its runs, interval over problems, spread
     over runs."""
-    cells = _interval_cells(pass_interval(*(problem_values(group, name, ks)[1] for name in benchmarks)), ks)
+    values = [_values_by_run(group, name, ks)[1] for name in benchmarks]
+    cells = _interval_cells(pass_interval(*(by_run.mean(axis=0) for by_run in values)), ks)
     if len(group) == 1:
         return cells
-    for k in ks:
-        values = [[run["benchmarks"][name]["pass_at_k"][str(k)]["value"] for name in benchmarks] for run in group]
-        means = [100 * statistics.mean(values_of_run) for values_of_run in values]
-        cells[k] = cells[k]._replace(spread=statistics.stdev(means))
-    return cells
+    means = 100 * np.mean([by_run.mean(axis=1) for by_run in values], axis=0)  # (runs, K)
+    spreads = means.std(axis=0, ddof=1)
+    return {k: cells[k]._replace(spread=float(spread)) for k, spread in zip(ks, spreads, strict=True)}
 
 
 def paired_difference(

@@ -11,7 +11,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,10 +32,10 @@ from trl.trainer.utils import RepeatSampler
 from ..errors import NO_ROOM, FailedRun, UserError
 from ..rewards import shared_arguments
 from ..settings.trl_settings import GRPO_LOSS_SETTINGS
-from ..update.reference import SnapshotReference, is_sharded
+from ..update.reference import SnapshotReference, StoredWeights, is_sharded, weights_of
 from ..update.step_sizes import Step
 from . import process_count
-from .checkpoint_files import check_complete, last_checkpoint, last_resumable_checkpoint
+from .checkpoint_files import KL_REFERENCE, POLICY_COPY, check_complete, last_checkpoint, last_resumable_checkpoint
 from .protocols import CheckedTrainer, EvaluatingTrainer, SamplingTrainer, SeededTrainer
 from .request_seeds import request_seed
 from .rollout_config import RolloutConfig
@@ -269,6 +269,9 @@ def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
         **trainer._unfinished_state(),
     }
     torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
+    if trainer.args.sync_ref_model:  # which changes the reference of the KL term
+        with _kl_reference(trainer) as reference:
+            _save_weights(trainer, reference, directory, KL_REFERENCE)
 
 
 def save_last_step(trainer: "ResumableTrainer") -> None:
@@ -281,7 +284,8 @@ def save_last_step(trainer: "ResumableTrainer") -> None:
 
 
 def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
-    """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings."""
+    """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings, or if an
+    earlier version has not saved the reference of the KL term."""
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
@@ -293,6 +297,8 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
     trainer._data_position = passes, batches
     trainer._metrics["train"].update(state["metrics"])
     trainer._logged_loss.restore(state["losses"])
+    if trainer.args.sync_ref_model:
+        _load_kl_reference(trainer, directory)
     trainer._load_run(directory, state)
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
@@ -356,25 +362,49 @@ def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     return settings | {"reward functions": trainer.reward_func_names}
 
 
+def _load_kl_reference(trainer: "ResumableTrainer", directory: Path) -> None:
+    if next(directory.glob(f"{KL_REFERENCE}*"), None) is None:
+        raise UserError(
+            f"{directory} was written by an earlier version of pacs_trl, which did not save the reference that "
+            "sync_ref_model changes. Start a new run from its weights with model_name_or_path."
+        )
+    with torch.no_grad(), _kl_reference(trainer) as reference:
+        _load_weights(trainer, reference, directory, KL_REFERENCE)
+
+
+def _kl_reference(trainer: "ResumableTrainer") -> AbstractContextManager[StoredWeights]:
+    assert trainer.ref_model is not None  # TRL refuses sync_ref_model without one
+    return weights_of(trainer.ref_model)
+
+
 def save_policy_copy(trainer: "ResumableTrainer", policy_copy: SnapshotReference, directory: Path) -> None:
-    """Save a copy of the policy's weights. Shards of FSDP2 are saved in a form that another number of processes can
-    load."""
-    if (shards := policy_copy.sharded_state()) is not None:
-        distributed_checkpoint.save(shards, checkpoint_id=directory / "pacs_reference")
-        return
-    process = trainer.accelerator.process_index
-    if process == 0 or is_sharded(trainer.model_wrapped):
-        torch.save(policy_copy.state_dict(), directory / f"pacs_reference_{process}.pt")
+    """Save a copy of the policy's weights."""
+    _save_weights(trainer, policy_copy, directory, POLICY_COPY)
 
 
 def load_policy_copy(trainer: "ResumableTrainer", policy_copy: SnapshotReference, directory: Path) -> None:
     """Load the weights that [`save_policy_copy`] saved into `policy_copy`."""
-    if (shards := policy_copy.sharded_state()) is not None:
-        distributed_checkpoint.load(shards, checkpoint_id=directory / "pacs_reference")
+    _load_weights(trainer, policy_copy, directory, POLICY_COPY)
+
+
+def _save_weights(trainer: "ResumableTrainer", weights: StoredWeights, directory: Path, name: str) -> None:
+    """Save weights besides those of the policy. Shards of FSDP2 are saved in a form that another number of processes
+    can load."""
+    if (shards := weights.sharded_state()) is not None:
+        distributed_checkpoint.save(shards, checkpoint_id=directory / name)
+        return
+    process = trainer.accelerator.process_index
+    if process == 0 or is_sharded(trainer.model_wrapped):
+        torch.save(weights.state_dict(), directory / f"{name}_{process}.pt")
+
+
+def _load_weights(trainer: "ResumableTrainer", weights: StoredWeights, directory: Path, name: str) -> None:
+    if (shards := weights.sharded_state()) is not None:
+        distributed_checkpoint.load(shards, checkpoint_id=directory / name)
         return
     process = trainer.accelerator.process_index if is_sharded(trainer.model_wrapped) else 0
-    file = directory / f"pacs_reference_{process}.pt"
-    policy_copy.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
+    file = directory / f"{name}_{process}.pt"
+    weights.load_state_dict(torch.load(file, map_location="cpu", weights_only=True))
 
 
 # Files --------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,9 @@ from ..errors import UserError
 logger = logging.getLogger(__name__)
 
 FILE_LIST = "checkpoint_files.json"
+# Weights besides those of the policy: NAME_PROCESS.pt, or with FSDP2 a folder NAME.
+POLICY_COPY = "pacs_reference"
+KL_REFERENCE = "kl_reference"
 _WRITTEN_LAST = "trainer_state.json"
 _NOT_LISTED = (FILE_LIST, _WRITTEN_LAST, "README.md")
 

@@ -225,6 +225,9 @@ class ContinuousRollouts:
         args, state = self.trainer.args, self.trainer.state
         steps = min(args.max_staleness + 1, state.max_steps - state.global_step) - is_taken
         bound = steps * self.groups_per_step
+        # `admitted` and `_num_delivered` count groups from the start of this worker: those delivered no longer hold a
+        # place, and of `bound` places those that wait are taken; groups being decoded are the difference between
+        # started and delivered.
         self._worker.shared.admitted = self._num_delivered + max(0, bound - len(self.waiting))
 
     def _take(self) -> list[GradedGroup]:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -27,7 +26,7 @@ from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.benchmarks import LoadedBenchmark
 from ..evaluation.pass_at_k import pass_at_k, pass_interval
 from ..evaluation.results import summarize
-from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, missing_requests
+from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, requests_to_generate
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
 from ..verification import completion_text
@@ -70,7 +69,7 @@ class BenchmarkEvaluation:
             check_grading(self._benchmarks, shared_verifier(), shared_code_verifier())
         datasets = {}
         for benchmark in self._benchmarks:
-            requests = missing_requests(benchmark_args, benchmark, set())
+            requests = requests_to_generate(benchmark_args, benchmark, set())
             datasets[benchmark.title] = Dataset.from_dict({"prompt": [request.prompt for request in requests]})
         check_lengths(model, args, arguments | {"train_dataset": None, "eval_dataset": datasets})
         if not self._has_examples:
@@ -162,8 +161,10 @@ class BenchmarkEvaluation:
             graded = {key: sample for part, _ in parts for key, sample in part.items()}
             problem_ids = [problem.id for problem in benchmark.problems]
             summary = summarize(problem_ids, graded.values(), benchmark_args.ks)
-            counts = [(p["n"], p["c"]) for p in summary["problems"] if not p["ungraded"]]
-            pass_values.append(pass_at_k(*np.transpose(counts), benchmark_args.ks))
+            problems = [problem for problem in summary["problems"] if not problem["ungraded"]]
+            num_samples = [problem["n"] for problem in problems]
+            num_correct = [problem["c"] for problem in problems]
+            pass_values.append(pass_at_k(num_samples, num_correct, benchmark_args.ks))
             outcomes = sum((counted for _, counted in parts), Counter())
             prefix = benchmark.name
             metrics[f"{prefix}/mean_length"] = summary["mean_tokens"]
@@ -179,7 +180,7 @@ class BenchmarkEvaluation:
 
     def _sample_benchmark(self, benchmark_args: EvaluationArguments, benchmark: LoadedBenchmark) -> tuple[dict, dict]:
         """Generate and grade this process's share of the completions; return what [`grade_in_background`] returns."""
-        requests = missing_requests(benchmark_args, benchmark, set())
+        requests = requests_to_generate(benchmark_args, benchmark, set())
         num_processes = self.accelerator.num_processes
         share = -(-len(requests) // num_processes)  # requests of a process, rounded up
         share_of_process = requests[self.accelerator.process_index :: num_processes]

@@ -171,7 +171,8 @@ class ExactUpdateTrainer(RolloutTrainer):
             check = partial(check_server_of_continuous, args, model, self._longest_sequence, rank)
             check_on_first_process(check)
         adapter, compiled = arguments["peft_config"], self._compiles_layers
-        plan = plan_memory(model, args, adapter, self._longest_sequence, compiled=compiled)
+        quantization, longest = arguments["quantization_config"], self._longest_sequence
+        plan = plan_memory(model, args, adapter, longest, compiled=compiled, quantization_config=quantization)
         self.memory = StepMemory(self, plan, args)
         return with_choice(args, self.memory.choice)
 
@@ -335,12 +336,13 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
         """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
-        process."""
+        process. They are compared with those of the engine here, because no update has all these completions."""
         names = self.update.logps_for_later_updates(is_late=False)
         minibatch = self.update.schedule_minibatch(rollouts)
         with self.timer.part("log_probs"):
             self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
         share_logps(rollouts, names)
+        self.record_metrics(self.update.stored_mismatch_metrics(rollouts))
 
     def _take_slice(self) -> None:
         """Add the completions of the current accumulation slot to those of the next optimizer step."""
@@ -451,6 +453,8 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self.ref_model is not None:
             return self.ref_pass.compute_logps(self.ref_model, prompt_ids, completion_ids, images)
         unwrapped = self.accelerator.unwrap_model(self.model)
+        if self.update.driver.runs_passes_alone:
+            model = unwrapped  # DDP would send buffers between two calls of `agree_on_memory`
         with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
             return self.forward_pass.compute_logps(model, prompt_ids, completion_ids, images)
 

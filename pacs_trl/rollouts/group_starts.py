@@ -174,12 +174,17 @@ class GroupStarts:
         return observation
 
 
-def check_observation(observation: Any, name: str) -> None:
+def check_observation(observation: Any, name: str, *, takes_images: bool = True) -> None:
     """Raise a `ValueError` unless what the `reset` of an environment of class `name` returned can be appended to a
-    prompt, as TRL does: text or content blocks."""
+    prompt, as TRL does: text or content blocks, with images only if they are taken."""
     is_blocks = isinstance(observation, list) and all(
         isinstance(part, dict) and "type" in part for part in observation
     )
+    if is_blocks and not takes_images and any(part["type"] == "image" for part in observation):
+        raise UserError(
+            f"`reset` of the environment {name} returned an image, and conversations are evaluated on text alone. "
+            "Return text."
+        )
     if isinstance(observation, str) or is_blocks:
         return
     if inspect.isawaitable(observation):

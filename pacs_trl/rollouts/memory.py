@@ -5,12 +5,13 @@ The choice is made before the model is loaded, from the free memory and the cost
 """
 
 import copy
+import logging
 import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from ..plan.workload import (
     UNKNOWN_MEAN_PROMPT,
     USABLE_SHARE,
     MemoryChoice,
+    WeightBytes,
     Workload,
     activation_precision,
     choice_of_unknown_model,
@@ -39,6 +41,7 @@ from ..plan.workload import (
     mean_completion,
     occupied_bytes,
     recomputations_of,
+    weight_bytes,
 )
 from ..update.groups import Groups
 from ..update.minibatch import Minibatch
@@ -48,6 +51,13 @@ from ..update.step_sizes import Step
 from .checkpoint import random_states, restore_random_states
 from .model_config import config_of, weights_dtype
 from .rollout_config import RolloutConfig
+
+
+if TYPE_CHECKING:
+    from .exact_trainer import ExactUpdateTrainer
+
+
+logger = logging.getLogger(__name__)
 
 
 class DeviceMemory(NamedTuple):
@@ -98,14 +108,18 @@ def plan_memory(
     longest: int | None,
     *,
     compiled: bool = False,
+    quantization_config: Any = None,
 ) -> MemoryPlan:
     """
-    Choose what the settings leave open for the device of this process, the same on all processes.
+    Choose what the settings leave open for the device of this process, the same on all processes. Warn, and choose the
+    least memory, if the longest completion does not fit by a count that is not certain.
 
     Args:
         model: The model or its name, as trainers take it.
         longest (`int`, *optional*): Tokens of the longest prompt with a completion, if they are known.
         compiled (`bool`): Whether decoder layers are compiled.
+        quantization_config (*optional*): How the model is quantized when it is loaded by its name, as trainers take
+            it.
 
     Raises:
         `ValueError`: if a completion of the largest length does not fit with the most recomputation.
@@ -122,10 +136,21 @@ def plan_memory(
         return MemoryPlan(choice, recomputations=(choice.recomputation,))
     execution = Execution(_precision(args, model), compiled=compiled)
     workload = _workload(args, memory, execution, shape, longest)
-    room = min(gather_object([_room(model, args, peft_config, memory, config, shape)]))
     has_adapter = _has_adapter(model, peft_config)
+    weights = _bytes_per_weight(model, args, shape, quantization_config, has_adapter=has_adapter)
+    room = min(gather_object([_room(model, args, peft_config, memory, config, shape, weights)]))
     recomputations = recomputations_of(args, has_adapter=has_adapter, is_zero3=is_deepspeed_zero3_enabled())
     chosen = choose(workload, room, recomputations)
+    if chosen is None and weights.assumptions:
+        if args.process_index == 0:
+            logger.warning(
+                f"A completion of {workload.longest:,} tokens may not fit on the {memory.name}. "
+                + " ".join(weights.assumptions)
+            )
+        size = args.max_tokens_per_micro_batch
+        max_tokens = workload.longest if isinstance(size, str) else size
+        choice = MemoryChoice(recomputations[-1], max_tokens, "the memory that training needs is not known")
+        return MemoryPlan(choice, recomputations=recomputations)
     if chosen is None:
         raise UserError(
             f"A completion of {workload.longest:,} tokens (prompt and max_completion_length) does not fit on the "
@@ -160,27 +185,30 @@ def set_checkpointing(args: RolloutConfig, choice: MemoryChoice) -> None:
 
 class StartOfUpdate:
     """
-    State of a trainer before the passes of an update, to which [`restore`] returns. The passes change nothing else but
+    State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics of
+    training, the work that its timer counts, and the attributes that checkpoints contain (a method may update running
+    means in a pass), of which containers are copied, but not what they contain. Besides these, passes change only
     gradients.
-
-    Args:
-        device (`torch.device`): Device whose random numbers, with those of the CPU, are restored.
-        metrics (`dict[str, list[float]]`), work (`dict[str, float]`): The trainer's metrics of training and the
-            work that its timer counts; both are restored in place.
     """
 
-    def __init__(self, device: torch.device, metrics: dict[str, list[float]], work: dict[str, float]):
-        self._device, self._live_metrics, self._live_work = device, metrics, work
-        self._random_states = random_states(device)
-        self._metrics = {name: list(values) for name, values in metrics.items()}
-        self._work = work.copy()
+    def __init__(self, trainer: "ExactUpdateTrainer"):
+        self._trainer = trainer
+        self._random_states = random_states(trainer.accelerator.device)
+        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self._work = trainer.timer.work.copy()
+        self._attributes = {name: copy.copy(getattr(trainer, name)) for name in trainer._saved_attributes}
 
     def restore(self) -> None:
-        restore_random_states(self._random_states, self._device)
-        self._live_metrics.clear()
-        self._live_metrics.update({name: list(values) for name, values in self._metrics.items()})
-        self._live_work.clear()
-        self._live_work.update(self._work)
+        """Set the trainer to this state; it can be restored several times."""
+        trainer = self._trainer
+        restore_random_states(self._random_states, trainer.accelerator.device)
+        metrics, work = trainer._metrics["train"], trainer.timer.work
+        metrics.clear()
+        metrics.update({name: list(values) for name, values in self._metrics.items()})
+        work.clear()
+        work.update(self._work)
+        for name, value in self._attributes.items():
+            setattr(trainer, name, copy.copy(value))
         clear_device_cache(garbage_collection=True)
 
 
@@ -253,11 +281,13 @@ def _room(
     memory: DeviceMemory,
     config: PreTrainedConfig,
     shape: ModelShape,
+    weights: WeightBytes,
 ) -> float:
     """Return the bytes that are left for activations when the model, its optimizer, and the engine are loaded."""
     if isinstance(model, str):
         with torch.device("meta"):
-            parameters = list(AutoModelForCausalLM.from_config(config).parameters())
+            empty = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
+        parameters = list(empty.parameters())
     else:
         parameters = list(model.parameters())
     trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
@@ -266,12 +296,16 @@ def _room(
         frozen, trained = frozen + trained, 0
         if isinstance(peft_config, LoraConfig):
             trained = cost.lora_parameters(shape, peft_config.r)
+    if frozen and not isinstance(model, str):  # packed weights, where they are quantized
+        packed = sum(p.nbytes for p in parameters if peft_config is not None or not p.requires_grad)
+        weights = weights._replace(frozen=packed / frozen)
     occupied = occupied_bytes(
         args,
         shape,
         trained=trained,
         frozen=frozen,
-        weight_bytes=4 if weights_dtype(model, args) == "float32" else 2,
+        loaded_bytes=_loaded_bytes(model, args),
+        weights=weights,
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
         is_fsdp=uses_plugin(args, "FSDP"),
@@ -286,6 +320,35 @@ def _gpu_of(memory: DeviceMemory) -> Gpu:
     """Return the data sheet of a GPU; an unknown one gets the rates of an H200."""
     known = [gpu for gpu in cost.GPUS.values() if gpu.name in memory.name]
     return (known[0] if known else cost.H200)._replace(name=memory.name, memory_bytes=memory.total)
+
+
+def _bytes_per_weight(
+    model: str | PreTrainedModel | PeftModel,
+    args: RolloutConfig,
+    shape: ModelShape,
+    quantization_config: Any,
+    *,
+    has_adapter: bool,
+) -> WeightBytes:
+    """Return the bytes per weight of a model, which may be quantized by its checkpoint or when it is loaded."""
+    if isinstance(model, str):
+        quantization_config = quantization_config or (args.model_init_kwargs or {}).get("quantization_config")
+    else:
+        quantization_config = None
+    is_mixed = args.bf16 or args.fp16
+    return weight_bytes(
+        args,
+        shape,
+        loaded_bytes=_loaded_bytes(model, args),
+        has_adapter=has_adapter,
+        has_float32_copies=is_mixed and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED")),
+        quantization=quantization_config or getattr(config_of(model, args), "quantization_config", None),
+    )
+
+
+def _loaded_bytes(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> int:
+    """Return the bytes of a weight in the dtype in which the model is loaded."""
+    return 4 if weights_dtype(model, args) == "float32" else 2
 
 
 def _has_adapter(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> bool:

@@ -7,7 +7,8 @@ the checkpoint. Most state is the same on all processes, and is read from the fi
   processes. They are converted with the number of slots per generation batch.
 - Waiting completions are merged and scheduled again (`waiting_rollouts.merge_rollouts`), late batches merged and
   divided ([`divide_batches`]).
-- Sharded weights, optimizers, and snapshots are saved by `torch.distributed.checkpoint`, which redistributes them.
+- Sharded weights, optimizers, snapshots, and KL references are saved by `torch.distributed.checkpoint`, which
+  redistributes them.
 - Random states are per process and cannot be divided: the generators are seeded anew ([`seed_process`]). Requests to
   vLLM have seeds that do not depend on the number of processes (`request_seeds.py`).
 """
@@ -24,7 +25,7 @@ from accelerate.utils import DistributedType, set_seed
 
 from ..errors import UserError
 from ..update.step_sizes import Step
-from .checkpoint_files import FILE_LIST, check_complete
+from .checkpoint_files import FILE_LIST, KL_REFERENCE, POLICY_COPY, check_complete
 from .request_seeds import request_seed
 
 
@@ -165,7 +166,7 @@ def remove_parts_of_missing_processes(checkpoint: Path, num_processes: int) -> N
     """Remove the files of processes from `num_processes` on, which an earlier checkpoint of more processes has left in
     a folder that is overwritten."""
     for file in checkpoint.glob("*.pt*"):
-        part = re.fullmatch(r"(?:\w+_state|pacs_reference)_(\d+)\.pth?", file.name)
+        part = re.fullmatch(rf"(?:\w+_state|{POLICY_COPY}|{KL_REFERENCE})_(\d+)\.pth?", file.name)
         if part is not None and int(part[1]) >= num_processes:
             file.unlink()
 

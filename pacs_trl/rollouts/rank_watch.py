@@ -28,8 +28,8 @@ from .checkpoint_files import last_checkpoint
 
 
 INTERVAL = 2.0  # seconds between signs of life
-# Seconds without a sign of life after which a rank on another machine counts as dead, also one whose code does not let
-# the thread run for that long.
+# Seconds without a sign of life after which a rank on another machine, or in another container, counts as dead, also
+# one whose code does not let the thread run for that long.
 SILENCE = 60.0
 GRACE = 10.0  # seconds in which the main thread may end by itself, before its process does
 
@@ -47,7 +47,18 @@ def _has_ended(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
+        # Without /proc (macOS) nothing is known; with it, no entry means that the process has ended.
         return Path("/proc/self").exists()
+
+
+def _machine() -> str:
+    """Return boot and PID namespace of this process: those that share both see each other in /proc. A hostname does
+    not say so: cloud images may have one name, and containers that of their machine."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 class RankWatch:
@@ -64,6 +75,7 @@ class RankWatch:
     def __init__(self, store: Any, rank: int, num_ranks: int, *, limit: float, output_dir: str):
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._limit, self._output_dir = limit, output_dir
+        self._machine = _machine()
         self._count = 0
         self._failure: str | None = None  # of this rank
         self._last: dict[int, tuple[dict, float]] = {}  # last sign of each rank, and when it was new
@@ -119,7 +131,7 @@ class RankWatch:
         self._count += 1
         busy = interruption.seconds_in_user_code()
         sign = {"count": self._count, "state": state, "busy": busy, "failure": self._failure}
-        sign |= {"pid": os.getpid(), "host": socket.gethostname()}
+        sign |= {"pid": os.getpid(), "host": socket.gethostname(), "machine": self._machine}
         try:
             self._store.set(self._key(self._rank), json.dumps(sign))
         except (RuntimeError, OSError):
@@ -152,7 +164,7 @@ class RankWatch:
         sign, seen = self._last[rank]
         if sign["state"] != "running" or rank == self._rank:
             return False
-        if sign["host"] == socket.gethostname() and _has_ended(sign["pid"]):
+        if sign["machine"] == self._machine and _has_ended(sign["pid"]):
             return True
         return time.monotonic() - seen > SILENCE
 

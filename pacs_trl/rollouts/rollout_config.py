@@ -185,8 +185,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
             self.eval_benchmarks = [self.eval_benchmarks]
-        schedule_follows_metric = self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or schedule_follows_metric):
+        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.schedule_follows_metric):
             self.metric_for_best_model = "eval_pass@1" if self.eval_benchmarks else "eval_reward"
         if (best := self.metric_for_best_model or "").startswith("eval/"):  # the name in trackers
             self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
@@ -204,7 +203,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             if knows_processes and (messages := self._batch_size_errors()):
                 raise UserError(" ".join(messages)) from error
             raise
-        if schedule_follows_metric:
+        if self.schedule_follows_metric:
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         for spec in self.eval_benchmarks or ():
@@ -309,6 +308,11 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     def proxy_reference(self) -> str | None:
         """The policy that the proxies compare with, `"rollout"` or `"snapshot"`; `None` without one."""
         return self.reference
+
+    @property
+    def schedule_follows_metric(self) -> bool:
+        """Whether the learning rate changes after evaluations, by their metric, instead of after optimizer steps."""
+        return self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy")
 
     @property
     def is_asynchronous(self) -> bool:

@@ -250,6 +250,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 self.forward_pass,
                 self.model_wrapped,
                 training=self.args.disable_dropout,
+                has_dropout=not self.args.disable_dropout,
                 longest=self._longest_sequence,
                 image_prompt=self._small_image_prompt() if self._reads_images else None,
             )

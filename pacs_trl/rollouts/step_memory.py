@@ -83,7 +83,7 @@ class StepMemory:
         trainer, workload = self.trainer, self.plan.workload
         driver, model = trainer.update.driver, trainer.model_wrapped
         assert workload is not None
-        start = self._start_of_update()
+        start = StartOfUpdate(trainer)
         while True:
             size = driver.limits.max_tokens or trainer.args.per_device_train_batch_size * workload.longest
             rollouts = largest_micro_batch(size, workload.longest_prompt, workload.longest - workload.longest_prompt)
@@ -107,7 +107,7 @@ class StepMemory:
     ) -> StepResult:
         """Return the result of an `update` on a minibatch. If the device runs out of memory, discard what was
         computed, halve the micro-batches of this and all later steps, and repeat."""
-        start, driver = self._start_of_update(), self.trainer.update.driver
+        start, driver = StartOfUpdate(self.trainer), self.trainer.update.driver
         while True:
             is_exhausted = False
             try:
@@ -122,10 +122,6 @@ class StepMemory:
             start.restore()
             driver.abandon_step(model, is_exhausted=is_exhausted)
             self._use_less(minibatch)
-
-    def _start_of_update(self) -> StartOfUpdate:
-        trainer = self.trainer
-        return StartOfUpdate(trainer.accelerator.device, trainer._metrics["train"], trainer.timer.work)
 
     def _use_less(self, minibatch: Minibatch) -> None:
         """Halve the micro-batches of this run. If those of `minibatch` hold one completion each, and recomputation is

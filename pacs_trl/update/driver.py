@@ -136,9 +136,13 @@ class UpdateDriver:
         self.forward_pass = forward_pass
         self.accelerator = accelerator
         self._limits = limits
-        # In this optimizer step: whether the other processes still ask if one has run out of memory.
-        self._can_tell_others = False
-        self._is_last_backward = False
+        # With DDP all processes call `agree_on_memory` twice per optimizer step: before the forward and before the
+        # backward pass of their last micro-batch. A process that runs out of memory earlier makes its call early, from
+        # `abandon_step`; it must therefore be the next communication of every process. Only passes of the policy may
+        # go through DDP until then: it sends buffers at most before the first of them, and before they need memory.
+        # After the second call nobody asks again.
+        self._others_will_ask = False  # whether the second call of this optimizer step is still to come
+        self._is_last_micro_batch = False  # whether the passes now are those of the last micro-batch
 
     @property
     def limits(self) -> MicroBatchConfig:
@@ -160,6 +164,18 @@ class UpdateDriver:
         if ignores_groups:
             limits = limits._replace(group_layout="split")
         return schedule_minibatch(rollouts, limits, takes_part)
+
+    @contextlib.contextmanager
+    def holding_longest(self, rollouts: Sequence[Rollout]) -> Iterator[None]:
+        """Raise `max_tokens` to the longest of some rollouts inside the context: for forward passes without gradient,
+        which keep no activations."""
+        limits = self._limits
+        if limits.max_tokens is not None:
+            self._limits = limits._replace(max_tokens=max(limits.max_tokens, longest_rollout(rollouts)))
+        try:
+            yield
+        finally:
+            self._limits = limits
 
     def schedule_some(self, minibatch: Minibatch, indices: Sequence[int]) -> Schedule:
         """Return micro-batches of some completions of a minibatch. `max_tokens` is increased to the longest single
@@ -210,12 +226,12 @@ class UpdateDriver:
         """Yield the micro-batches of this process, each inside a context in which only the last backward pass
         synchronizes gradients across processes."""
         num_micro_batches = max(len(schedule[self.accelerator.process_index]), 1)
-        self._can_tell_others = torch.is_grad_enabled() and self.runs_passes_alone
+        self._others_will_ask = torch.is_grad_enabled() and self.runs_passes_alone
         for number, micro_batch in enumerate(self.micro_batches(minibatch, schedule), start=1):
-            self._is_last_backward = number == num_micro_batches
-            if self._is_last_backward and self._can_tell_others:
+            self._is_last_micro_batch = number == num_micro_batches
+            if self._is_last_micro_batch and self._others_will_ask:
                 self.agree_on_memory(is_exhausted=False)  # DDP's last forward pass communicates too
-            with self._synchronize_gradients(model, is_last=self._is_last_backward):
+            with self._synchronize_gradients(model, is_last=self._is_last_micro_batch):
                 yield micro_batch
 
     @contextlib.contextmanager
@@ -242,7 +258,7 @@ class UpdateDriver:
         [`OutOfMemoryElsewhere`] if another process has run out of memory."""
         flag = torch.tensor([float(is_exhausted)], device=self.accelerator.device)
         if self.accelerator.reduce(flag, reduction="sum").item() and not is_exhausted:
-            self._can_tell_others = False
+            self._others_will_ask = False
             raise OutOfMemoryElsewhere
 
     @property
@@ -250,14 +266,14 @@ class UpdateDriver:
         """Whether this process, whose memory is exhausted, may repeat the optimizer step: if it is alone, or can still
         tell the others."""
         is_alone = self.accelerator.num_processes == 1 and not self._is_deepspeed
-        return self._can_tell_others or is_alone
+        return self._others_will_ask or is_alone
 
     def abandon_step(self, model, *, is_exhausted: bool) -> None:
         """Discard what was computed of an optimizer step, and tell the other processes if the memory of this one
         `is_exhausted`."""
-        if is_exhausted and self._can_tell_others:
+        if is_exhausted and self._others_will_ask:
             self.agree_on_memory(is_exhausted=True)
-        self._can_tell_others = False
+        self._others_will_ask = False
         self.discard_gradients(model)
 
     def discard_gradients(self, model) -> None:
@@ -351,9 +367,9 @@ class UpdateDriver:
         """Back-propagate the loss of a micro-batch, unless gradients are disabled, as in an evaluation."""
         if not torch.is_grad_enabled():
             return
-        if self._is_last_backward and self._can_tell_others:
+        if self._is_last_micro_batch and self._others_will_ask:
             self.agree_on_memory(is_exhausted=False)
-            self._can_tell_others = False
+            self._others_will_ask = False
         scaled = loss * self.accelerator.num_processes
         if self._is_deepspeed:
             self.accelerator.backward(scaled, scale_wrt_gas=False)

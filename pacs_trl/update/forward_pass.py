@@ -183,17 +183,24 @@ class ForwardPass:
         """Run the model, and return its outputs (with `logps` log-probs and entropies) at all completion tokens, `(1,
         M, ...)`, and a function that splits them into one tensor per rollout. Raises a `ValueError` if a rollout is so
         long that RoPE frequencies would depend on its batch."""
-        if self.image_filler is not None and not (images and any(images)):
-            filler_ids, filler_images = self.image_filler
-            outputs, split = self.forward(
-                model,
-                [*prompt_ids, filler_ids],
-                [*completion_ids, [self.pad_token_id]],
-                [*(None for _ in prompt_ids), filler_images],
-                logps,
-            )
-            return outputs, lambda values: _without_filler(split(values))
+        if self.image_filler is None or (images is not None and any(images)):
+            return self._run(model, prompt_ids, completion_ids, images, logps)
+        filler_ids, filler_images = self.image_filler
+        prompt_ids, completion_ids = [*prompt_ids, filler_ids], [*completion_ids, [self.pad_token_id]]
+        images = [*(None for _ in prompt_ids[:-1]), filler_images]
+        outputs, split = self._run(model, prompt_ids, completion_ids, images, logps, has_filler=True)
+        return outputs, lambda values: _without_filler(split(values))
 
+    def _run(
+        self,
+        model,
+        prompt_ids: Sequence[TokenIds],
+        completion_ids: Sequence[TokenIds],
+        images: Sequence[PromptImages | None] | None,
+        logps: bool,
+        has_filler: bool = False,
+    ) -> tuple[Any, SplitByCompletion]:
+        """Run the model, as [`ForwardPass.forward`] says; with `has_filler` the last prompt is the filler."""
         # Inputs of the model
         prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
         completions = [np.asarray(ids, dtype=np.int64) for ids in completion_ids]
@@ -210,6 +217,8 @@ class ForwardPass:
             input_completions = [self._without_placeholders(ids) for ids in completions]
         lay_out = self._padded if self.packing is None else self._packed
         inputs, token_weights, flat_indices, blocks = lay_out(prompts, input_completions, images)
+        if has_filler and self.reads_routers:
+            token_weights = self._without_filler_tokens(token_weights, len(prompts[-1]) + len(completions[-1]))
         if self.on_pass is not None:
             self.on_pass(blocks, len(flat_indices))
         uses_fused_head = logps and self.fused
@@ -289,6 +298,16 @@ class ForwardPass:
             self.backbone.register_forward_hook(after_backbone),
         ):
             yield
+
+    def _without_filler_tokens(self, token_weights: np.ndarray, num_tokens: int) -> np.ndarray:
+        """Return how often each token counts, with 0 for those of the filler: the last row if rollouts are padded, and
+        the last tokens if they are packed, because no other rollout has its prompt."""
+        weights = token_weights.copy()
+        if self.packing is None:
+            weights[-1] = 0
+        else:
+            weights[0, -num_tokens:] = 0
+        return weights
 
     def _without_placeholders(self, completion: np.ndarray) -> np.ndarray:
         """Return a completion with padding in place of placeholders of images, which it has no images for."""

@@ -216,8 +216,8 @@ def _tiles(
         for segment in group:
             size = block if segment.stop - segment.start <= window else windowed_block
             for queries in _blocks(segment, size):
-                nearest = max(segment.start, queries.start + 1 - window)
-                same_segment.append(Tile(queries, slice(nearest, queries.stop), queries.start - nearest))
+                first_key = max(segment.start, queries.start + 1 - window)
+                same_segment.append(Tile(queries, slice(first_key, queries.stop), queries.start - first_key))
         prompt, *branches = group
         num_prompt = prompt.stop - prompt.start
         if all(num_prompt + branch.stop - branch.start <= window for branch in branches):
@@ -225,14 +225,23 @@ def _tiles(
             shared_prompt += [Tile(queries, prompt, None) for queries in _blocks(together, block)]
             continue
         for branch in branches:
-            reaching = slice(branch.start, min(branch.stop, branch.start + window - 1))
-            for queries in _blocks(reaching, windowed_block):
-                position = num_prompt + queries.start - branch.start
-                nearest = max(0, position + 1 - window)
-                sees_all = position + queries.stop - queries.start - nearest <= window
-                keys = slice(prompt.start + nearest, prompt.stop)
-                shared_prompt.append(Tile(queries, keys, None if sees_all else position - nearest))
+            shared_prompt += _prompt_tiles_in_window(prompt, branch, window, windowed_block)
     return same_segment, shared_prompt
+
+
+def _prompt_tiles_in_window(prompt: slice, branch: slice, window: int, block: int) -> Iterator[Tile]:
+    """Yield tiles of at most `block` queries of a branch and of the keys of its prompt that a window lets them see."""
+    # Only the first `window - 1` tokens of a branch still see its prompt.
+    seeing = slice(branch.start, min(branch.stop, branch.start + window - 1))
+    for queries in _blocks(seeing, block):
+        # Position of the first query, and of the first key that it sees, counted from the start of the prompt.
+        position = prompt.stop - prompt.start + queries.start - branch.start
+        first_key = max(0, position + 1 - window)
+        keys = slice(prompt.start + first_key, prompt.stop)
+        # Where the last query still sees the first key, no mask is needed.
+        last_position = position + queries.stop - queries.start - 1
+        sees_all = last_position - first_key < window
+        yield Tile(queries, keys, None if sees_all else position - first_key)
 
 
 def _blocks(part: slice, size: int) -> Iterator[slice]:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils.generic import is_flash_attention_requested
 
+from ..errors import UserError
 from .context_length import WINDOW_KEYS
 from .packed_attention import Bounds, LogitRule, attend_packed
 from .packed_states import CONVOLUTION, RECURRENCES, state_modules
@@ -186,7 +187,10 @@ def _packed_eager(
     bounds = Bounds(cu_seq_lens_q, cu_seq_lens_k, key_indices, max_length_q, max_length_k)
     if dropout:
         if sliding_window or softcap or s_aux is not None:
-            raise NotImplementedError("attention dropout with a window, a soft cap, or sinks")
+            raise UserError(
+                "Packed attention has no dropout with a window, a soft cap, or sinks. Set disable_dropout=True or "
+                'packing="never".'
+            )
         return _with_dropout(query, key, value, bounds, scale, dropout), None
     return attend_packed(query, key, value, bounds, LogitRule(scale, sliding_window, softcap), s_aux), None
 

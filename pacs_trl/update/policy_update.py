@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from .driver import PassResults, StepResult, UpdateDriver
 from .forward_pass import CompletionLogps
 from .microbatching import Schedule
-from .minibatch import MicroBatch, Minibatch, UpdateTiming, scheduled_completions
+from .minibatch import MicroBatch, Minibatch, UpdateTiming, collate, scheduled_completions
 from .rollout import Rollout
 from .router_loss import ExpertLoads, RouterSums
 from .token_weights import Mismatch, TokenValues, TokenWeights, mismatch_metrics, mismatch_ratios
@@ -98,8 +98,10 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         """Back-propagate the loss of an optimizer step. `model` is the wrapped model, in training mode."""
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> MinibatchT:
-        """Return the completions of an evaluation batch, a whole generation batch, with their micro-batches."""
-        return self.schedule_minibatch(rollouts)
+        """Return the completions of an evaluation batch, a whole generation batch, with their micro-batches, which
+        hold the longest completion with its prompt, whatever the limit of training."""
+        with self.driver.holding_longest(rollouts):
+            return self.schedule_minibatch(rollouts)
 
     @abstractmethod
     def evaluate(self, model, minibatch: MinibatchT, *, policy_is_reference: bool) -> StepResult:
@@ -116,15 +118,14 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         policy changes; [`UpdateTiming`] has a table. If an earlier policy generated (`is_late`), its log-probs are
         stored with the rollouts already."""
         reads_old_logps = "old_logps" in self.logps_of_generating_policy
-        names: tuple[str, ...] = ()
-        if not is_late:
-            names += self.logps_of_generating_policy
-        if self.token_weights and not reads_old_logps:
-            names += ("old_logps",)
-        # With a lag, `old_logps` are those of an earlier policy, whose entropies are not known.
-        if self.token_weights and not (is_late and reads_old_logps):
-            names += ("old_entropies",)
-        return names
+        names = () if is_late else self.logps_of_generating_policy
+        if not self.token_weights:
+            return names
+        if not reads_old_logps:  # token weights compare with the policy before the updates
+            return (*names, "old_logps", "old_entropies")
+        if is_late:  # `old_logps` are those of an earlier policy, whose entropies are not known
+            return names
+        return (*names, "old_entropies")
 
     # Extension point ------------------------------------------------------------------------------------------------
 
@@ -263,6 +264,19 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         padded = accelerator.gather(accelerator.pad_across_processes(values))
         parts = padded.view(len(lengths), max(lengths))
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
+
+    def stored_mismatch_metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
+        """Return the metrics of [`mismatch_ratios`] of the rollouts that have `old_logps`, which all processes must
+        have stored; empty without log-probs of the engine."""
+        parts = []
+        for i, rollout in enumerate(rollouts):
+            if rollout.old_logps is not None and rollout.sampling_logps is not None:
+                micro_batch = collate(rollouts, [i], torch.device("cpu"))
+                parts.append(self._measure_mismatch(micro_batch.old_logps, micro_batch))
+        if not parts:
+            return {}
+        differences, ratios = (torch.cat(values) for values in zip(*parts, strict=True))
+        return mismatch_metrics(differences, ratios)
 
     def _measure_mismatch(self, logps: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
         return mismatch_ratios(logps, micro_batch.sampling_logps, micro_batch.loss_mask, self.mismatch)

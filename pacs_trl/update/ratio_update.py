@@ -84,7 +84,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
 
     def schedule_evaluation(self, rollouts: list[Rollout]) -> RatioMinibatch:
         coefficients, completion_scales = self.objective.coefficients_and_completion_scales(rollouts)
-        return self._schedule_minibatch(rollouts, self._takes_part(rollouts), coefficients, completion_scales)
+        takes_part = self._takes_part(rollouts)
+        with self.driver.holding_longest(rollouts):
+            return self._schedule_minibatch(rollouts, takes_part, coefficients, completion_scales)
 
     def _takes_part(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Return which completions can have a gradient: those with a counted token, and with a loss of the routers

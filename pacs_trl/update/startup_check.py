@@ -58,6 +58,7 @@ def choose_forward_pass(
     *,
     values: bool = False,
     training: bool = True,
+    has_dropout: bool = False,
     longest: int | None = None,
     image_prompt: ImagePrompt | None = None,
 ) -> None:
@@ -65,9 +66,10 @@ def choose_forward_pass(
     Set `forward_pass.packing` and `forward_pass.fused` to the cheapest pass that agrees with the log-probs of the
     model, and log a warning if cheaper ones were rejected. All processes must call this function. It does not
     change weights, training modes, or the random state. `values` is whether the model has one output per token instead
-    of logits, `training` whether to compare in training mode, which must be deterministic. `longest` is the largest
-    number of tokens of a prompt and its completion; by default it is the context length of the model. Of an
-    `image_prompt` (token ids and images), two completions are compared, beside one of a text.
+    of logits, `training` whether to compare in training mode, which must be deterministic. With `has_dropout`, passes
+    in training mode are random, and only have to run. `longest` is the largest number of tokens of a prompt and its
+    completion; by default it is the context length of the model. Of an `image_prompt` (token ids and images), two
+    completions are compared, beside one of a text.
 
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
@@ -92,10 +94,10 @@ def choose_forward_pass(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
                 "the tokens behind it. Use a causal language model."
             )
-        model.train(training)
         packings = dict.fromkeys([forward_pass.packing, None])  # the cheaper one first, and the fused head
         heads = [True, False] if forward_pass.fused and not values else [forward_pass.fused]
         for fused, packing in itertools.product(heads, packings):
+            model.train(training)
             forward_pass.packing, forward_pass.fused = packing, fused
             name = f"{'packed' if packing else 'padded'} with {'fused' if fused else 'own'} head"
             try:
@@ -108,6 +110,9 @@ def choose_forward_pass(
                     for batch in batches
                     if packing is not None
                 ]
+                if has_dropout:  # packed attention lacks some kinds of it
+                    model.train()
+                    _outputs(forward_pass, model, batches[0], values=values)
             except Exception as error:  # incompatible layers raise many types of errors
                 differences[name] = f"{type(error).__name__}: {error}"[:200]
                 continue

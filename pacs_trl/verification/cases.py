@@ -166,24 +166,48 @@ def json_of_tests(value: Any) -> str | None:
         return None
 
 
+_PYTHON_LABELS = ("python", "python3", "py")
+
+
 def last_program(text: str) -> str | None:
-    """Return the last closed ``` block of Python, or without a language, in a completion; `None` if there is none. An
-    open block belongs to a truncated completion."""
-    program: str | None = None
-    block: list[str] | None = None
-    language = ""
+    """Return the last closed block of a completion with the label of Python, else the last one without a label; `None`
+    if there is none, or it is blank. An open block belongs to a truncated completion.
+
+    Fences are Markdown's, at least three backticks or tildes. But one with a label opens a block even inside another,
+    which the model forgot to close, unless that is Python between longer or other fences."""
+    labelled: str | None = None
+    unlabelled: str | None = None
+    block: list[str] | None = None  # lines of the open block
+    opening, label = "", ""
     for line in text.split("\n"):
-        fence, mark, info = line.lstrip().partition("```")
-        if fence or not mark:
-            if block is not None:
-                block.append(line)
-        elif block is None or info.strip():  # a fence with a language opens a block even inside another
-            language, block = (info.split() or [""])[0].lower(), []
-        else:
-            if language in ("", "python", "python3", "py"):
-                program = textwrap.dedent("\n".join(block))
+        fence, info = _fence(line)
+        is_as_long = fence.startswith(opening)
+        if fence and (block is None or info and (is_as_long or label not in _PYTHON_LABELS)):
+            opening, block = fence, []
+            label = re.split(r"[\s:]", info.lower(), maxsplit=1)[0]  # some models write `python:solution.py`
+        elif block is None:
+            continue
+        elif fence and is_as_long and not info:
+            content = textwrap.dedent("\n".join(block))
+            if label in _PYTHON_LABELS:
+                labelled = content
+            elif not label:
+                unlabelled = content
             block = None
+        else:
+            block.append(line)
+    program = unlabelled if labelled is None else labelled
     return program if program and program.strip() else None
+
+
+def _fence(line: str) -> tuple[str, str]:
+    """Return the fence that a line begins with and what follows it; empty texts for other lines."""
+    line = line.strip()
+    info = line.lstrip(line[:1])
+    fence = line.removesuffix(info)
+    if len(fence) < 3 or fence[0] not in "`~" or "`" in info:
+        return "", ""
+    return fence, info.strip()
 
 
 _PACKAGE = "pacs_trl.verification"
@@ -236,9 +260,12 @@ def _equal_decimals(expected: str, output: str) -> bool:
         return False
 
 
+_INTEGER = re.compile(r"[+-]?[\d_]+")
+
+
 def _is_close(expected: str, output: str) -> bool:
-    """Whether a token is a number close to an expected decimal fraction; integers must be equal."""
-    if not set(expected) & set(".eE") or len(output) > 100:
+    """Whether a token is a number close to an expected decimal fraction."""
+    if _INTEGER.fullmatch(expected) or len(output) > 100:  # integers must be equal as text
         return False
     try:
         one, other = float(expected), float(output)

@@ -16,8 +16,10 @@ port=${SERVER_PORT:-8000}
 
 CUDA_VISIBLE_DEVICES=4,5,6,7 GPUS=4 PORT=$port "$here/server.sh" "$model" &
 server=$!
-trap 'kill "$server" 2> /dev/null || true' EXIT
+# The training takes the place of this shell, so that it gets the signals of a scheduler; the server ends after it.
+(tail --pid=$$ --follow /dev/null; kill "$server") &
 
 # The trainer waits for the server, up to vllm_server_timeout seconds.
-CUDA_VISIBLE_DEVICES=0,1,2,3 GPUS=4 "$here/accelerate.sh" "$recipe" \
+export CUDA_VISIBLE_DEVICES=0,1,2,3 GPUS=4
+exec "$here/accelerate.sh" "$recipe" \
     --use_vllm true --vllm_mode server --vllm_server_port "$port" --keep_global_batch true "$@"

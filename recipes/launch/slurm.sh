@@ -11,7 +11,7 @@
 #   sbatch --nodes 8 recipes/launch/slurm.sh RECIPE.yaml [--key value ...]
 # Before the time limit, and when the job is preempted, the run saves a checkpoint and the job is queued again; it then
 # continues from its last checkpoint. With other numbers of nodes the completions of an optimizer step stay those of the
-# recipe's expected_processes, which it must have. Not tested with Slurm.
+# recipe's expected_processes, which it must have. Not tested on a cluster.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then
@@ -27,8 +27,9 @@ export HEAD NNODES="$SLURM_JOB_NUM_NODES"
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1140
 
 requeue() {
-    kill -TERM "$training"
-    wait "$training" || true
+    # Signals the tasks, but not this shell. `srun` does not forward SIGTERM: it kills its tasks.
+    scancel --signal=TERM "$SLURM_JOB_ID"
+    wait
     scontrol requeue "$SLURM_JOB_ID"
     exit 0
 }
@@ -38,5 +39,4 @@ trap requeue TERM
 # shellcheck disable=SC2016
 srun bash -c 'NODE_RANK=$SLURM_NODEID exec recipes/launch/accelerate.sh "$@"' launch "$recipe" \
     --keep_global_batch true --resume_from_checkpoint last "$@" &
-training=$!
-wait "$training"
+wait $!

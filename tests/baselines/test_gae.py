@@ -121,6 +121,26 @@ class TestExplainedVariance:
         returns = torch.ones(1, 4)
         assert explained_variance(returns, returns, torch.ones(1, 4, dtype=torch.bool)).isnan()
 
+    @pytest.mark.parametrize("reward", [0.0, 1.0])
+    @pytest.mark.parametrize("shape", [(64, 200), (2, 32768)])
+    def test_returns_of_equal_rewards_are_equal_up_to_rounding(self, reward, shape):
+        generator = torch.Generator().manual_seed(shifted(5))
+        values = 0.3 * torch.randn(shape, generator=generator) + 0.4
+        mask, rewards = torch.ones(shape, dtype=torch.bool), torch.full(shape[:1], reward)
+        _, returns = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=1.0)
+        assert explained_variance(values, returns, mask).isnan()
+
+        rewards[0] = 0.5
+        _, returns = generalized_advantages(rewards, values, mask, gamma=1.0, gae_lambda=1.0)
+        expected = 1 - (returns - values).var() / returns.var()
+        torch.testing.assert_close(explained_variance(values, returns, mask), expected, rtol=1e-3, atol=0)
+
+    def test_one_wrong_token_among_a_million_has_a_variance(self):
+        returns, values = torch.ones(1, 1_000_000), torch.full((1, 1_000_000), 0.9)
+        returns[0, 0] = 0.0
+        mask = torch.ones(1, 1_000_000, dtype=torch.bool)
+        assert explained_variance(values, returns, mask).item() == pytest.approx(0.0, abs=1e-2)
+
 
 class TestValueLoss:
     # old value 1.0, clip range 0.5: the clipped value stays within [0.5, 1.5]

@@ -239,6 +239,27 @@ def test_optimizer_steps_that_are_no_equal_parts_of_a_generation_batch(tmp_path,
     assert len(logs) == 8
 
 
+@pytest.mark.parametrize("trainer_class", [GRPOTrainer, RLOOTrainer])
+def test_mixed_steps_measure_the_mismatch_once_per_generation(tmp_path, trainer_class):
+    """Of all completions with a gradient, under the weights that generated: the first generation has the values of a
+    step that takes it whole."""
+    sizes = {
+        "whole": {"gradient_accumulation_steps": 4, "max_steps": 1},
+        "sliced": {"gradient_accumulation_steps": 1, "max_steps": 8},
+    }
+    logs = {}
+    for name, size in sizes.items():
+        settings = {"per_device_train_batch_size": 2, "steps_per_generation": 4, **size}
+        replay = Replay(logprobs=-5.0, tools=True)
+        trainer = build_trainer(tmp_path, trainer_class=trainer_class, replay=replay, **settings)
+        trainer.train()
+        entries = trainer.state.log_history[:-1]
+        logs[name] = [{key: x for key, x in log.items() if key.startswith("sampling/")} for log in entries]
+    assert [bool(log) for log in logs["sliced"]] == [True, False, False, False] * 2
+    assert len(logs["whole"][0]) == 5 and logs["sliced"][0] == pytest.approx(logs["whole"][0], rel=1e-4)
+    assert logs["sliced"][4] != logs["sliced"][0]
+
+
 def test_mixed_steps_resume_bit_by_bit(tmp_path):
     def build(directory):
         settings = SLICED | {"save_strategy": "steps", "save_steps": 1, "max_steps": 6, "shuffle_minibatches": True}

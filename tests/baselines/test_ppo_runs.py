@@ -11,7 +11,8 @@ from support import actor_critics
 from support.actor_critics import assert_same_logs
 from support.models import assert_same_models, tiny_model, trainable_weights
 from support.problems import CRITIC_PROMPT
-from support.rollouts import digit_reward
+from support.rollouts import addition_dataset, digit_reward
+from support.runs import build_trainer
 from support.scripted import run_recipe
 from support.seeds import shifted
 from test_ppo_trainer import build, recorded
@@ -32,6 +33,25 @@ def test_a_lora_policy_and_all_weights_of_the_critic_are_trained(tmp_path, model
     assert any(not torch.equal(first[name], last[name]) for name in first)
     assert len(recorder.critics[0]) == len(list(trainer.critic.parameters()))
     assert not torch.equal(recorder.critics[0]["model.norm.weight"], recorder.critics[-1]["model.norm.weight"])
+
+
+@pytest.mark.parametrize(("schedule", "factor"), [("reduce_lr_on_plateau", 1 / 4), ("greedy", 2 / 4)])
+def test_a_schedule_that_follows_evaluations_is_also_that_of_the_critic(tmp_path, model_path, schedule, factor):
+    """The first reward is the best one, which lets `greedy` double the rates; two others halve them."""
+    settings = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": {"factor": 0.5, "patience": 0, "min_lr": 0.0}}
+    settings |= {"learning_rate": 0.02, "critic_learning_rate": 0.04, "max_completion_length": 4}
+    settings |= {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True, "max_steps": 3}
+    trainer = build_trainer(
+        tmp_path,
+        model=model_path,
+        reward=lambda completions, **kwargs: [0.5] * len(completions),
+        trainer_class=PPOTrainer,
+        more={"eval_dataset": addition_dataset(2)},
+        **settings,
+    )
+    trainer.train()
+    rates = [optimizer.param_groups[0]["lr"] for optimizer in (trainer.optimizer, trainer._critic_optimizer)]
+    assert rates == pytest.approx([0.02 * factor, 0.04 * factor])
 
 
 ADAM = actor_critics.ADAM | {"lr_scheduler_type": "linear", "num_iterations": 1}

@@ -53,13 +53,16 @@ PROMPTS, COMPLETIONS = [[3, 5, 7], [3, 5, 7], [4], [9, 1]], [[1, 2, 3], [6], [8,
 
 
 @pytest.mark.parametrize("packing", ["sdpa", None])
-@pytest.mark.parametrize("fused", [True, False])
-def test_a_pass_counts_every_token_of_every_completion_with_its_prompt(packing, fused):
-    """Also last tokens, a prompt once per completion that shares it, and that of an empty completion."""
+@pytest.mark.parametrize(("fused", "has_filler"), [(True, False), (False, False), (True, True)])
+def test_a_pass_counts_every_token_of_every_completion_with_its_prompt(packing, fused, has_filler):
+    """Also last tokens, a prompt once per completion that shares it, and that of an empty completion; but no token of
+    the filler with which sharded weights run the encoder of images."""
     model = tiny_experts()
     model.config.output_router_logits = False
     forward_pass = ForwardPass(model, torch.device("cpu"))
     forward_pass.packing, forward_pass.fused, forward_pass.reads_routers = packing, fused, True
+    if has_filler:
+        forward_pass.image_filler = [2, 4, 6, 8, 10], None
     with fused_head(model):
         forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
     sums = forward_pass.router_sums

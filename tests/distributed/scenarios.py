@@ -109,6 +109,16 @@ def resumed_snapshot(rank, directory, **how):
     return resumed(rank, directory, reference="snapshot", reference_reset_steps=3, steps=(3, 4), **how)
 
 
+def resumed_reference(rank, directory, **how):
+    """A KL reference that follows the policy, in the middle of a generation."""
+    if rank == 0:
+        tiny_model().save_pretrained(directory / "model")
+    torch.distributed.barrier()
+    settings = {"trainer_class": GRPOTrainer, "model": str(directory / "model"), "beta": 0.1, "sync_ref_model": True}
+    settings |= {"ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.9, "max_steps": 4}
+    return resumed(rank, directory, steps=(3,), **settings | how)
+
+
 def corrected(rank, directory, **how):
     """The correction of log-probs that an engine gives."""
     settings = HALF | CORRECTION | {"group_layout": "split", "max_steps": 4} | how
@@ -220,6 +230,7 @@ def replayed(rank, directory, name, **how):
 
 
 BY_ALL = {"corrected": corrected, "grpo": grpo, "asleep": asleep}  # by all kinds
+BY_ALL |= {"resumed reference": resumed_reference}
 GENERATING = {"drawn again": drawn_again, "benchmarks": benchmarks}
 DDP = {name: partial(replayed, name=name) for name in REPLAYED} | BY_ALL | GENERATING
 DDP |= {

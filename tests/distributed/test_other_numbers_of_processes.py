@@ -48,9 +48,10 @@ def train(directory, number, name, resume=None):
 
 def train_sliced(directory, number, resume=None):
     settings = SHARED | SLICED | {"per_device_train_batch_size": 6 // number, "trainer_class": GRPOTrainer}
-    trainer = build_trainer(directory / "sliced", replay=Replay(), **settings)
+    trainer = build_trainer(directory / "sliced", replay=Replay(logprobs=-5.0), **settings)
     trainer.train(resume_from_checkpoint=resume)
-    return trainable_weights(trainer.model)
+    mismatch = [{k: x for k, x in e.items() if k.startswith("sampling/")} for e in trainer.state.log_history]
+    return {"weights": trainable_weights(trainer.model), "mismatch": mismatch}
 
 
 def refusal_of_another_number(directory, number) -> str:
@@ -122,8 +123,11 @@ def test_the_weights_are_those_of_a_run_without_a_stop(request, name, change, nu
 def test_steps_of_mixed_slots_do_not_depend_on_the_number_of_processes(three):
     """And do not continue on another one."""
     start = trainable_weights(tiny_model())
-    alone, shared = ({key: weights[key] - start[key] for key in start} for weights in three["sliced"])
+    alone, shared = ({key: run["weights"][key] - start[key] for key in start} for run in three["sliced"])
     assert relative_error(shared, alone) < 1e-5
+    for expected, measured in zip(*(run["mismatch"] for run in three["sliced"]), strict=True):
+        assert measured == pytest.approx(expected, rel=1e-4)
+    assert any(three["sliced"][0]["mismatch"])
 
 
 def train_with_server(directory, model, url, number, resume=None):

@@ -6,10 +6,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from support.models import RELATIVE, relative_error
+from support.models import LORA, RELATIVE, relative_error
 from support.processes import on_two
 from support.rollouts import Replay
 from support.runs import Recorder, build_trainer, out_of_memory_in
+from support.seeds import shifted
 from support.sharding import FSDP_SETTINGS, let_accelerate_shard_on_cpu
 
 from pacs_trl import GRPOTrainer, PACSTrainer
@@ -22,21 +23,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 # Two completions per micro-batch and two micro-batches per process; or one of four.
 TWO = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4}
 ONE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
-# Method, batch sizes, and the pass with gradient in which the second process runs out of memory.
+# Method, settings, and the pass with gradient in which the second process runs out of memory.
 STEPS = {
     "PACS, last pass": (PACSTrainer, TWO, 2),
     "PACS, second update": (PACSTrainer, TWO, 3),
     "GRPO, only pass": (GRPOTrainer, ONE, 1),
+    "GRPO with an adapter and a KL term": (GRPOTrainer, TWO | {"beta": 0.1, "more": {"peft_config": LORA}}, 2),
 }
 
 
 def repeated_steps(directory: Path) -> None:
     """Save the gradients of each case of this process, with and without a pass that fails."""
     rank, outcomes = int(os.environ["RANK"]), {}
-    for name, (trainer_class, sizes, number) in STEPS.items():
+    for name, (trainer_class, settings, number) in STEPS.items():
         for fails in (False, True):
             replay = Replay(uniform_groups=0)
-            trainer = build_trainer(directory, replay=replay, trainer_class=trainer_class, max_steps=2, **sizes)
+            torch.manual_seed(shifted(0))  # of the adapter
+            trainer = build_trainer(directory, replay=replay, trainer_class=trainer_class, max_steps=2, **settings)
             recorder = Recorder()
             trainer.add_callback(recorder)
             if fails and rank == 1:

@@ -97,6 +97,12 @@ def test_shards_resume_snapshot_and_rows(request, kind):
     assert first["again"] == second["again"] == {3: True, 4: True}
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_reference_that_follows_the_policy_is_resumed(request, kind):
+    first, second = both(request.getfixturevalue(kind), "resumed reference")
+    assert first["again"] == second["again"] == {3: True}
+
+
 @pytest.mark.parametrize("kind", TWO_KINDS)
 def test_a_second_draw_and_rewards_that_need_the_policy(request, kind):
     first, second = both(request.getfixturevalue(kind), "drawn again")

@@ -164,6 +164,37 @@ def test_each_example_names_its_environment_and_gets_the_tools_of_that_one(run, 
     assert asked == {"0": "so w?", "1": "so x1", "2": "so y?", "3": "so z3"}
 
 
+def test_observations_follow_prompts_of_content_blocks(run, settings, tmp_path, monkeypatch):
+    """Also those that are blocks. An image, which would not reach the model, is refused before it is loaded."""
+    (tmp_path / "blocks.py").write_text(
+        "from datasets import Dataset\n"
+        "class Text:\n    def reset(self, word, **columns):\n        return word\n"
+        "    def get_reward(self):\n        return 1\n"
+        "class Blocks(Text):\n    def reset(self, word, **columns):\n"
+        "        return [{'type': 'text', 'text': word}, {'type': 'text', 'text': '!'}]\n"
+        "class Nothing(Text):\n    def reset(self, **columns):\n        pass\n"
+        "class Image(Text):\n    def reset(self, word, **columns):\n"
+        "        return word if word == 'x' else [{'type': 'image', 'image': None}]\n"
+        "class Spec:\n    def __init__(self, factory, words='xy'):\n        self.environment_factory = factory\n"
+        "        content = [{'type': 'text', 'text': 'so '}]\n"
+        "        prompts = [[{'role': 'user', 'content': content}]] * 2\n"
+        "        self.train_dataset = Dataset.from_dict({'prompt': prompts, 'word': list(words)})\n"
+        "text, blocks, nothing, image = Spec(Text), Spec(Blocks), Spec(Nothing), Spec(Image, 'ix')\n"
+        "late_image = Spec(Image)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    few = {"max_problems": 2, "n": 1, "k": "1"}
+    for name, end in (("text", "{}"), ("blocks", "{}!"), ("nothing", "")):
+        run(settings | {"output_dir": str(tmp_path / name)}, benchmarks=f"blocks:{name}", **few)
+        asked = {record["problem"]: record["conversation"][0]["content"] for record in records(tmp_path / name)}
+        assert asked == {"0": "so " + end.format("x"), "1": "so " + end.format("y")}
+    with pytest.raises(ValueError, match="`reset` of the environment Image returned an image"):
+        run(settings | {"output_dir": str(tmp_path / "late")}, benchmarks="blocks:late_image", **few)
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("started"))
+    with pytest.raises(ValueError, match="`reset` of the environment Image returned an image"):
+        run(settings | {"output_dir": str(tmp_path / "first")}, benchmarks="blocks:image", **few)
+
+
 def test_starts_that_are_not_known_to_be_equal_are_warned_of_once(run, settings, tmp_path, monkeypatch, caplog):
     """Of an environment whose state may be outside of this process, unless `reset` gets a seed."""
     (tmp_path / "outside.py").write_text(

@@ -20,7 +20,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.requests import Completion, render_prompt
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.run import evaluate, load_benchmarks, missing_requests
+from pacs_trl.evaluation.run import evaluate, load_benchmarks, requests_to_generate
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
 
@@ -148,14 +148,17 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(run, arguments, 
 def test_a_group_with_a_hole_is_generated_again_as_a_whole(arguments):
     args = EvaluationArguments(**arguments)
     (benchmark,) = load_benchmarks(args)
-    everything = missing_requests(args, benchmark, set())
+    everything = requests_to_generate(args, benchmark, set())
     assert len({request.seed for request in everything}) == len(everything) == 96
     keys = [(request.problem_id, request.sample) for request in everything]
     # 96 requests in groups of 20; the holes are in the second and in the last, which has 16.
-    missing = missing_requests(args, benchmark, set(keys) - {keys[25], keys[95]})
+    missing = requests_to_generate(args, benchmark, set(keys) - {keys[25], keys[95]})
     assert missing == everything[20:40] + everything[80:]
     server = dataclasses.replace(args, engine="server")
-    assert missing_requests(server, benchmark, set(keys) - {keys[25], keys[95]}) == [everything[25], everything[95]]
+    assert requests_to_generate(server, benchmark, set(keys) - {keys[25], keys[95]}) == [
+        everything[25],
+        everything[95],
+    ]
 
 
 def command_line(arguments, **changes):
@@ -231,6 +234,27 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
     for name, digest in (("other-template", "text_digest"), ("other-weights", "digest")):
         with pytest.raises(ValueError, match=rf"model.{digest}: '\w{{16}}' != '\w{{16}}'"):
             run(arguments, model=str(tmp_path / name))
+
+
+def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint, checkpoint_with_code, tmp_path):
+    """Its completions are those of the same weights in transformers, and the setting keeps stored samples."""
+    plain = arguments | {"output_dir": str(tmp_path / "plain")}
+    expected = run(plain)
+    own = arguments | {"model": checkpoint_with_code(checkpoint)}
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        run(own)
+    results = run(own, trust_remote_code=True)
+    assert results["benchmarks"] == expected["benchmarks"]
+    assert run(plain, trust_remote_code=True)["benchmarks"] == expected["benchmarks"]
+    (code,) = Path(own["model"]).glob("*.py")
+    code.write_text(code.read_text() + "# changed\n")
+    with pytest.raises(ValueError, match=r"model.code_digest: '\w{16}' != '\w{16}'"):
+        run(own, trust_remote_code=True)
+
+
+def test_code_of_a_checkpoint_is_not_run_by_a_server(arguments):
+    with pytest.raises(ValueError, match="trust_remote_code would be ignored with engine 'server'"):
+        EvaluationArguments(**{**arguments, "engine": "server", "trust_remote_code": True})
 
 
 def test_a_full_disk_keeps_what_was_generated(run, arguments, tmp_path, capsys):

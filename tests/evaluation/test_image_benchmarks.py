@@ -15,7 +15,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.evaluation.engines import TransformersEngine, openai_messages
 from pacs_trl.evaluation.requests import SamplingSettings
-from pacs_trl.evaluation.run import evaluate, missing_requests
+from pacs_trl.evaluation.run import evaluate, requests_to_generate
 from pacs_trl.update.prompt_images import process_prompt
 from pacs_trl.verification import Verifier
 
@@ -35,7 +35,7 @@ def benchmark_file(tmp_path):
 def requests_of(path, n=2):
     args = EvaluationArguments("model", str(path), str(path.parent), n=n, prompt_instruction="", engine="transformers")
     benchmark = load_benchmark(str(path))
-    return missing_requests(args, benchmark, set())
+    return requests_to_generate(args, benchmark, set())
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "idefics3"])

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from support.models import TOKENIZER
 from support.problems import CRITIC_PROMPT
 from support.seeds import shifted
 from support.tolerances import rounding_atol
@@ -15,6 +16,7 @@ from pacs_trl.experimental._critic import (
     Actor,
     CriticPrompt,
     State,
+    answer_length,
     border_lambdas,
     critic_rewards,
     reinforce_losses,
@@ -180,3 +182,15 @@ def test_what_is_written_is_read():
     prompt = CriticPrompt(CRITIC_PROMPT)
     assert prompt.tags == ("<", ">")
     assert all(prompt.parse(f"30+8=38 <{i}>") == i / 10 for i in range(11))
+
+
+@pytest.mark.parametrize(
+    "text", ["7</answer>", "7</answer> and </answer>.", "no tag", "", "late </answer>|more</answer>"]
+)
+def test_an_answer_ends_at_its_first_tag_or_end_token(text):
+    """`|` stands for the end token."""
+    ids = [TOKENIZER.eos_token_id if c == "|" else TOKENIZER(c)["input_ids"][0] for c in text]
+    end = ids.index(TOKENIZER.eos_token_id) + 1 if TOKENIZER.eos_token_id in ids else len(ids)
+    first = next((n for n in range(1, end) if "</answer>" in TOKENIZER.decode(ids[:n])), end)
+    assert answer_length(TOKENIZER, ids, "</answer>", {TOKENIZER.eos_token_id}) == first
+    assert answer_length(TOKENIZER, ids, None, {TOKENIZER.eos_token_id}) == end

@@ -92,6 +92,14 @@ def test_metrics_equal_those_worked_by_hand():
     assert metrics == pytest.approx({"steer/weight_mean": (1 + 0.8 ** (LN2 / 0.75) + 0.8) / 3}, rel=1e-5)
 
 
+def test_completions_without_tokens_have_no_sensitivities():
+    """As a micro-batch of masked completions alone, whose routers are read; `begin` does not count them."""
+    empty, mask = torch.zeros(2, 0), torch.zeros(2, 0, dtype=torch.bool)
+    tokens = TokenValues(empty, empty, empty, empty, empty, torch.zeros(2, 1), mask)
+    smallest, largest = SteerWeights().completion_values(tokens)
+    assert smallest.tolist() == [math.inf] * 2 and largest.tolist() == [0.0] * 2
+
+
 STEER = {"token_weight_min": 0.5, "max_steps": 4, "trainer_class": STEERTrainer}
 LINEAR = {"token_weight_mapping": "linear", "token_weight_max": 1.5}
 

@@ -9,6 +9,7 @@ from pacs_trl.plan.check import main
 
 
 FSDP2 = ("--accelerate-config", "recipes/accelerate_configs/fsdp2_8x8.yaml")
+DDP = ("--accelerate-config", "recipes/accelerate_configs/ddp.yaml")
 ZERO2 = ("--accelerate-config", "recipes/accelerate_configs/zero2.yaml")
 ZERO3 = ("--accelerate-config", "recipes/accelerate_configs/zero3.yaml")
 NOBODY, THREE, EIGHT = (("--num-processes", n) for n in ("0", "3", "8"))
@@ -37,6 +38,9 @@ BAD = {"reward_funcs": ["maths_reward"], "tools": ["run_pyton"]}
 # 59.9 GiB of training state on one process; 0.95 x 131.3 GiB leave 64.8 GiB, 0.494 of the memory
 FITTING = {"use_vllm": True, "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.48}
 CONTINUOUS = {"use_vllm": True, "vllm_mode": "server", "rollout_schedule": "continuous", "steps_per_generation": 4}
+AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
+QWEN_14B, QWEN_32B = ({"model_name_or_path": f"Qwen/Qwen3-{size}"} for size in ("14B", "32B"))
+LORA = {"use_peft": True, "gradient_checkpointing": True, "dtype": "bfloat16"}
 LARGE, LARGER = (FITTING | {"vllm_gpu_memory_utilization": share} for share in (0.75, 0.8))
 
 # Arguments, changes of the recipe, exit status, words of the output ("no: " those that it does not have).
@@ -98,6 +102,31 @@ SAID = {
     "vLLM, sharded": (FSDP2, LARGE, 0),
     "vLLM, small": ((), FITTING, 0),
     "vLLM, awake": ((), FITTING | {"vllm_enable_sleep_mode": False}, 1, "vllm_enable_sleep_mode: true"),
+    # 14.8e9 weights are 27.5 GiB in bfloat16, and 0.3 of 74.5 GiB 22.4
+    "vLLM, smaller than the model": (
+        ("--gpu", "h100-80"), LORA | FITTING | QWEN_14B | {"vllm_gpu_memory_utilization": 0.3}, 1,
+        "0.3 gives vLLM 22.4 of 75 GiB on an H100", "need 27.8 GiB", "set it to 0.4 or more.", "DOES NOT FIT",
+    ),
+    "vLLM, tensor parallelism": (
+        (*ONE_NODE, "--gpu", "h100-80"), LORA | FITTING | QWEN_32B, 1,
+        "gives vLLM 35.8 of 75 GiB", "need 61.5 GiB", "no: set it to",
+        "To make them fit, set vllm_tensor_parallel_size: 2, use a GPU with more memory or set vllm_mode: server.",
+    ),
+    # 59.9 GiB for training leave 10.9 GiB, of which 0.1 is less than 8.04e9 bytes of weights
+    "vLLM, no share": (
+        ("--gpu", "h100-80"), FITTING | AUTO, 1,
+        "and training needs 60 GiB. To make both fit, shard the training state (fsdp2.yaml), use a GPU with more "
+        "memory or set vllm_mode: server", "no: set it to",
+    ),
+    "vLLM, no share with DDP": (
+        (*DDP, "--gpu", "h100-80"), FITTING | AUTO, 1,
+        "shard the training state", "no: 0.1", "no: or less",
+    ),
+    # of 14.8e9 weights 13.2e9 in layers with 0.56 bytes and 1.6e9 with two
+    "four bits": (("--gpu", "rtx4090"), LORA | QWEN_14B | AUTO | {"load_in_4bit": True}, 0,
+                  "training state       10.", "of 22 GiB on an RTX 4090: fits", "8 bytes per trained weight",
+                  "0.714 per frozen weight", "no: 16 bytes"),
+    "DDP": (DDP, SMALL, 0, "20 bytes per trained weight (weight 4, gradient 4, moments 8, DDP's buckets 4)."),
     "vLLM server": ((), FITTING | {"vllm_mode": "server", "vllm_gpu_memory_utilization": 0.9}, 0),
     "continuous, adapters": ((), CONTINUOUS | {"use_peft": True, "vllm_sync_adapter": True}, 0,
                              "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve",

@@ -73,9 +73,14 @@ def test_forward_flops_equal_the_counter_of_torch():
 
 def test_training_state_equals_that_worked_by_hand():
     trained = {"trained": 10.0, "frozen": 0.0, "frozen_bytes": 0}
-    assert cost.training_state_bytes(**trained, sharding="none", processes=4) == 160
+    assert cost.training_state_bytes(**trained, sharding="none", processes=1) == 160
+    assert cost.training_state_bytes(**trained, sharding="none", processes=8) == 200  # DDP has buckets
     assert cost.training_state_bytes(**trained, sharding="gradients", processes=4) == 20 + 40
     assert cost.training_state_bytes(**trained, sharding="full", processes=4) == 40
+    half = {**trained, "trained_bytes": cost.TrainedBytes(2, 2, 4)}
+    assert cost.training_state_bytes(**half, sharding="none", processes=1) == 80
+    assert cost.training_state_bytes(**half, sharding="none", processes=8) == 100
+    assert cost.training_state_bytes(**half, sharding="full", processes=8) == 10
     assert cost.training_state_bytes(1.0, 100.0, frozen_bytes=2, sharding="none", processes=1) == 16 + 200
 
 

@@ -73,6 +73,20 @@ def test_a_copy_of_the_weights_of_a_server_takes_memory(estimate_of):
     assert states[1] - states[0] == pytest.approx(4 * PARAMETERS / 64)  # sharded
 
 
+def test_tensor_parallelism_of_a_colocated_engine_divides_its_weights(estimate_of):
+    """32.8e9 weights of 2 bytes leave little of 0.6 x 141e9 bytes for keys and values, a fourth of them 68e9 bytes."""
+    settings = LORA | CORRECTED | {"model_name_or_path": "Qwen/Qwen3-32B", "vllm_gpu_memory_utilization": 0.6}
+    one, four = (estimate_of(**settings, vllm_tensor_parallel_size=n).costs for n in (1, 4))
+    assert one.engine == four.engine == 0.6 * 141e9
+    weights, cache = 2 * one.shape.parameters, one.shape.kv_bytes_per_token * 2024  # of a prompt of 1,024 tokens
+    assert one.engine_needed == weights + cache and four.engine_needed == weights / 4 + cache / 4
+    assert one.generating(350) > four.generating(350)
+    sixteen = estimate_of(**settings, vllm_tensor_parallel_size=16).costs
+    assert sixteen.engine_needed == weights / 16 + cache / 8  # of eight heads of keys each GPU has at least one
+    limited = estimate_of(**settings, vllm_max_model_length=4048).costs
+    assert limited.engine_needed == weights + 2 * cache
+
+
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
     engine_process = {"use_vllm": False, "rollout_lag": 2}
@@ -144,8 +158,9 @@ def test_training_state_has_16_bytes_per_trained_weight_and_4_per_copy(estimate_
 
 
 def test_checkpoint_size_is_printed(estimate_of):
-    """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot."""
-    for settings, size in (({}, 12), (SNAPSHOT, 16), (PPO, 24)):
+    """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot or a reference that follows."""
+    followed = KL | {"sync_ref_model": True}
+    for settings, size in (({}, 12), (SNAPSHOT, 16), (KL, 12), (followed, 16), (PPO, 24)):
         assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in estimate_of(**settings).text(350)
 
 
@@ -162,3 +177,11 @@ def test_the_critic_has_a_size_of_its_own(estimate_of):
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(estimate_of):
     assert estimate_of(**LORA | KL).costs.state == estimate_of(**LORA).costs.state
     assert estimate_of(**LORA | {"lora_r": 512}).costs.state > estimate_of(**LORA | {"lora_r": 1}).costs.state
+
+
+def test_the_shape_of_a_model_with_its_own_code_is_read_where_its_code_is_trusted(
+    estimate_of, model_path, checkpoint_with_code
+):
+    plain = estimate_of(model_name_or_path=model_path)
+    own = estimate_of(model_name_or_path=checkpoint_with_code(model_path), trust_remote_code=True)
+    assert own.model.num_parameters() == plain.model.num_parameters()

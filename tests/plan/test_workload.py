@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from pacs_trl.plan import cost
 from pacs_trl.plan.cost import GIB, GPUS, RECOMPUTATIONS
 from pacs_trl.plan.estimates import Costs, Estimate
 from pacs_trl.plan.launch import Launch
@@ -87,6 +88,70 @@ def test_what_is_set_is_not_chosen():
     assert costs(max_tokens_per_micro_batch=None).choice.max_tokens is None
     fixed = costs(gradient_checkpointing=False, max_tokens_per_micro_batch=5000)
     assert fixed.choice[:2] == ("none", 5000) and fixed.tokens == 5000
+
+
+# 28 layers of 50.3e6 weights, and 151,936 x 2,048 of the embedding, which is the head too
+SHAPE = cost.KNOWN_MODELS["Qwen/Qwen3-1.7B"]
+IN_LAYERS, EMBEDDED = 28 * SHAPE.layer_parameters, 151_936 * 2048
+HALF, ADAPTER = {"dtype": "bfloat16"}, {"dtype": "bfloat16", "use_peft": True}
+FOUR_BITS, DOUBLE = {"load_in_4bit": True}, {"load_in_4bit": True, "use_bnb_nested_quant": True}
+
+
+def on_average(layer_bytes: float, other_bytes: float) -> float:
+    return (layer_bytes * IN_LAYERS + other_bytes * (SHAPE.parameters - IN_LAYERS)) / SHAPE.parameters
+
+
+BYTES_PER_WEIGHT = {
+    "float32": ({}, 4, (4, 4, 8)),
+    "bfloat16": (HALF, 2, (2, 2, 4)),
+    "8-bit Adam": ({"optim": "adamw_torch_8bit"}, 4, (4, 4, 2)),
+    "8-bit Adam, embeddings": ({"optim": "adamw_bnb_8bit"}, 4, (4, 4, 2 + 6 * EMBEDDED / SHAPE.parameters)),
+    "bfloat16, 8-bit Adam": (HALF | {"optim": "adamw_torch_8bit"}, 2, (2, 2, 2)),
+    "SGD": ({"optim": "sgd"}, 4, (4, 4, 0)),
+    "SGD with momentum": ({"optim": "sgd", "optim_args": "momentum=0.9"}, 4, (4, 4, 4)),
+    "32-bit moments": (HALF | {"optim": "paged_adamw_32bit"}, 2, (2, 2, 8)),
+    "adapter": (ADAPTER, 2, (4, 4, 8)),
+    "adapter, 8-bit Adam": (ADAPTER | {"optim": "adamw_8bit"}, 2, (4, 4, 2)),
+    "8 bits": (ADAPTER | {"load_in_8bit": True}, on_average(1, 2), (2, 2, 4)),
+    "4 bits": (ADAPTER | FOUR_BITS, on_average(0.5 + 4 / 64, 2), (2, 2, 4)),
+    "4 bits, embeddings in float32": (FOUR_BITS | {"use_peft": True}, on_average(0.5625, 4), (2, 2, 4)),
+    "4 bits, double": (ADAPTER | DOUBLE, on_average(0.5 + (1 + 4 / 256) / 64, 2), (2, 2, 4)),
+}
+
+
+@pytest.mark.parametrize(("settings", "frozen", "trained"), BYTES_PER_WEIGHT.values(), ids=BYTES_PER_WEIGHT)
+def test_bytes_per_weight_follow_from_dtype_optimizer_and_quantization(settings, frozen, trained):
+    estimated = costs(**settings)
+    assert estimated.weights.frozen == pytest.approx(frozen)
+    assert estimated.weights.trained == pytest.approx(trained) and not estimated.weights.assumptions
+    number_frozen = SHAPE.parameters if "use_peft" in settings else 0
+    assert estimated.state == pytest.approx(frozen * number_frozen + sum(trained) * estimated.trained)
+
+
+def test_sharded_training_keeps_float32_copies_of_half_precision_weights():
+    """With mixed precision, also of the adapter of a quantized model."""
+    for settings in (HALF, ADAPTER | FOUR_BITS):
+        recipe = Recipe.from_settings({**SETTINGS, **AUTO, **settings}, 8)
+        sharded = Estimate(recipe, Launch(8, "full", "eight processes", "FSDP", 2, "bf16")).costs
+        assert sharded.weights.trained == (4, 4, 8)
+
+
+def test_what_is_not_known_about_weights_is_assumed_in_words(plan):
+    _, output = plan(**SETTINGS | {"optim": "adafactor"})
+    assert "  - optim: adafactor is counted with two moments per weight, as Adam has." in output
+    _, output = plan(**SETTINGS | {"dtype": "auto"})
+    assert "8 bytes per trained weight (weight 2, gradient 2, moments 4)." in output
+    assert "  - dtype: auto is counted as half precision." in output
+    quantization = {"quant_method": "awq", "bits": 4}
+    _, output = plan(**SETTINGS | ADAPTER | {"model_init_kwargs": {"quantization_config": quantization}})
+    assert "  - Weights that are quantized with awq are counted with 2 bytes." in output
+
+
+def test_a_quantized_engine_needs_less_memory():
+    """As the trainer does, in layers; the embedding has two bytes."""
+    settings = ADAPTER | {"use_vllm": True, "vllm_max_model_length": 4096}
+    plain, quantized = (costs(**settings, load_in_4bit=bits).engine_needed for bits in (False, True))
+    assert plain - quantized == pytest.approx((2 - 0.5625) * IN_LAYERS)
 
 
 def test_on_a_cpu_nothing_is_recomputed():

@@ -54,6 +54,16 @@ def test_a_report_has_tables_curves_and_training_figures(results_factory, tmp_pa
     assert text.count("| PACS | 128 | 2 |") == 3 and "012345678" in text
 
 
+@pytest.mark.parametrize(("newest", "last_step"), [(40, 60), (60, 60), (80, 80)])
+def test_an_extended_run_has_the_history_of_its_newest_checkpoint(tmp_path, newest, last_step):
+    for folder, step in ((".", 60), ("checkpoint-20", 20), (f"checkpoint-{newest}", newest)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        state = {"global_step": step, "log_history": [{"step": step, "folder": folder}]}
+        (tmp_path / folder / "trainer_state.json").write_text(json.dumps(state))
+    log = training_histories([f"PACS={tmp_path}"])["PACS"][0][-1]
+    assert log == {"step": last_step, "folder": "." if last_step == 60 else "checkpoint-80"}
+
+
 def test_a_report_begins_with_before_and_after(results_factory, tmp_path):
     """Before is the baseline, or else the method of the first file; the mean stands above the benchmarks, and tables
     are folded."""

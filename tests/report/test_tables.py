@@ -26,6 +26,21 @@ def test_runs_of_one_method_are_averaged_by_problem():
     assert lines[0][:3] == ["PACS", "128", "3"] and lines[0][header.index("k=8")] == tables.cell_text(cell)
 
 
+def test_spread_over_runs_is_that_of_the_problems_that_all_have_graded():
+    runs = [make_results("PACS", 0.5, seed=seed) for seed in range(3)]
+    for number, run in enumerate(runs):
+        run["benchmarks"]["aime_2024"]["problems"][number]["ungraded"] = 1
+    by_run = [100 * pass_at_k(128, counts(run)[3:], 8).mean() for run in runs]
+    cell = tables.pass_at_k_cells(runs, AIME, [8])[8]
+    assert (cell.value, cell.spread) == pytest.approx((np.mean(by_run), np.std(by_run, ddof=1)))
+    both = tables.pass_at_k_cells(runs, [*AIME, "aime_2025"], [8])[8]
+    by_run = [
+        (mean + 100 * pass_at_k(128, counts(run, "aime_2025"), 8).mean()) / 2
+        for mean, run in zip(by_run, runs, strict=True)
+    ]
+    assert (both.value, both.spread) == pytest.approx((np.mean(by_run), np.std(by_run, ddof=1)))
+
+
 def test_difference_to_a_baseline_has_the_paired_interval():
     base, tuned = make_results("GRPO", 0.4), make_results("PACS", 0.6, seed=1)
     cell = tables.paired_difference([tuned], [base], AIME, [4])[4]

@@ -10,7 +10,13 @@ from pacs_trl.plan.cost import checkpoint_bytes
 
 
 @pytest.mark.parametrize(
-    ("settings", "lora"), [({"reference": "snapshot"}, False), ({"steps_per_generation": 8}, False), ({}, True)]
+    ("settings", "lora"),
+    [
+        ({"reference": "snapshot"}, False),
+        ({"steps_per_generation": 8}, False),
+        ({"beta": 0.1, "sync_ref_model": True}, False),
+        ({}, True),
+    ],
 )
 def test_a_checkpoint_has_the_planned_size(tmp_path, settings, lora):
     """A checkpoint that is really written, of a model large enough for its weights to outweigh names and states."""
@@ -30,5 +36,8 @@ def test_a_checkpoint_has_the_planned_size(tmp_path, settings, lora):
     (checkpoint,) = tmp_path.glob("checkpoint-*")
     small = ("tokenizer", "pacs_state")  # of the miniature tokenizer, and of 64 rows of a few tokens
     written = sum(f.stat().st_size for f in checkpoint.iterdir() if not f.name.startswith(small))
-    planned = checkpoint_bytes(trained, snapshot="reference" in settings, row_tokens=rows)
+    reference = 4 * trained if "sync_ref_model" in settings else 0
+    planned = checkpoint_bytes(
+        trained, snapshot="reference" in settings, followed_reference=reference, row_tokens=rows
+    )
     assert written == pytest.approx(planned, rel=0.1)

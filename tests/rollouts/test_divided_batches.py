@@ -33,7 +33,7 @@ def test_a_batch_that_did_not_arrive_everywhere_is_generated_again_with_its_weig
 
 def test_an_overwritten_checkpoint_keeps_no_part_of_more_processes(tmp_path):
     kept = {"pacs_state_0.pt", "pacs_state_1.pt", "rng_state_0.pth", "rng_state_1.pth", "optimizer.pt"}
-    for name in (*kept, "pacs_state_2.pt", "rng_state_7.pth", "pacs_reference_3.pt"):
+    for name in (*kept, "pacs_state_2.pt", "rng_state_7.pth", "pacs_reference_3.pt", "kl_reference_2.pt"):
         (tmp_path / name).touch()
     remove_parts_of_missing_processes(tmp_path, 2)
     assert {file.name for file in tmp_path.iterdir()} == kept

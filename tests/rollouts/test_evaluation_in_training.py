@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from support.models import LORA, assert_same_models, trainable_weights
 from support.problems import held_out
 from support.rollouts import Parity, addition_dataset, digit_reward
@@ -47,6 +48,18 @@ def test_a_run_with_evaluations_learns_the_same(tmp_path, model_path, trainer_cl
     evaluated.train()
     assert sum("eval_reward" in entry and "eval_pass@4" in entry for entry in evaluated.state.log_history) == 4
     assert_same_models(plain, evaluated)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_prompts_of_an_evaluation_may_be_longer_than_micro_batches_of_training(tmp_path, model_path, trainer_class):
+    """An evaluation keeps no activations. The limit of training stays as it is."""
+    long_prompts = Dataset.from_list([{"prompt": [{"role": "user", "content": str(n) * 130}]} for n in range(4)])
+    settings = {"max_tokens_per_micro_batch": 60, "eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    trainer = build(trainer_class, tmp_path, model_path, {"eval_dataset": long_prompts}, **settings)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert len(losses) == 2 and np.isfinite(losses).all()
+    assert trainer.update.driver.limits.max_tokens == 60
 
 
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, PPOTrainer])

@@ -5,22 +5,25 @@ import math
 
 import pytest
 import torch
+from peft import LoraConfig
 from support.models import RELATIVE, relative_error, tiny_model
 from support.rollouts import Replay
 from support.runs import Recorder, build_trainer, config, out_of_memory_in
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
 from pacs_trl.errors import FailedRun
+from pacs_trl.experimental.verl import VERLTrainer
+from pacs_trl.plan import cost
 from pacs_trl.rollouts import memory
-from pacs_trl.rollouts.memory import DeviceMemory
+from pacs_trl.rollouts.memory import DeviceMemory, StartOfUpdate
 
 
 AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
 MODEL = tiny_model()
-# 16 bytes per weight, of 17 kB; the rest is for activations. A micro-batch of 32 rollouts has about 1,000 tokens.
-STATE = 16 * sum(parameter.numel() for parameter in MODEL.parameters())
+# 8 bytes per weight with SGD; the rest is for activations. A micro-batch of 32 rollouts has about 1,000 tokens.
+STATE = 8 * sum(parameter.numel() for parameter in MODEL.parameters())
 
 
 def on_device(monkeypatch, room: float) -> None:
@@ -130,6 +133,47 @@ def test_a_completion_that_does_not_fit_is_refused_before_the_model_is_loaded(tm
         build_trainer(tmp_path, model=str(tmp_path / "model"), replay=Replay(), **AUTO)
 
 
+def test_code_of_a_checkpoint_is_trusted_as_by_loaders(tmp_path, monkeypatch, model_path, checkpoint_with_code):
+    on_device(monkeypatch, 1e9)
+    settings = {"model": checkpoint_with_code(model_path, "qwen3"), "trust_remote_code": True} | AUTO
+    assert build_trainer(tmp_path, replay=Replay(), **settings).memory.plan.workload is not None
+
+
+def test_quantized_weights_leave_more_room(tmp_path, monkeypatch):
+    """Of 4 bytes, a weight of the layers keeps 1 / 2 and a sixteenth; of the 16 of one of the adapter 8 stay."""
+    MODEL.save_pretrained(tmp_path / "model")
+    on_device(monkeypatch, 1e9)
+    args, adapter = config(tmp_path, **AUTO, optim="adamw_torch"), LoraConfig(r=4)
+    rooms = [
+        memory.plan_memory(str(tmp_path / "model"), args, adapter, 100, quantization_config=quantization).room
+        for quantization in (None, BitsAndBytesConfig(load_in_4bit=True))
+    ]
+    shape = cost.shape_of(MODEL.config.to_dict())
+    in_layers = shape.num_layers * shape.layer_parameters
+    saved = (4 - 0.5625) * in_layers + 8 * cost.lora_parameters(shape, 4)
+    assert rooms[1] - rooms[0] == pytest.approx(saved, abs=1)
+
+
+def test_weights_that_are_packed_count_with_the_bytes_that_they_have(tmp_path, monkeypatch):
+    """Of a loaded model, bfloat16 weights stand in for packed ones."""
+    on_device(monkeypatch, 1e9)
+    plans = [
+        memory.plan_memory(tiny_model().to(dtype), config(tmp_path, **AUTO), LoraConfig(r=4), 100)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    assert plans[1].room - plans[0].room == pytest.approx(2 * STATE / 8, abs=1)
+
+
+def test_an_optimizer_that_is_not_known_is_not_refused(tmp_path, monkeypatch, caplog):
+    """Adafactor needs less than the two moments that are counted. The longest completion, 1,040 tokens, and all is
+    computed again."""
+    on_device(monkeypatch, 1030 * 3208 / 0.9)
+    caplog.set_level("WARNING", memory.__name__)
+    plan = memory.plan_memory(MODEL, config(tmp_path, **AUTO, optim="adafactor"), None, None)
+    assert plan.choice[:2] == ("full", 1040) and plan.fits(plan.choice)
+    assert "may not fit" in caplog.text and "optim: adafactor is counted with two moments" in caplog.text
+
+
 def test_auto_is_for_an_exact_update():
     with pytest.raises(ValueError, match="gradient_checkpointing: true"):
         config("", PPOConfig, gradient_checkpointing="auto")
@@ -172,6 +216,22 @@ def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys
     assert capsys.readouterr().out.count("Out of memory in optimizer step") == 1
 
 
+def test_running_means_of_the_abandoned_attempt_do_not_count(tmp_path):
+    """The second update reads the means after the first, and fails once."""
+    runs = []
+    for fails in (False, True):
+        settings = {"trainer_class": VERLTrainer, "hidden_state_stride": 3}
+        trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **settings)
+        if fails:
+            out_of_memory_in(trainer, 2)
+        trainer.train()
+        norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+        runs.append((trainer.verl_means, norms))
+    (means, norms), (means_again, norms_again) = runs
+    assert means_again == pytest.approx(means, rel=1e-5)
+    assert norms_again == pytest.approx(norms, rel=1e-4)
+
+
 def test_later_steps_of_a_rollout_have_smaller_micro_batches(tmp_path):
     """Also those whose micro-batches were made before memory ran out."""
     settings = {"num_generations": 8, "steps_per_generation": 2, "group_layout": "whole"}
@@ -204,7 +264,7 @@ def test_work_and_metrics_return_to_the_start_of_an_update(tmp_path):
     trainer = build_trainer(tmp_path, replay=Replay())
     trainer._metrics["train"]["before"].append(1.0)
     trainer.timer.work["trained"] = 5
-    start, numbers = trainer.memory._start_of_update(), []
+    start, numbers = StartOfUpdate(trainer), []
     for _ in range(2):
         numbers.append(torch.rand(3))
         trainer.record_metrics({"before": 2.0, "during": 3.0})

@@ -5,6 +5,7 @@ that wait in the middle of a generation, the reference and the optimizer all hav
 """
 
 import errno
+import json
 import logging
 import math
 import os
@@ -435,3 +436,16 @@ def test_snapshot_that_does_not_fit(tmp_path):
     (checkpoint / "pacs_reference_0.pt").unlink()
     with pytest.raises((ValueError, FileNotFoundError), match="pacs_reference_0.pt"):
         trained(tmp_path / "again", resume=str(checkpoint), max_steps=2, reference="snapshot")
+
+
+def test_checkpoint_without_the_reference_that_followed_the_policy(tmp_path):
+    """Written by a version that did not save it: a run with the start model would be another one."""
+    settings = {"trainer_class": GRPOTrainer, "beta": 0.1, "sync_ref_model": True, "max_steps": 2}
+    trained(tmp_path / "full", **settings)
+    checkpoint = tmp_path / "full" / "checkpoint-1"
+    sizes = json.loads((checkpoint / FILE_LIST).read_text())
+    del sizes["kl_reference_0.pt"]
+    (checkpoint / FILE_LIST).write_text(json.dumps(sizes))
+    (checkpoint / "kl_reference_0.pt").unlink()
+    with pytest.raises(ValueError, match="did not save the reference that sync_ref_model changes. Start a new run"):
+        trained(tmp_path / "again", resume=str(checkpoint), **settings)

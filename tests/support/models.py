@@ -58,8 +58,10 @@ def load_weights(model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def assert_same_models(first, second) -> None:
-    """Policy, and critic if there is one, of two trainers, bit by bit."""
-    for name in ("model", "critic") if hasattr(first, "critic") else ("model",):
+    """Policy, and critic and KL reference if there are any, of two trainers, bit by bit."""
+    for name in ("model", "critic", "ref_model"):
+        if getattr(first, name, None) is None:
+            continue
         expected, weights = (trainable_weights(getattr(trainer, name)) for trainer in (first, second))
         assert all(torch.equal(weight, weights[key]) for key, weight in expected.items()), name
 

@@ -51,7 +51,7 @@ def test_weights_of_another_shape_are_refused():
     """Also those that `copy_` would broadcast."""
     snapshot = SnapshotReference(tiny_model())
     for wrong in (snapshot.state_dict()[1:], [copy[:1] for copy in snapshot.state_dict()]):
-        with pytest.raises(ValueError, match="snapshot of the checkpoint"):
+        with pytest.raises(ValueError, match="of the reference in the checkpoint do not fit"):
             snapshot.load_state_dict([copy.clone() for copy in wrong])
 
 

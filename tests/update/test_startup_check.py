@@ -12,6 +12,7 @@ from support.rollouts import Replay
 from support.runs import build_trainer
 from trl.trainer.utils import add_fused_lm_head, disable_dropout_in_model
 
+from pacs_trl.errors import UserError
 from pacs_trl.update.forward_pass import ForwardPass
 from pacs_trl.update.packed_states import Segments
 from pacs_trl.update.startup_check import choose_forward_pass, disable_noise
@@ -184,6 +185,26 @@ def test_models_that_are_refused():
     noisy.model.layers[0].mlp.register_forward_hook(lambda mlp, inputs, out: F.dropout(out, 0.5, mlp.training))
     with pytest.raises(ValueError, match="'qwen3'.*differences"):
         chosen(noisy)
+
+
+def test_attention_dropout_with_a_window_is_padded(caplog):
+    """Packed attention has no such dropout, and the log-probs are compared without dropout."""
+    for window, packing in ((None, "sdpa"), (8, None)):
+        layers = {} if window is None else {"layer_types": ["sliding_attention"] * 2}
+        model = tiny_model(attention_dropout=0.5, use_sliding_window=True, sliding_window=window, **layers)
+        forward_pass = scorer_of(model)
+        state = torch.get_rng_state()
+        choose_forward_pass(forward_pass, model.train(), training=False, has_dropout=True)
+        assert forward_pass.packing == packing and torch.equal(torch.get_rng_state(), state)
+        assert ("dropout" in caplog.text) == (packing is None)
+        with forward_pass.attention():
+            logps = torch.cat(forward_pass.compute_logps(model, PROMPTS, COMPLETIONS).logps)
+        assert logps.isfinite().all()
+    forward_pass.packing = "sdpa"  # as without the check
+    with forward_pass.attention(), pytest.raises(UserError, match="disable_dropout"):
+        forward_pass.compute_logps(model, PROMPTS, COMPLETIONS)
+    choose_forward_pass(forward_pass, model, training=False)  # of a model that is not trained
+    assert forward_pass.packing == "sdpa"
 
 
 def test_values_of_a_critic_are_exact(caplog):

@@ -53,12 +53,14 @@ class TestComparison:
 
 class TestLastProgram:
     @pytest.mark.parametrize(("completion", "program"), CASES["blocks"])
-    def test_the_last_block_is_the_program(self, completion, program):
+    def test_the_last_block_of_python_is_the_program(self, completion, program):
         assert last_program(completion) == program
 
     def test_time_is_linear(self):
         assert last_program("```python\n" * 20_000) is None
         assert last_program("`" * 200_000) is None
+        assert last_program("~" * 200_000 + "`") is None
+        assert last_program("```" + " " * 200_000 + "`") is None
 
 
 STDIN = {"type": "stdin_stdout", "cases": [{"input": "1", "output": "2"}]}

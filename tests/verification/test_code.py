@@ -77,6 +77,10 @@ class TestLevels:
             verifier.grade([block("print(3)")], [SUM])
         assert verifier._pool is None
 
+    def test_an_event_loop_is_refused(self, confined, verifier):
+        (execution,) = verifier.run(["import asyncio\nasyncio.run(asyncio.sleep(0))"], [""])
+        assert execution.outcome is Outcome.ERROR and "PermissionError: [Errno 1]" in execution.messages
+
     def test_a_layer_that_does_not_hold_is_not_believed(self, monkeypatch):
         """The probe decides, not what the worker says that it has installed."""
         monkeypatch.setattr(code, "_PROBE", code._PROBE.replace("not can(socket.socket)", "False"))

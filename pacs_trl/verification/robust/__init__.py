@@ -66,6 +66,8 @@ def grade(text: str, golds: tuple[str, ...]) -> Outcome:
     texts = [normalize(each) for each in answers.texts]
     if any(texts) and any(_is_right(gold, texts) for gold in gold_values):
         return Outcome.CORRECT
+    if answers.in_sentence and any(_is_right(gold, [normalize(answers.in_sentence)]) for gold in gold_values):
+        return Outcome.CORRECT
     if answers.unmarked and any(_is_answer_in_words(gold, answers.unmarked) for gold in gold_values):
         return Outcome.CORRECT
     return Outcome.WRONG if any(texts) else Outcome.NO_ANSWER

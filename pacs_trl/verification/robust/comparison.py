@@ -1,13 +1,15 @@
 """Comparison of an answer with a gold, kind by kind: choices, matrices, relations, sequences, ratios, and leaves."""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from sympy import Add, Basic, Expr, Mul, pi
 
 from .exact import is_carried_out, is_equal_expression, is_near, is_proportional
-from .intervals import intervals_of, is_label, is_same_intervals
+from .intervals import intervals_of, is_same_intervals
 from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
+from .quantities import combines_names, is_quantity, is_simple_quantity, names_in
 from .units import read_unit
 from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value
 
@@ -315,91 +317,104 @@ def _is_equal_based(gold: Any, answer: Any) -> bool:
     return answer.base == 10 and isinstance(gold, Leaf) and is_equal(gold, read_value(answer.digits))
 
 
-def _labelled_value(value: Any) -> Any:
-    """Return what a relation such as `x = 3`, `D = (0, 1)`, or `6 \\cdot 7 = 42` says about its label; `None` if it is
-    an equation, an inequality, or no relation."""
-    if not isinstance(value, Relation) or value.operators[-1] not in ("=", r"\in", r"\sim"):
+def _is_equal_relation(gold: Any, answer: Any) -> bool:
+    """Whether two relations are equal, or one of them states the value that the other is."""
+    if isinstance(answer, Relation) and answer.operators[-1] == r"\approx":
+        return _is_equal_approximation(gold, answer)
+    if isinstance(gold, Relation) and isinstance(answer, Relation):
+        return _is_same_relation(gold, answer)
+    if isinstance(gold, Relation):
+        return _is_value_in_gold(gold, answer)
+    return _is_value_in_answer(gold, answer)
+
+
+def _is_same_relation(gold: Relation, answer: Relation) -> bool:
+    gold_value, answer_value = _stated_value(gold), _stated_value(answer)
+    if gold_value is not None and answer_value is not None:
+        is_chain = len(gold.sides) > 2 or len(answer.sides) > 2
+        if is_chain or _defined_name(gold) == _defined_name(answer):
+            return is_equal(gold_value, answer_value)
+    return _same_equation(gold, answer)
+
+
+def _is_value_in_gold(gold: Relation, answer: Any) -> bool:
+    if isinstance(answer, Sequence) and (point := _point(gold)) is not None:
+        return is_equal(point, answer)
+    gold_value = _stated_value(gold, is_simple_quantity)
+    if isinstance(gold_value, Residue) and not isinstance(answer, Residue):
+        return False  # `x \\equiv 3 \\pmod 7` is many numbers
+    return gold_value is not None and is_equal(gold_value, answer)
+
+
+def _is_value_in_answer(gold: Any, answer: Relation) -> bool:
+    if isinstance(gold, Sequence) and (point := _point(answer)) is not None:
+        return is_equal(gold, point)
+    answer_value = _stated_value(answer)
+    if answer_value is None and _states_combination(answer):
+        answer_value = _read_side(answer.sides[1])
+    return answer_value is not None and is_equal(gold, answer_value)
+
+
+def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is_quantity) -> Any:
+    """Return the value that a relation states: `x = 3`, `E[X] = 3`, `12 = x`, `6 \\cdot 7 = 42`, `x = 6/2 = 3`, and
+    `D \\in S`; `None` if it is an inequality or an equation to solve."""
+    sides, operators = relation.sides, set(relation.operators)
+    first, last = sides[0], sides[-1]
+    if operators == {r"\in"} and len(sides) == 2:
+        return read_value(last, True)
+    if operators != {"="}:
         return None
-    if value.operators[-1] == r"\in":
-        return read_value(value.sides[-1], True) if len(value.sides) == 2 else None
-    if not all(operator == "=" for operator in value.operators):
-        return None
-    first = value.sides[0]
-    is_chain = len(value.sides) > 2
-    last = read_value(value.sides[-1], _has_top_comma(value.sides[-1]))
-    if is_label(first) or is_chain:
-        return last
-    if is_label(value.sides[-1]):
-        return read_value(first, _has_top_comma(first))  # `12 = x`
-    left = parse_expression(first)
-    if left is not None and not left.free_symbols and isinstance(last, Leaf) and not has_variables(last.value):
-        return last  # `6 \cdot 7 = 42`
-    return None
+    is_chain = len(sides) > 2
+    if is_chain or names_quantity(first):
+        return _read_side(last)
+    if names_quantity(last):
+        return _read_side(first)
+    return _read_side(last) if _is_calculation(first, last) else None
 
 
-def _has_top_comma(text: str) -> bool:
-    return text.strip()[:1] in ("(", "[", "\\") and "," in text
+def _states_combination(relation: Relation) -> bool:
+    """Whether an equation states the value of an expression of several names, as in `a+b = 12`, which is no equation
+    for one of them."""
+    if relation.operators != ("=",):
+        return False
+    left, right = relation.sides
+    return combines_names(left) and not names_in(left) & names_in(right) and right.strip() != "0"
 
 
-_VARIABLE = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?$")
-_SUM_OF_NAMES = re.compile(r"^[A-Za-z](?:\s*\+\s*[A-Za-z])+$")
-_LENGTH_OR_FUNCTION = re.compile(
-    r"^(?:\|[^|=]{1,30}\||\\(?:sin|cos|tan|cot|log|ln)(?![A-Za-z])\s*(?:\\(?:angle\s*)?)?[A-Za-z]+)$"
-)
+def _is_calculation(left: str, right: str) -> bool:
+    """Whether two sides are numbers without variables, as in `6 \\cdot 7 = 42`."""
+    task, result = parse_expression(left), _read_side(right)
+    if task is None or task.free_symbols:
+        return False
+    return isinstance(result, Leaf) and not has_variables(result.value)
 
 
-def _measured_value(relation: Relation, names: tuple[re.Pattern, ...]) -> Any:
-    """Return the value after the name of a quantity, as in `a+b = 12` or `\\cos A = \\frac{1}{2}`; `None` if the left
-    side is none of the names."""
-    if relation.operators != ("=",) or not any(name.match(relation.sides[0]) for name in names):
-        return None
-    return read_value(relation.sides[1])
+def _read_side(text: str) -> Any:
+    is_list = text.strip()[:1] in ("(", "[", "\\") and "," in text
+    return read_value(text, commas_separate=is_list)
 
 
-def _label(relation: Relation) -> str:
-    """Return what a relation defines; a function of `x` is `y`."""
-    label = re.sub(r"\s|\\cdot", "", relation.sides[0])
-    return "y" if label == "f(x)" else label
+_SINGLE_VARIABLE = re.compile(r"^[A-Za-z](?:_\{?\w\}?)?$")
 
 
 def _point(relation: Relation) -> Sequence | None:
     """Return `x = y = 1` as the point (1, 1); `None` for other relations."""
     variables = relation.sides[:-1]
-    if len(variables) < 2 or set(relation.operators) != {"="} or not all(map(_VARIABLE.match, variables)):
+    if len(variables) < 2 or set(relation.operators) != {"="} or not all(map(_SINGLE_VARIABLE.match, variables)):
         return None
     return Sequence("()", (read_value(relation.sides[-1]),) * len(variables))
 
 
-def _is_equal_relation(gold: Any, answer: Any) -> bool:
-    if isinstance(answer, Relation) and answer.operators[-1] == r"\approx":
-        return _is_equal_approximation(gold, answer)
-    gold_value, answer_value = _labelled_value(gold), _labelled_value(answer)
-    if not isinstance(gold, Relation):
-        if isinstance(gold, Sequence) and (point := _point(answer)) is not None:
-            return is_equal(gold, point)
-        if answer_value is None and isinstance(gold, Leaf):
-            answer_value = _measured_value(answer, (_SUM_OF_NAMES, _LENGTH_OR_FUNCTION))
-        return answer_value is not None and is_equal(gold, answer_value)
-    if not isinstance(answer, Relation):
-        if isinstance(answer, Sequence) and (point := _point(gold)) is not None:
-            return is_equal(point, answer)
-        if isinstance(gold_value, Residue) and not isinstance(answer, Residue):
-            return False  # `x \\equiv 3 \\pmod 7` is many numbers
-        if gold_value is None:
-            gold_value = _measured_value(gold, (_LENGTH_OR_FUNCTION,))
-        return gold_value is not None and is_equal(gold_value, answer)
-    if gold_value is not None and answer_value is not None and len(gold.sides) == len(answer.sides) == 2:
-        if _label(gold) == _label(answer):
-            return is_equal(gold_value, answer_value)
-    elif gold_value is not None and answer_value is not None:
-        return is_equal(gold_value, answer_value)
-    return _same_equation(gold, answer)
+def _defined_name(relation: Relation) -> str:
+    """Return what a relation defines; a function of `x` is `y`."""
+    name = re.sub(r"\s|\\cdot", "", relation.sides[0])
+    return "y" if name == "f(x)" else name
 
 
 def _is_equal_approximation(gold: Any, answer: Relation) -> bool:
     """Whether the gold is one side of `5\\sqrt{5} \\approx 11.18`, whose sides must be near each other."""
     rounded = read_value(answer.sides[-1])
-    if is_label(answer.sides[-2]):
+    if is_quantity(answer.sides[-2]):
         return is_equal(gold, rounded)
     exact = read_value(answer.sides[-2])
     if not (isinstance(exact, Leaf) and isinstance(rounded, Leaf) and is_near(exact.value, rounded.value)):

@@ -6,7 +6,14 @@ Every step takes time linear in the length of the completion.
 import re
 from typing import NamedTuple
 
-from .last_values import OPEN_EQUATION, ROUNDED_AFTER, last_match, last_values
+from .last_values import (
+    OPEN_EQUATION,
+    ROUNDED_AFTER,
+    last_match,
+    last_position_of_value,
+    last_values,
+    value_of_sentence,
+)
 
 
 _END_OF_THOUGHT = re.compile(
@@ -39,10 +46,12 @@ _TOKENS = re.compile(r"<\|[^<>|\n]{1,30}\|>|</?s>|</?(?:think|thinking|thought|r
 
 
 class FinalAnswers(NamedTuple):
-    """`texts` are the answers; `unmarked` is the text that ends with them if no tag, box, or phrase marks them."""
+    """`texts` are the answers; `unmarked` is the text that ends with them if no tag, box, or phrase marks them, and
+    `in_sentence` the value of an answer that is a sentence, as in "There are 5 apples"."""
 
     texts: list[str]
     unmarked: str = ""
+    in_sentence: str = ""
 
 
 class _Box(NamedTuple):
@@ -112,10 +121,23 @@ def _separates(between: str) -> bool:
     return bool(_SENTENCE_END.search(between)) and (num_words > 3 or bool(_CORRECTION.search(between)))
 
 
+_IS = r"\s(?:is|are|was|would\sbe|should\sbe|equals)(?![a-z])"
+# What the answer belongs to, which may be an equation, as in "the solution to 2x = 10 is".
+_OBJECT = rf"s?(?![a-z])(?:\s(?:to|of|for)\s(?:(?!{_IS})[^.\n:?]){{1,60}}?)?(?:\*\*|\s|\}})*"
+_COLON = rf"(?:[:\uff1a]|=(?![^.\n:]{{0,60}}{_IS}))"
+_NOT = r"(?:\s(?:thus|therefore|then|simply|indeed)(?![a-z]))?(?!\snot(?![a-z]))"
+# What heads a solution, whose steps are no answer, and an option, which need not be the right one.
+_HEADINGS = [
+    rf"(?<![a-z])(?:answer|result|solution){_OBJECT}\s(?:is|are)\sas\sfollows\s*[:\uff1a]",
+    rf"(?<![a-z])(?:result|solution){_OBJECT}{_COLON}",
+    rf"(?<![a-z])(?<!correct\s)(?<!right\s)(?<!best\s)(?P<choice>choice|option){_OBJECT}(?:{_IS}|{_COLON}){_NOT}"
+    r"(?=[^\w\n]*\d)",
+    r"(?:结果)\s*(?:：|:)",
+    r"(?<!\w)(?:lösung|ergebnis)\s*[:=]",
+]
 _PHRASES = [
-    r"(?<![a-z])(?:answer|result|solution|choice|option)s?(?![a-z])(?:\s(?:to|of|for)\s[^.\n:=?]{1,60}?)?(?:\*\*|\s|\})*"
-    r"(?:\s(?:is|are|was|would\sbe|should\sbe|equals)(?![a-z])|:|=|\uff1a)"
-    r"(?:\s(?:thus|therefore|then|simply|indeed)(?![a-z]))?(?!\snot(?![a-z]))",
+    rf"(?<![a-z])(?:answer|choice|option){_OBJECT}(?:{_IS}|{_COLON}){_NOT}",
+    rf"(?<![a-z])(?:result|solution){_OBJECT}{_IS}{_NOT}",
     r"(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n",
     r"####(?=\s*[^\s#])",
     # Chinese, Japanese, Korean
@@ -131,7 +153,21 @@ _PHRASES = [
     r"(?:الإجابة|الجواب)\s*(?:هي|هو|:)",
     r"उत्तर\s*(?:है|:)",
 ]
-_PHRASE = re.compile("(?:" + "|".join(_PHRASES) + r")\s*[:：]?\s*", re.IGNORECASE)
+_PHRASE = re.compile(
+    "(?:(?P<heading>" + "|".join(_HEADINGS) + ")|" + "|".join(_PHRASES) + r")\s*[:：]?\s*", re.IGNORECASE
+)
+_FIRST_STEP = re.compile(r"[\s*]*1[.)][ \t]+\S")
+_SECOND_STEP = re.compile(r"^[ \t]*(?:\*\*)?2[.)][ \t]", re.MULTILINE)
+_SECOND_STEP_IN_LINE = re.compile(r"(?<!\S)(?:\*\*)?2[.)]\s")
+_LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{4}")
+_LETTER = re.compile(r"[\s*$(]*[A-J](?:[).:*$\s]*$|[).:])")
+_DELIMITERS = re.compile(r"[\s*$]|\\[\[\]()]")
+_NAME_BEFORE = re.compile(
+    r"^(?:[A-Za-z]\w*|\([A-Za-z](?:, ?[A-Za-z])*\)) ?(?:[=<>\u2264\u2265]|\\(?:le|ge)q?(?![a-z]))"
+)
+_VALUE = re.compile(r"(?![A-Za-z]{2}|[A-Za-z] [A-Za-z]).*(?:\d|\\[A-Za-z])|[A-Za-z]$|no solutions?$")
+_OPERATION_ON_NUMBERS = re.compile(r"=|\d ?[+*\u00d7\u00f7] ?\d|\d [-/] \d|\\(?:times|cdot|div)(?! ?10 ?\^)")
+_WORD_OF_TEXT = re.compile(r"(?<![\\A-Za-z])[^\W\d_]{2,}")
 # What follows the answer in its sentence.
 _AFTERTHOUGHT = re.compile(
     r"\s*(?:,\s*)?(?:\b(?:because|since|as\s(?:we|it|the)|which|where|so\sthat|hence|therefore|I\shope)\b"
@@ -139,24 +175,34 @@ _AFTERTHOUGHT = re.compile(
     re.I,
 )
 _REMARK = re.compile(r"(?<=\S)\s+\((?=[^()]*[A-Za-z]{2})[^()$\\]{1,100}\)\s*$")  # as in `5 (five)`
+_SPACE = re.compile(r"\s*")
 _END_OF_STATEMENT = re.compile(r"(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[\u3002\uff01]|\n|!(?=\s)|;\s")
 
 
-def _first_statement(text: str) -> str:
-    """Return the text up to the end of its first sentence or line, but with the whole of a formula in delimiters."""
-    text = text.lstrip()
+def _split_statement(text: str, start: int) -> tuple[str, int]:
+    """Return the statement that starts at a position, and where it ends: the first sentence or line, but the whole of
+    bold text and of a formula in delimiters."""
+    start = _SPACE.match(text, start).end()  # type: ignore[union-attr]
     for emphasis in ("***", "**"):
-        if text.startswith(emphasis):
-            end = text.find(emphasis, len(emphasis))
-            closed = text[len(emphasis) : end].strip()
+        if text.startswith(emphasis, start):
+            first = start + len(emphasis)
+            end = text.find(emphasis, first)
+            closed = text[first:end].strip()
             if end > 0 and closed and "\n" not in closed:
-                return closed
-            text = text[len(emphasis) :].lstrip() if end != len(emphasis) else text
+                return closed, end
+            if end != first:
+                start = _SPACE.match(text, first).end()  # type: ignore[union-attr]
     for opening, closing in (("$$", "$$"), (r"\[", r"\]")):
-        if text.startswith(opening) and (end := text.find(closing, len(opening))) > 0:
-            return text[len(opening) : end]
-    stop = _END_OF_STATEMENT.search(text)
-    statement = text[: stop.start()] if stop else text
+        first = start + len(opening)
+        if text.startswith(opening, start) and (end := text.find(closing, first)) > 0:
+            return text[first:end], end + len(closing)
+    stop = _END_OF_STATEMENT.search(text, start)
+    end = stop.start() if stop else len(text)
+    return _without_remarks(text[start:end]), end
+
+
+def _without_remarks(statement: str) -> str:
+    """Return a statement without what follows the answer in its sentence."""
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
     statement = ROUNDED_AFTER.sub("", _REMARK.sub("", statement))
@@ -176,16 +222,68 @@ def _answer_in(text: str) -> FinalAnswers:
     """Return the final answer of a text without thoughts and tags."""
     boxes = _boxes(text)
     if boxes:
-        return FinalAnswers(_boxed_answers(text, boxes))
+        answers = _boxed_answers(text, boxes)
+        return FinalAnswers(answers, in_sentence=value_of_sentence(answers[0]) if len(answers) == 1 else "")
     end = _TOKENS.sub("\n", text[-20_000:])
-    phrase = last_match(_PHRASE, end)
-    if phrase:
-        statement = _first_statement(end[phrase.end() :])
-        if statement.strip(" *$.:\n"):
-            return FinalAnswers([] if OPEN_EQUATION.search(statement) else [statement])
+    answer = _stated_answer(end)
+    if answer is not None:
+        return answer
     if choice := last_match(_RIGHT_CHOICE, end):
         return FinalAnswers([choice[1]])
     return FinalAnswers(last_values(end), unmarked=end)
+
+
+def _stated_answer(text: str) -> FinalAnswers | None:
+    """
+    Return what follows the last phrase such as "the answer is"; `None` without a phrase.
+
+    "Solution:", "Result:", and a number after "option" or "choice" are headings, which count only if an answer stands
+    under them. A numbered list of steps states nothing.
+    """
+    phrases = list(_PHRASE.finditer(text))
+    if phrases and phrases[-1]["heading"] and not _is_answer_under_heading(text, phrases[-1]):
+        phrases = [phrase for phrase in phrases if not phrase["heading"]]
+    if not phrases:
+        return None
+    start = phrases[-1].end()
+    statement, end = _split_statement(text, start)
+    if _is_list_of_steps(text, start) or not statement.strip(" *$.:\n"):
+        return None
+    if OPEN_EQUATION.search(statement):
+        return FinalAnswers([])
+    is_last_value = end >= last_position_of_value(text)
+    return FinalAnswers([statement], in_sentence=value_of_sentence(statement) if is_last_value else "")
+
+
+def _is_list_of_steps(text: str, start: int) -> bool:
+    """Whether a line begins with "1." at a position, and a later one with "2."."""
+    first = _FIRST_STEP.match(text, start)
+    if first is None:
+        return False
+    line = text[text.rfind("\n", 0, first.end()) + 1 : first.end()]
+    return bool(_FIRST_STEP.fullmatch(line) and _SECOND_STEP.search(text, start))
+
+
+def _is_answer_under_heading(text: str, heading: re.Match) -> bool:
+    """Whether a heading states a letter, a bare value on its line, or the last value, in no calculation in words."""
+    statement, end = _split_statement(text, heading.end())
+    if _LETTER.match(statement):
+        return True
+    is_on_line = "\n" not in heading.group() and text[heading.end() :].lstrip(" *")[:1] != "\n"
+    is_option_of_several = heading["choice"] and text[: heading.start()].rstrip(" *")[-1:] not in ("", "\n")
+    is_step = _FIRST_STEP.match(text, heading.end()) and _SECOND_STEP_IN_LINE.search(text, end)
+    if is_on_line and not is_option_of_several and not is_step and _is_bare_value(statement):
+        return True
+    is_calculation_in_words = "=" in statement and _LONG_WORD.search(statement)
+    return end >= last_position_of_value(text) and not is_calculation_in_words
+
+
+def _is_bare_value(statement: str) -> bool:
+    """Whether a statement is a value with at most a name before and two words after it, as in `x = 5` or "5 red
+    apples"."""
+    value = _NAME_BEFORE.sub("", _DELIMITERS.sub(" ", statement).strip(), count=1).strip().rstrip(".")
+    is_value = _VALUE.match(value) and not _OPERATION_ON_NUMBERS.search(value)
+    return bool(is_value) and len(_WORD_OF_TEXT.findall(value)) <= 2
 
 
 def read_final_answers(text: str) -> FinalAnswers:
@@ -214,7 +312,7 @@ def read_final_answers(text: str) -> FinalAnswers:
             return FinalAnswers([])
         if _boxes(content) or _PHRASE.search(content) or len(content) > 200:
             return _answer_in(content)
-        return FinalAnswers([content])
+        return FinalAnswers([content], in_sentence=value_of_sentence(content))
     return _answer_in(text)
 
 

@@ -9,18 +9,8 @@ from sympy import oo
 
 from .exact import is_equal_expression
 from .leaves import Leaf, has_variables
+from .quantities import is_name
 from .values import Relation, Sequence, Union, read_value
-
-
-_LABEL = re.compile(
-    r"^(?:\\text\s*\{[^{}]*\}|\\?[A-Za-z]+'*|\\(?:angle|overline|triangle)\s*\{?[A-Z]+\}?|[A-Za-z]\w*)?"
-    r"(?:\s*_\s*(?:\{[^{}]*\}|\w))?(?:\s*\^\s*\{-1\}(?=\s*(?:\(|\\cdot)))?"
-    r"(?:\s*:\s*[A-Za-z](?![A-Za-z]))*(?:\s*\([A-Za-z0-9,\s]*\)|\\cdot \([A-Za-z0-9,\s]*\))?$"
-)
-
-
-def is_label(side: str) -> bool:
-    return bool(_LABEL.match(side.strip())) or bool(re.fullmatch(r"[A-Za-z][A-Za-z\s\\{}()\-]*", side.strip()))
 
 
 # An interval: left end, whether it is open, right end, whether it is open. Ends are values of leaves or infinite.
@@ -92,7 +82,7 @@ def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
     sides, operators = relation.sides, relation.operators
     if operators == (r"\in",):
         return intervals_of(read_value(sides[1], True))
-    if operators == (r"\neq",) and is_label(sides[0]):
+    if operators == (r"\neq",) and is_name(sides[0]):
         end = _end(read_value(sides[1]))
         return None if end is None else [(-oo, True, end, True), (end, True, oo, True)]
     if not all(operator in _OPEN_END for operator in operators):
@@ -106,12 +96,12 @@ def _intervals_of_relation(relation: Relation) -> list[_Interval] | None:
     if not is_rising[0]:
         sides, operators = sides[::-1], operators[::-1]
     if len(sides) == 2:
-        if is_label(sides[0]) and (end := _end(read_value(sides[1]))) is not None:
+        if is_name(sides[0]) and (end := _end(read_value(sides[1]))) is not None:
             return [(-oo, True, end, _OPEN_END[operators[0]])]
-        if is_label(sides[1]) and (end := _end(read_value(sides[0]))) is not None:
+        if is_name(sides[1]) and (end := _end(read_value(sides[0]))) is not None:
             return [(end, _OPEN_END[operators[0]], oo, True)]
         return None
-    if len(sides) == 3 and is_label(sides[1]):
+    if len(sides) == 3 and is_name(sides[1]):
         left, right = _end(read_value(sides[0])), _end(read_value(sides[2]))
         if left is not None and right is not None:
             return [(left, _OPEN_END[operators[0]], right, _OPEN_END[operators[1]])]

@@ -5,6 +5,7 @@ Every step takes time linear in the length of the text.
 
 import re
 
+from .english import states_value
 from .units import is_unit_word
 
 
@@ -71,7 +72,7 @@ def _content(match: re.Match) -> str:
 
 
 _NEGATION_BEFORE = re.compile(r"(?:\bnot(?:\s(?:be|equal(?:\sto)?))?|n't(?:\sbe)?)\s*[$\\(*]*\s*$", re.IGNORECASE)
-_TEXT_COMMAND = re.compile(r"\\text\s*\{[^{}]*\}")
+_TEXT_COMMAND = re.compile(r"\\text\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|[^\W\d_\u0370-\u03ffA-Za-z]{2,}")
 _MARKDOWN = re.compile(r"\*\*|~~|^\s*(?:>|[-*]\s|\d+\.\s)")
 _MATH_WORDS = {"or", "and", "pi", "sqrt", "sin", "cos", "tan", "ln", "log", "exp", "inf", "cm", "km", "mm", "kg"}
@@ -83,6 +84,33 @@ def _is_expression(text: str) -> bool:
     if not text or len(text) > 100 or "\n" in text or not re.search(r"\w", text) or _MARKDOWN.search(text):
         return False
     return all(word in _MATH_WORDS for word in _WORD.findall(_TEXT_COMMAND.sub("", text)))
+
+
+_SENTENCE = re.compile(r"(?:[^\W\d_]|(?<=\w)-(?=\w)|[\s.,:;!'\u2019\"()*\u3002\uff0c])*")
+_OPENING_DELIMITER = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*$")
+_PERCENTAGE = re.compile(r"(?:%|per\s?cent)$", re.IGNORECASE)
+_CLOSING_DELIMITER = re.compile(r"^\s*(?:\$\$?|\\\)|\\\])")
+
+
+def value_of_sentence(text: str) -> str:
+    """Return the value in a sentence of three words or more, as in "There are 5 apples", where it is the only number
+    or formula, and no word says that it is another value; empty for other texts."""
+    sentence = _TEXT_COMMAND.sub(r"\1", text)
+    values = last_values(sentence)
+    if len(values) != 1:
+        return ""
+    before, value, after = sentence.rpartition(values[0])
+    before, after = _OPENING_DELIMITER.sub("", before), _CLOSING_DELIMITER.sub("", after)
+    words = before + " " + after
+    is_sentence = len(re.findall(r"[^\W\d_]+", words)) > 1 and _SENTENCE.fullmatch(words)
+    is_share = _PERCENTAGE.search(value) and after.split()[:1] == ["of"]
+    return value if is_sentence and not is_share and states_value(before, after) else ""
+
+
+def last_position_of_value(text: str) -> int:
+    """Return where the last digit or formula of a text ends; 0 if it has none."""
+    value = re.match(r".*(?:\d|\$|\\\)|\\\])", text, re.DOTALL)
+    return value.end() if value else 0
 
 
 _BETWEEN_FORMULAS = re.compile(r"\s*,?\s*(?:and|or|\u548c|\u6216|\u4ee5\u53ca)\s*")

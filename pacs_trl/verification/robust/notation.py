@@ -179,6 +179,8 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\\(?:lbrack)(?![A-Za-z])"), "["),
     (re.compile(r"\\(?:rbrack)(?![A-Za-z])"), "]"),
+    (re.compile(r"\\[lr]vert(?![A-Za-z])\s*"), "|"),
+    (re.compile(r"\\[lr]Vert(?![A-Za-z])\s*"), r"\\|"),
     (re.compile(r"\\colon(?![A-Za-z])|\{:\}"), ":"),
     (re.compile(r"(?<=\d)(?:st|nd|rd|th|\^\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?)(?![A-Za-z])"), ""),
     (re.compile(r"^\\?#(?=\d)"), ""),

@@ -44,6 +44,11 @@ _ENGLISH_NUMBERS |= {
 _ENGLISH_POWERS = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
 
 
+def is_numeral(word: str) -> bool:
+    """Whether a lowercase word, such as "five", "hundred", or the "millions" of a plural, is a part of a numeral."""
+    return any(each in _ENGLISH_NUMBERS or each in _ENGLISH_POWERS for each in (word, word.removesuffix("s")))
+
+
 def english_number(text: str) -> int | None:
     """Return the value of an English numeral such as "twenty-five" or "two hundred and six"; `None` for others."""
     words = text.lower().split()

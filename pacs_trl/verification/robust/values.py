@@ -99,65 +99,121 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
     if system := _LINES.match(text):
         lines = [line.replace("&", "") for line in re.split(r"\\\\", system[1]) if line.strip()]
         return read_value(", ".join(lines), True)
-    matrix = _read_matrix(text)
-    if matrix is not None:
+    if (matrix := _read_matrix(text)) is not None:
         return matrix
-    if (transposed := _TRANSPOSED.match(text)) and "," in text:
-        text = transposed[1]
-    if text.startswith("]") or text.endswith("["):
-        text = _TURNED_BRACKETS.sub(_usual_brackets, text)
-    if (condition := _CONDITION.search(text)) and condition[1] in text[: condition.start()]:
-        text = text[: condition.start()]
-    if set_builder := _SET_BUILDER.match(text):
-        values_in_set = read_value(set_builder["in_braces"] or set_builder["bare"], True)
-        if isinstance(values_in_set, Relation):
-            return values_in_set
+    text = _without_condition(_with_usual_brackets(_without_transposition(text)))
+    if (condition_of_set := _read_set_builder(text)) is not None:
+        return condition_of_set
     if (quantity := read_two_units(text)) is not None:
         return quantity
-    parts = _split(text, (r"\cup",))
-    if len(parts) == 1 and re.search(r"[)\]]\s*U\s*[(\[]", text):
-        parts = _split(text, ("U",))
-    if len(parts) > 1:
-        return Union(tuple(read_value(part, True) for part in parts))
-    brackets = _brackets_around(text)
+    if (union := _read_union(text)) is not None:
+        return union
+    brackets = brackets_around(text)
     if not commas_separate and (brackets is None or "," not in brackets[1]):
         text = join_thousands(text)
-    items = [item for item in _split(text, (",", ";")) if item.strip()]
+    items = _items(text)
     if len(items) > 1 and not _is_sentence(text):
         return Sequence("", tuple(read_value(item, commas_separate) for item in items))
     if (unlabelled := _without_label(text)) != text:
         return read_value(unlabelled, commas_separate)
     if (choice := LETTER_AND_TEXT.match(text)) and choice[1].isupper():
         return Choice(choice[1], choice[2].strip())
-    relation = _read_relation(text)
-    if relation is not None:
+    if (relation := _read_relation(text)) is not None:
         return relation
     if residue := _RESIDUE.match(text):
         return Residue(read_value(residue[1]), residue[2])
-    brackets = _brackets_around(text)
-    if brackets is not None:
-        opening, inside, closing = brackets
-        items = [item for item in _split(inside, (",", ";")) if item.strip()]
-        is_set = opening == r"\{"
-        if len(items) > 1 or is_set:
-            kind = "{}" if is_set else opening[-1].replace("e", "(") + closing[-1].replace("e", ")")
-            return Sequence(kind, tuple(read_value(item, True) for item in items))
-        if opening == "(" and not LETTER.match(text):
-            return read_value(inside, commas_separate)
-        if opening == "[" and items:
-            return read_value(inside, commas_separate)
+    if (bracketed := _read_bracketed(text, commas_separate)) is not None:
+        return bracketed
     if r"\pm" in text or r"\mp" in text:
-        signs = [("+", "-"), ("-", "+")]
-        texts = [text.replace(r"\pm", plus).replace(r"\mp", minus) for plus, minus in signs]
-        return Sequence("\u00b1", tuple(read_value(each.lstrip("+ "), True) for each in texts))
-    text = re.sub(r"^(\d+)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*(\d+)$", r"\1:\2", text)
-    if re.fullmatch(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+", text):
-        return Ratio(tuple(Fraction(part.strip()) for part in text.split(":")), re.sub(r"\s", "", text))
-    if based := _BASED.fullmatch(text):
-        base = _BASES.index(based[2]) + 2 if based[2] in _BASES else int(based[2])
-        if any(character.isdigit() for character in based[1]):
-            return Based(based[1].lstrip("0").upper() or "0", base)
+        return _read_plus_minus(text)
+    if (ratio := _read_ratio(text)) is not None:
+        return ratio
+    if (based := _read_based(text)) is not None:
+        return based
     return read_leaf(text)
+
+
+def _items(text: str) -> list[str]:
+    return [item for item in _split(text, (",", ";")) if item.strip()]
+
+
+def _without_transposition(text: str) -> str:
+    """Return the row of `(1, 2)^T`: rows and columns are equal."""
+    transposed = _TRANSPOSED.match(text)
+    return transposed[1] if transposed and "," in text else text
+
+
+def _with_usual_brackets(text: str) -> str:
+    if text.startswith("]") or text.endswith("["):
+        return _TURNED_BRACKETS.sub(_usual_brackets, text)
+    return text
+
+
+def _without_condition(text: str) -> str:
+    """Return a text without the set of its parameter, as in `k\\pi, k \\in \\mathbb{Z}`."""
+    condition = _CONDITION.search(text)
+    return text[: condition.start()] if condition and condition[1] in text[: condition.start()] else text
+
+
+def _read_set_builder(text: str) -> Relation | None:
+    """Return the relation that defines a set, as in `\\{x \\mid x > 2\\}`; `None` for other texts."""
+    set_builder = _SET_BUILDER.match(text)
+    if set_builder is None:
+        return None
+    condition = read_value(set_builder["in_braces"] or set_builder["bare"], True)
+    return condition if isinstance(condition, Relation) else None
+
+
+def _read_union(text: str) -> Union | None:
+    parts = _split(text, (r"\cup",))
+    if len(parts) == 1 and re.search(r"[)\]]\s*U\s*[(\[]", text):
+        parts = _split(text, ("U",))
+    is_between_bars = len(_split(parts[0], ("|",))) % 2 == 0  # `|A \cup B|`
+    if len(parts) == 1 or is_between_bars:
+        return None
+    return Union(tuple(read_value(part, True) for part in parts))
+
+
+_KIND_OF_BRACKET = {"(": "(", "[": "[", r"\langle": "(", ")": ")", "]": "]", r"\rangle": ")", r"\}": "}"}
+
+
+def _read_bracketed(text: str, commas_separate: bool) -> Any | None:
+    """Return a sequence in brackets, or the value in brackets around a single one; `None` for other texts."""
+    brackets = brackets_around(text)
+    if brackets is None:
+        return None
+    opening, inside, closing = brackets
+    items = _items(inside)
+    if opening == r"\{":
+        return Sequence("{}", tuple(read_value(item, True) for item in items))
+    if len(items) > 1:
+        kind = _KIND_OF_BRACKET[opening] + _KIND_OF_BRACKET[closing]
+        return Sequence(kind, tuple(read_value(item, True) for item in items))
+    is_letter = opening == "(" and LETTER.match(text)
+    if opening in ("(", "[") and not is_letter and (items or opening == "("):
+        return read_value(inside, commas_separate)
+    return None
+
+
+def _read_plus_minus(text: str) -> Sequence:
+    upper = text.replace(r"\pm", "+").replace(r"\mp", "-")
+    lower = text.replace(r"\pm", "-").replace(r"\mp", "+")
+    return Sequence("\u00b1", tuple(read_value(each.lstrip("+ "), True) for each in (upper, lower)))
+
+
+def _read_ratio(text: str) -> Ratio | None:
+    text = re.sub(r"^(\d+)\s*(?:\\text\s*\{\s*to\s*\}|to)\s*(\d+)$", r"\1:\2", text)
+    if not re.fullmatch(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+", text):
+        return None
+    return Ratio(tuple(Fraction(part.strip()) for part in text.split(":")), re.sub(r"\s", "", text))
+
+
+def _read_based(text: str) -> Based | None:
+    based = _BASED.fullmatch(text)
+    if based is None or not any(character.isdigit() for character in based[1]):
+        return None
+    base = _BASES.index(based[2]) + 2 if based[2] in _BASES else int(based[2])
+    return Based(based[1].lstrip("0").upper() or "0", base)
 
 
 def _read_matrix(text: str) -> Any | None:
@@ -243,7 +299,7 @@ def _split_at_top(text: str) -> list[str]:
     return [group for group in groups if group.strip()]
 
 
-def _brackets_around(text: str) -> tuple[str, str, str] | None:
+def brackets_around(text: str) -> tuple[str, str, str] | None:
     """Return opening bracket, content, and closing bracket if one pair of brackets encloses the text."""
     tokens = _TOKEN.findall(text)
     if len(tokens) < 2 or tokens[0] not in ("(", "[", r"\{", r"\langle"):

@@ -1,0 +1,66 @@
+"""Words of English sentences: whether a sentence states the number in it, or another one."""
+
+import re
+
+from .number_words import is_numeral
+
+
+_DENIALS = (
+    "not no never neither nor or but cannot cant without except excluding excludes besides apart wrong incorrect"
+)
+_DENIALS += " false undefined unknown insufficient unable undetermined indeterminate whether if unless unclear"
+_DOUBTS = "maybe perhaps might possibly probably guess about approximately around roughly nearly almost close closer"
+_DOUBTS += " closest near approaches"
+_BOUNDS = (
+    "than least most minimum maximum over under below above beyond before after until between among within exceed"
+)
+_BOUNDS += " exceeds exceeding up down more less fewer greater larger smaller bigger longer shorter short until past"
+_OPERATIONS = (
+    "half halves twice double doubled triple tripled third thirds fourth fourths fifth fifths quarter quarters"
+)
+_OPERATIONS += " squared cube cubed power exponent root sqrt log logarithm ln exp sin cos tan pi factorial reciprocal"
+_OPERATIONS += (
+    " inverse opposite negative plus minus add added subtract subtracted times multiplied divided dividing sum"
+)
+_OPERATIONS += " difference product quotient modulo mod multiple multiples factor factors divisor divisors divisible"
+_OPERATIONS += " remainder from by increase increased decrease decreased extra additional another complement dozen"
+_DISTRIBUTION = "each per every apiece"
+_PARTS = "step steps case cases part"
+_OTHER_VALUE = frozenset(" ".join((_DENIALS, _DOUBTS, _BOUNDS, _OPERATIONS, _DISTRIBUTION, _PARTS)).split())
+_COMMON_WORDS = frozenset(
+    "the there it this that these those they she he we you i has have had is are was were will be so total".split()
+)
+_FOREIGN_WORDS = frozenset(
+    "de del di du des la el los las le les il lo der die das dem den ein eine von als dan het een que y et und".split()
+)
+_WORD = re.compile(r"[^\W\d_]+")
+# "half of 72" is not 72, but "a total of 72" is.
+_TAKEN_OF = re.compile(r"\bof\s+(?:the\s+)?$", re.IGNORECASE)
+_NAMED_OF = re.compile(r"\b(?:total|value|answer|result)\s+of\s+$", re.IGNORECASE)
+# A total in Chinese, and what makes another number of it.
+_CHINESE_TOTAL = re.compile(r"[\u4e00-\u9fff]{0,8}(?:一共|总共)[\u4e00-\u9fff]{0,3}\s*")
+_CHINESE_OTHER_VALUE = re.compile(
+    r"[或不没非无未少多大小超过于约近至最比差半倍根方积商余每各加减乘除前后吗两二三四五六七八九十百千万亿]"
+)
+
+
+def changes_value(words: str) -> bool:
+    """Whether one of the words denies, doubts, bounds, or distributes a number, computes another one from it, or is
+    a number."""
+    if re.search(r"n['\u2019]t\b|\bsquares?\s+of\b", words, re.IGNORECASE):
+        return True
+    return any(word in _OTHER_VALUE or is_numeral(word) for word in _WORD.findall(words.lower()))
+
+
+def states_value(before: str, after: str) -> bool:
+    """Whether the words before and after a number state it: in English none of them changes the value, in Chinese
+    they say 一共 or 总共 ("in total"), and in other languages they are not understood."""
+    words = before + " " + after
+    if not words.isascii():
+        words = words.replace("\u2019", "'")
+    if words.isascii():
+        parts = set(_WORD.findall(words.lower()))
+        is_english = bool(parts & _COMMON_WORDS or "sold" in parts) and not parts & _FOREIGN_WORDS
+        is_taken_of = _TAKEN_OF.search(before) and not _NAMED_OF.search(before)
+        return is_english and not is_taken_of and not changes_value(words)
+    return bool(_CHINESE_TOTAL.fullmatch(before.lstrip())) and not _CHINESE_OTHER_VALUE.search(words)
