@@ -81,7 +81,8 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     for pair in pairs:
         method, separator, directory = pair.partition("=")
-        states = [*Path(directory).glob("trainer_state.json"), *Path(directory).glob("checkpoint-*/trainer_state.json")]
+        run = Path(directory)
+        states = [*run.glob("trainer_state.json"), *run.glob("checkpoint-*/trainer_state.json")]
         if not states or not separator:
             raise UserError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
         # The state of the run is older than its newest checkpoint if the run goes on with more steps.

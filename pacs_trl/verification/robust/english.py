@@ -5,30 +5,33 @@ import re
 from .number_words import is_numeral
 
 
-_DENIALS = (
-    "not no never neither nor or but cannot cant without except excluding excludes besides apart wrong incorrect"
+# Words that make another number of the one in a sentence, or none.
+_OTHER_VALUE = frozenset(
+    """
+    not no never neither nor or but cannot cant without except excluding excludes besides apart wrong incorrect false
+    undefined unknown insufficient unable undetermined indeterminate whether if unless unclear
+
+    maybe perhaps might possibly probably guess about approximately around roughly nearly almost close closer closest
+    near approaches
+
+    than least most minimum maximum over under below above beyond before after until between among within exceed
+    exceeds exceeding up down more less fewer greater larger smaller bigger longer shorter short past
+
+    half halves twice double doubled triple tripled third thirds fourth fourths fifth fifths quarter quarters squared
+    cube cubed power exponent root sqrt log logarithm ln exp sin cos tan pi factorial reciprocal inverse opposite
+    negative plus minus add added subtract subtracted times multiplied divided dividing sum difference product quotient
+    modulo mod multiple multiples factor factors divisor divisors divisible remainder from by increase increased
+    decrease decreased extra additional another complement dozen
+
+    each per every apiece step steps case cases part
+    """.split()
 )
-_DENIALS += " false undefined unknown insufficient unable undetermined indeterminate whether if unless unclear"
-_DOUBTS = "maybe perhaps might possibly probably guess about approximately around roughly nearly almost close closer"
-_DOUBTS += " closest near approaches"
-_BOUNDS = (
-    "than least most minimum maximum over under below above beyond before after until between among within exceed"
-)
-_BOUNDS += " exceeds exceeding up down more less fewer greater larger smaller bigger longer shorter short until past"
-_OPERATIONS = (
-    "half halves twice double doubled triple tripled third thirds fourth fourths fifth fifths quarter quarters"
-)
-_OPERATIONS += " squared cube cubed power exponent root sqrt log logarithm ln exp sin cos tan pi factorial reciprocal"
-_OPERATIONS += (
-    " inverse opposite negative plus minus add added subtract subtracted times multiplied divided dividing sum"
-)
-_OPERATIONS += " difference product quotient modulo mod multiple multiples factor factors divisor divisors divisible"
-_OPERATIONS += " remainder from by increase increased decrease decreased extra additional another complement dozen"
-_DISTRIBUTION = "each per every apiece"
-_PARTS = "step steps case cases part"
-_OTHER_VALUE = frozenset(" ".join((_DENIALS, _DOUBTS, _BOUNDS, _OPERATIONS, _DISTRIBUTION, _PARTS)).split())
-_COMMON_WORDS = frozenset(
-    "the there it this that these those they she he we you i has have had is are was were will be so total".split()
+# A sentence with one of these, and none of other languages, is taken for English.
+_ENGLISH_WORDS = frozenset(
+    """
+    the there it this that these those they she he we you i has have had is are was were will be so total
+    sold sells sell bought buys buy need needs earned earns paid pays spent spends made makes gets got used uses
+    """.split()
 )
 _FOREIGN_WORDS = frozenset(
     "de del di du des la el los las le les il lo der die das dem den ein eine von als dan het een que y et und".split()
@@ -45,7 +48,7 @@ _CHINESE_OTHER_VALUE = re.compile(
 
 
 def changes_value(words: str) -> bool:
-    """Whether one of the words denies, doubts, bounds, or distributes a number, computes another one from it, or is
+    """Whether one of the words denies, qualifies, bounds, or distributes a number, computes another one from it, or is
     a number."""
     if re.search(r"n['\u2019]t\b|\bsquares?\s+of\b", words, re.IGNORECASE):
         return True
@@ -60,7 +63,7 @@ def states_value(before: str, after: str) -> bool:
         words = words.replace("\u2019", "'")
     if words.isascii():
         parts = set(_WORD.findall(words.lower()))
-        is_english = bool(parts & _COMMON_WORDS or "sold" in parts) and not parts & _FOREIGN_WORDS
+        is_english = bool(parts & _ENGLISH_WORDS) and not parts & _FOREIGN_WORDS
         is_taken_of = _TAKEN_OF.search(before) and not _NAMED_OF.search(before)
         return is_english and not is_taken_of and not changes_value(words)
     return bool(_CHINESE_TOTAL.fullmatch(before.lstrip())) and not _CHINESE_OTHER_VALUE.search(words)
