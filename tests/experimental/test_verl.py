@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import RELATIVE, load_weights, logps_and_entropies, relative_error, tiny_model
 from support.rollouts import Replay, rows_of_update
-from support.runs import Recorder, build_trainer, spy_on
+from support.runs import Recorder, build_trainer, out_of_memory_in, spy_on
 from support.seeds import shifted
 
 from pacs_trl.experimental import verl
@@ -185,3 +185,19 @@ def test_a_completion_without_tokens_of_the_policy_does_not_enter_the_means(tmp_
     means = ranks[:, indices].mean(dim=1).tolist()
     assert trainer.verl_means == pytest.approx(means, abs=1e-6)
     assert trainer.state.log_history[0]["hidden/effective_rank"] == pytest.approx(means[0])
+
+
+def test_running_means_of_the_abandoned_attempt_do_not_count(tmp_path):
+    """The second update reads the means after the first, and fails once."""
+    runs = []
+    for fails in (False, True):
+        settings = {"trainer_class": VERLTrainer, "hidden_state_stride": 3}
+        trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **settings)
+        if fails:
+            out_of_memory_in(trainer, 2)
+        trainer.train()
+        norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+        runs.append((trainer.verl_means, norms))
+    (means, norms), (means_again, norms_again) = runs
+    assert means_again == pytest.approx(means, rel=1e-5)
+    assert norms_again == pytest.approx(norms, rel=1e-4)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
 from pacs_trl.errors import FailedRun
-from pacs_trl.experimental.verl import VERLTrainer
 from pacs_trl.plan import cost
 from pacs_trl.rollouts import memory
 from pacs_trl.rollouts.memory import DeviceMemory, StartOfUpdate
@@ -214,22 +213,6 @@ def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys
             assert repeated[name] == pytest.approx(expected[name], rel=1e-4)
     assert work[0] == work[1]
     assert capsys.readouterr().out.count("Out of memory in optimizer step") == 1
-
-
-def test_running_means_of_the_abandoned_attempt_do_not_count(tmp_path):
-    """The second update reads the means after the first, and fails once."""
-    runs = []
-    for fails in (False, True):
-        settings = {"trainer_class": VERLTrainer, "hidden_state_stride": 3}
-        trainer = build_trainer(tmp_path, replay=Replay(uniform_groups=0), **settings)
-        if fails:
-            out_of_memory_in(trainer, 2)
-        trainer.train()
-        norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
-        runs.append((trainer.verl_means, norms))
-    (means, norms), (means_again, norms_again) = runs
-    assert means_again == pytest.approx(means, rel=1e-5)
-    assert norms_again == pytest.approx(norms, rel=1e-4)
 
 
 def test_later_steps_of_a_rollout_have_smaller_micro_batches(tmp_path):

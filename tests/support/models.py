@@ -58,10 +58,11 @@ def load_weights(model, weights: dict[str, torch.Tensor]) -> None:
 
 
 def assert_same_models(first, second) -> None:
-    """Policy, and critic and KL reference if there are any, of two trainers, bit by bit."""
-    for name in ("model", "critic", "ref_model"):
-        if getattr(first, name, None) is None:
-            continue
+    """Policy, critic if there is one, and KL reference if both have one, of two trainers, bit by bit."""
+    names = [name for name in ("model", "critic") if getattr(first, name, None) is not None]
+    if None not in (getattr(first, "ref_model", None), getattr(second, "ref_model", None)):
+        names.append("ref_model")
+    for name in names:
         expected, weights = (trainable_weights(getattr(trainer, name)) for trainer in (first, second))
         assert all(torch.equal(weight, weights[key]) for key, weight in expected.items()), name
 
