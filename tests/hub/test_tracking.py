@@ -48,14 +48,16 @@ def runs(tmp_path_factory, model_path):
     """Two steps, and two more after resuming: the output folder, wandb's folders of both parts, the log, the
     recipe."""
     folder = tmp_path_factory.mktemp("tracking")
+    wandb = importlib.import_module("wandb")
     output_dir = folder / "run"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_DIR", str(folder))
         patch.delenv("WANDB_RUN_ID", raising=False)
+        wandb.teardown()  # an earlier test may have let it read the environment, which it does once
         train_steps(output_dir, model_path, 2)
         trainer = train_steps(output_dir, model_path, 4, "--resume_from_checkpoint", "last")
         assert "WANDB_RUN_ID" not in os.environ
-        importlib.import_module("wandb").teardown()  # its process writes the last rows after `finish`
+        wandb.teardown()  # its process writes the last rows after `finish`
     parts = sorted((folder / "wandb").glob("offline-run-*"))
     assert len(parts) == 2
     recipe = yaml.safe_load((output_dir / "recipe.yaml").read_text())
