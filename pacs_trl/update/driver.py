@@ -27,6 +27,7 @@ from .minibatch import (
     longest_rollout,
     rollout_lengths,
     schedule_minibatch,
+    scheduled_completions,
     split_minibatch,
 )
 from .rollout import Rollout
@@ -295,12 +296,24 @@ class UpdateDriver:
 
     def lower_max_tokens(self, minibatch: Minibatch) -> bool:
         """Halve `max_tokens`, or the size of the largest micro-batch of `minibatch`, whichever is smaller, but hold
-        its longest rollout. Return whether its micro-batches become smaller; all processes get the same result."""
+        its longest rollout. Where this changes nothing, as without a scheduled completion, do the same for the passes
+        over the skipped ones. Return whether micro-batches become smaller; all processes get the same result."""
+        scheduled = minibatch.scheduled
+        skipped = [i for i in minibatch.counted if i not in scheduled]
+        return self._lower_for(minibatch, minibatch.schedule) or self._lower_for(
+            minibatch, self.schedule_some(minibatch, skipped)
+        )
+
+    def _lower_for(self, minibatch: Minibatch, schedule: Schedule) -> bool:
         limits, lengths = self.limits, rollout_lengths(minibatch.rollouts)
-        parts = [indices for micro_batches in minibatch.schedule for indices in micro_batches]
-        largest = max(micro_batch_size(indices, lengths, padded=limits.padded).tokens for indices in parts)
+        sizes = [
+            micro_batch_size(indices, lengths, padded=limits.padded).tokens
+            for micro_batches in schedule
+            for indices in micro_batches
+        ]
+        largest = max(sizes, default=0)
         current = min(limits.max_tokens or largest, largest)
-        size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in minibatch.scheduled]))
+        size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in scheduled_completions(schedule)]))
         if size >= current:
             return False
         self.limits = limits._replace(max_tokens=size, is_adaptive=True)

@@ -215,6 +215,51 @@ def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys
     assert capsys.readouterr().out.count("Out of memory in optimizer step") == 1
 
 
+def test_a_step_in_which_no_completion_has_a_gradient_is_repeated(tmp_path):
+    """The passes that compute the entropy of skipped completions become smaller."""
+    entropies = []
+    for fails in (False, True):
+        trainer = without_gradient(tmp_path, GRPOTrainer)
+        if fails:
+            out_of_memory_once(trainer)
+        trainer.train()
+        entropies.append(trainer.state.log_history[0]["entropy"])
+    assert trainer.state.log_history[0]["update/forwarded_fraction"] == 0.0
+    assert trainer.update.driver.limits.max_tokens is not None
+    assert entropies[1] == pytest.approx(entropies[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_a_step_without_gradient_that_never_fits_ends_the_run_with_what_to_set(tmp_path, trainer_class):
+    trainer = without_gradient(tmp_path, trainer_class)
+
+    def fail(texts, num_predicted):
+        raise torch.OutOfMemoryError
+
+    trainer.forward_pass.on_pass = fail
+    with pytest.raises(FailedRun, match="max_completion_length"):
+        trainer.train()
+
+
+def without_gradient(tmp_path, trainer_class):
+    """A trainer whose only step schedules no completion: all groups are uniform, or all completions lack a label."""
+    replay = Replay(unverifiable=1.0) if trainer_class is PACSTrainer else Replay(uniform_groups=4)
+    return build_trainer(tmp_path, replay=replay, trainer_class=trainer_class, startup_check=False, max_steps=1)
+
+
+def out_of_memory_once(trainer) -> None:
+    """Let the first pass of a trainer run out of memory, whether it has a gradient or not."""
+    is_first = True
+
+    def check(texts, num_predicted):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            raise torch.OutOfMemoryError
+
+    trainer.forward_pass.on_pass = check
+
+
 def test_later_steps_of_a_rollout_have_smaller_micro_batches(tmp_path):
     """Also those whose micro-batches were made before memory ran out."""
     settings = {"num_generations": 8, "steps_per_generation": 2, "group_layout": "whole"}
