@@ -229,19 +229,22 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
         entropy_pass = results if proxy_pass is None else proxy_pass
         entropy = entropy_pass.entropy + skipped_entropy
-        result = self._with_router_loss(self._summarize(minibatch, results, proxies, entropy), loads)
+        result = self._summarize(minibatch, results, proxies, entropy, self._num_bonus_tokens(minibatch))
+        result = self._with_router_loss(result, loads)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
 
     def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
-        """Compute loss and metrics as in [`run`], without gradient and token weights."""
+        """Compute loss and metrics as in [`run`], without gradient and token weights: the entropy bonus counts all
+        tokens."""
         timing = UpdateTiming(is_first_update=False, proxies_are_zero=policy_is_reference)
         results = self._compute_proxies(model, minibatch, minibatch.schedule, timing, is_evaluation=True)
         proxies = results.values["proxies"]
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
         skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        result = self._summarize(minibatch, results, proxies, results.entropy + skipped_entropy)
+        entropy, num_tokens = results.entropy + skipped_entropy, max(minibatch.num_tokens, 1)
+        result = self._summarize(minibatch, results, proxies, entropy, num_bonus_tokens=num_tokens)
         return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
@@ -318,9 +321,15 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         return self.driver.entropy_of(model, minibatch, skipped) if estimate is None else estimate
 
     def _summarize(
-        self, minibatch: Minibatch, results: PassResults, proxies: torch.Tensor, entropy: float
+        self,
+        minibatch: Minibatch,
+        results: PassResults,
+        proxies: torch.Tensor,
+        entropy: float,
+        num_bonus_tokens: int,
     ) -> StepResult:
-        """Return the loss and the metrics of a minibatch from its proxies, and its summed entropy."""
+        """Return the loss and the metrics of a minibatch from its proxies, its summed entropy, and the number of
+        tokens that the entropy bonus counts."""
         loss, metrics = self.summarize(minibatch, proxies)
         num_tokens = minibatch.num_tokens
         metrics["entropy"] = entropy / max(num_tokens, 1)
@@ -328,4 +337,4 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         if self.objective.kl_coef != 0:
             metrics["kl"] = results.kl / max(num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
-        return self._with_entropy_bonus(minibatch, loss, metrics, results)
+        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy, num_bonus_tokens)

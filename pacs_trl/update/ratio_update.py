@@ -238,7 +238,8 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         metrics |= self.objective.token_metrics(num_tokens, *fractions, phi)
         if self.objective.kl_coef != 0:
             metrics["kl"] = results.kl / max(minibatch.num_tokens, 1)
-        return self._with_entropy_bonus(minibatch, (policy_loss + kl_loss).item(), metrics, results)
+        loss = (policy_loss + kl_loss).item()
+        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy, self._num_bonus_tokens(minibatch))
 
     def _skipped_entropy(self, model, minibatch: RatioMinibatch, schedule: Schedule, timing: UpdateTiming) -> float:
         """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by
