@@ -8,6 +8,7 @@ generated them from the plain prompt. See docs/related_methods.md.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal
@@ -84,6 +85,34 @@ class GuidanceConfig(PACSConfig):
         return errors
 
 
+def last_user_turn(prompt: list[dict]) -> int | None:
+    """Return the index of the last user turn of a conversation, `None` without one."""
+    return max((i for i, turn in enumerate(prompt) if turn["role"] == "user"), default=None)
+
+
+def check_hints(examples: Iterable[dict]) -> None:
+    """Raise a `ValueError` if an example has a hint, but its prompt no user turn that the hint could be added to."""
+    for i, example in enumerate(examples):
+        prompt = example["prompt"]
+        if example.get("hint") and not isinstance(prompt, str) and last_user_turn(prompt) is None:
+            raise UserError(
+                f"Example {i} has a hint, but its prompt has no user turn that guidance='hint' could add it to. Add a "
+                "user turn, or leave the hint empty."
+            )
+
+
+def with_hint(prompt: str | list[dict], hint: str) -> str | list[dict]:
+    """Return a prompt with a hint at the end of its text, or of its last user turn, which [`check_hints`] requires."""
+    text = HINT.format(hint=hint)
+    if isinstance(prompt, str):
+        return prompt + text
+    i = last_user_turn(prompt)
+    assert i is not None
+    content = prompt[i]["content"]
+    content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*prompt[:i], prompt[i] | {"content": content}, *prompt[i + 1 :]]
+
+
 class GuidanceTrainer(ExtendingTrainer):
     """[`PACSTrainer`] with guided attempts for groups without a correct completion."""
 
@@ -109,9 +138,14 @@ class GuidanceTrainer(ExtendingTrainer):
                 f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
                 "column (empty where there is no hint), or set guidance='feedback'."
             )
+        elif isinstance(dataset, Dataset):
+            check_hints(dataset.select_columns(["prompt", "hint"]))
 
     def _generate_rollouts(self, generation_batch) -> list[Rollout]:
-        if self.args.guidance == "feedback" and not is_conversational(generation_batch[0]):  # of a stream
+        # Examples of a stream were not checked before.
+        if self.args.guidance == "hint":
+            check_hints(generation_batch)
+        elif not is_conversational(generation_batch[0]):
             raise UserError(NEEDS_CONVERSATIONS)
         return super()._generate_rollouts(generation_batch)
 
@@ -161,10 +195,7 @@ class GuidanceTrainer(ExtendingTrainer):
             attempts = zip(texts, self.are_truncated(ids), strict=True)
             prompts = [self._with_feedback(example, *attempt) for attempt in attempts]
         elif hint := example.get("hint"):
-            prompt, text = example["prompt"], HINT.format(hint=hint)
-            if not isinstance(prompt, str):
-                prompt, text = prompt[:-1], [prompt[-1] | {"content": prompt[-1]["content"] + text}]
-            prompts = [prompt + text] * half
+            prompts = [with_hint(example["prompt"], hint)] * half
         else:
             return []
         room = context_lengths(self.model.config)["max_position_embeddings"]

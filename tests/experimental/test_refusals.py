@@ -21,12 +21,15 @@ def streamed() -> dict:
 
 HINTS, FEEDBACK = ({"trainer_class": GuidanceTrainer, "guidance": guidance} for guidance in ("hint", "feedback"))
 TEXTS = addition_dataset(8).map(lambda row: {"prompt": row["solution"]}, remove_columns="prompt")
+NO_USER = addition_dataset(8).map(lambda row, i: {"hint": "h" * (i == 5)}, with_indices=True)
+NO_USER = NO_USER.map(lambda row: {"prompt": [{"role": "system", "content": row["solution"]}]})
 REFILL = {"trainer_class": DARSTrainer, "refill_uniform_groups": True}
 RLPR = {"trainer_class": RLPRTrainer, "reward": [digit_reward, probability_reward]}
 BLANK = addition_dataset().map(lambda row, i: {"solution": " " * (i == 5) or row["solution"]}, with_indices=True)
 REFUSED = {
     "refill from a stream": (REFILL | {"more": streamed()}, "refill_uniform_groups"),
     "no hints": (HINTS, "guidance='hint'"),
+    "a hint without a user turn": (HINTS | {"more": {"train_dataset": NO_USER}}, "no user turn"),
     "guidance in an environment": (HINTS | {"more": {"environment_factory": Environment}}, "environment_factory"),
     "feedback with tools": (FEEDBACK | {"more": {"tools": [run_python]}}, "guidance='feedback'"),
     "feedback on texts": (FEEDBACK | {"more": {"train_dataset": TEXTS}}, "guidance='feedback'"),
