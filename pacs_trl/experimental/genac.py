@@ -92,6 +92,8 @@ class GenACConfig(ActorCriticConfig):
                 f"critic_prompt={self.critic_prompt!r} is no template and no file in the working directory. Set it to "
                 f"one of {names}, or to the path of a .txt file."
             )
+        elif error := _critic.template_error(self.critic_prompt):
+            errors.append(error)
         if self.max_completion_length is None:
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "

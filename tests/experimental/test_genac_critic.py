@@ -19,11 +19,13 @@ from pacs_trl.experimental._critic import (
     answer_length,
     border_lambdas,
     critic_rewards,
+    problem_text,
     reinforce_losses,
     reinforce_weights,
     segment_starts,
     token_values,
 )
+from pacs_trl.experimental.genac import GenACConfig
 
 
 NAN = math.nan
@@ -155,6 +157,45 @@ def test_shipped_templates_say_the_state_and_condition_or_not(name):
     assert all((word in text) == conditioned for word in ("37%", "8192"))
     assert ("Qwen3-4B" in text) == (name == "genac")
     assert ("unknown" in CriticPrompt(name).render(STATE, ACTOR._replace(success_rate=None))) == conditioned
+
+
+def template(directory, text: str) -> str:
+    """Write a template, and return its path."""
+    path = directory / "template.txt"
+    path.write_text(text)
+    return str(path)
+
+
+def test_braces_that_are_no_placeholder_stay_in_a_template(tmp_path):
+    prompt = CriticPrompt(template(tmp_path, "{problem} \\boxed{n} {outcome} {response} <a>{score}</a>"))
+    assert prompt.render(State("1+1", "2", 1), ACTOR) == "1+1 \\boxed{n} {outcome} 2 <a>integer</a>"
+    assert prompt.parse("<a>7</a>") == 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("{problem} {response} Rate.", "{score}"),
+        ("{problem} {response} Rate: {score}", "{score}"),  # without tags
+        ("{problem} <a>{score}</a>", "{response}"),
+        ("{response} <a>{score}</a>", "{problem}"),
+        ("{problem} {respons} <a>{score}</a>", "{response}"),
+    ],
+)
+def test_a_template_without_a_placeholder_is_refused(tmp_path, text, missing):
+    path = template(tmp_path, text)
+    with pytest.raises(ValueError, match=f"critic_prompt=.*{missing}"):
+        GenACConfig(str(tmp_path), critic_prompt=path, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match=f"critic_prompt=.*{missing}"):
+        CriticPrompt(path)
+
+
+def test_a_problem_is_the_text_of_all_user_turns():
+    system = {"role": "system", "content": "Be brief."}
+    blocks = [{"type": "text", "text": "What is"}, {"type": "text", "text": "1+1?"}]
+    prompt = [system, {"role": "user", "content": "A question:"}, {"role": "user", "content": blocks}]
+    assert problem_text(prompt) == "A question:\nWhat is\n1+1?"
+    assert problem_text("1+1") == "1+1"
 
 
 @pytest.mark.parametrize(
