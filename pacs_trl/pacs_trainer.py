@@ -14,7 +14,6 @@ from .rollouts.exact_trainer import ExactUpdateTrainer
 from .update.group_loss_update import GroupObjective
 from .update.groups import Groups
 from .update.minibatch import Minibatch
-from .update.policy_update import PolicyUpdate
 from .update.reference import SnapshotReference
 
 
@@ -24,8 +23,8 @@ SATURATED_SCORE = 5.0
 
 @dataclass(frozen=True)
 class PACSObjective(GroupObjective):
-    """PACS objective for [`GroupLossUpdate`]: the settings of `objective.py`, and the weights of the actor term
-    (`actor_term_coef`) and the KL term (`kl_coef`)."""
+    """PACS objective for [`GroupLossUpdate`]: the settings of `objective.py`, the weights of the actor term
+    (`actor_term_coef`) and the KL term (`kl_coef`), and the `reference` of proxies that have one."""
 
     pacs_beta: float = 1.0
     proxy: objective.Proxy = "log_ratio"
@@ -33,10 +32,11 @@ class PACSObjective(GroupObjective):
     class_weighting: objective.ClassWeighting = "balanced"
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
+    reference: str = "rollout"
 
     @property
-    def has_reference(self) -> bool:
-        return self.proxy != "mean_logp"
+    def proxy_reference(self) -> str | None:
+        return None if self.proxy == "mean_logp" else self.reference
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return objective.sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
@@ -166,12 +166,8 @@ class PACSTrainer(ExactUpdateTrainer):
             args.class_weighting,
             args.actor_term_coef,
             kl_coef=self.beta,
+            reference=args.reference,
         )
-
-    def create_update(self) -> PolicyUpdate:
-        update = super().create_update()
-        update.reference_is_rollout_policy = self.args.reference == "rollout"
-        return update
 
     # Snapshot reference ---------------------------------------------------------------------------------------------
 
@@ -191,7 +187,7 @@ class PACSTrainer(ExactUpdateTrainer):
     def policy_is_reference(self) -> bool:
         if self.args.reference == "rollout":
             return super().policy_is_reference()
-        return self.update.objective.has_reference and self._snapshot is None
+        return self.update.objective.proxy_reference == "snapshot" and self._snapshot is None
 
     def store_reference_logps(self, model, minibatch: Minibatch) -> None:
         if self.args.reference == "rollout":

@@ -41,9 +41,10 @@ class GroupObjective(ABC):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:
-        """Whether the proxies read `ref_logps`."""
-        return False
+    def proxy_reference(self) -> str | None:
+        """Policy whose log-probs `ref_logps` the proxies read: `"rollout"`, the policy at rollout time, `"snapshot"`,
+        an earlier policy, whose log-probs the trainer stores before each update, or `None`."""
+        return None
 
     @abstractmethod
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -89,8 +90,8 @@ class AutogradObjective(GroupObjective):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:
-        return self.proxy != "mean_logp"
+    def proxy_reference(self) -> str | None:
+        return None if self.proxy == "mean_logp" else "rollout"
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return sequence_proxies(logps.detach(), ref_logps, mask, proxy=self.proxy)
@@ -117,23 +118,14 @@ class AutogradObjective(GroupObjective):
 
 
 class GroupLossUpdate(PolicyUpdate[Minibatch]):
-    """
-    [`PolicyUpdate`] with a [`GroupObjective`].
-
-    Attributes:
-        reference_is_rollout_policy (`bool`): Whether the reference of the proxies is the policy at rollout time.
-            Otherwise the trainer stores `ref_logps` before each update.
-    """
+    """[`PolicyUpdate`] with a [`GroupObjective`]."""
 
     objective: GroupObjective
     needs_several_completions = True
-    reference_is_rollout_policy = True
 
     @property
     def logps_of_generating_policy(self) -> tuple[str, ...]:
-        if self.objective.has_reference and self.reference_is_rollout_policy:
-            return ("ref_logps",)
-        return ()
+        return ("ref_logps",) if self.objective.proxy_reference == "rollout" else ()
 
     # Extension points -----------------------------------------------------------------------------------------------
 
@@ -165,7 +157,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     # One optimizer step ---------------------------------------------------------------------------------------------
 
     def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
-        if not self.objective.has_reference:  # the mean log-prob of no token would be 0, the most probable completion
+        if self.objective.proxy_reference is None:
+            # The mean log-prob of no token would be 0, that of the most probable completion.
             rollouts = [
                 rollout if rollout.loss_mask.any() else replace(rollout, label=math.nan) for rollout in rollouts
             ]
