@@ -246,7 +246,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self._set_coefficients()
                 result = self._run_update(model, minibatch)
             self.record_metrics(result.metrics)
-            adapt_entropy_coef(self, result.bonus_entropy)
+            adapt_entropy_coef(self, result.mean_bonus_entropy)
             loss = result.loss
 
         self._step += 1

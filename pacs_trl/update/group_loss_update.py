@@ -212,7 +212,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             # 4. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
             forwarded = schedule if proxy_pass is None else minibatch.schedule
-            skipped_entropy = self._skipped_entropy(model, minibatch, forwarded, timing)
+            skipped_entropy_sum = self._skipped_entropy(model, minibatch, forwarded, timing)
 
             # 5. The gradient.
             loads = self._measure_expert_loads(model, minibatch)
@@ -221,8 +221,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
         entropy_pass = results if proxy_pass is None else proxy_pass
-        entropy = entropy_pass.entropy + skipped_entropy
-        result = self._summarize(minibatch, results, proxies, entropy, self._num_bonus_tokens(minibatch))
+        entropy_sum = entropy_pass.entropy_sum + skipped_entropy_sum
+        result = self._summarize(minibatch, results, proxies, entropy_sum, self._num_bonus_tokens(minibatch))
         result = self._with_router_loss(result, loads)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
@@ -235,9 +235,9 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         proxies = results.values["proxies"]
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
-        skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        entropy, num_tokens = results.entropy + skipped_entropy, max(minibatch.num_tokens, 1)
-        result = self._summarize(minibatch, results, proxies, entropy, num_bonus_tokens=num_tokens)
+        skipped_entropy_sum = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
+        entropy_sum, num_tokens = results.entropy_sum + skipped_entropy_sum, max(minibatch.num_tokens, 1)
+        result = self._summarize(minibatch, results, proxies, entropy_sum, num_bonus_tokens=num_tokens)
         return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
@@ -250,15 +250,16 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         results = MicroBatchResults(["proxies", *value_names], minibatch, self.driver.accelerator)
         for micro_batch in self.driver.micro_batches(minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
-            values, kl = {"proxies": self.proxies(logps, micro_batch)}, None
+            values: dict[str, torch.Tensor] = {"proxies": self.proxies(logps, micro_batch)}
+            kl_sum: torch.Tensor | float = 0.0
             if is_evaluation:
-                kl = self._kl_terms(model, logps, micro_batch, old_logps=logps).sum()
+                kl_sum = self._kl_terms(model, logps, micro_batch, old_logps=logps).sum()
             else:
                 no_coefficients = logps.new_zeros(len(logps), 1)
                 tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
                 values |= self._completion_values(tokens)
-            bonus_entropy = entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum()
-            results.add(micro_batch, entropies, values, kl, bonus_entropy)
+            bonus_entropy_sum = entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum()
+            results.add(micro_batch, entropies, values, kl_sum, bonus_entropy_sum)
         return results.reduce()
 
     def _back_propagate(
@@ -296,12 +297,13 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             weighted_logps = math.prod(token_weights, start=logps)
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
             policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
-            kl_loss = self.objective.kl_coef * kl.sum() / num_tokens
-            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
-            entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
+            kl_sum = kl.sum()
+            kl_loss = self.objective.kl_coef * kl_sum / num_tokens
+            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
+            entropy_loss = -self.entropy_coef * bonus_entropy_sum / num_bonus_tokens if self.entropy_coef else 0.0
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
-            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum(), bonus_entropy)
+            results.add(micro_batch, entropies, {"proxies": proxies}, kl_sum, bonus_entropy_sum)
         return results.reduce(), mismatch
 
     def _skipped_entropy(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> float:
@@ -318,16 +320,16 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         minibatch: Minibatch,
         results: PassResults,
         proxies: torch.Tensor,
-        entropy: float,
+        entropy_sum: float,
         num_bonus_tokens: int,
     ) -> StepResult:
         """Return the loss and the metrics of a minibatch from its proxies, its summed entropy, and the number of
         tokens that the entropy bonus counts."""
         loss, metrics = self.summarize(minibatch, proxies)
         num_tokens = minibatch.num_tokens
-        metrics["entropy"] = entropy / max(num_tokens, 1)
+        metrics["entropy"] = entropy_sum / max(num_tokens, 1)
         metrics["update/forwarded_fraction"] = results.num_completions / max(len(minibatch.rollouts), 1)
         if self.objective.kl_coef != 0:
-            metrics["kl"] = results.kl / max(num_tokens, 1)
+            metrics["kl"] = results.kl_sum / max(num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
-        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy, num_bonus_tokens)
+        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy_sum, num_bonus_tokens)

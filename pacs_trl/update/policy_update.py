@@ -220,13 +220,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         return max(min(numbers, default=minibatch.num_tokens), 1)
 
     def _with_entropy_bonus(
-        self, policy_loss: float, metrics: dict[str, float], bonus_entropy: float, num_bonus_tokens: int
+        self, policy_loss: float, metrics: dict[str, float], bonus_entropy_sum: float, num_bonus_tokens: int
     ) -> StepResult:
         """Return the result of an optimizer step or an evaluation from its loss without the entropy bonus, and from
         the summed entropy and the number of the tokens that the bonus counts."""
         if not self.has_entropy_bonus:
             return StepResult(policy_loss, metrics)
-        mean_entropy = bonus_entropy / num_bonus_tokens
+        mean_entropy = bonus_entropy_sum / num_bonus_tokens
         loss = policy_loss - self.entropy_coef * mean_entropy
         return StepResult(loss, metrics | {"policy_loss": policy_loss}, mean_entropy)
 

@@ -125,13 +125,13 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
 
             # 3. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
-            skipped_entropy = self._skipped_entropy(model, minibatch, schedule, timing)
+            skipped_entropy_sum = self._skipped_entropy(model, minibatch, schedule, timing)
 
             # 4. The gradient.
             results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
 
         # 5. Loss and metrics.
-        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy), loads)
+        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum), loads)
         metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
         return result._replace(metrics=metrics)
 
@@ -143,7 +143,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         self._start_token_weights(model, minibatch, schedule, coefficients, timing)
         loads = self._measure_expert_loads(model, minibatch)
         results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
-        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy=0.0), loads)
+        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum=0.0), loads)
         return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
 
     def _start_token_weights(
@@ -204,8 +204,8 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             weighted_logps = (logps * terms.logp_weights).masked_fill(~micro_batch.loss_mask, 0.0)
             policy_loss = (completion_coefficients * weighted_logps).sum()
             kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
-            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
-            entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
+            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
+            entropy_loss = -self.entropy_coef * bonus_entropy_sum / num_bonus_tokens if self.entropy_coef else 0.0
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             values = {
@@ -215,19 +215,19 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 "phi": terms.phi,
                 "kl": kl.sum(dim=1),
             }
-            results.add(micro_batch, entropies, values, kl.sum(), bonus_entropy)
+            results.add(micro_batch, entropies, values, kl.sum(), bonus_entropy_sum)
         return results.reduce(), mismatch
 
     def _summarize(
-        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, skipped_entropy: float
+        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, skipped_entropy_sum: float
     ) -> StepResult:
-        """Return the loss of an optimizer step and its metrics. `skipped_entropy` is that of the counted tokens of the
-        completions without a forward pass."""
+        """Return the loss of an optimizer step and its metrics. `skipped_entropy_sum` is that of the counted tokens of
+        the completions without a forward pass."""
         policy_loss = (minibatch.coefficients * results.values["surrogate_sums"]).sum()
         kl_loss = self.objective.kl_coef * (minibatch.completion_scales * results.values["kl"]).sum()
         num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in minibatch.rollouts])
         metrics = {
-            "entropy": (results.entropy + skipped_entropy) / max(minibatch.num_tokens, 1),
+            "entropy": (results.entropy_sum + skipped_entropy_sum) / max(minibatch.num_tokens, 1),
             "update/forwarded_fraction": results.num_completions / max(len(minibatch.rollouts), 1),
         }
         # The weights of completions without a forward pass are 1, or the objective needs all completions.
@@ -237,9 +237,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         fractions = results.values["low_fraction"], results.values["high_fraction"]
         metrics |= self.objective.token_metrics(num_tokens, *fractions, phi)
         if self.objective.kl_coef != 0:
-            metrics["kl"] = results.kl / max(minibatch.num_tokens, 1)
+            metrics["kl"] = results.kl_sum / max(minibatch.num_tokens, 1)
         loss = (policy_loss + kl_loss).item()
-        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy, self._num_bonus_tokens(minibatch))
+        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy_sum, self._num_bonus_tokens(minibatch))
 
     def _skipped_entropy(self, model, minibatch: RatioMinibatch, schedule: Schedule, timing: UpdateTiming) -> float:
         """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by

@@ -305,7 +305,7 @@ def test_an_evaluation_has_the_same_entropy_bonus_before_and_after_a_training_st
         selecting.num_selected = num_selected
         results.append(update.evaluate(None, minibatch, policy_is_reference=True))
     before, after = results
-    assert before.bonus_entropy == after.bonus_entropy == pytest.approx(1.0)
+    assert before.mean_bonus_entropy == after.mean_bonus_entropy == pytest.approx(1.0)
     assert before.loss == after.loss == pytest.approx(math.log(2) - 0.1)
 
 
