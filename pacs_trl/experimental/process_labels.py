@@ -273,7 +273,7 @@ class ProcessLabelsTrainer(PACSTrainer):
 
     def create_update(self) -> PolicyUpdate:
         update = super().create_update()
-        if any(weights.num_values for weights in update.token_weights):
+        if update.reads_completion_values:
             raise UserError(
                 f"{type(self).__name__} combines process labels with token weights that need a value of every "
                 "completion before the update (such as STEER's). Use one of the two methods."

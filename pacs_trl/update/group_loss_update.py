@@ -171,12 +171,11 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     def run(self, model, minibatch: Minibatch, timing: UpdateTiming) -> StepResult:
         """Back-propagate the loss of an optimizer step. The rollouts need `ref_logps`, unless the proxies are zero or
         the objective has no reference."""
-        reads_completion_values = any(weights.num_values > 0 for weights in self.token_weights)
         with self.driver.forward_pass.attention():
             self._prepare_token_weights(model, minibatch)
 
             # 1. The proxies of the whole minibatch, unless micro-batches of whole groups yield them one by one.
-            needs_all_proxies = reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups
+            needs_all_proxies = self.reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups
             all_proxies: torch.Tensor | None = None
             proxy_pass: PassResults | None = None  # the forward pass without gradient that computes them
             if timing.proxies_are_zero:
@@ -202,7 +201,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 )
 
             # 3. What the token weights need of the whole minibatch.
-            if reads_completion_values:
+            if self.reads_completion_values:
                 assert coefficients is not None  # `needs_all_proxies`, or all proxies are 0
                 measured = proxy_pass
                 if measured is None:  # the proxies are 0, and no forward pass was run

@@ -117,15 +117,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         """Return the names of the values that later updates on a rollout read, and that must be stored before the
         policy changes; [`UpdateTiming`] has a table. If an earlier policy generated (`is_late`), its log-probs are
         stored with the rollouts already."""
-        reads_old_logps = "old_logps" in self.logps_of_generating_policy
         names = () if is_late else self.logps_of_generating_policy
-        if not self.token_weights:
+        # `old_logps` of an earlier policy, whose entropies are not known
+        has_earlier_logps = is_late and "old_logps" in self.logps_of_generating_policy
+        if not self.token_weights or has_earlier_logps:
             return names
-        if not reads_old_logps:  # token weights compare with the policy before the updates
-            return (*names, "old_logps", "old_entropies")
-        if is_late:  # `old_logps` are those of an earlier policy, whose entropies are not known
-            return names
-        return (*names, "old_entropies")
+        # Token weights compare with the policy before the updates, also where the objective does not.
+        return tuple(dict.fromkeys([*names, "old_logps", "old_entropies"]))
 
     # Extension point ------------------------------------------------------------------------------------------------
 
@@ -137,6 +135,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         return coefficients, {}
 
     # Token weights --------------------------------------------------------------------------------------------------
+
+    # They `prepare` before all passes of an optimizer step, and `begin` before its first backward pass.
+
+    @property
+    def reads_completion_values(self) -> bool:
+        """Whether a token weight needs a value of every completion before the first backward pass."""
+        return any(weights.num_values > 0 for weights in self.token_weights)
 
     def _prepare_token_weights(self, model, minibatch: Minibatch) -> None:
         for weights in self.token_weights:

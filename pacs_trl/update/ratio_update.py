@@ -120,7 +120,10 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 )
 
             # 2. What the token weights and the loss of the routers need of the whole minibatch.
-            self._start_token_weights(model, minibatch, schedule, coefficients, timing)
+            self._prepare_token_weights(model, minibatch)
+            if self.reads_completion_values:
+                measured = self._measure_completion_values(model, minibatch, schedule, timing)
+                self._begin_token_weights(minibatch, coefficients, measured)
             loads = self._measure_expert_loads(model, minibatch)
 
             # 3. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
@@ -140,19 +143,14 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         """Compute loss and metrics as in [`run`]. Ratios are 1, because the weights are those that generated."""
         timing = UpdateTiming(is_first_update=True)
         schedule, coefficients = minibatch.schedule, minibatch.coefficients
-        self._start_token_weights(model, minibatch, schedule, coefficients, timing)
+        self._prepare_token_weights(model, minibatch)
+        if self.reads_completion_values:
+            measured = self._measure_completion_values(model, minibatch, schedule, timing)
+            self._begin_token_weights(minibatch, coefficients, measured)
         loads = self._measure_expert_loads(model, minibatch)
         results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
         result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum=0.0), loads)
         return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
-
-    def _start_token_weights(
-        self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
-    ) -> None:
-        self._prepare_token_weights(model, minibatch)
-        if self._completion_value_names:
-            measured = self._measure_completion_values(model, minibatch, schedule, timing)
-            self._begin_token_weights(minibatch, coefficients, measured)
 
     @torch.no_grad()
     def _measure_completion_values(
