@@ -215,7 +215,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
             # 5. The gradient.
             loads = self._measure_expert_loads(model, minibatch)
-            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing, loads)
+            results, measured_mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing, loads)
 
         # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
@@ -223,14 +223,14 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         entropy_sum = entropy_pass.entropy_sum + skipped_entropy_sum
         result = self._summarize(minibatch, results, proxies, entropy_sum, self._num_bonus_tokens(minibatch))
         result = self._with_router_loss(result, loads)
-        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
-        return result._replace(metrics=metrics)
+        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(measured_mismatch)
+        return result._replace(metrics=metrics | self._token_weight_metrics())
 
     def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
         """Compute loss and metrics as in [`run`], without gradient and token weights: the entropy bonus counts all
         tokens."""
         timing = UpdateTiming(is_first_update=False, proxies_are_zero=policy_is_reference)
-        results = self._compute_proxies(model, minibatch, minibatch.schedule, timing, is_evaluation=True)
+        results = self._run_evaluation_passes(model, minibatch)
         proxies = results.values["proxies"]
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
@@ -240,25 +240,28 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
-    def _compute_proxies(
-        self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming, *, is_evaluation: bool = False
-    ) -> PassResults:
-        """Compute the proxies of the completions of a schedule, and what else the caller reads: the values that token
-        weights need or, in an evaluation, the KL terms."""
-        value_names = [] if is_evaluation else self._completion_value_names
-        results = MicroBatchResults(["proxies", *value_names], minibatch, self.driver.accelerator)
+    def _compute_proxies(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> PassResults:
+        """Compute the proxies of the completions of a schedule, and the values that token weights need of them."""
+        names = ["proxies", *self._completion_value_names]
+        results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         for micro_batch in self.driver.micro_batches(minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
-            values: dict[str, torch.Tensor] = {"proxies": self.proxies(logps, micro_batch)}
-            kl_sum: torch.Tensor | float = 0.0
-            if is_evaluation:
-                kl_sum = self._kl_terms(model, logps, micro_batch, old_logps=logps).sum()
-            else:
-                no_coefficients = logps.new_zeros(len(logps), 1)
-                tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
-                values |= self._completion_values(tokens)
+            no_coefficients = logps.new_zeros(len(logps), 1)
+            tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
+            values = {"proxies": self.proxies(logps, micro_batch)} | self._completion_values(tokens)
+            results.add(micro_batch, entropies, values)
+        return results.reduce()
+
+    @torch.no_grad()
+    def _run_evaluation_passes(self, model, minibatch: Minibatch) -> PassResults:
+        """Compute the proxies, the KL terms, and the entropies of an evaluation, all of which the bonus counts."""
+        results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
+        for micro_batch in self.driver.micro_batches(minibatch, minibatch.schedule):
+            logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            proxies = self.proxies(logps, micro_batch)
+            kl = self._kl_terms(model, logps, micro_batch, old_logps=logps)
             bonus_entropy_sum = entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum()
-            results.add(micro_batch, entropies, values, kl_sum, bonus_entropy_sum)
+            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum(), bonus_entropy_sum)
         return results.reduce()
 
     def _back_propagate(
@@ -269,14 +272,14 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         coefficients: torch.Tensor | None,
         timing: UpdateTiming,
         loads: ExpertLoads | None,
-    ) -> tuple[PassResults, list]:
+    ) -> tuple[PassResults, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL term, the entropy bonus, and the loss of the
         routers. If `coefficients` is `None`, micro-batches must hold whole groups. Returns the results of the forward
-        passes, and the mismatch of each micro-batch."""
+        passes, and those of [`mismatch_ratios`] for each micro-batch."""
         results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
         num_tokens, num_bonus_tokens = max(minibatch.num_tokens, 1), self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
-        mismatch = []
+        measured_mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
@@ -289,21 +292,21 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 completion_coefficients = self.coefficients(minibatch, micro_batch.indices, proxies.cpu())
             token_coefficients = self.token_coefficients(micro_batch, completion_coefficients.to(logps.device))
             if measures_mismatch:
-                mismatch.append(self._measure_mismatch(logps, micro_batch))
+                measured_mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, token_coefficients, timing)
-            token_weights = [weights(tokens) for weights in self.token_weights]
-            weighted_logps = math.prod(token_weights, start=logps)
+            token_factors = [weights(tokens) for weights in self.token_weights]
+            weighted_logps = math.prod(token_factors, start=logps)
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
             policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
             kl_sum = kl.sum()
             kl_loss = self.objective.kl_coef * kl_sum / num_tokens
-            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
-            entropy_loss = -self.entropy_coef * bonus_entropy_sum / num_bonus_tokens if self.entropy_coef else 0.0
+            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_factors)
+            entropy_loss = self._entropy_loss(bonus_entropy_sum, num_bonus_tokens)
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             results.add(micro_batch, entropies, {"proxies": proxies}, kl_sum, bonus_entropy_sum)
-        return results.reduce(), mismatch
+        return results.reduce(), measured_mismatch
 
     def _skipped_entropy(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> float:
         """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by

@@ -210,14 +210,21 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
     # L = L_policy - entropy_coef * (mean entropy of the tokens of the optimizer step)
 
     def _bonus_entropy(
-        self, entropies: torch.Tensor, mask: torch.Tensor, token_weights: list[torch.Tensor]
+        self, entropies: torch.Tensor, mask: torch.Tensor, token_factors: list[torch.Tensor]
     ) -> torch.Tensor:
         """Return the summed entropy of the tokens of a micro-batch that the entropy bonus counts, differentiable:
-        counted ones that the token weights select. `token_weights` are their results, `(B, T)` each."""
-        for weights, is_selected in zip(self.token_weights, token_weights, strict=True):
+        counted ones that the token weights select. `token_factors` are the results of the token weights, `(B, T)`
+        each."""
+        for weights, factors in zip(self.token_weights, token_factors, strict=True):
             if weights.num_selected is not None:  # 1 for selected tokens, 0 for others
-                entropies = entropies * is_selected
+                entropies = entropies * factors
         return entropies.masked_fill(~mask, 0.0).sum()
+
+    def _entropy_loss(self, bonus_entropy_sum: torch.Tensor, num_bonus_tokens: int) -> torch.Tensor | float:
+        """Return the share of a micro-batch in the loss of the entropy bonus, differentiable."""
+        if not self.entropy_coef:
+            return 0.0
+        return -self.entropy_coef * bonus_entropy_sum / num_bonus_tokens
 
     def _num_bonus_tokens(self, minibatch: Minibatch) -> int:
         """Return the number of tokens of a minibatch that the entropy bonus counts, at least 1."""
@@ -256,11 +263,12 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
 
     # Mismatch between engine and trainer ----------------------------------------------------------------------------
 
-    def _mismatch_metrics(self, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-        """Return the metrics of [`mismatch_ratios`] of the micro-batches of this process, over all processes."""
-        if not micro_batches:
+    def _mismatch_metrics(self, measured: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+        """Return the metrics of [`mismatch_ratios`], of which `measured` has the result for each micro-batch of this
+        process, over all processes."""
+        if not measured:
             return {}
-        differences, ratios = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        differences, ratios = (torch.cat(parts) for parts in zip(*measured, strict=True))
         return mismatch_metrics(self._gather(differences), self._gather(ratios))
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:

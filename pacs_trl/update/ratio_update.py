@@ -41,8 +41,8 @@ class RatioObjective(ABC):
         summed losses and KL terms of their tokens are multiplied by; both `(B,)`."""
 
     @abstractmethod
-    def token_terms(self, tokens: TokenValues, token_weights: Sequence[torch.Tensor]) -> RatioTerms:
-        """Return the terms of a micro-batch; `token_weights` are the results of [`TokenWeights`], `(B, T)` each, which
+    def token_terms(self, tokens: TokenValues, token_factors: Sequence[torch.Tensor]) -> RatioTerms:
+        """Return the terms of a micro-batch; `token_factors` are the results of [`TokenWeights`], `(B, T)` each, which
         the losses of the tokens are multiplied by."""
 
     def token_metrics(
@@ -131,16 +131,17 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             skipped_entropy_sum = self._skipped_entropy(model, minibatch, schedule, timing)
 
             # 4. The gradient.
-            results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
+            results, measured_mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
 
         # 5. Loss and metrics.
         result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum), loads)
-        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
-        return result._replace(metrics=metrics)
+        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(measured_mismatch)
+        return result._replace(metrics=metrics | self._token_weight_metrics())
 
     @torch.no_grad()
     def evaluate(self, model, minibatch: RatioMinibatch, *, policy_is_reference: bool) -> StepResult:
-        """Compute loss and metrics as in [`run`]. Ratios are 1, because the weights are those that generated."""
+        """Compute loss and metrics as in [`run`]. Ratios are 1, because the weights are those that generated, and
+        `policy_is_reference` is not read, because there are no proxies."""
         timing = UpdateTiming(is_first_update=True)
         schedule, coefficients = minibatch.schedule, minibatch.coefficients
         self._prepare_token_weights(model, minibatch)
@@ -148,9 +149,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             measured = self._measure_completion_values(model, minibatch, schedule, timing)
             self._begin_token_weights(minibatch, coefficients, measured)
         loads = self._measure_expert_loads(model, minibatch)
-        results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
+        results, measured_mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
         result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum=0.0), loads)
-        return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
+        return result._replace(metrics=result.metrics | self._mismatch_metrics(measured_mismatch))
 
     @torch.no_grad()
     def _measure_completion_values(
@@ -173,15 +174,15 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         coefficients: torch.Tensor,
         timing: UpdateTiming,
         loads: ExpertLoads | None,
-    ) -> tuple[PassResults, list]:
+    ) -> tuple[PassResults, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL
         term, the entropy bonus, and the loss of the routers, unless gradients are disabled. Returns the results of the
-        forward passes, and the mismatch of each micro-batch."""
+        forward passes, and those of [`mismatch_ratios`] for each micro-batch."""
         names = ["surrogate_sums", "low_fraction", "high_fraction", "phi", "kl"]
         results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         num_bonus_tokens = self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
-        mismatch = []
+        measured_mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
@@ -193,17 +194,17 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             completion_coefficients = completion_coefficients.to(logps.device)[:, None]
             completion_scales = completion_scales.to(logps.device)[:, None]
             if measures_mismatch:
-                mismatch.append(self._measure_mismatch(logps, micro_batch))
+                measured_mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, completion_coefficients, timing)
-            token_weights = [weights(tokens) for weights in self.token_weights]
+            token_factors = [weights(tokens) for weights in self.token_weights]
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
-            terms = self.objective.token_terms(tokens, token_weights)
+            terms = self.objective.token_terms(tokens, token_factors)
             weighted_logps = (logps * terms.logp_weights).masked_fill(~micro_batch.loss_mask, 0.0)
             policy_loss = (completion_coefficients * weighted_logps).sum()
             kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
-            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
-            entropy_loss = -self.entropy_coef * bonus_entropy_sum / num_bonus_tokens if self.entropy_coef else 0.0
+            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_factors)
+            entropy_loss = self._entropy_loss(bonus_entropy_sum, num_bonus_tokens)
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             values = {
@@ -214,7 +215,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 "kl": kl.sum(dim=1),
             }
             results.add(micro_batch, entropies, values, kl.sum(), bonus_entropy_sum)
-        return results.reduce(), mismatch
+        return results.reduce(), measured_mismatch
 
     def _summarize(
         self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, skipped_entropy_sum: float
