@@ -111,7 +111,7 @@ def critic_metrics(
         "pacs/label_mean": mean(groups.labels, scorable),
         "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), rated),
         "pacs/critic_brier": mean((probabilities - targets) ** 2, rated),
-        "pacs/uniform_group_fraction": mean(~groups.mixed, groups.labeled),
+        "pacs/uniform_group_fraction": mean(~groups.mixed, groups.has_scorable),
         "pacs/saturated_score_fraction": mean(scores.abs() > SATURATED_SCORE, scorable),
         "pacs/unscorable_fraction": 1.0 - scorable.float().mean().item(),
     }

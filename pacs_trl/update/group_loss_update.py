@@ -78,7 +78,7 @@ class AutogradObjective(GroupObjective):
     Attributes:
         function (`Callable`): The loss, `function(proxies, labels, num_generations=..., **settings)`: a scalar from
             the proxies and labels of some groups of equal size, both `(P * G,)`, with NaN as the label of a completion
-            without a verdict. A sum over groups with a gradient, divided by the number of groups with a label.
+            without a verdict. A sum over groups with a gradient, divided by the number of groups with scorable completions.
         proxy (`str`): Kind of proxy, see [`sequence_proxies`]: `"log_ratio"`, `"mean_log_ratio"`, or `"mean_logp"`.
         settings (`Mapping`): Keyword arguments of `function`.
         kl_coef (`float`): Weight of the KL term.
@@ -106,10 +106,10 @@ class AutogradObjective(GroupObjective):
         return derivatives / (1 if self.proxy == "log_ratio" else num_tokens.clamp(min=1))
 
     def size(self, groups: Groups) -> int:
-        return int(groups.labeled.sum())
+        return int(groups.has_scorable.sum())
 
     def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
-        is_uniform = ~groups.mixed[groups.labeled]
+        is_uniform = ~groups.mixed[groups.has_scorable]
         metrics = {
             "labels/uniform_group_fraction": is_uniform.float().mean().item(),
             "labels/mean": groups.labels[groups.scorable].float().mean().item(),
