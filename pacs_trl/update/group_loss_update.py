@@ -78,7 +78,8 @@ class AutogradObjective(GroupObjective):
     Attributes:
         function (`Callable`): The loss, `function(proxies, labels, num_generations=..., **settings)`: a scalar from
             the proxies and labels of some groups of equal size, both `(P * G,)`, with NaN as the label of a completion
-            without a verdict. A sum over groups with a gradient, divided by the number of groups with scorable completions.
+            without a verdict. A sum over groups with a gradient, divided by the number of groups with scorable
+            completions.
         proxy (`str`): Kind of proxy, see [`sequence_proxies`]: `"log_ratio"`, `"mean_log_ratio"`, or `"mean_logp"`.
         settings (`Mapping`): Keyword arguments of `function`.
         kl_coef (`float`): Weight of the KL term.
