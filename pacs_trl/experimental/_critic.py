@@ -32,15 +32,24 @@ _SCORE_IN_TAGS = re.compile(r"(\S+)\{score\}(\S*[^\s.,;:])")  # a sentence may e
 
 
 class State(NamedTuple):
-    """A problem, the prefix of a response as text, and the number of its tokens; in training the index of the
-    completion, the segment that begins there (`None` for a state that only trains the critic), and the target of its
-    value."""
+    """
+    A prefix of a completion, about which the critic is asked.
+
+    Attributes:
+        problem (`str`): The problem.
+        response (`str`): The prefix as text.
+        tokens_used (`int`): Number of tokens of the prefix.
+        completion (`int`): Index of the completion in the generation batch of this process.
+        begins_segment (`bool`): Whether a segment begins after the prefix, so that the answer is its value. Otherwise
+            the state only trains the critic.
+        outcome (`float`): Target of the answer, in [0, 1]; NaN if none is known.
+    """
 
     problem: str
     response: str
     tokens_used: int
     completion: int = 0
-    segment: int | None = None
+    begins_segment: bool = True
     outcome: float = math.nan
 
 
