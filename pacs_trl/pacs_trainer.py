@@ -97,8 +97,8 @@ def critic_metrics(
     scorable = groups.scorable
     _, targets = groups.apply(objective.class_weights, class_weighting=class_weighting)
     probabilities = torch.sigmoid(scores)
-    has_opinion = (proxies[scorable] != 0).any()
-    rated = groups.expand(groups.mixed) & scorable & has_opinion
+    any_proxy_is_nonzero = (proxies[scorable] != 0).any()
+    has_prediction = groups.expand(groups.mixed) & scorable & any_proxy_is_nonzero
 
     def mean(values: torch.Tensor, where: torch.Tensor) -> float:
         return values[where].float().mean().item() if where.any() else math.nan
@@ -109,8 +109,8 @@ def critic_metrics(
         "pacs/proxy_abs_mean": mean(proxies.abs(), scorable),
         "pacs/residual_abs_mean": mean((probabilities - targets).abs(), scorable),
         "pacs/label_mean": mean(groups.labels, scorable),
-        "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), rated),
-        "pacs/critic_brier": mean((probabilities - targets) ** 2, rated),
+        "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), has_prediction),
+        "pacs/critic_brier": mean((probabilities - targets) ** 2, has_prediction),
         "pacs/uniform_group_fraction": mean(~groups.mixed, groups.has_scorable),
         "pacs/saturated_score_fraction": mean(scores.abs() > SATURATED_SCORE, scorable),
         "pacs/unscorable_fraction": 1.0 - scorable.float().mean().item(),

@@ -190,6 +190,8 @@ class ActorCriticTrainer(RolloutTrainer):
         self.record_metrics({f"{self._name.lower()}/{name}": value for name, value in metrics.items()})
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        # `_compute_loss` enters the context of packed attention here, because Trainer runs the backward pass, which
+        # needs it too, after that has returned.
         with contextlib.ExitStack() as self._until_backward:
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -203,10 +205,11 @@ class ActorCriticTrainer(RolloutTrainer):
         mask = self._value_mask(inputs)
         self._add_to_step(approx_kl=(log_ratio.exp() - 1.0 - log_ratio)[mask].sum(), tokens=mask.sum())
         if self.accelerator.sync_gradients:
-            totals = self._sum(torch.stack([*self._step_sums.values()])).tolist()
-            means = dict(zip(self._step_sums, totals, strict=True))
-            self._step_sums, tokens = {}, max(means.pop("tokens"), 1)
-            self._log_values(**{name: total / tokens for name, total in means.items()})
+            all_sums = self._sum(torch.stack([*self._step_sums.values()])).tolist()
+            totals = dict(zip(self._step_sums, all_sums, strict=True))
+            num_tokens = max(totals.pop("tokens"), 1)
+            self._log_values(**{name: total / num_tokens for name, total in totals.items()})
+            self._step_sums = {}
         return loss
 
     def _get_per_token_logps_and_entropies(
