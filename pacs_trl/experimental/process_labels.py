@@ -88,7 +88,7 @@ class Prefixes:
         self._is_other = self.compared >= 0
         self.scored = self._is_other.any(dim=1)
         self._num_compared = self._is_other.sum(dim=1).clamp(min=1)
-        # For the derivative of the loss: the share 1 / n_u of each of the n_u counterparts in the score of a position u,
+        # For the derivative of the loss: the share 1 / n_u of each of the n_u counterparts in the score of position u,
         # and 1 minus the sum of the shares that a position has in the scores of others.
         self._counterparts = self.compared.clamp(min=0).flatten()
         self._shares = self._is_other.double() / self._num_compared[:, None]
