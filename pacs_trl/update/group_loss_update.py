@@ -255,7 +255,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
     @torch.no_grad()
     def _run_evaluation_passes(self, model, minibatch: Minibatch) -> PassResults:
-        """Compute the proxies, the KL terms, and the entropies of an evaluation, all of which the bonus counts."""
+        """Compute the proxies, KL terms, and entropies of an evaluation, whose entropy bonus counts all tokens."""
         results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
         for micro_batch in self.driver.micro_batches(minibatch, minibatch.schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
