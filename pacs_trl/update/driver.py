@@ -110,8 +110,8 @@ class MicroBatchResults:
         indices = torch.tensor(proxy_indices, device=self._accelerator.device)
         for name, all_values in self._values.items():
             all_values[indices] = values[name].detach().to(all_values.dtype)
-        sums = {
-            "entropy_sum": entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum(),
+        sums: dict[str, torch.Tensor | float] = {
+            "entropy_sum": entropies.detach().masked_fill(~micro_batch.loss_mask, 0.0).sum(),
             "num_completions": len(micro_batch.rollouts),
             "kl_sum": kl_sum,
             "bonus_entropy_sum": bonus_entropy_sum,
