@@ -2,7 +2,9 @@
 memory the device has."""
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -17,6 +19,9 @@ from pacs_trl.errors import FailedRun
 from pacs_trl.plan import cost
 from pacs_trl.rollouts import memory
 from pacs_trl.rollouts.memory import DeviceMemory, StartOfUpdate
+from pacs_trl.update.driver import UpdateDriver
+from pacs_trl.update.microbatching import MicroBatchConfig
+from pacs_trl.update.rollout import Rollout
 
 
 AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
@@ -239,6 +244,20 @@ def test_a_step_without_gradient_that_never_fits_ends_the_run_with_what_to_set(t
     trainer.forward_pass.on_pass = fail
     with pytest.raises(FailedRun, match="max_completion_length"):
         trainer.train()
+
+
+def test_passes_over_skipped_completions_become_smaller_where_the_others_hold_one_completion():
+    """One of four completions of 6 tokens has a gradient. A pass over the others has 3 x 6 and 4 of their prompt."""
+    accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    driver = UpdateDriver(
+        SimpleNamespace(packing="sdpa"), accelerator, MicroBatchConfig(num_processes=1, max_rollouts=4)
+    )
+    prompt, completion = np.zeros(4, dtype=np.int32), np.zeros(6, dtype=np.int32)
+    rollouts = [Rollout(prompt, completion, np.ones(6, dtype=bool), label=0.0, group=0) for _ in range(4)]
+    minibatch = driver.schedule_minibatch(rollouts, torch.tensor([True, False, False, False]), ignores_groups=True)
+    assert driver.lower_max_tokens(minibatch) and driver.limits.max_tokens == 11
+    assert driver.schedule_some(minibatch, [1, 2, 3]) == [[[1], [2], [3]]]
+    assert not driver.lower_max_tokens(minibatch)
 
 
 def without_gradient(tmp_path, trainer_class):
