@@ -37,7 +37,7 @@ from ..update.forward_pass import ForwardPass
 from ..update.peft_models import without_peft
 from ..update.reference import reshard
 from .adapter_checks import max_lora_rank
-from .checkpoint import next_call_seed, next_seeds, save_last_step
+from .checkpoint import next_call_seed, next_seeds
 from .engine_weights import (
     FIXED_TEXT,
     MAX_FIXED_TOKENS,
@@ -446,8 +446,7 @@ class AdapterSync(LogpComparison):
 def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure) -> NoReturn:
     """Save the state after the last optimizer step, and raise a [`FailedRun`], on all processes: the vLLM server, or
     the engine process of a run without vLLM, has failed."""
-    trainer._step_start.rewind()
-    save_last_step(trainer)
+    trainer.undo_step_and_save()
     state, cause = failure.args
     step, engine, remedy = trainer.state.global_step, "engine process", " (an error above, or memory)"
     saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"

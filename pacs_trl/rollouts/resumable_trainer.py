@@ -72,7 +72,7 @@ class ResumableTrainer(GRPOTrainer):
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Stopped:
-                self._save_last_step()
+                self._stop_on_signal()
                 return TrainOutput(self.state.global_step, float("nan"), {})
             finally:
                 self._source.close()
@@ -83,11 +83,16 @@ class ResumableTrainer(GRPOTrainer):
     def _prepare_memory(self, resume_from_checkpoint: str | None) -> None:
         """Set what the backward pass recomputes and the size of micro-batches, before Trainer prepares the model."""
 
-    def _save_last_step(self) -> None:
-        """Save the state after the last optimizer step, when a signal has stopped the current one."""
+    def _stop_on_signal(self) -> None:
+        """Note that a signal has stopped the current optimizer step, and save the state before this step."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, StopOnSignal):
                 callback.stop(self.args)
+        self.undo_step_and_save()
+
+    def undo_step_and_save(self) -> None:
+        """Save the state after the last optimizer step when the current one cannot be finished: the run that resumes
+        repeats it. All processes must call this."""
         self._source.put_back()
         self._step_start.rewind()
         checkpoint.save_last_step(self)
