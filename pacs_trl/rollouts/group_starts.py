@@ -19,7 +19,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -328,7 +328,7 @@ def _are_equal(first: Any, second: Any, compared: dict[tuple[int, int], tuple[An
     elif isinstance(first, types.FunctionType):
         return first.__code__ is second.__code__ and _are_equal(_variables(first), _variables(second), compared)
     elif isinstance(first, types.CellType):
-        return _are_equal(first.cell_contents, second.cell_contents, compared)
+        return _are_equal(_contents(first), _contents(second), compared)
     elif isinstance(first, types.MethodType | types.BuiltinFunctionType):
         return first.__qualname__ == second.__qualname__ and _are_equal(first.__self__, second.__self__, compared)
     else:
@@ -354,6 +354,14 @@ def _has_same_value(first: Any, second: Any) -> bool:
 def _variables(function: types.FunctionType) -> tuple[Any, Any, Any]:
     """Return what a function keeps between calls: enclosing variables, and default values."""
     return function.__closure__, function.__defaults__, function.__kwdefaults__
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    """Return a list of the value of an enclosing variable, which is empty if no value is assigned yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 # Where a state lies ---------------------------------------------------------------------------------------------
@@ -416,8 +424,7 @@ def _references(function: types.FunctionType) -> Iterator[Any]:
                 undefined = types.ModuleType(f"undefined_{name}")
                 yield function.__globals__.get(name, getattr(builtins, name, undefined))
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
+        yield from _contents(cell)
     yield from (function.__defaults__, function.__kwdefaults__)
 
 
