@@ -462,8 +462,10 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         # Evaluations have their own tables. After a resume inside a generation batch its table is already written.
         if not self.model.training or len(self._logs["prompt"]) == 0:
             self.log_completions = False
-        super().log(logs, start_time)
-        self.log_completions = log_completions
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.log_completions = log_completions
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""
