@@ -36,6 +36,7 @@ from ..update.reference import SnapshotReference, StoredWeights, is_sharded, wei
 from ..update.step_sizes import Step
 from . import process_count
 from .checkpoint_files import KL_REFERENCE, POLICY_COPY, check_complete, last_checkpoint, last_resumable_checkpoint
+from .prompt_order import PromptOrder
 from .protocols import CheckedTrainer, EvaluatingTrainer, SamplingTrainer, SeededTrainer
 from .request_seeds import request_seed
 from .rollout_config import RolloutConfig
@@ -136,11 +137,16 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 def indices_of_generation(trainer: SamplingTrainer, number: int) -> list[int]:
     """Return the indices of the dataset rows of a generation batch, one per completion of all processes."""
+    order = prompt_order(trainer)
+    first = number * order.batch_size
+    indices = [order[position] for position in range(first, first + order.batch_size)]
+    return [index for index in indices for _ in range(trainer.num_generations)]
+
+
+def prompt_order(trainer: SamplingTrainer) -> PromptOrder:
+    """Return the order of the prompts of a run, which is that of its sampler."""
     sampler = trainer._get_train_sampler().sampler
-    size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
-    sampler.repeat_count = sampler.mini_repeat_count = 1
-    order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-    return order[number % len(order)].repeat_interleave(trainer.num_generations).tolist()
+    return PromptOrder(sampler.num_samples, sampler.batch_size, sampler.shuffle, sampler.seed)
 
 
 # Settings -----------------------------------------------------------------------------------------------------------

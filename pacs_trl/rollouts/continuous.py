@@ -24,12 +24,14 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from ..rewards import shared_arguments
+from .checkpoint import prompt_order
 from .engine import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
+from .prompt_order import PromptOrder
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
-from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
+from .rollout_worker import GradedGroup, RolloutWorker
 from .server_command import server_url
 from .server_connection import ServerConnection
 from .server_watch import Failure, in_one_line
@@ -299,8 +301,7 @@ class ContinuousRollouts:
 
     def _prompt_order(self) -> PromptOrder:
         if self._order is None:
-            sampler = self.trainer._get_train_sampler().sampler
-            self._order = PromptOrder(sampler.num_samples, sampler.batch_size, sampler.shuffle, sampler.seed)
+            self._order = prompt_order(self.trainer)
         return self._order
 
     def _start_worker(self) -> None:

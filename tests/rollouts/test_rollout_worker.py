@@ -26,8 +26,9 @@ from trl.experimental.async_grpo import async_rollout_worker
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer
 from pacs_trl.rewards import VerificationArguments, math_reward
+from pacs_trl.rollouts.prompt_order import PromptOrder
 from pacs_trl.rollouts.request_seeds import request_seed
-from pacs_trl.rollouts.rollout_worker import PromptOrder, RolloutLoop, RolloutWorker, VersionedLogp
+from pacs_trl.rollouts.rollout_worker import RolloutLoop, RolloutWorker, VersionedLogp
 
 
 pytestmark = needs("aiohttp")
