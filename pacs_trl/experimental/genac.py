@@ -27,7 +27,7 @@ from ..rollouts.timing import PARTS
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
 from ..update.rollout import without_padding
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import _critic
 from ._critic import Answer, State
 
@@ -83,7 +83,7 @@ class GenACConfig(ActorCriticConfig):
     # Parameters that control training
     critic_pretraining_steps: int = setting(100, "Optimizer steps at the start that train only the critic.", least=0)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         errors += ignored_settings(self, ["vllm_sync_adapter"], "the critic's weights are sent to vLLM, too")
         if not _critic.critic_prompt_path(self.critic_prompt).is_file():

@@ -24,7 +24,7 @@ from ..settings.fields import setting
 from ..update.context_length import context_lengths
 from ..update.minibatch import split_into_minibatches
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ..verification import Outcome
 from ._generation import CORRECT, ExtendingTrainer, known_labels
 
@@ -68,7 +68,7 @@ class GuidanceConfig(PACSConfig):
     )
     guided_weight: float = setting(1.0, "Factor on the gradient of guided completions.", above=0)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         if self.class_weighting == "only_negative":
             errors.append(

@@ -33,7 +33,7 @@ from ..errors import NO_ROOM, FailedRun, UserError
 from ..rewards import shared_arguments
 from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..update.reference import SnapshotReference, StoredWeights, is_sharded, weights_of
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import process_count
 from .checkpoint_files import KL_REFERENCE, POLICY_COPY, check_complete, last_checkpoint, last_resumable_checkpoint
 from .prompt_order import PromptOrder
@@ -265,7 +265,7 @@ def state_name(trainer: "ResumableTrainer") -> str:
 
 def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
     """Save the state of this process that Trainer does not save."""
-    step = Step.of(trainer.args, trainer.accelerator.num_processes)
+    step = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     state = {
         "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
@@ -297,7 +297,7 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
-    now = Step.of(trainer.args, trainer.accelerator.num_processes)
+    now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     passes, batches = trainer._data_position
     trainer._step, batches = process_count.converted_positions(saved.step, now, [trainer._step, batches])
     trainer._data_position = passes, batches
@@ -345,7 +345,8 @@ def read_data_position(trainer: "ResumableTrainer", directory: Path) -> tuple[in
     """Return the number of passes over the training data before a checkpoint, and the batches of the pass in which it
     was written, for this number of processes."""
     state = _read_state(trainer, directory)
-    saved, now = process_count.saved_run(state, directory), Step.of(trainer.args, trainer.accelerator.num_processes)
+    saved = process_count.saved_run(state, directory)
+    now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     passes, batches = state["attributes"]["_data_position"]
     return passes, *process_count.converted_positions(saved.step, now, [batches])
 
@@ -357,7 +358,7 @@ def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     if trainer.args.rollout_schedule == "continuous":  # state of a server and of an engine process differs
         names.append("use_vllm")
     settings = plain_settings(trainer.args, names)
-    step = Step.of(trainer.args, trainer.accelerator.num_processes)
+    step = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     settings |= {
         "completions per optimizer step": step.completions_per_update,
         "completions per generation batch": step.completions_per_generation,

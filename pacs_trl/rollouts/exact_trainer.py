@@ -36,7 +36,7 @@ from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .adapter_checks import max_lora_rank
@@ -332,7 +332,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     @property
     def is_sliced(self) -> bool:
         """Whether optimizer steps take slots of generation batches as they come."""
-        return Step.of(self.args, self.accelerator.num_processes).is_sliced
+        return BatchSizes.of(self.args, self.accelerator.num_processes).is_sliced
 
     def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
         """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any

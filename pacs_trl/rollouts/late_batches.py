@@ -39,7 +39,7 @@ from trl.trainer.utils import is_async_callable
 from ..errors import FailedRun, UserError, without_exit
 from ..rewards import FUNCTIONS
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint import indices_of_generation
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
@@ -256,7 +256,8 @@ class LateBatches:
 
     def _submit(self, number: int) -> None:
         trainer = self.trainer
-        num_batches = Step.of(trainer.args, trainer.accelerator.num_processes).rollouts(trainer.state.max_steps)
+        sizes = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
+        num_batches = sizes.num_generation_batches(trainer.state.max_steps)
         if number in self._in_flight or "output" in self.arrived.get(number, ()) or number >= num_batches:
             return
         stopped = self.arrived.pop(number, {})

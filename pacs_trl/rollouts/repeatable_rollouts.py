@@ -13,7 +13,7 @@ the generation in flight and contains it, so that a run that resumes ends with t
 from collections.abc import Callable
 from typing import Any
 
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint import indices_of_generation
 from .late_batches import LateBatches
 from .protocols import LateTrainer
@@ -102,7 +102,8 @@ class RepeatableRollouts(LateBatches):
         trainer, args = self.trainer, self.trainer.args
         groups, next_position = before.get("others", []), before.get("next_position", 0)
         fresh = [group for group in groups if group.staleness(number) <= args.max_staleness]
-        num_steps = Step.of(args, trainer.accelerator.num_processes).rollouts(trainer.state.max_steps)
+        sizes = BatchSizes.of(args, trainer.accelerator.num_processes)
+        num_steps = sizes.num_generation_batches(trainer.state.max_steps)
         last_step = min(trainer.state.global_step + args.max_staleness, num_steps - 1)  # of new groups, at the latest
         num_new = max(0, (last_step - number + 1) * self.groups_per_step - len(fresh))
         positions = list(range(next_position, next_position + num_new))

@@ -30,7 +30,7 @@ from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import checkpoint, completion_columns, image_checkpoints, mxfp4
 from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
 from .argument_checks import check_arguments
@@ -316,7 +316,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """Return how the processes share a generation batch of training, with `completions_per_step`."""
         if self.args.completions_per_step is None:
             return None
-        return UnevenShares.from_step(Step.of(self.args, self.accelerator.num_processes))
+        return UnevenShares.from_step(BatchSizes.of(self.args, self.accelerator.num_processes))
 
     def _logged_advantages(self, num_completions: int) -> torch.Tensor:
         """Return the advantages of the last completions of all processes, which TRL puts into its table of completions

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class UnevenShares:
     num_slots: int
 
     @classmethod
-    def from_step(cls, step: Step) -> "UnevenShares | None":
+    def from_step(cls, step: BatchSizes) -> "UnevenShares | None":
         """Return the shares of an optimizer step with `completions_per_step`, `None` for one without."""
         if step.completions_per_step is None:
             return None
