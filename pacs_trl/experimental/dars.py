@@ -136,8 +136,8 @@ class DARSTrainer(ExtendingTrainer):
     _config_class = DARSConfig
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         if args.refill_uniform_groups and isinstance(arguments["train_dataset"], IterableDataset):
             raise UserError(
                 "refill_uniform_groups draws prompts from the whole training set, which a streamed dataset does not "

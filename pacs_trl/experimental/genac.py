@@ -131,8 +131,8 @@ class GenACTrainer(ActorCriticTrainer):
         add_fused_lm_head(critic, outputs=("log_probs",))
         return critic
 
-    def _prepare_learning(self) -> None:
-        super()._prepare_learning()
+    def _set_up_update(self) -> None:
+        super()._set_up_update()
         args = self.args
         self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
         self.timer.parts = ("critic", *PARTS)

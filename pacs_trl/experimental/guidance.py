@@ -94,8 +94,8 @@ class GuidanceTrainer(ExtendingTrainer):
     }
     _config_class = GuidanceConfig
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         dataset, environment = arguments["train_dataset"], arguments["environment_factory"]
         columns = getattr(dataset, "column_names", None)
         if args.guidance == "feedback":

@@ -144,10 +144,10 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     # Construction ---------------------------------------------------------------------------------------------------
 
-    def _prepare_loading(self, model, args, arguments) -> None:
+    def _before_loading(self, model, args, arguments) -> None:
         if args.rollout_schedule == "continuous" and args.use_vllm:
             self.user_code = check_user_code(args, model, arguments)
-        super()._prepare_loading(model, args, arguments)
+        super()._before_loading(model, args, arguments)
         if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
             raise UserError(
                 f"completions_per_step={args.completions_per_step} divides a generation batch unevenly, which a "
@@ -163,7 +163,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             )
         self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
 
-    def _choose_settings(self, model, args, arguments):
+    def _resolve_auto_settings(self, model, args, arguments):
         if trains_routers(config_of(model, args), args):
             check_checkpointing_of_routers(args)
         if args.rollout_schedule == "continuous" and args.use_vllm:
@@ -176,11 +176,11 @@ class ExactUpdateTrainer(RolloutTrainer):
         self.memory = StepMemory(self, plan, args)
         return with_choice(args, self.memory.choice)
 
-    def _prepare_generation(self) -> None:
+    def _set_up_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
             self.late_rollout = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self._source.take(prompts)
-        super()._prepare_generation()
+        super()._set_up_generation()
 
     def _create_source(self) -> RolloutSource:
         if self.args.rollout_schedule == "continuous" and not self.args.use_vllm:
@@ -191,7 +191,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return ContinuousRollouts(self)
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
-    def _prepare_learning(self) -> None:
+    def _set_up_update(self) -> None:
         self._copied_settings = copied_settings(self)
         self._keeps_generating_policy = self.args.keeps_generating_policy
         if self.aux_loss_enabled:  # TRL sets use_reentrant for adapters with ZeRO-3, and recomputation is chosen now

@@ -99,7 +99,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if not isinstance(args, self._config_class):
             raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
-        self._prepare_loading(model, args, arguments)
+        self._before_loading(model, args, arguments)
         config, name = config_of(model, args), name_of(model)
         check_model_type(config)
         check_router_loss(config, args)
@@ -114,7 +114,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         else:
             image_checkpoints.check_no_images(name, arguments)
         self._longest_sequence = check_lengths(model, args, arguments)
-        args = self._choose_settings(model, args, arguments)
+        args = self._resolve_auto_settings(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         model, peft_config = mxfp4.dequantized(model, config, args, arguments), arguments["peft_config"]
         with engine_with_lora(args, model, peft_config), reference_from_memory(model, args, peft_config):
@@ -138,10 +138,10 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self.add_callback(StreamPosition(self))
         if args.disable_dropout:
             disable_noise(self.model, self.ref_model)
-        self._prepare_generation()
-        self._prepare_learning()
+        self._set_up_generation()
+        self._set_up_update()
 
-    def _prepare_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
+    def _before_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
         """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
         check_arguments(model, args, arguments)
         factories = arguments["environment_factory"]
@@ -155,11 +155,11 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         check_model(model, args, arguments)
         check_reference(model, args, arguments["peft_config"])
 
-    def _choose_settings(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> RolloutConfig:
+    def _resolve_auto_settings(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> RolloutConfig:
         """Return the configuration with values in place of `"auto"`, before TRL and Trainer read it."""
         return args
 
-    def _prepare_generation(self) -> None:
+    def _set_up_generation(self) -> None:
         """Set up generation and rewards after the model is loaded."""
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         for config in [self.accelerator.unwrap_model(model).config.get_text_config() for model in models]:
@@ -211,7 +211,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """Seconds and work of the parts of each optimizer step."""
         return StepTimer(lambda name, value: self._metrics["train"][name].append(value))
 
-    def _prepare_learning(self) -> None:
+    def _set_up_update(self) -> None:
         """Set up the method-specific parts of the trainer. Called last in construction."""
 
     def create_forward_pass(self, model: Any, temperature: float) -> ForwardPass:
