@@ -175,7 +175,7 @@ def remove_parts_of_missing_processes(checkpoint: Path, num_processes: int) -> N
 def divide_batches(parts: Sequence[dict[int, dict]], process: int, num_processes: int) -> dict[int, dict]:
     """
     Return the late batches of a process from those that all processes of a checkpoint have saved, see
-    [`LateBatches.finish`]. Reward functions are called again when a batch is taken. A batch that did not arrive on
+    [`LateBatches.state`]. Reward functions are called again when a batch is taken. A batch that did not arrive on
     all processes is generated again.
     """
     divided: dict[int, dict] = {}

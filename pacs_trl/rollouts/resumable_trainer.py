@@ -44,7 +44,7 @@ class ResumableTrainer(GRPOTrainer):
     chat_template_kwargs: dict[str, Any]
     _buffered_inputs: Any
     _longest_sequence: int | None
-    _source: Any  # a [`RolloutSource`], of which some have more methods
+    _source: RolloutSource
     _logged_loss: LoggedLoss
     _step_start: StepStart
 
@@ -54,7 +54,12 @@ class ResumableTrainer(GRPOTrainer):
     optimizer_settings: tuple[str, ...] = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     # Attributes that are saved in checkpoints, in addition to completions.
     _saved_attributes: tuple[str, ...] = (
-        *("_step", "_num_generated_batches", "_num_groups", "_unrewarded", "_data_position", "_prompt_date"),
+        "_step",
+        "_num_generated_batches",
+        "_num_groups",
+        "_unrewarded",
+        "_data_position",
+        "_prompt_date",
     )
 
     # Runs -----------------------------------------------------------------------------------------------------------
@@ -196,7 +201,7 @@ class ResumableTrainer(GRPOTrainer):
 
     # Trainer calls this on every process, before it writes trainer_state.json and deletes older checkpoints.
     def _save_rng_state(self, output_dir):
-        self._source.finish()  # before random states, which reward functions may use
+        self._source.wait()  # before random states, which reward functions may use
         super()._save_rng_state(output_dir)
         self._save_run(Path(output_dir))
         self.accelerator.wait_for_everyone()

@@ -60,7 +60,7 @@ def test_several_generation_batches_per_optimizer_step_are_kept_on_more_processe
 
 
 def test_shares_differ_by_one_and_rows_that_fill_up_are_removed():
-    shares = UnevenShares(num_completions=8, num_processes=3, num_slots=4)
+    shares = UnevenShares(num_completions=8, num_processes=3, rows_per_process=4)
     assert [shares.size(process) for process in range(3)] == [3, 3, 2]
     assert [shares.first(process) for process in range(3)] == [0, 3, 6]
     filled = shares.fill([10, 11, 12, 13, 14, 15, 16, 17])
@@ -70,7 +70,7 @@ def test_shares_differ_by_one_and_rows_that_fill_up_are_removed():
 
 
 def test_the_sampler_repeats_whole_generation_batches():
-    shares = UnevenShares(num_completions=4, num_processes=3, num_slots=2)
+    shares = UnevenShares(num_completions=4, num_processes=3, rows_per_process=2)
     sampler = UnevenSampler(
         shares, data_source=range(5), mini_repeat_count=2, batch_size=2, repeat_count=2, shuffle=False
     )
