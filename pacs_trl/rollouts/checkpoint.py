@@ -196,8 +196,17 @@ def check_fixed(trainer: CheckedTrainer) -> None:
 
 # Entries of a model's configuration that decide the shapes of its weights.
 _SHAPES = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size"),
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
 )
 
 
@@ -231,10 +240,13 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
     file = Path(checkpoint, ADAPTER_CONFIG_NAME)
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
-        kinds = ("a whole model", "an adapter (LoRA)")
+        if saved is None:
+            kind, trained_kind, use_peft = "a whole model", "an adapter (LoRA)", "false"
+        else:
+            kind, trained_kind, use_peft = "an adapter (LoRA)", "a whole model", "true"
         raise UserError(
-            f"{checkpoint} holds {kinds[saved is not None]}, but this run trains {kinds[adapter is not None]}. Set "
-            f"use_peft: {str(saved is not None).lower()} to continue that run, or choose another output_dir."
+            f"{checkpoint} holds {kind}, but this run trains {trained_kind}. Set use_peft: {use_peft} to continue "
+            "that run, or choose another output_dir."
         )
     if saved is None or adapter is None:
         return
@@ -274,7 +286,7 @@ def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
         "processes": process_count.facts_to_save(step, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
-    torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
+    torch.save(state, _part(trainer, directory, trainer.accelerator.process_index))
     if trainer.args.sync_ref_model:  # which changes the reference of the KL term
         with _kl_reference(trainer) as reference:
             _save_weights(trainer, reference, directory, KL_REFERENCE)
@@ -313,27 +325,32 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
 def _read_state(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any]:
     """Read the state of this process that [`save_state`] saved; that of process 0 if the number of processes has
     changed."""
-    first = _load_part(directory / f"{state_name(trainer)}_0.pt")
+    first = _read_part(trainer, directory, 0)
     process, number = trainer.accelerator.process_index, trainer.accelerator.num_processes
     if process == 0 or process_count.saved_run(first, directory).num_processes != number:
         return first
-    return _load_part(directory / f"{state_name(trainer)}_{process}.pt")
+    return _read_part(trainer, directory, process)
 
 
 def read_parts(trainer: "ResumableTrainer", directory: Path) -> list[dict[str, Any]]:
     """Read the states that all processes of a checkpoint have saved."""
-    first = _load_part(directory / f"{state_name(trainer)}_0.pt")
+    first = _read_part(trainer, directory, 0)
     number = process_count.saved_run(first, directory).num_processes
-    return [first, *(_load_part(directory / f"{state_name(trainer)}_{i}.pt") for i in range(1, number))]
-
-
-def _load_part(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return [first, *(_read_part(trainer, directory, process) for process in range(1, number))]
 
 
 def saved_run(trainer: "ResumableTrainer", directory: Path) -> process_count.SavedRun:
     """Return what a checkpoint says about the processes that wrote it."""
-    return process_count.saved_run(_load_part(directory / f"{state_name(trainer)}_0.pt"), directory)
+    return process_count.saved_run(_read_part(trainer, directory, 0), directory)
+
+
+def _part(trainer: "ResumableTrainer", directory: Path, process: int) -> Path:
+    """Return the file of a checkpoint with the state of a process."""
+    return directory / f"{state_name(trainer)}_{process}.pt"
+
+
+def _read_part(trainer: "ResumableTrainer", directory: Path, process: int) -> dict[str, Any]:
+    return torch.load(_part(trainer, directory, process), map_location="cpu", weights_only=True)
 
 
 def read_memory(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any] | None:
@@ -449,7 +466,7 @@ def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: st
     if checkpoint is None:
         raise UserError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
-    if not Path(checkpoint, f"{state_name(trainer)}_0.pt").is_file():
+    if not _part(trainer, Path(checkpoint), 0).is_file():
         inside = last_checkpoint(checkpoint)
         remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
         raise UserError(
