@@ -182,7 +182,7 @@ def _written_sizes(values: dict[str, Any]) -> BatchSizes:
                 "keep_global_batch needs the number of processes that the batch sizes are written for. Set "
                 "expected_processes, or resume_from_checkpoint to a checkpoint."
             )
-        return read_saved_run(checkpoint).step
+        return read_saved_run(checkpoint).batch_sizes
     sizes: dict[str, Any] = {declared.name: values.get(declared.name) for declared in fields(BatchSizes)}
     sizes["num_processes"] = expected
     if sizes["steps_per_generation"] is None:

@@ -277,13 +277,13 @@ def state_name(trainer: "ResumableTrainer") -> str:
 
 def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
     """Save the state of this process that Trainer does not save."""
-    step = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
+    sizes = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     state = {
         "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
-        "processes": process_count.facts_to_save(step, trainer.accelerator.distributed_type),
+        "processes": process_count.facts_to_save(sizes, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
     torch.save(state, _part(trainer, directory, trainer.accelerator.process_index))
@@ -301,9 +301,10 @@ def save_last_step(trainer: "ResumableTrainer") -> None:
         trainer.args.save_only_model = save_only_model
 
 
-def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
-    """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings, or if an
-    earlier version has not saved the reference of the KL term."""
+def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.SavedRun:
+    """Load the state that [`save_state`] saved, and return what it says about the processes that wrote it. Raises a
+    `ValueError` if the run has different settings, or if an earlier version has not saved the reference of the KL
+    term."""
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
@@ -311,7 +312,7 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
         setattr(trainer, name, value)
     now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     passes, batches = trainer._data_position
-    trainer._step, batches = process_count.converted_positions(saved.step, now, [trainer._step, batches])
+    trainer._step, batches = process_count.converted_positions(saved.batch_sizes, now, [trainer._step, batches])
     trainer._data_position = passes, batches
     trainer._metrics["train"].update(state["metrics"])
     trainer._logged_loss.restore(state["losses"])
@@ -320,6 +321,7 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
     trainer._load_run(directory, state)
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
+    return saved
 
 
 def _read_state(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any]:
@@ -365,7 +367,7 @@ def read_data_position(trainer: "ResumableTrainer", directory: Path) -> tuple[in
     saved = process_count.saved_run(state, directory)
     now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     passes, batches = state["attributes"]["_data_position"]
-    return passes, *process_count.converted_positions(saved.step, now, [batches])
+    return passes, *process_count.converted_positions(saved.batch_sizes, now, [batches])
 
 
 def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
@@ -375,10 +377,10 @@ def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     if trainer.args.rollout_schedule == "continuous":  # state of a server and of an engine process differs
         names.append("use_vllm")
     settings = plain_settings(trainer.args, names)
-    step = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
+    sizes = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     settings |= {
-        "completions per optimizer step": step.completions_per_update,
-        "completions per generation batch": step.completions_per_generation,
+        "completions per optimizer step": sizes.completions_per_update,
+        "completions per generation batch": sizes.completions_per_generation,
     }
     verification = shared_arguments()
     names_of_verification = {f.name for f in fields(verification)} - {*_SETTINGS["free_verification"]}

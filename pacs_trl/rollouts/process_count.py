@@ -44,7 +44,7 @@ class SavedRun(NamedTuple):
     sizes: dict[str, Any]
 
     @property
-    def step(self) -> BatchSizes:
+    def batch_sizes(self) -> BatchSizes:
         return BatchSizes(num_processes=self.num_processes, **self.sizes)
 
 
@@ -53,9 +53,9 @@ def sharding_of(distributed_type: str | DistributedType) -> str:
     return {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}.get(distributed_type, "none")
 
 
-def facts_to_save(step: BatchSizes, distributed_type: DistributedType) -> dict[str, Any]:
+def facts_to_save(sizes: BatchSizes, distributed_type: DistributedType) -> dict[str, Any]:
     """Return what [`SavedRun`] holds of a run, as plain values."""
-    return SavedRun(step.num_processes, sharding_of(distributed_type), step.settings)._asdict()
+    return SavedRun(sizes.num_processes, sharding_of(distributed_type), sizes.settings)._asdict()
 
 
 def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
@@ -99,9 +99,9 @@ def read_saved_run(checkpoint: str | Path) -> SavedRun:
 def check_batch(saved: SavedRun, checkpoint: str | Path, now: BatchSizes, *, keeps_batch: bool) -> None:
     """Raise a `ValueError` unless a launch has as many completions per optimizer step and per generation batch as a
     checkpoint. `keeps_batch` says whether the recipe sets `keep_global_batch`."""
-    sizes = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
-    for what, name in sizes.items():
-        completions, completions_now = getattr(saved.step, name), getattr(now, name)
+    compared = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
+    for what, name in compared.items():
+        completions, completions_now = getattr(saved.batch_sizes, name), getattr(now, name)
         if completions == completions_now:
             continue
         remedy = f"Set keep_global_batch: true to keep {completions}"
@@ -133,7 +133,7 @@ def check_processes(
             "optimizer states have different files. Launch with the former, or start a new run from its weights with "
             "model_name_or_path."
         )
-    if saved.step.is_sliced and saved.num_processes != num_processes:
+    if saved.batch_sizes.is_sliced and saved.num_processes != num_processes:
         raise UserError(
             f"{checkpoint} was written by {saved.num_processes} processes, and its optimizer steps are no equal parts "
             f"of a generation batch, so it does not continue on {num_processes}. Launch {saved.num_processes}, or "

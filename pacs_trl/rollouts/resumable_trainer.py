@@ -137,8 +137,8 @@ class ResumableTrainer(GRPOTrainer):
             check_shared_folder(self.accelerator, self.args.output_dir)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
-            checkpoint.load_state(self, Path(resume_from_checkpoint))
-            self._report_process_count(saved_run(self, Path(resume_from_checkpoint)).num_processes)
+            saved = checkpoint.load_state(self, Path(resume_from_checkpoint))
+            self._report_process_count(saved.num_processes)
         return prepared
 
     def _load_rng_state(self, checkpoint):

@@ -346,7 +346,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """Return how the processes share a generation batch of training, with `completions_per_step`."""
         if self.args.completions_per_step is None:
             return None
-        return UnevenShares.from_step(BatchSizes.of(self.args, self.accelerator.num_processes))
+        return UnevenShares.from_batch_sizes(BatchSizes.of(self.args, self.accelerator.num_processes))
 
     def _logged_advantages(self, num_completions: int) -> torch.Tensor:
         """Return the advantages of the last completions of all processes, which TRL puts into its table of completions

@@ -37,12 +37,12 @@ class UnevenShares:
     rows_per_process: int
 
     @classmethod
-    def from_step(cls, step: BatchSizes) -> "UnevenShares | None":
+    def from_batch_sizes(cls, sizes: BatchSizes) -> "UnevenShares | None":
         """Return the shares of an optimizer step with `completions_per_step`, `None` for one without."""
-        if step.completions_per_step is None:
+        if sizes.completions_per_step is None:
             return None
-        rows_per_process = step.per_device_train_batch_size * step.steps_per_generation
-        return cls(step.completions_per_generation, step.num_processes, rows_per_process)
+        rows_per_process = sizes.per_device_train_batch_size * sizes.steps_per_generation
+        return cls(sizes.completions_per_generation, sizes.num_processes, rows_per_process)
 
     def size(self, process: int) -> int:
         """Return the number of completions of a process."""
