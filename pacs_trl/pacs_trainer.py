@@ -171,14 +171,14 @@ class PACSTrainer(ExactUpdateTrainer):
 
     # Snapshot reference ---------------------------------------------------------------------------------------------
 
-    def _prepare_learning(self) -> None:
+    def _set_up_update(self) -> None:
         resets_optimizer = self.args.reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
         if resets_optimizer and self.is_deepspeed_enabled:
             raise UserError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in separate buffers. Use DDP or FSDP2, or set it to False."
             )
-        super()._prepare_learning()
+        super()._set_up_update()
 
     def _reset_run(self) -> None:
         super()._reset_run()

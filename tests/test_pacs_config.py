@@ -14,7 +14,7 @@ from pacs_trl.methods import method_names
 from pacs_trl.pacs_config import GRPO_LOSS_SETTINGS
 from pacs_trl.recipe import config_class
 from pacs_trl.settings.trl_settings import NEEDS, REFUSED
-from pacs_trl.update.step_sizes import Step
+from pacs_trl.update.step_sizes import BatchSizes
 
 
 def make(**settings):
@@ -181,4 +181,4 @@ def test_sizes_are_legal_where_groups_and_updates_are_whole():
         one_generation = steps % accumulation == 0
         several_generations = accumulation % steps == 0 and iterations == 1
         legal = whole_groups and (one_generation or several_generations)
-        assert (not Step(size, processes, accumulation, steps, group, iterations).errors()) == legal
+        assert (not BatchSizes(size, processes, accumulation, steps, group, iterations).errors()) == legal

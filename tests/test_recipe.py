@@ -117,11 +117,12 @@ def test_parsers_of_trl_and_transformers_read_every_configuration(method):
 def test_step_sizes_equal_those_worked_by_hand():
     step = read(4, num_iterations=2).step
     assert (step.completions_per_generation, step.completions_per_update, step.updates_per_generation) == (512, 128, 8)
-    assert step.generations_per_update == 1 and step.rollouts(9) == 2
+    assert step.generations_per_update == 1 and step.num_generation_batches(9) == 2
     # one optimizer step over two generations
     step = read(steps_per_generation=2).step
     assert (step.completions_per_generation, step.completions_per_update) == (16, 32)
-    assert step.updates_per_generation == 1 and step.generations_per_update == 2 and step.rollouts(5) == 10
+    assert step.updates_per_generation == 1 and step.generations_per_update == 2
+    assert step.num_generation_batches(5) == 10
     # the same by completions
     assert read(steps_per_generation=None, generation_batch_size=16).step == step
 

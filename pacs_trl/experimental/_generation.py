@@ -94,8 +94,8 @@ class ExtendingTrainer(PACSTrainer):
             if not metrics[name]:
                 del metrics[name]
 
-    def _prepare_generation(self) -> None:
-        super()._prepare_generation()
+    def _set_up_generation(self) -> None:
+        super()._set_up_generation()
         for name, column in self._logs.items():  # TRL bounds tables by the number of first completions
             self._logs[name] = deque() if isinstance(column, deque) else defaultdict(deque)
 

@@ -28,7 +28,7 @@ from ..rollouts.timing import PARTS
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
 from ..update.rollout import without_padding
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import _critic
 from ._critic import Answer, State
 
@@ -84,7 +84,7 @@ class GenACConfig(ActorCriticConfig):
     # Parameters that control training
     critic_pretraining_steps: int = setting(100, "Optimizer steps at the start that train only the critic.", least=0)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         errors += ignored_settings(self, ["vllm_sync_adapter"], "the critic's weights are sent to vLLM, too")
         if not _critic.critic_prompt_path(self.critic_prompt).is_file():
@@ -151,8 +151,8 @@ class GenACTrainer(ActorCriticTrainer):
         add_fused_lm_head(critic, outputs=("log_probs",))
         return critic
 
-    def _prepare_learning(self) -> None:
-        super()._prepare_learning()
+    def _set_up_update(self) -> None:
+        super()._set_up_update()
         args = self.args
         self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
         self.timer.parts = ("critic", *PARTS)

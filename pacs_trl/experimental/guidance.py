@@ -25,7 +25,7 @@ from ..settings.fields import setting
 from ..update.context_length import context_lengths
 from ..update.minibatch import split_into_minibatches
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ..verification import Outcome
 from ._generation import CORRECT, ExtendingTrainer, known_labels
 
@@ -69,7 +69,7 @@ class GuidanceConfig(PACSConfig):
     )
     guided_weight: float = setting(1.0, "Factor on the gradient of guided completions.", above=0)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         if self.class_weighting == "only_negative":
             errors.append(
@@ -123,8 +123,8 @@ class GuidanceTrainer(ExtendingTrainer):
     }
     _config_class = GuidanceConfig
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         dataset, environment = arguments["train_dataset"], arguments["environment_factory"]
         columns = getattr(dataset, "column_names", None)
         if args.guidance == "feedback":

@@ -33,7 +33,7 @@ from ..update.groups import Groups
 from ..update.minibatch import MicroBatch, Minibatch
 from ..update.policy_update import PolicyUpdate
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 def aligned_positions(number: int, other_number: int) -> np.ndarray:
@@ -265,7 +265,7 @@ class ProcessLabelsConfig(PACSConfig):
     supports_rollout_lag = False
     supports_images = False
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         if self.score_estimator != "rloo":
             errors.append(f"score_estimator={self.score_estimator!r} is not supported by process_labels. Use 'rloo'.")

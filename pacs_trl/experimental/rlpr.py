@@ -194,8 +194,8 @@ class RLPRTrainer(PACSTrainer):
     _config_class = RLPRConfig
     _saved_attributes = (*PACSTrainer._saved_attributes, "_spreads", "_without_reasoning")
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         functions, dataset = arguments["reward_funcs"], arguments["train_dataset"]
         self._needs_reference = any(
             callable(each) and "reference_probability" in inspect.signature(each).parameters

@@ -130,12 +130,13 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
     try:
         saved = read_saved_run(checkpoint)
         check_processes(saved, checkpoint, launch.num_processes, sharding, needs_same_number=needs_same_number)
-        sizes = saved.step.for_processes(launch.num_processes).settings
+        sizes = saved.batch_sizes.for_processes(launch.num_processes).settings
     except UserError as error:
         return [str(error)]
     print(
-        f"{checkpoint} was written by {saved.num_processes} processes, with {saved.step.completions_per_update} "
-        f"completions per optimizer step. {launch.num_processes} continue it with keep_global_batch: true, or with"
+        f"{checkpoint} was written by {saved.num_processes} processes, with "
+        f"{saved.batch_sizes.completions_per_update} completions per optimizer step. "
+        f"{launch.num_processes} continue it with keep_global_batch: true, or with"
     )
     for name, value in sizes.items():
         if value is not None and name not in ("num_generations", "num_iterations"):

@@ -192,7 +192,7 @@ class Estimate:
         if self.costs is None or optimizer_steps is None:
             return None
         num_gpus = self.num_gpus + self.server_gpus
-        return self.step.rollouts(optimizer_steps) * self.costs.seconds(mean_length) * num_gpus / 3600
+        return self.step.num_generation_batches(optimizer_steps) * self.costs.seconds(mean_length) * num_gpus / 3600
 
     def text(self, mean_length: int) -> str:
         """Return the text that `plan` prints, for completions of `mean_length` tokens on average."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import cost
 from .cost import Execution, Gpu, ModelShape, Passes, Recomputation, TrainedBytes
 
@@ -74,7 +74,7 @@ class Workload:
 
     Attributes:
         training: Configuration of the trainer.
-        step ([`Step`]): Batch sizes.
+        step ([`BatchSizes`]): Batch sizes.
         shape ([`~cost.ModelShape`]), gpu ([`~cost.Gpu`]), execution ([`~cost.Execution`]): Model, device, and how it
             computes.
         longest_prompt, mean_prompt, mean_completion (`int`): Tokens.
@@ -84,7 +84,7 @@ class Workload:
     """
 
     training: Any
-    step: Step
+    step: BatchSizes
     shape: ModelShape
     gpu: Gpu
     execution: Execution
@@ -193,7 +193,7 @@ class Workload:
         return max(0, int((room - casts) / per_token))
 
 
-def completions_of_a_prompt(step: Step, training: Any) -> int:
+def completions_of_a_prompt(step: BatchSizes, training: Any) -> int:
     """Return the completions of a prompt in an optimizer step, which shuffled minibatches divide."""
     if not training.shuffle_minibatches:
         return step.num_generations

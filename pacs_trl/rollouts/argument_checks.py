@@ -16,7 +16,7 @@ from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..errors import UserError
 from ..settings.names import require_vllm
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .adapter_checks import max_lora_rank
 from .dataset_checks import OPTIONAL_PARAMETERS, check_dataset, without_unused_columns
 from .model_config import name_of
@@ -70,7 +70,7 @@ def _empty_prompts(args: RolloutConfig, environment_factory: Any) -> Dataset:
         )
     if args.max_steps <= 0:
         raise UserError("Without `train_dataset` an environment has no length. Set max_steps.")
-    num_prompts = int(Step.of(args, args.world_size).prompts_per_generation)
+    num_prompts = int(BatchSizes.of(args, args.world_size).prompts_per_generation)
     return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_prompts})
 
 

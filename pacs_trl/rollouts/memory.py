@@ -47,7 +47,7 @@ from ..update.groups import Groups
 from ..update.minibatch import Minibatch
 from ..update.reference import local_shard
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint import random_states, restore_random_states
 from .model_config import config_of, weights_dtype
 from .rollout_config import RolloutConfig
@@ -260,7 +260,7 @@ def _workload(
 ) -> Workload:
     completion = args.max_completion_length or 1
     longest_prompt = UNKNOWN_LONGEST_PROMPT if longest is None else max(longest - completion, 1)
-    step = Step.of(args, args.world_size)
+    step = BatchSizes.of(args, args.world_size)
     return Workload(
         args,
         step,

@@ -16,7 +16,7 @@ from ..redaction import published
 from ..settings.checks import refuse_illegal_values, refused_settings
 from ..settings.fields import setting
 from ..settings.names import require_deepspeed
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .generation_keys import generation_errors, generation_warnings
 
 
@@ -208,7 +208,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         for spec in self.eval_benchmarks or ():
             checked_name(spec)
-        if errors := self.errors(Step.of(self, self.world_size)):
+        if errors := self.errors(BatchSizes.of(self, self.world_size)):
             raise UserError(" ".join(errors))
         for message in generation_warnings(self):
             warnings.warn(message, stacklevel=3)
@@ -217,7 +217,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         """Return the settings that may be published; trackers receive them."""
         return published(super().to_dict())
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
         errors = self._benchmark_errors() + generation_errors(self) + refused_settings(self)
         if self.gradient_checkpointing == "auto" and not self.is_exact:

@@ -30,7 +30,7 @@ RUN = [
 def test_run(estimate_of, settings, optimizer_steps, rollouts):
     estimate = estimate_of(**settings)
     assert estimate.optimizer_steps() == optimizer_steps
-    assert estimate.step.rollouts(optimizer_steps) == rollouts
+    assert estimate.step.num_generation_batches(optimizer_steps) == rollouts
 
 
 def test_the_number_of_problems_follows_limits_and_splits(estimate_of):
