@@ -213,9 +213,25 @@ def _fence(line: str) -> tuple[str, str]:
 _PACKAGE = "pacs_trl.verification"
 
 
+# A docstring, comments, and the `__future__` imports after them, which are an error anywhere else.
+_BLANK = r"(?:\s|;|#[^\n]*\n)*"
+_QUOTES = ('"{3}', "'{3}", '"', "'")
+_DOCSTRING = "[rRuU]?(?:" + "|".join(rf"{quote}(?:(?!{quote})[^\\]|\\.)*{quote}" for quote in _QUOTES) + ")"
+_FUTURE_IMPORT = r"from[ \t]+__future__[ \t]+import\b(?:[ \t]*\([^()]*\)|[^\n;#]*)"
+_START_OF_PROGRAM = re.compile(rf"{_BLANK}(?:{_DOCSTRING}{_BLANK})?(?:{_FUTURE_IMPORT}{_BLANK})+", re.DOTALL)
+
+
+def _with_prelude(prelude: str, source: str) -> str:
+    """Return a program that begins with a prelude, but for `__future__` imports, which must stand before it."""
+    start = _START_OF_PROGRAM.match(source)
+    if start is None:
+        return f"{prelude}\n{source}"
+    return f"{start.group()}\n{prelude}\n{source[start.end() :]}"
+
+
 def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
     """Return a program with standard input and output: the source, or one that calls its function."""
-    source = f"{tests.prelude}\n{source}" if tests.prelude else source
+    source = _with_prelude(tests.prelude, source) if tests.prelude else source
     if tests.function is None:
         return source
     function, more = ("serve", "") if expected is PASSED else ("call", f", {tests.are_asserts}")
