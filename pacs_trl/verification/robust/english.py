@@ -26,6 +26,22 @@ _OTHER_VALUE = frozenset(
     each per every apiece step steps case cases part
     """.split()
 )
+# Words that make another value of the number before them, where its unit stands. But "7 more", "7 each", "7 times",
+# "7 wrong answers", and "7 factors" are 7.
+_OTHER_VALUE_IN_UNIT = frozenset(
+    """
+    not never neither nor or cannot if unless than least most plus minus factorial twice doubled dozen dozens
+    half halves thirds fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths
+    """.split()
+)
+_OTHER_UNIT = re.compile(
+    r"^\s*(?:squared|cubed)\s*$|^\s*(?:,|or)\s*(?:more|less|fewer)\b"  # "or" is a comma in normalized text
+    r"|\b(?:is|are|was|were|be)\s+(?:wrong|incorrect|false)\b|\ba\s+(?:third|quarter)\b",
+    re.IGNORECASE,
+)
+_EXPONENT = re.compile(r"\^\s*\{?\s*-?\d+\s*\}?")
+# `3` and `$3`, but neither the digit of `cm2` nor that of "3-dollar bills".
+_NUMBER = re.compile(r"(?<![\w.-])\d+(?![\d.]|-[A-Za-z])")
 # A sentence with one of these, and none of other languages, is taken for English.
 _ENGLISH_WORDS = frozenset(
     """
@@ -53,6 +69,15 @@ def changes_value(words: str) -> bool:
     if re.search(r"n['\u2019]t\b|\bsquares?\s+of\b", words, re.IGNORECASE):
         return True
     return any(word in _OTHER_VALUE or is_numeral(word) for word in _WORD.findall(words.lower()))
+
+
+def unit_changes_value(unit: str) -> bool:
+    """Whether the words where the unit of a number stands make another value of it, as in "7 dozen", "2 squared", and
+    "7 is wrong", or contain a second number, as in "7 apples and 3 pears"."""
+    words = _EXPONENT.sub("", unit).lower()
+    if _OTHER_UNIT.search(words) or _NUMBER.search(words):
+        return True
+    return any(word in _OTHER_VALUE_IN_UNIT or is_numeral(word) for word in re.findall(r"[a-z][a-z-]*", words))
 
 
 def states_value(before: str, after: str) -> bool:

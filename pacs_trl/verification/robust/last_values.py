@@ -140,9 +140,9 @@ _OPERATION_BEFORE = re.compile(
 _MATH_CHARACTER = re.compile(
     r"[\u221a\u03c0\u221e\u00b2\u00b3^()<>\u2264\u2265\u2260|*/\[\]{}]|\\[A-Za-z]|\d[A-Za-z](?![A-Za-z])"
 )
-# A unit, a power of ten in words, or the half of the day.
+# A unit, a dozen or a power of ten in words, or the half of the day.
 _MEASURE_AFTER = re.compile(
-    r"\s?(?:(?:thousand|million|billion|trillion|percent|per\scent|[ap]\.?m\.?)(?![A-Za-z])|\u4e07|\u4ebf"
+    r"\s?(?:(?:dozen|hundred|thousand|million|billion|trillion|percent|per\scent|[ap]\.?m\.?)(?![A-Za-z])|\u4e07|\u4ebf"
     r"|(?!in\b)(?P<unit>[A-Za-z]{2,12}|[mgs](?=\.?\s*$))(?![A-Za-z])(?:\^?[23]|[\u00b2\u00b3])?)",
     re.IGNORECASE,
 )
@@ -212,7 +212,11 @@ def last_match(pattern: re.Pattern, text: str) -> re.Match | None:
 
 
 _SENTENCE_END = re.compile(r"[.!?]\s|[\n\u3002\uff01\uff1f]")
-_ALTERNATIVES = re.compile(r"\b(?:not|no|never|neither|nor|either|or|and|cannot|unless|if)\b|n't", re.IGNORECASE)
+_ALTERNATIVES = re.compile(
+    r"\b(?:not|no|never|neither|nor|either|or|and|cannot|unless|if)\b|n't"
+    r"|\b(?:false|untrue|wrong|incorrect)\s+(?:that|to)\b",
+    re.IGNORECASE,
+)
 _VERDICT = re.compile(r"(yes|no)\b", re.IGNORECASE)
 
 

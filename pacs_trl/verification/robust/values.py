@@ -79,8 +79,8 @@ _CONDITION = re.compile(
     r"[\s,]*(?:\\cdot\s*)?\(?\s*([kmn])\s*\\in\s*(?:\\mathbb\{[ZN]\}|[ZN])(?:\^?\{?[*+]\}?)?\s*\)?$"
 )
 _RESIDUE = re.compile(
-    r"^(.+?)\s*(?:\\cdot\s*)?(?:\\[pb]?mod(?![A-Za-z])|\(\s*(?:\\text\s*\{\s*mod\s*\}|mod(?![A-Za-z])))"
-    r"\s*\{?\s*(\w+)\s*\}?\s*\)?$"
+    r"^(.+?)\s*(?:\\cdot\s*)?(?:\\[pb]?mod(?![A-Za-z])|\(\s*(?:\\text\s*\{\s*mod\s*\}|mod(?![A-Za-z]))"
+    r"|\\text\s*\{\s*\(?\s*mod(?![A-Za-z]))\s*\{?\s*(\w+)\s*(?:\}?\s*\)?|\)?\s*\})$"
 )
 _BASED = re.compile(
     r"\(?([0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*\(?|(?:\\text\s*\{\s*)?(?:in\s+)?base\s*\}?)\s*(?:\\text\s*\{\s*)?"
