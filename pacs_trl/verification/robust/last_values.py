@@ -108,6 +108,7 @@ def value_of_sentence(text: str) -> str:
 
 
 _MARKUP = re.compile(r"\*\*|\$|\\[()\[\]]")
+_MAX_CONCLUSION_LENGTH = 500
 _TIMES = re.compile(r"\\(?:times|cdot)(?![A-Za-z])")
 _SENTENCE_BREAK = re.compile(r"(?<=[.!?])\s+|\n+")
 _VALUE_AT_END = re.compile(r"(?<![^\s=])(?P<value>[-+]?\$?\d[\d,.]*(?:/\d+)?%?)(?:\s+[A-Za-z]+){0,3}$")
@@ -142,8 +143,10 @@ def conclusion(text: str) -> str:
     if not sentences or any(_EXPLANATION.match(sentence) for sentence in sentences):
         return ""
     last = sentences[-1]
+    if len(last) > _MAX_CONCLUSION_LENGTH or _OTHER_THAN_STATED.search(last):
+        return ""
     number = _VALUE_AT_END.search(last)
-    if number is None or _OTHER_THAN_STATED.search(last):
+    if number is None:
         return ""
     value, before = number["value"].rstrip(".,"), last[: number.start()].rstrip()
     if before.endswith("="):
