@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .last_values import (
     OPEN_EQUATION,
     ROUNDED_AFTER,
+    conclusion,
     last_match,
     last_position_of_value,
     last_values,
@@ -136,9 +137,10 @@ _HEADINGS = [
     r"(?<!\w)(?:lösung|ergebnis)\s*[:=]",
 ]
 _PHRASES = [
+    rf"(?<![a-z])(?P<label>answer{_OBJECT}{_COLON}){_NOT}",
+    r"(?P<title>(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n)",
     rf"(?<![a-z])(?:answer|choice|option){_OBJECT}(?:{_IS}|{_COLON}){_NOT}",
     rf"(?<![a-z])(?:result|solution){_OBJECT}{_IS}{_NOT}",
-    r"(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n",
     r"####(?=\s*[^\s#])",
     # Chinese, Japanese, Korean
     r"(?:故选|应选|故答案为|综上)\s*[:：]?\s*(?=\S)",
@@ -175,6 +177,7 @@ _AFTERTHOUGHT = re.compile(
     re.I,
 )
 _REMARK = re.compile(r"(?<=\S)\s+\((?=[^()]*[A-Za-z]{2})[^()$\\]{1,100}\)\s*$")  # as in `5 (five)`
+_REJECTED_CHOICE = re.compile(r",\s+(?:and\s+)?not\s+\(?[A-J]\)?\s*$")  # as in "A, not B"
 _SPACE = re.compile(r"\s*")
 _END_OF_STATEMENT = re.compile(r"(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[\u3002\uff01]|\n|!(?=\s)|;\s")
 
@@ -205,7 +208,7 @@ def _without_remarks(statement: str) -> str:
     """Return a statement without what follows the answer in its sentence."""
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
-    statement = ROUNDED_AFTER.sub("", _REMARK.sub("", statement))
+    statement = _REJECTED_CHOICE.sub("", ROUNDED_AFTER.sub("", _REMARK.sub("", statement)))
     if re.search(r"[\w)]!\s*$", statement) and "$" not in statement:
         statement = statement.rstrip().removesuffix("!")  # an exclamation, not a factorial
     if afterthought := _AFTERTHOUGHT.search(statement):
@@ -251,6 +254,8 @@ def _stated_answer(text: str) -> FinalAnswers | None:
         return None
     if OPEN_EQUATION.search(statement):
         return FinalAnswers([])
+    if (phrases[-1]["label"] or phrases[-1]["title"]) and (value := _conclusion_under_label(text, phrases[-1])):
+        return FinalAnswers([value])
     is_last_value = end >= last_position_of_value(text)
     return FinalAnswers([statement], in_sentence=value_of_sentence(statement) if is_last_value else "")
 
@@ -269,13 +274,29 @@ def _is_answer_under_heading(text: str, heading: re.Match) -> bool:
     statement, end = _split_statement(text, heading.end())
     if _LETTER.match(statement):
         return True
-    is_on_line = "\n" not in heading.group() and text[heading.end() :].lstrip(" *")[:1] != "\n"
+    is_on_line = _stands_on_line(text, heading)
     is_option_of_several = heading["choice"] and text[: heading.start()].rstrip(" *")[-1:] not in ("", "\n")
     is_step = _FIRST_STEP.match(text, heading.end()) and _SECOND_STEP_IN_LINE.search(text, end)
     if is_on_line and not is_option_of_several and not is_step and _is_bare_value(statement):
         return True
     is_calculation_in_words = "=" in statement and _LONG_WORD.search(statement)
     return end >= last_position_of_value(text) and not is_calculation_in_words
+
+
+def _stands_on_line(text: str, heading: re.Match) -> bool:
+    """Whether text follows on the line of a heading."""
+    return "\n" not in heading.group() and text[heading.end() :].lstrip(" *")[:1] != "\n"
+
+
+def _conclusion_under_label(text: str, label: re.Match) -> str:
+    """Return the number with which a worked solution ends that stands after "Answer:", on the same line or on lines
+    below; empty if an answer stands there."""
+    statement, _ = _split_statement(text, label.end())
+    solution = text[label.end() :].strip(" *\n")
+    is_on_line = _stands_on_line(text, label)
+    if _LETTER.match(statement) or _is_bare_value(statement) or is_on_line and "\n" in solution:
+        return ""
+    return conclusion(solution)
 
 
 def _is_bare_value(statement: str) -> bool:
