@@ -41,7 +41,8 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)
-        if not (callable(function) or isinstance(function, str | None)) or function in vars(rewards):
+        is_name_of_function = isinstance(function, str) and function in vars(rewards)
+        if is_name_of_function or not (callable(function) or isinstance(function, str | None)):
             raise UserError(
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
                 "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."

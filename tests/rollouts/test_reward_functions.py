@@ -4,6 +4,7 @@ import asyncio
 import signal
 import sys
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -145,6 +146,26 @@ def test_functions_with_exactly_the_arguments_of_trl_are_called(tmp_path, lag):
         trainer = trainer_of(tmp_path, reward=exact, rollout_lag=lag, max_steps=2, save_strategy="no")
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+@dataclass
+class ParityReward:
+    """A reward function with fields, which is not hashable."""
+
+    odd: float = 1.0
+
+    def __call__(self, completions, **kwargs):
+        return [self.odd * reward for reward in digit_reward(completions)]
+
+
+@pytest.mark.parametrize("reward", [ParityReward(), [ParityReward()]], ids=["alone", "in a list"])
+def test_reward_functions_need_not_be_hashable(tmp_path, reward):
+    expected = build_trainer(tmp_path, reward=digit_reward)
+    expected.train()
+    trainer = build_trainer(tmp_path, reward=reward)
+    trainer.train()
+    assert_same_models(expected, trainer)
+    assert trainer.reward_func_names == ["ParityReward"]
 
 
 def test_a_column_with_the_name_of_the_argument_truncated_reaches_functions():
