@@ -18,7 +18,7 @@ from support.runs import build_trainer
 from transformers import CONFIG_MAPPING
 from trl import GRPOConfig
 
-from pacs_trl import PACSTrainer, PPOTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
 from pacs_trl.data.prompts import prompt_lengths
 from pacs_trl.rollouts import argument_checks
 from pacs_trl.update.rollout import as_numbers
@@ -282,3 +282,44 @@ def losing_rows(prompts, trainer):
 def test_rollouts_that_cannot_be_trained_are_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **settings).train()
+
+
+def squared(completions, square, **kwargs):
+    """Reward function that reads a column which a transform makes."""
+    return [float(value % 2) for value in square]
+
+
+def made_on_the_fly(seen: list | None = None, **more: object) -> Dataset:
+    """A dataset whose rows a transform makes from its only column, `number`."""
+
+    def transform(batch):
+        if seen is not None:
+            seen.extend(batch["number"])
+        columns = {"prompt": [f"{number}+1=" for number in batch["number"]]}
+        columns["square"] = [number**2 for number in batch["number"]]
+        return columns | {name: [value] * len(batch["number"]) for name, value in more.items()}
+
+    return Dataset.from_dict({"number": list(range(32))}).with_transform(transform)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_columns_may_be_made_by_a_transform(tmp_path, trainer_class):
+    """Training and evaluation read them, as does a saved model's card, without an error."""
+    more = {"train_dataset": made_on_the_fly(), "eval_dataset": made_on_the_fly()}
+    trainer = build_trainer(tmp_path, trainer_class=trainer_class, reward=squared, more=more)
+    trainer.train()
+    assert trainer.state.global_step == 2 and "eval_reward" in trainer.evaluate()
+    trainer.save_model(tmp_path / "model")
+
+
+def test_columns_of_a_transform_are_those_of_its_first_row(tmp_path):
+    seen = []
+    with pytest.raises(ValueError, match="'needs_solution'.*train_dataset, prompt, square .*'solution'"):
+        build_trainer(tmp_path, model="none", reward=needs_solution, more={"train_dataset": made_on_the_fly(seen)})
+    assert set(seen) == {0}  # others would be made twice
+    with pytest.raises(ValueError, match="train_dataset has the column `log_extra`"):
+        more = {"train_dataset": made_on_the_fly(log_extra=1)}
+        build_trainer(tmp_path, model="none", more=more)
+    with pytest.raises(ValueError, match="train_dataset has no column `prompt`"):
+        more = {"train_dataset": addition_dataset().with_transform(lambda batch: {"text": batch["prompt"]})}
+        build_trainer(tmp_path, model="none", more=more)
