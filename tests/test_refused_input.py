@@ -239,6 +239,8 @@ def test_messages_without_template_and_prompts_beyond_the_context_are_refused(tm
     with pytest.raises(ValueError, match=f"max_position_embeddings=512.*max_completion_length to {512 - longest}"):
         build_trainer(tmp_path, max_completion_length=513 - longest, **arguments)
     with pytest.raises(OSError, match="model.safetensors") if is_path else contextlib.nullcontext():
+    with pytest.raises(ValueError, match="chat template would ignore enable_thinkng"):
+        build_trainer(tmp_path, chat_template_kwargs={"enable_thinkng": True}, **arguments)
         build_trainer(tmp_path, max_completion_length=512 - longest, **arguments)
 
 
@@ -291,6 +293,22 @@ def squared(completions, square, **kwargs):
 
 def made_on_the_fly(seen: list | None = None, **more: object) -> Dataset:
     """A dataset whose rows a transform makes from its only column, `number`."""
+
+def test_template_arguments_that_no_prompt_reads_are_warned_of(tmp_path, caplog):
+    """Prompts that are text, and those of a stream, which may be text, too."""
+    text = Dataset.from_dict({"prompt": ["1+1", "2+1"] * 16})
+    unread = {"chat_template_kwargs": {"enable_thinking": False}}
+    for dataset in (text, streamed()["train_dataset"]):
+        caplog.clear()
+        trainer = build_trainer(tmp_path, reward=squared_length, more={"train_dataset": dataset}, **unread)
+        assert "does not read enable_thinking" in caplog.text
+        trainer.train()
+        assert trainer.state.global_step == 2
+
+
+def squared_length(completions, completion_ids, **kwargs):
+    return [float(len(ids) ** 2 % 2) for ids in completion_ids]
+
 
     def transform(batch):
         if seen is not None:

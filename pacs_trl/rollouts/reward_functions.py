@@ -50,9 +50,9 @@ def bind_arguments(function: Callable, name: str, arguments: dict[str, Any]) -> 
 
 
 def with_truncated(function: Callable, arguments: dict[str, Any], truncated: Any) -> dict[str, Any]:
-    """Return the arguments of a reward function with `truncated` if it has a parameter of this name. `**kwargs` are not
-    enough: a function that passes them on, written for TRL, may call one that has no such parameter, or another one. A
-    column of this name is kept, but for functions of this package, whose argument it is."""
+    """Return the arguments of a reward function with `truncated` if it has a parameter of this name. `**kwargs` are
+    not enough: a function that passes them on, written for TRL, may call one that has no such parameter, or another
+    one. A column of this name is kept, but for functions of this package, whose argument it is."""
     has_parameter = "truncated" in inspect.signature(function).parameters
     is_column = "truncated" in arguments and not _is_of_package(function)
     if not has_parameter or is_column:

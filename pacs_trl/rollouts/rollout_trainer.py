@@ -20,7 +20,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
-from ..data import check_chat_template_kwargs
+from ..data import unread_template_arguments
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
@@ -193,7 +193,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             self.vllm_generation = Engine(self)
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
-        check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        self._warn_of_template_arguments()
         self._messages = MessageCheck(self.processing_class, self.chat_template_kwargs, self.tools, self.chat_template)
         if prints_date(self.chat_template or self._tokenizer.chat_template):
             self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: self._prompt_date)
@@ -205,6 +205,16 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 check_scores_of(function, name)
             else:
                 self.reward_funcs[i] = self._wrap_reward(i, function, name)
+    def _warn_of_template_arguments(self) -> None:
+        """Warn of `chat_template_kwargs` without effect. Where the chat template renders prompts in memory, they have
+        been refused before the model was loaded."""
+        unread = unread_template_arguments(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        if unread and self.accelerator.is_main_process:
+            logger.warning(
+                f"chat_template_kwargs: the chat template does not read {', '.join(unread)}, which changes no prompt. "
+                "Remove it to hide this warning."
+            )
+
 
     @cached_property
     def timer(self) -> StepTimer:
