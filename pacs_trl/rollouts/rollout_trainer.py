@@ -205,6 +205,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 check_scores_of(function, name)
             else:
                 self.reward_funcs[i] = self._wrap_reward(i, function, name)
+
     def _warn_of_template_arguments(self) -> None:
         """Warn of `chat_template_kwargs` without effect. Where the chat template renders prompts in memory, they have
         been refused before the model was loaded."""
@@ -214,7 +215,6 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 f"chat_template_kwargs: the chat template does not read {', '.join(unread)}, which changes no prompt. "
                 "Remove it to hide this warning."
             )
-
 
     @cached_property
     def timer(self) -> StepTimer:
@@ -455,7 +455,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 recorded[FORMER_METRIC_NAMES[name]].append(value)
 
     def _log_metric(self, name, value):
-        check_metric_name(name)
+        check_metric_name(name, self.reward_func_names)
         super()._log_metric(name, value)
 
     def _log_completion_extra(self, column, values):
