@@ -18,9 +18,11 @@ from support.runs import build_trainer
 from transformers import CONFIG_MAPPING
 from trl import GRPOConfig
 
-from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer
+from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.data.prompts import prompt_lengths
+from pacs_trl.errors import UserError
 from pacs_trl.rollouts import argument_checks
+from pacs_trl.rollouts.argument_checks import check_config_class
 from pacs_trl.update.rollout import as_numbers
 
 
@@ -188,6 +190,10 @@ def test_columns_of_images_without_images_are_text(tmp_path, column, value):
     assert trainer.state.global_step == 2
 
 
+class ConfigOfUser(PACSConfig):
+    """A configuration of a trainer outside of the package."""
+
+
 class OverridesLoss(PACSTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return 0 * super().compute_loss(model, inputs, *args, **kwargs)
@@ -201,8 +207,10 @@ def test_models_overrides_and_arguments_that_are_refused_before_weights_are_load
     tiny_model().config.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="OverridesLoss overrides compute_loss"):
         build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)
-    with pytest.raises(TypeError, match="PACSConfig"):
+    with pytest.raises(UserError, match="args is a trl.*GRPOConfig.* `from pacs_trl import PACSConfig`"):
         PACSTrainer(str(tmp_path / "model"), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
+    with pytest.raises(UserError, match=f"`from {__name__} import ConfigOfUser`"):
+        check_config_class(GRPOConfig(str(tmp_path), bf16=False), ConfigOfUser)
 
 
 def test_messages_of_a_stream_are_checked_when_they_arrive(tmp_path):
@@ -231,6 +239,8 @@ def test_messages_without_template_and_prompts_beyond_the_context_are_refused(tm
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path / "model")
     arguments = {"model": str(tmp_path / "model") if is_path else tiny_model(), "reward": digit_reward}
+    with pytest.raises(ValueError, match="chat template would ignore enable_thinkng"):
+        build_trainer(tmp_path, chat_template_kwargs={"enable_thinkng": True}, **arguments)
     plain = copy.deepcopy(TOKENIZER)
     plain.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
@@ -239,8 +249,6 @@ def test_messages_without_template_and_prompts_beyond_the_context_are_refused(tm
     with pytest.raises(ValueError, match=f"max_position_embeddings=512.*max_completion_length to {512 - longest}"):
         build_trainer(tmp_path, max_completion_length=513 - longest, **arguments)
     with pytest.raises(OSError, match="model.safetensors") if is_path else contextlib.nullcontext():
-    with pytest.raises(ValueError, match="chat template would ignore enable_thinkng"):
-        build_trainer(tmp_path, chat_template_kwargs={"enable_thinkng": True}, **arguments)
         build_trainer(tmp_path, max_completion_length=512 - longest, **arguments)
 
 
@@ -286,14 +294,6 @@ def test_rollouts_that_cannot_be_trained_are_refused(tmp_path, settings, words):
         build_trainer(tmp_path, **settings).train()
 
 
-def squared(completions, square, **kwargs):
-    """Reward function that reads a column which a transform makes."""
-    return [float(value % 2) for value in square]
-
-
-def made_on_the_fly(seen: list | None = None, **more: object) -> Dataset:
-    """A dataset whose rows a transform makes from its only column, `number`."""
-
 def test_template_arguments_that_no_prompt_reads_are_warned_of(tmp_path, caplog):
     """Prompts that are text, and those of a stream, which may be text, too."""
     text = Dataset.from_dict({"prompt": ["1+1", "2+1"] * 16})
@@ -309,6 +309,14 @@ def test_template_arguments_that_no_prompt_reads_are_warned_of(tmp_path, caplog)
 def squared_length(completions, completion_ids, **kwargs):
     return [float(len(ids) ** 2 % 2) for ids in completion_ids]
 
+
+def squared(completions, square, **kwargs):
+    """Reward function that reads a column which a transform makes."""
+    return [float(value % 2) for value in square]
+
+
+def made_on_the_fly(seen: list | None = None, **more: object) -> Dataset:
+    """A dataset whose rows a transform makes from its only column, `number`."""
 
     def transform(batch):
         if seen is not None:

@@ -12,6 +12,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
+import pacs_trl
+
 from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..errors import UserError
@@ -22,6 +24,18 @@ from .dataset_checks import OPTIONAL_PARAMETERS, check_dataset, without_unused_c
 from .model_config import name_of
 from .rollout_config import RolloutConfig
 from .server_checks import check_vllm
+
+
+def check_config_class(args: Any, config_class: type[RolloutConfig]) -> None:
+    """Raise a `ValueError` if `args` is no configuration of this package, but, for example, one of TRL."""
+    if not isinstance(args, config_class):
+        name, module = config_class.__name__, config_class.__module__
+        if module.startswith(f"{pacs_trl.__name__}.") and name in pacs_trl.__all__:
+            module = pacs_trl.__name__
+        raise UserError(
+            f"args is a {type(args).__module__}.{type(args).__name__}, which lacks settings of {name}. Write `from "
+            f"{module} import {name}`, and construct it with the same arguments."
+        )
 
 
 def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:

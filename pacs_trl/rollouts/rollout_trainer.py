@@ -33,7 +33,7 @@ from ..update.startup_check import choose_forward_pass, disable_noise
 from ..update.step_sizes import Step
 from . import checkpoint, completion_columns, image_checkpoints, mxfp4
 from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
-from .argument_checks import check_arguments
+from .argument_checks import check_arguments, check_config_class
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
@@ -96,8 +96,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
         if args is None:
             args = self._config_class(f"{name_of(model).split('/')[-1]}-{self._name}")
-        if not isinstance(args, self._config_class):
-            raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
+        check_config_class(args, self._config_class)
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._prepare_loading(model, args, arguments)
         config, name = config_of(model, args), name_of(model)
