@@ -5,6 +5,7 @@ import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from support.forked_engine import forked_engine
 from support.models import TOKENIZER, tiny_model
 from support.rollouts import MAX_COMPLETION_LENGTH, Replay, addition_dataset, digit_reward
 from support.runs import build_trainer
@@ -304,6 +306,38 @@ def test_template_arguments_that_no_prompt_reads_are_warned_of(tmp_path, caplog)
         assert "does not read enable_thinking" in caplog.text
         trainer.train()
         assert trainer.state.global_step == 2
+
+
+def with_added_token(token: str, **special: str) -> Any:
+    """The tokenizer with a token that the tiny model has no embedding for."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens([token])
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_tokens_of_prompts_without_an_embedding_are_named(tmp_path, trainer_class, lag):
+    prompts = Dataset.from_dict({"prompt": ["1+1", "<think>"] * 16})
+    more = {"train_dataset": prompts, "processing_class": with_added_token("<think>")}
+    with forked_engine():
+        trainer = build_trainer(tmp_path, trainer_class=trainer_class, more=more, rollout_lag=lag)
+        with pytest.raises(
+            ValueError, match=f"'<think>' with the id {len(TOKENIZER)}, and"
+        ):
+            trainer.train()
+    model = tiny_model()
+    model.resize_token_embeddings(len(TOKENIZER) + 1)
+    build_trainer(tmp_path, model=model, trainer_class=trainer_class, reward=squared_length, more=more).train()
+
+
+def test_a_pad_token_without_an_embedding_is_named(tmp_path):
+    more = {"processing_class": with_added_token("<think>", pad_token="<pad>")}
+    with pytest.raises(ValueError, match="The pad token '<pad>' .*tokenizer.pad_token = tokenizer.eos_token"):
+        build_trainer(tmp_path, more=more)
+    more["processing_class"].pad_token = TOKENIZER.eos_token
+    build_trainer(tmp_path, more=more).train()  # <think> is in no prompt
 
 
 def squared_length(completions, completion_ids, **kwargs):

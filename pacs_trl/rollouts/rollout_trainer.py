@@ -67,6 +67,7 @@ from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
 from .step_start import StepStart
 from .timing import StepTimer
+from .token_checks import check_pad_token, check_token_ids
 from .uneven_shares import UnevenShares
 from .user_code import UserCode
 
@@ -173,6 +174,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         check_dataset_size(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
+            check_pad_token(self._tokenizer, self.model.config)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
         if self.use_vllm and not self.args.vllm_sync_adapter:
             check_adapter_of_tied_weights(self.model)
@@ -399,7 +401,9 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._messages.check("the batch", prompts)  # of a stream, or changed by an environment
         if self._reads_images:
             return self._tokenize_with_images(prompts)
-        return super()._tokenize_prompts(prompts)
+        tokenized = super()._tokenize_prompts(prompts)
+        check_token_ids(tokenized[0], self._tokenizer, self.model.config)
+        return tokenized
 
     def _generate(self, prompts):
         try:
