@@ -323,9 +323,7 @@ def test_tokens_of_prompts_without_an_embedding_are_named(tmp_path, trainer_clas
     more = {"train_dataset": prompts, "processing_class": with_added_token("<think>")}
     with forked_engine():
         trainer = build_trainer(tmp_path, trainer_class=trainer_class, more=more, rollout_lag=lag)
-        with pytest.raises(
-            ValueError, match=f"'<think>' with the id {len(TOKENIZER)}, and"
-        ):
+        with pytest.raises(ValueError, match=f"'<think>' with the id {len(TOKENIZER)}, and"):
             trainer.train()
     model = tiny_model()
     model.resize_token_embeddings(len(TOKENIZER) + 1)
