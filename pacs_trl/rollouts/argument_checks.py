@@ -12,8 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
-import pacs_trl
-
+from .. import __all__ as public_names
 from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..errors import UserError
@@ -30,8 +29,8 @@ def check_config_class(args: Any, config_class: type[RolloutConfig]) -> None:
     """Raise a `ValueError` if `args` is no configuration of this package, but, for example, one of TRL."""
     if not isinstance(args, config_class):
         name, module = config_class.__name__, config_class.__module__
-        if module.startswith(f"{pacs_trl.__name__}.") and name in pacs_trl.__all__:
-            module = pacs_trl.__name__
+        if module.startswith("pacs_trl.") and name in public_names:
+            module = "pacs_trl"
         raise UserError(
             f"args is a {type(args).__module__}.{type(args).__name__}, which lacks settings of {name}. Write `from "
             f"{module} import {name}`, and construct it with the same arguments."
