@@ -149,23 +149,27 @@ def instruction_for(problems: HasInstruction, prompt_instruction: str) -> str:
     return prompt_instruction
 
 
-def check_chat_template_kwargs(
+def unread_template_arguments(
     tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, template: str | None = None
-) -> None:
-    """Raise a `ValueError` on a key that neither the chat template (by default the tokenizer's) nor
-    `apply_chat_template` reads, so that it would be ignored."""
+) -> list[str]:
+    """Return the keys that neither the chat template (by default the tokenizer's) nor `apply_chat_template` reads, so
+    that they change no prompt."""
     template = template or getattr(tokenizer, "chat_template", None)
     if not chat_template_kwargs or template is None:
-        return
+        return []
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    unknown = [
+    return [
         key
         for key in chat_template_kwargs
         if key not in parameters and not re.search(rf"\b{re.escape(key)}\b", str(template))
     ]
-    if unknown:
+
+
+def check_chat_template_kwargs(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise a `ValueError` on a key that the chat template of the tokenizer would ignore."""
+    if unread := unread_template_arguments(tokenizer, chat_template_kwargs):
         raise UserError(
-            f"chat_template_kwargs: the chat template would ignore {', '.join(unknown)}. Correct or remove it, or "
+            f"chat_template_kwargs: the chat template would ignore {', '.join(unread)}. Correct or remove it, or "
             "give the tokenizer another template."
         )
 
@@ -192,7 +196,6 @@ def load_training_data(
     Raises:
         ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or if too few rows are left.
     """
-    check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     entry = _problem_set(args)
     path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
     if args.dataset_name == gym.NAME:
@@ -203,6 +206,8 @@ def load_training_data(
     if path is not None:
         rows = [with_absolute_paths(row, Path(path).parent) for row in rows]
     dataset = _prepare(rows, entry, args)
+    if not all(isinstance(prompt, str) for prompt in dataset["prompt"]):
+        check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     if tokenizer is not None and load_processor is not None and has_images(dataset):
         tokenizer = load_processor()
     if tokenizer is not None:

@@ -21,6 +21,7 @@ from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
 from ..baselines.ppo_config import ActorCriticConfig
 from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic, padded
+from ..data.columns import is_in_memory
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.engine import ServerFailure, stop_without_engine
 from ..rollouts.request_seeds import request_seed
@@ -145,7 +146,7 @@ class GenACTrainer(ActorCriticTrainer):
             )
         self._critic_tokenizer = tokenizer
         dataset = arguments["train_dataset"]
-        prompts = dataset["prompt"] if hasattr(dataset, "__len__") else []  # those of a stream are not known
+        prompts = dataset["prompt"] if is_in_memory(dataset) else []  # those of a stream are not known
         _critic.check_critic(policy, path, args, tokenizer, self._prompt, prompts)
         critic = load_critic(policy, args)
         add_fused_lm_head(critic, outputs=("log_probs",))

@@ -18,6 +18,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
+from ..data.columns import columns_of
 from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
@@ -126,7 +127,7 @@ class GuidanceTrainer(ExtendingTrainer):
     def _before_loading(self, model, args, arguments) -> None:
         super()._before_loading(model, args, arguments)
         dataset, environment = arguments["train_dataset"], arguments["environment_factory"]
-        columns = getattr(dataset, "column_names", None)
+        columns = columns_of(dataset)
         if args.guidance == "feedback":
             refused = arguments["tools"] or environment
             if refused or isinstance(dataset, Dataset) and not is_conversational(dataset[0]):

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
+from .. import __all__ as public_names
 from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..errors import UserError
@@ -22,6 +23,18 @@ from .dataset_checks import OPTIONAL_PARAMETERS, check_dataset, without_unused_c
 from .model_config import name_of
 from .rollout_config import RolloutConfig
 from .server_checks import check_vllm
+
+
+def check_config_class(args: Any, config_class: type[RolloutConfig]) -> None:
+    """Raise a `ValueError` if `args` is no configuration of this package, but, for example, one of TRL."""
+    if not isinstance(args, config_class):
+        name, module = config_class.__name__, config_class.__module__
+        if module.startswith("pacs_trl.") and name in public_names:
+            module = "pacs_trl"
+        raise UserError(
+            f"args is a {type(args).__module__}.{type(args).__name__}, which lacks settings of {name}. Write `from "
+            f"{module} import {name}`, and construct it with the same arguments."
+        )
 
 
 def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
@@ -41,7 +54,8 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)
-        if not (callable(function) or isinstance(function, str | None)) or function in vars(rewards):
+        is_name_of_function = isinstance(function, str) and function in vars(rewards)
+        if is_name_of_function or not (callable(function) or isinstance(function, str | None)):
             raise UserError(
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
                 "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."

@@ -14,7 +14,7 @@ from ..evaluation.arguments import DEFAULT_KS
 from ..evaluation.benchmarks import checked_name
 from ..redaction import published
 from ..settings.checks import refuse_illegal_values, refused_settings
-from ..settings.fields import setting
+from ..settings.fields import setting, switch
 from ..settings.names import require_deepspeed
 from ..update.step_sizes import BatchSizes
 from .generation_keys import generation_errors, generation_warnings
@@ -118,14 +118,14 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     )
 
     # Parameters that control memory
-    gradient_checkpointing: Literal[True, False, "auto"] = setting(  # type: ignore[assignment]  # TRL's is a `bool`
+    gradient_checkpointing: Literal[True, False, "auto"] = switch(  # type: ignore[assignment]  # TRL's is a `bool`
         True,
         "Whether the backward pass computes activations again instead of keeping them. `auto`, for trainers with an "
         "exact update, keeps all of them, those of attention, or none, whichever is fastest and fits on the GPU; "
         "on a CPU it keeps them.",
     )
     if "activation_checkpointing" in GRPOConfig.__dataclass_fields__:  # its name since transformers 5.23
-        activation_checkpointing: Literal[True, False, "auto"] | None = setting(
+        activation_checkpointing: Literal[True, False, "auto"] | None = switch(
             None, "The same as `gradient_checkpointing`, under transformers' new name."
         )
 
@@ -138,7 +138,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     )
 
     # Parameters that control speed
-    compile_layers: Literal["auto", True, False] = setting(
+    compile_layers: Literal["auto", True, False] = switch(
         "auto",
         "Whether `torch.compile` compiles each decoder layer for the update: `auto` does on a CUDA device where it is "
         "possible, and names the reason where it is not. `true` fails instead. Generation is not compiled.",

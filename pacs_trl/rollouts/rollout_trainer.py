@@ -20,7 +20,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
-from ..data import check_chat_template_kwargs
+from ..data import unread_template_arguments
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
@@ -33,7 +33,7 @@ from ..update.startup_check import choose_forward_pass, disable_noise
 from ..update.step_sizes import BatchSizes
 from . import checkpoint, completion_columns, image_checkpoints, mxfp4
 from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
-from .argument_checks import check_arguments
+from .argument_checks import check_arguments, check_config_class
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
@@ -67,6 +67,7 @@ from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
 from .step_start import StepStart
 from .timing import StepTimer
+from .token_checks import check_pad_token, check_token_ids
 from .uneven_shares import UnevenShares
 from .user_code import UserCode
 
@@ -108,8 +109,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """
         if args is None:
             args = self._config_class(f"{name_of(model).split('/')[-1]}-{self._name}")
-        if not isinstance(args, self._config_class):
-            raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
+        check_config_class(args, self._config_class)
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
         self._before_loading(model, args, arguments)
         config, name = config_of(model, args), name_of(model)
@@ -187,6 +187,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         check_dataset_size(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
+            check_pad_token(self._tokenizer, self.model.config)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
         if self.use_vllm and not self.args.vllm_sync_adapter:
             check_adapter_of_tied_weights(self.model)
@@ -206,7 +207,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             self.vllm_generation = Engine(self)
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
-        check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        self._warn_of_template_arguments()
         self._messages = MessageCheck(self.processing_class, self.chat_template_kwargs, self.tools, self.chat_template)
         if prints_date(self.chat_template or self._tokenizer.chat_template):
             self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: self._prompt_date)
@@ -218,6 +219,16 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 check_scores_of(function, name)
             else:
                 self.reward_funcs[i] = self._wrap_reward(i, function, name)
+
+    def _warn_of_template_arguments(self) -> None:
+        """Warn of `chat_template_kwargs` without effect. Where the chat template renders prompts in memory, they have
+        been refused before the model was loaded."""
+        unread = unread_template_arguments(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        if unread and self.accelerator.is_main_process:
+            logger.warning(
+                f"chat_template_kwargs: the chat template does not read {', '.join(unread)}, which changes no prompt. "
+                "Remove it to hide this warning."
+            )
 
     @cached_property
     def timer(self) -> StepTimer:
@@ -420,7 +431,9 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._messages.check("the batch", prompts)  # of a stream, or changed by an environment
         if self._reads_images:
             return self._tokenize_with_images(prompts)
-        return super()._tokenize_prompts(prompts)
+        tokenized = super()._tokenize_prompts(prompts)
+        check_token_ids(tokenized[0], self._tokenizer, self.model.config)
+        return tokenized
 
     def _generate(self, prompts):
         try:
@@ -478,7 +491,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 recorded[FORMER_METRIC_NAMES[name]].append(value)
 
     def _log_metric(self, name, value):
-        check_metric_name(name)
+        check_metric_name(name, self.reward_func_names)
         super()._log_metric(name, value)
 
     def _log_completion_extra(self, column, values):

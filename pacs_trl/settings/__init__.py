@@ -153,7 +153,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
 
     class FieldParser(HfArgumentParser):
         def error(self, message):
-            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
+            message = re.sub(r"--(\w+)(/--[\w-]+)*", r"`\1`", message).removeprefix("argument ")
             raise UserError(f"{message.rstrip('.')}. Correct or add the value.")
 
     dataclass_types: Any = parts  # classes, which the type of the parser's argument does not admit
@@ -187,8 +187,6 @@ def _as_declared(key: str, value: Any, hint: str) -> Any:
         return tuple(_number(entry, key) for entry in value)
     if any(isinstance(entry, bool) for entry in (value if isinstance(value, list) else [value])):
         _check_boolean(key, value, hint)
-    if value in ("true", "false") and "True" in hint:  # a choice of a `Literal`
-        return value.capitalize()
     return value
 
 

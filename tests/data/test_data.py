@@ -235,12 +235,14 @@ class TestLengthSplitAndShuffle:
         tokenizer.chat_template += "{{ 'x' * num_extra }}"
         assert len(load_training_data(arguments, tokenizer, {"num_extra": 3})[0]) == 10
 
-    def test_a_key_that_the_template_would_ignore_is_refused(self, path):
+    def test_a_key_that_the_template_would_ignore_is_refused(self, path, tmp_path):
         tokenizer = build_tokenizer()
         for known in ("messages", "tools", None):  # in the template, a parameter, none
             check_chat_template_kwargs(tokenizer, known and {known: []})
         with pytest.raises(ValueError, match="enable_thinkng"):
             load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
+        text = write_jsonl(tmp_path / "text.jsonl", [{"prompt": "1+1", "solution": "2"}] * 2)  # without a template
+        load_training_data(DataArguments(dataset_name=text), tokenizer, {"enable_thinkng": False})
         tokenizer.chat_template = "{{ messages }}{% if enable_thinkng is defined %}x{% endif %}"
         load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
 
