@@ -91,6 +91,13 @@ def evaluate(
     benchmarks, model = load_benchmarks(args), identify_model(args)
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
+    tokenizer = None if args.engine == "server" else _load_tokenizer(args)
+    needs_template = [benchmark.name for benchmark in benchmarks if _has_conversations(args, benchmark)]
+    if tokenizer is not None and tokenizer.chat_template is None and needs_template:
+        raise UserError(
+            f"{', '.join(needs_template)} has messages as prompts, and {args.model} has no chat template. Evaluate a "
+            "model with one, or write whole prompts as text into a column `prompt`."
+        )
     tools = None
     if args.calls_tools:
         _check_conversations(benchmarks)
@@ -102,12 +109,13 @@ def evaluate(
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
-        engine, dated = None, args
+        dated = _with_stored_date(args, tokenizer)
+        prompt_digest = _prompt_digest(dated, tokenizer, is_template_used=bool(needs_template))
+        engine = None
         if any(requests):
             if args.engine == "vllm":
                 require_vllm("sample with `--engine transformers`")
-            dated = _with_stored_date(args)
-            _check_messages(dated, benchmarks, requests, tools[1] if tools else None)
+            _check_messages(dated, tokenizer, benchmarks, requests, tools[1] if tools else None)
             engine = start_engine(dated)
             stack.callback(engine.close)
         for benchmark, store, to_generate in zip(benchmarks, stores, requests, strict=True):
@@ -130,7 +138,7 @@ def evaluate(
             if benchmark.is_code:
                 entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(args, benchmark, graded)
-    results = _results(args, model, verifier, entries)
+    results = _results(args, model, prompt_digest, verifier, entries)
     write_results(Path(args.output_dir) / "results.json", results)
     return results
 
@@ -201,31 +209,38 @@ def requests_to_generate(
     return to_generate
 
 
-def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
+def _load_tokenizer(args: EvaluationArguments) -> Any:
+    from ..data.text_tokenizer import load_text_tokenizer  # imports transformers, which `--help` does not need
+
+    return load_text_tokenizer(args.model, **args.loading)
+
+
+def _has_conversations(args: EvaluationArguments, benchmark: LoadedBenchmark) -> bool:
+    """Return whether a prompt of a benchmark is a list of messages, to which a chat template is applied."""
+    prompts = (args.prompt_of(problem.for_seed(args.seed)[0], benchmark) for problem in benchmark.problems)
+    return any(is_conversation(prompt) for prompt in prompts)
+
+
+def _with_stored_date(args: EvaluationArguments, tokenizer: Any) -> EvaluationArguments:
     """Return arguments whose prompts have the date of the first samples in `output_dir`, if the chat template prints
-    one. A server has its own chat template."""
-    if args.engine == "server" or not prints_date(_tokenizer(args).chat_template):
+    one. A server (`tokenizer` is `None`) has its own chat template."""
+    if tokenizer is None or not prints_date(tokenizer.chat_template):
         return args
     date = stored_date(Path(args.output_dir))
     return replace(args, chat_template_kwargs=with_date(args.chat_template_kwargs, lambda: date))
 
 
-def _tokenizer(args: EvaluationArguments) -> Any:
-    from ..data.text_tokenizer import load_text_tokenizer
-
-    return load_text_tokenizer(args.model, **args.loading)
-
-
 def _check_messages(
     args: EvaluationArguments,
+    tokenizer: Any,
     benchmarks: Sequence[LoadedBenchmark],
     requests: Sequence[Sequence[Request]],
     tools: Sequence[Any] | None,
 ) -> None:
     """Raise a `ValueError` if the text of a message would not reach the prompt. A server has its own chat template."""
-    if args.engine == "server":
+    if tokenizer is None:
         return
-    messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
+    messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     for benchmark, requests_of_benchmark in zip(benchmarks, requests, strict=True):
         if benchmark.has_images and requests_of_benchmark:  # whose processor is loaded before the model
             processor = load_processor(args.model, **args.loading)
@@ -328,7 +343,9 @@ def _write_grades(
     path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
 
 
-def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict) -> dict[str, Any]:
+def _results(
+    args: EvaluationArguments, model: dict, prompt_digest: str, verifier: Verifier, entries: dict
+) -> dict[str, Any]:
     engine_keys = {"transformers": ("batch_size",), "vllm": ("tensor_parallel_size",)}.get(args.engine, ())
     return {
         "schema_version": RESULTS_SCHEMA,
@@ -349,7 +366,7 @@ def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries
                 "grade_truncated": verifier.grade_truncated,
             },
         },
-        "prompt_digest": _prompt_digest(_with_stored_date(args)),
+        "prompt_digest": prompt_digest,
         "engine": {"name": args.engine, "dtype": args.dtype} | {key: getattr(args, key) for key in engine_keys},
         "benchmarks": entries,
         "versions": provenance.versions(),
@@ -367,9 +384,13 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
     }
 
 
-def _prompt_digest(args: EvaluationArguments) -> str:
-    """Hash the rendered prompt of one fixed problem, or its messages where a server applies the chat template."""
-    prompt = args.prompt_of("What is $1 + 1$?")
-    if args.engine == "server":
-        return digest({"messages": prompt})
-    return digest({"text": render_prompt(_tokenizer(args), prompt, args.chat_template_kwargs)})
+def _prompt_digest(args: EvaluationArguments, tokenizer: Any, *, is_template_used: bool) -> str:
+    """Hash the rendered prompt of one fixed problem: its messages where a server applies the chat template
+    (`tokenizer` is `None`), and its text where all prompts are text."""
+    problem = "What is $1 + 1$?"
+    if not is_template_used:
+        return digest({"text": problem})
+    messages = args.prompt_of(problem)
+    if tokenizer is None:
+        return digest({"messages": messages})
+    return digest({"text": render_prompt(tokenizer, messages, args.chat_template_kwargs)})

@@ -66,6 +66,33 @@ def test_messages_without_text_are_refused_before_the_model_is_loaded(run, argum
         run(arguments, benchmarks=str(file))
 
 
+def without_template(checkpoint, directory):
+    """A copy of a checkpoint, like a base model, that has no chat template."""
+    model = shutil.copytree(checkpoint, directory)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    file = model / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
+    file.write_text(json.dumps(settings))
+    return str(model)
+
+
+def test_text_prompts_need_no_chat_template(run, arguments, checkpoint, tmp_path, monkeypatch):
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
+    own = arguments | {"benchmarks": str(file), "model": without_template(checkpoint, tmp_path / "base")}
+    results = run(own, n=2, k="1")
+    assert results == read_results(own["output_dir"])
+    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("generated again"))
+    assert run(own, n=2, k="1")["prompt_digest"] == results["prompt_digest"]
+
+
+def test_messages_need_a_chat_template_before_the_model_is_loaded(run, arguments, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("the model is loaded"))
+    with pytest.raises(ValueError, match="math_500 has messages.* no chat template. Evaluate .*`prompt`"):
+        run(arguments, model=without_template(checkpoint, tmp_path / "base"))
+    assert not Path(arguments["output_dir"]).exists()
+
+
 def test_samples_of_another_day_have_the_date_of_the_first_ones(run, arguments, checkpoint, tmp_path, monkeypatch):
     model = shutil.copytree(checkpoint, tmp_path / "model")
     template = Path(trl.__file__).parent / "chat_templates" / "llama3_2.jinja"
