@@ -37,7 +37,9 @@ class EvaluationArguments:
     k: list[int] | str | None = setting(
         None, "Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to `n`."
     )
-    method: str | None = setting(None, "Row label in tables; by default the name of the model.")
+    method: str | None = setting(
+        None, "Row label in tables; by default the name of the model, such as `pacs/checkpoint-100`."
+    )
     revision: str | None = setting(None, "Hub revision of the model.")
     trust_remote_code: bool = setting(False, "Run code that the checkpoint contains, as in training.")
 

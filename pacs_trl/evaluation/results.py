@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UserError
 from .pass_at_k import pass_at_k, pass_interval
-from .store import differences
+from .store import differences, identifying_facts
 
 
 RESULTS_SCHEMA = 1
@@ -156,3 +156,24 @@ def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."
                 )
+
+
+def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Check that files with one label are runs of one method: they name the same model, or a user has chosen the
+    label. A `ValueError` names two files that only share the default label of different models."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by label
+    for name, result in zip(names, results, strict=True):
+        other_name, other = first.setdefault(result["method"], (name, result))
+        is_one_model = identifying_facts(other["model"]) == identifying_facts(result["model"])
+        if not is_one_model and (_has_default_label(other) or _has_default_label(result)):
+            raise UserError(
+                f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
+                "name, and measure different models. Evaluate again with --method LABEL, which keeps the samples: "
+                "runs of one method share a label, two methods have two."
+            )
+
+
+def _has_default_label(result: dict[str, Any]) -> bool:
+    """Return whether no one chose the label; files of earlier versions do not say it, and had the name of the
+    model."""
+    return result.get("method_is_default", result["method"] == result["model"].get("name", "").split("/")[-1])

@@ -6,6 +6,7 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
+import re
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,9 +35,15 @@ from .benchmarks import LoadedBenchmark, Problem, load_benchmark
 from .engines import identify_model, load_processor, start_engine
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from .store import SampleStore, digest, evaluation_file, read_samples
+from .store import SampleStore, digest, evaluation_file, identifying_facts, read_samples
 
 
+# Names of directories that many runs have: of checkpoints, of seeds, and of snapshots in the cache of the Hub.
+_NAMES_MANY_RUNS = re.compile(
+    r"(checkpoint|step|epoch|seed|run)?[-_]?\d+|(final|best|last|latest|merged)?[-_]?(model|checkpoint|adapter|policy)?|"
+    r"snapshots|[0-9a-f]{40}",
+    re.IGNORECASE,
+)
 CHUNK_SIZE = 128  # completions graded per call of the verifier
 MAX_WAITING = 32  # chunks in the queue: bounds memory when stored completions are read faster than graded
 
@@ -252,8 +259,7 @@ def _check_messages(
 
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
     settings = {
-        # A checkpoint is identified by its content, not its path.
-        "model": {key: value for key, value in model.items() if key != "name"} if "digest" in model else model,
+        "model": identifying_facts(model),
         "benchmark": {"name": benchmark.name, **{key: benchmark.source[key] for key in ("version", "digest")}},
         "prompt": _prompt_facts(args) | {"instruction": instruction_for(benchmark, args.prompt_instruction)},
         "sampling": asdict(args.sampling),
@@ -350,7 +356,8 @@ def _results(
     return {
         "schema_version": RESULTS_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "method": args.method or model["name"].split("/")[-1],
+        "method": args.method or default_label(model["name"] if args.engine == "server" else args.model),
+        "method_is_default": not args.method,
         "model": model,
         "n": args.n,
         "k": args.ks,
@@ -373,6 +380,20 @@ def _results(
         "hardware": provenance.hardware(),
         "commit": provenance.source_commit(),
     }
+
+
+def default_label(model: str) -> str:
+    """Return the label of a model in tables: the name of a Hub id, or that of a directory, with the directories
+    around it as far as names like `checkpoint-100` or `seed-0` tell no runs apart."""
+    path = Path(model)
+    if not path.is_dir():
+        return model.split("/")[-1]
+    names: list[str] = []
+    for name in reversed(path.resolve().parts[1:]):
+        names.insert(0, name)
+        if not _NAMES_MANY_RUNS.fullmatch(name):
+            break
+    return "/".join(names)
 
 
 def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:

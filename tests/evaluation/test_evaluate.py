@@ -20,7 +20,7 @@ from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.requests import Completion, render_prompt
 from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.run import evaluate, load_benchmarks, requests_to_generate
+from pacs_trl.evaluation.run import default_label, evaluate, load_benchmarks, requests_to_generate
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
 
@@ -53,7 +53,8 @@ def test_results_agree_with_the_samples(run, arguments, sums):
         mean = sum(pass_at_k(8, p["c"], k) for p in entry["problems"]) / 12
         cell = entry["pass_at_k"][str(k)]
         assert cell["value"] == pytest.approx(mean, abs=1e-12) and cell["lower"] <= mean <= cell["upper"]
-    assert results["method"] == "guesser" and results["protocol"]["sampling"]["temperature"] == 1.0
+    assert results["method"] == "guesser" and not results["method_is_default"]
+    assert results["protocol"]["sampling"]["temperature"] == 1.0
     assert results == read_results(arguments["output_dir"])
 
 
@@ -261,6 +262,25 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
     for name, digest in (("other-template", "text_digest"), ("other-weights", "digest")):
         with pytest.raises(ValueError, match=rf"model.{digest}: '\w{{16}}' != '\w{{16}}'"):
             run(arguments, model=str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("outputs/pacs", "pacs"),
+        ("outputs/pacs/checkpoint-100", "pacs/checkpoint-100"),
+        ("outputs/pacs/seed-0/checkpoint-100", "pacs/seed-0/checkpoint-100"),
+        ("outputs/grpo/final_model", "grpo/final_model"),
+        ("models--org--base/snapshots/" + "0a" * 20, "models--org--base/snapshots/" + "0a" * 20),
+    ],
+)
+def test_the_label_of_a_directory_tells_runs_apart(tmp_path, path, label):
+    (tmp_path / path).mkdir(parents=True)
+    assert default_label(str(tmp_path / path)) == label
+
+
+def test_the_label_of_a_hub_id_is_its_name():
+    assert default_label("org/model") == "model"
 
 
 def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint, checkpoint_with_code, tmp_path):

@@ -5,7 +5,13 @@ import json
 import pytest
 from support.finished_runs import results_of
 
-from pacs_trl.evaluation.results import GradedSample, read_results, require_same_protocol, summarize
+from pacs_trl.evaluation.results import (
+    GradedSample,
+    read_results,
+    require_chosen_labels,
+    require_same_protocol,
+    summarize,
+)
 
 
 def samples(problem, outcomes, **changes):
@@ -71,3 +77,26 @@ def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
     with pytest.raises(ValueError) as error:
         require_same_protocol(files, ["first.json", "second.json", "third.json"])
     assert f"{first} and third.json" in str(error.value) and difference in str(error.value)
+
+
+def labelled(method, is_default=None, **model):
+    """Results of a model under a label; `is_default` is absent from files of earlier versions."""
+    facts = {} if is_default is None else {"method_is_default": is_default}
+    return document() | {"method": method, "model": model} | facts
+
+
+def test_a_label_that_nobody_chose_does_not_join_two_models():
+    names = ["a/results.json", "b/results.json"]
+    for is_default in (True, None):
+        first = labelled("step", is_default, name="step", digest="1")
+        second = labelled("step", is_default, name="step", digest="2")
+        with pytest.raises(ValueError, match="a/results.json and b/results.json have the label 'step'.*--method"):
+            require_chosen_labels([first, second], names)
+    same = labelled("step", True, name="copy", digest="1")
+    require_chosen_labels([first, same], names)
+
+
+def test_seeds_of_a_method_with_a_chosen_label_are_combined():
+    seeds = [labelled("step", False, name="step", digest="1"), labelled("step", False, name="step", digest="2")]
+    require_chosen_labels(seeds, ["a", "b"])
+    require_chosen_labels([labelled("PACS", name="step", digest=digest) for digest in "12"], ["a", "b"])
