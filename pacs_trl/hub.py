@@ -246,12 +246,23 @@ def _files_of_model(model_dir: Path) -> dict[str, Path | bytes]:
 
 
 def _check_same_weights(results: dict[str, Any], model_dir: Path) -> None:
-    """Raise a `ValueError` if results name the digest of other weights; those of a server name none."""
-    measured, present = results["model"].get("digest"), checkpoint_digest(model_dir)
-    if measured not in (None, present):
+    """Raise a `ValueError` if results were measured on other weights; log a warning if that cannot be known, because a
+    server generated the completions."""
+    model, present = results["model"], checkpoint_digest(model_dir)
+    if "server" in model:
+        logger.warning(
+            f"The results were measured on {model['name']!r} of a server, whose weights cannot be compared with those "
+            f"of {model_dir}. Push them only if the server had loaded these."
+        )
+    elif "digest" not in model:
         raise UserError(
-            f"The results were measured on another checkpoint (digest {measured}) than {model_dir} ({present}). "
-            "Evaluate this checkpoint, or push the other one."
+            f"The results were measured on {model['name']} of the Hub, not on {model_dir}. Evaluate the directory "
+            "(--model), and push these results."
+        )
+    elif model["digest"] != present:
+        raise UserError(
+            f"The results were measured on another checkpoint (digest {model['digest']}) than {model_dir} "
+            f"({present}). Evaluate this checkpoint, or push the other one."
         )
 
 

@@ -41,7 +41,8 @@ def checkpoint(tmp_path):
     history = [{"step": step, "reward": 0.1 * step, "entropy": 0.4, "step_time": 1.0} for step in range(1, 6)]
     (directory / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    results = make_results("PACS", 0.5, benchmarks=("aime_2024", "math_500"), ks=(1, 8))
+    model = {"name": "run", "digest": checkpoint_digest(directory)}
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024", "math_500"), ks=(1, 8), model=model)
     (tmp_path / "results.json").write_text(json.dumps(results))
     return directory
 
@@ -128,24 +129,40 @@ def test_a_base_model_that_only_this_machine_has_is_warned_of(checkpoint, hub, c
     (checkpoint.parent / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"model_name_or_path": base}))
     if adapter_base is not None:
         (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": adapter_base}))
-    push_it(checkpoint, hub)
+    push_it(checkpoint, hub, results=None)
     warnings = [record.message for record in caplog.records if record.name == "pacs_trl.hub"]
     assert [words in warning for warning in warnings] == [True] * (words is not None)
     card = ModelCard(hub.files[REPO]["README.md"].decode())
     assert card.data.base_model == ("Qwen/Qwen3-8B" if words is None else None)
 
 
-def test_scores_of_other_weights_are_refused(checkpoint, hub):
+def measured_on(checkpoint, **model):
+    """Write results of another model."""
     path = checkpoint.parent / "results.json"
-    results = json.loads(path.read_text())
-    results["model"] = {"name": "run", "digest": checkpoint_digest(checkpoint)}
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+
+
+def test_scores_of_other_weights_are_refused(checkpoint, hub):
     push_it(checkpoint, hub)
     (checkpoint / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 200)
     for dry_run in (True, False):
         with pytest.raises(ValueError, match="digest"):
             push_it(checkpoint, hub, dry_run=dry_run)
     assert len(hub.commits[REPO]) == 1
+
+
+def test_scores_of_a_model_of_the_hub_are_refused(checkpoint, hub):
+    measured_on(checkpoint, name="Qwen/Qwen3-8B", revision="c189")
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="measured on Qwen/Qwen3-8B of the Hub.*--model"):
+            push_it(checkpoint, hub, dry_run=dry_run)
+    assert hub.calls == []
+
+
+def test_scores_of_a_server_are_uploaded_with_a_warning(checkpoint, hub, caplog):
+    measured_on(checkpoint, name="mine", server="http://localhost:8000/v1")
+    push_it(checkpoint, hub)
+    assert "server, whose weights cannot be compared" in caplog.text and "results.json" in hub.files[REPO]
 
 
 def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatch):
@@ -160,7 +177,8 @@ def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatc
     trainer.train()
     assert hub.commits[REPO] == []  # nothing before the end
     (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8))
+    model = {"name": "trained", "server": "http://localhost:8000/v1"}
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8), model=model)
     (directory / "results.json").write_text(json.dumps(results))
     files = trainer.push_to_hub(dataset_name="org/named", tags="sums")
     assert hub.commits[REPO] == ["End of training"]
