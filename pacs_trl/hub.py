@@ -97,7 +97,7 @@ def push(
 
     Args:
         repo_id (`str`): `USER/NAME`; created if it does not exist, `private` or not.
-        revision (`str`, *optional*): Branch, by default the main one.
+        revision (`str`, *optional*): Branch, by default the main one; created if it does not exist.
         results, recipe (`Path`, *optional*): Files, or directories that contain them; by default `model_dir`.
         dry_run (`bool`): List the files without any connection.
 
@@ -130,6 +130,7 @@ def push(
     progress = "Nothing was uploaded"
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
+        create_branch(api, repo_id, revision)
         theirs = _fetch_readme(repo_id, api.endpoint, revision, api.token)
         if theirs is not None and _MARK not in theirs and theirs.encode() != contents[README_FILE]:
             del contents[README_FILE]
@@ -147,11 +148,23 @@ def push(
             command += ["--results", str(results)]
         if recipe is not None:
             command += ["--recipe", str(recipe)]
+        if revision is not None:
+            command += ["--revision", revision]
+        if commit_message is not None:
+            command += ["--commit_message", commit_message]
         raise FailedRun(
             f"The upload to {repo_id} failed: {reason}. {progress}; the model is complete in {model_dir}. "
             f"{_log_in(error, api.token)}Upload it with `{shlex.join(command)}`."
         ) from error
     return sorted(contents)
+
+
+def create_branch(api: HfApi, repo_id: str, revision: str | None) -> None:
+    """Create the branch of an upload in an existing repository, unless it exists. References like `refs/pr/1` are no
+    branches, and are made on the Hub."""
+    if revision in (None, "main") or revision.startswith("refs/"):
+        return
+    api.create_branch(repo_id, branch=revision, exist_ok=True)
 
 
 def _log_in(error: Exception, token: str | bool | None) -> str:
@@ -466,12 +479,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--private", action="store_true", help="make a private repository")
     parser.add_argument("--results", type=Path, default=None, help="results.json or its directory")
     parser.add_argument("--recipe", type=Path, default=None, help="recipe of the training run")
+    parser.add_argument("--revision", default=None, help="branch, created if it does not exist; by default main")
+    parser.add_argument("--commit_message", default=None, help="title of the commit")
     parser.add_argument("--dry_run", action="store_true", help="only list what would be uploaded")
     args = parser.parse_args(argv)
     files = push(
         args.model,
         args.repo,
         private=args.private,
+        revision=args.revision,
+        commit_message=args.commit_message,
         results=args.results,
         recipe=args.recipe,
         dry_run=args.dry_run,

@@ -23,6 +23,7 @@ from ..hub import (
     README_FILE,
     RECIPE_FILE,
     TRAINING_FACTS_FILE,
+    create_branch,
     kept_readme,
     push,
     write_card,
@@ -134,6 +135,13 @@ class Publication:
             if name in defaults and value not in (None, "", [], defaults[name]):
                 settings[name] = value
         return settings
+
+    def init_hf_repo(self, token: str | None = None) -> None:
+        """Create the repository and the branch of the upload, so that what is wrong with them ends the run at its
+        start."""
+        super().init_hf_repo(token=token)
+        if self.is_world_process_zero():
+            create_branch(HfApi(token=token or self.args.hub_token), self.hub_model_id, self.args.hub_revision)
 
     def _push_from_checkpoint(self, checkpoint_folder):
         """Do nothing: models are pushed only at the end of training."""

@@ -1,6 +1,8 @@
 """Pushing to a Hub on this machine: allow-list, secrets, failures, dry run, and READMEs written by hand."""
 
 import json
+import re
+import shlex
 from functools import partial
 
 import pytest
@@ -69,7 +71,7 @@ def test_everything_arrives_and_nothing_is_written_here(checkpoint, hub):
     for path in ("model.safetensors", "config.json", "tokenizer.json", "trainer_state.json"):
         assert hub.files[REPO][path] == (checkpoint / path).read_bytes()
     assert hub.private[REPO] and hub.commits[REPO] == ["Upload model, card, recipe and results"]
-    assert hub.branches[REPO] == ["step-480"]
+    assert hub.branches[REPO] == hub.created[REPO] == ["step-480"]
     push_it(checkpoint, hub)
     assert len(hub.commits[REPO]) == 1  # nothing has changed
     # the card has the numbers and their conditions
@@ -103,6 +105,25 @@ def test_a_failed_push_says_what_is_where_and_is_resumed_by_the_next(checkpoint,
     assert hub.files.get(REPO, {}) == {}
     push_it(checkpoint, hub)
     assert sorted(hub.files[REPO]) == UPLOADED
+
+
+def test_the_command_after_a_failed_push_names_branch_and_message(checkpoint, hub, monkeypatch):
+    hub.fail_next["commit"] = [500]
+    with pytest.raises(FailedRun) as caught:
+        push_it(checkpoint, hub, revision="step-480", commit_message="Step 480")
+    (command,) = re.findall("`pacs-trl push (.*)`", str(caught.value))
+    monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
+    assert main(shlex.split(command)) == 0
+    assert hub.branches[REPO] == ["step-480"] and hub.commits[REPO] == ["Step 480"]
+    assert sorted(hub.files[REPO]) == UPLOADED
+
+
+def test_the_main_branch_and_references_are_not_created(checkpoint, hub):
+    push_it(checkpoint, hub, revision="main")
+    assert hub.created[REPO] == [] and hub.branches[REPO] == ["main"]
+    hub.created[REPO] = ["refs%2Fpr%2F1"]
+    push_it(checkpoint, hub, revision="refs/pr/1", commit_message="Again", results=None)
+    assert hub.created[REPO] == ["refs%2Fpr%2F1"]
 
 
 def test_a_failed_push_without_a_token_says_how_to_log_in(checkpoint, hub, monkeypatch):
@@ -169,8 +190,9 @@ def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatc
     """With the results and the recipe of its output directory."""
     directory = tmp_path / "trained"
     settings = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": True, "hub_token": "hf_x"}
+    settings["hub_revision"] = "first"
     trainer = build_trainer(directory, max_steps=5, save_strategy="steps", save_steps=1, **settings)
-    assert hub.private[REPO]  # created before any work
+    assert hub.private[REPO] and hub.created[REPO] == ["first"]  # before any work
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "is_world_process_zero", lambda: False)
         assert trainer.push_to_hub() is None  # only the first process pushes
@@ -195,7 +217,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatc
     trainer.create_model_card(tags=["more"])
     trainer.save_model()
     trainer.push_to_hub("Again", blocking=False, tags=["again"]).result()
-    assert hub.commits[REPO][1:] == ["Model save", "Again"]
+    assert hub.commits[REPO][1:] == ["Model save", "Again"] and set(hub.branches[REPO]) == {"first"}
     # A repository that this push makes, as transformers 5.23 has it.
     trainer.hub_model_id, trainer.args.hub_model_id, trainer.args.hub_private_repo = None, "org/other", False
     trainer.push_to_hub(private=True)
