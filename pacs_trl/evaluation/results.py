@@ -32,9 +32,10 @@ class GradedSample(NamedTuple):
 
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
-    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark. A problem
-    with a completion that could not be graded is listed under `unscorable` and excluded from pass@k, but not from the
-    share of truncated completions. Raises a `ValueError` if no problem could be graded."""
+    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark, from the
+    samples that could be graded. A problem with fewer of them than the largest k is listed under `unscorable` and
+    excluded from pass@k, but not from the share of truncated completions. Raises a `ValueError` if no problem is
+    left."""
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
@@ -49,16 +50,27 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         }
         for problem, generated in by_problem.items()
     ]
-    scorable = [p for p in problems if p["ungraded"] == 0]
-    if not scorable:
-        raise UserError("The verifier reads none of the gold answers. Check the answers and verification_protocol.")
+    counts = graded_counts(problems, ks)
+    if not counts:
+        raise UserError(
+            f"No problem has {max(ks)} samples that could be graded. Check the gold answers, verification_protocol, "
+            "and rewards that return nothing."
+        )
     return {
         "problems": problems,
-        "unscorable": [p["id"] for p in problems if p["ungraded"]],
-        "pass_at_k": pass_at_k_table([p["n"] for p in scorable], [p["c"] for p in scorable], ks),
+        "unscorable": [p["id"] for p in problems if p["id"] not in counts],
+        "ungraded": sum(p["ungraded"] for p in problems),
+        "pass_at_k": pass_at_k_table(*zip(*counts.values(), strict=True), ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
     }
+
+
+def graded_counts(problems: Iterable[dict[str, Any]], ks: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the numbers of graded and of correct samples by problem, without problems that have fewer graded ones
+    than the largest k. In `problems`, `n` counts all samples."""
+    counts = {problem["id"]: (problem["n"] - problem["ungraded"], problem["c"]) for problem in problems}
+    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= max(ks)}
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -131,10 +143,10 @@ def read_results(path: str | Path) -> Document:
     for field in _FIELDS:
         results[field]
     has_graded_problem = [
-        any(not problem["ungraded"] for problem in benchmark["problems"])
+        bool(results["k"]) and bool(graded_counts(benchmark["problems"], results["k"]))
         for benchmark in results["benchmarks"].values()
     ]
-    if not results["k"] or not has_graded_problem or not all(has_graded_problem):
+    if not has_graded_problem or not all(has_graded_problem):
         raise UserError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
     return results
 

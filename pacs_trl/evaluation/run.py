@@ -64,6 +64,8 @@ def main(argv: Sequence[str]) -> int:
             for k, v in entry["pass_at_k"].items()
         )
         print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
+        if entry["ungraded"]:
+            print(f"  {entry['ungraded']} samples could not be graded and are left out of pass@k")
         if "programs" in entry:
             print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")

@@ -23,16 +23,27 @@ def test_summary_equals_that_worked_by_hand():
     graded = [
         *samples("a", [1.0, 0.0, 0.0, 1.0]),
         *samples("b", [0.0, 0.5, 0.0, 0.0], num_tokens=20, finish_reason="length"),
-        *samples("c", [None, None, 1.0, 0.0]),
+        *samples("c", [None, None, None, 1.0]),
     ]
     summary = summarize(["a", "b", "c"], graded, [1, 2])
     a, b, c = summary["problems"]
-    assert (a["n"], a["c"], b["c"], c["c"], c["ungraded"]) == (4, 2, 0, 1, 2)  # an outcome of 0.5 is not correct
+    assert summary["ungraded"] == 3
+    assert (a["n"], a["c"], b["c"], c["c"], c["ungraded"]) == (4, 2, 0, 1, 3)  # an outcome of 0.5 is not correct
     # Over a and b: pass@1 = (2/4 + 0) / 2, pass@2 = (5/6 + 0) / 2.
     assert summary["pass_at_k"]["1"]["value"] == pytest.approx(1 / 4)
     assert summary["pass_at_k"]["2"]["value"] == pytest.approx(5 / 12)
     assert summary["unscorable"] == ["c"]
     assert summary["mean_tokens"] == pytest.approx(40 / 3) and summary["truncated_share"] == pytest.approx(1 / 3)
+
+
+def test_a_sample_without_a_grade_leaves_its_problem_in():
+    """Otherwise hard problems, of which more samples have no grade, would leave, and pass@k would rise."""
+    graded = [*samples("easy", [1.0] * 4), *samples("hard", [0.0, 0.0, 1.0, None]), *samples("gold", [None] * 4)]
+    summary = summarize(["easy", "hard", "gold"], graded, [1, 3])
+    assert summary["pass_at_k"]["1"]["value"] == pytest.approx((1 + 1 / 3) / 2)
+    assert summary["pass_at_k"]["3"]["value"] == pytest.approx(1)
+    assert summary["unscorable"] == ["gold"] and summary["ungraded"] == 5
+    assert summarize(["easy", "hard", "gold"], graded, [1, 4])["unscorable"] == ["hard", "gold"]  # 3 grades are few
 
 
 @pytest.mark.parametrize(
