@@ -33,7 +33,7 @@ from .data import TRAINING_SETS
 from .data.sets import FILE_FORMATS
 from .errors import FailedRun, UserError
 from .evaluation.provenance import checkpoint_digest
-from .evaluation.results import read_json, read_results
+from .evaluation.results import prompts_of, read_json, read_results
 from .methods import is_of_user, settings_to_publish
 from .redaction import published, published_recipe
 from .report.tables import benchmark_table, one_line, to_markdown
@@ -384,6 +384,7 @@ def build_card(
         recipe=recipe,
         training=training,
         results=results,
+        prompts=prompts_of([results]) if results else [],
         paper=paper,
         linked=_linked,
         block=_block,

@@ -151,23 +151,57 @@ def read_results(path: str | Path) -> Document:
     return results
 
 
+def instruction_of(result: dict[str, Any], benchmark: str) -> str | None:
+    """Return the instruction of a benchmark, `None` for whole prompts. Files of earlier versions have one instruction
+    for all benchmarks, which some replace with their own."""
+    return result["benchmarks"][benchmark].get("instruction", _instruction_set(result))
+
+
+def prompts_of(results: Sequence[dict[str, Any]]) -> list[tuple[list[str], str | None]]:
+    """Return each instruction of results files with the titles of its benchmarks, in order of first appearance."""
+    titles: dict[str | None, dict[str, None]] = {}
+    for result in results:
+        for benchmark, entry in result["benchmarks"].items():
+            titles.setdefault(instruction_of(result, benchmark), {})[entry["title"]] = None
+    return [(list(of_instruction), instruction) for instruction, of_instruction in titles.items()]
+
+
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
-    files share, version and problems; a `ValueError` names the two files and every difference. The number of samples
-    and the engine may differ, since pass@k is unbiased in n."""
-    first: dict[str, tuple[str, Any]] = {}  # by what is compared: file and facts
+    files share, instruction, version, and problems; a `ValueError` names the two files and every difference. The
+    number of samples and the engine may differ, since pass@k is unbiased in n."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by what is compared: the first file that has it
     for name, result in zip(names, results, strict=True):
-        facts = {"protocol": result["protocol"]}
-        for benchmark, entry in result["benchmarks"].items():
-            facts[benchmark] = {fact: entry["source"][fact] for fact in _COMPARED}
-        for key, ours in facts.items():
-            other, theirs = first.setdefault(key, (name, ours))
+        for key in ("protocol", *result["benchmarks"]):
+            other_name, other = first.setdefault(key, (name, result))
+            if key == "protocol":
+                theirs, ours = _without_instruction(other["protocol"]), _without_instruction(result["protocol"])
+            else:
+                theirs, ours = _benchmark_facts(other, key), _benchmark_facts(result, key)
+                is_stated = ["instruction" in file["benchmarks"][key] for file in (other, result)]
+                if any(is_stated) and not all(is_stated):  # one of an earlier version states only what was set
+                    theirs["instruction"], ours["instruction"] = _instruction_set(other), _instruction_set(result)
             if lines := differences(theirs, ours, key=key):
                 raise UserError(
-                    f"{other} and {name} were measured with different protocols:\n  "
+                    f"{other_name} and {name} were measured with different protocols:\n  "
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."
                 )
+
+
+def _benchmark_facts(result: dict[str, Any], benchmark: str) -> dict[str, Any]:
+    source = result["benchmarks"][benchmark]["source"]
+    return {fact: source[fact] for fact in _COMPARED} | {"instruction": instruction_of(result, benchmark)}
+
+
+def _instruction_set(result: dict[str, Any]) -> str | None:
+    return result["protocol"].get("prompt", {}).get("instruction")
+
+
+def _without_instruction(protocol: dict[str, Any]) -> dict[str, Any]:
+    """Return a protocol without the instruction, which is compared for each benchmark."""
+    prompt = {key: value for key, value in protocol.get("prompt", {}).items() if key != "instruction"}
+    return protocol | {"prompt": prompt}
 
 
 def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

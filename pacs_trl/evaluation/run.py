@@ -141,6 +141,7 @@ def evaluate(
             entries[benchmark.name] = {
                 "title": benchmark.title,
                 "source": benchmark.source,
+                "instruction": _instruction_of(args, benchmark),
                 "verification": dict(outcomes),
                 **summarize([problem.id for problem in benchmark.problems], graded.values(), args.ks),
             }
@@ -405,6 +406,13 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
         "chat_template_kwargs": args.chat_template_kwargs,
         **({key: getattr(args, key) for key in ("tools", "max_tool_calling_iterations")} if args.calls_tools else {}),
     }
+
+
+def _instruction_of(args: EvaluationArguments, benchmark: LoadedBenchmark) -> str | None:
+    """Return the sentence that is appended to the problems of a benchmark; `None` if they are whole prompts."""
+    if benchmark.is_prompt or all(is_conversation(problem.problem) for problem in benchmark.problems):
+        return None
+    return instruction_for(benchmark, args.prompt_instruction)
 
 
 def _prompt_digest(args: EvaluationArguments, tokenizer: Any, *, is_template_used: bool) -> str:

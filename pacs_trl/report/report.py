@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..evaluation.results import read_json, read_results, require_chosen_labels, require_same_protocol
+from ..evaluation.results import prompts_of, read_json, read_results, require_chosen_labels, require_same_protocol
 from ..settings import Parser, render
 from ..settings.names import make_directory, require_matplotlib
 from . import tables
@@ -34,6 +34,8 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
         benchmarks=[(tables.one_line(names[name]), tables.to_markdown(*pass_at_k[name])) for name in names],
         results=results,
         in_cell=tables.in_cell,
+        one_line=tables.one_line,
+        prompts=prompts_of(results),
         **results[0]["protocol"],
     )
 

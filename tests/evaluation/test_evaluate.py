@@ -82,6 +82,7 @@ def test_text_prompts_need_no_chat_template(run, arguments, checkpoint, tmp_path
     file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
     own = arguments | {"benchmarks": str(file), "model": without_template(checkpoint, tmp_path / "base")}
     results = run(own, n=2, k="1")
+    assert results["benchmarks"]["own"]["instruction"] is None
     assert results == read_results(own["output_dir"])
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("generated again"))
     assert run(own, n=2, k="1")["prompt_digest"] == results["prompt_digest"]
@@ -165,6 +166,7 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(run, arguments, 
     changes |= {"k": "1"}
     for n in (3, 8):  # the second run adds samples to those of the first
         results = run(arguments | changes, n=n)
+    assert "the letter of the right option" in results["benchmarks"]["gpqa_diamond"]["instruction"]
     assert len(asked) == 3 * 8 and {len(orders) for orders in asked.values()} == {1}
     for problem, right in zip(results["benchmarks"]["gpqa_diamond"]["problems"], ("neutron", "23", "argon")):
         orders = [asked[problem["id"], sample][0] for sample in range(8)]

@@ -7,6 +7,7 @@ from support.finished_runs import results_of
 
 from pacs_trl.evaluation.results import (
     GradedSample,
+    prompts_of,
     read_results,
     require_chosen_labels,
     require_same_protocol,
@@ -88,6 +89,30 @@ def test_mixed_protocols_are_refused_with_the_difference(changes, difference):
     with pytest.raises(ValueError) as error:
         require_same_protocol(files, ["first.json", "second.json", "third.json"])
     assert f"{first} and third.json" in str(error.value) and difference in str(error.value)
+
+
+def with_instruction(set_by_user, used=None, **facts):
+    """Results with an instruction: as it was set, and, except in files of earlier versions, as it was used."""
+    results = document()
+    results["protocol"]["prompt"] = {"instruction": set_by_user}
+    results["benchmarks"]["aime_2024"] |= {"instruction": used} if facts.get("is_stated", True) else {}
+    return results
+
+
+def test_instructions_are_compared_as_they_were_used():
+    names = ["a", "b"]
+    require_same_protocol([with_instruction("default", "own"), with_instruction("own", "own")], names)
+    require_same_protocol([with_instruction("default"), with_instruction("")], names)  # whole prompts
+    with pytest.raises(ValueError, match="aime_2024.instruction: 'own' != 'newer'"):
+        require_same_protocol([with_instruction("default", "own"), with_instruction("default", "newer")], names)
+
+
+def test_instructions_of_earlier_files_are_compared_as_they_were_set():
+    earlier = with_instruction("default", is_stated=False)
+    require_same_protocol([earlier, with_instruction("default", "own"), earlier], ["a", "b", "c"])
+    with pytest.raises(ValueError, match="aime_2024.instruction: 'default' != 'other'"):
+        require_same_protocol([earlier, with_instruction("other", "other")], ["a", "b"])
+    assert prompts_of([earlier, with_instruction("x", None)]) == [(["aime_2024"], "default"), (["aime_2024"], None)]
 
 
 def labelled(method, is_default=None, **model):

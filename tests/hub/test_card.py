@@ -133,6 +133,18 @@ def test_names_break_neither_tables_nor_fences():
     assert build_card("name", training=facts).count("\n````") == 2
 
 
+def test_the_card_has_the_instruction_of_each_benchmark():
+    results = make_results("PACS", 0.5, ks=(1, 8))
+    one = build_card("name", results=results)
+    assert "with this prompt" in one and "\n\n```text\n<problem> Box it.\n```\n\nSampling" in one
+    for name, instruction in (("aime_2024", "Say A."), ("aime_2025", None)):
+        results["benchmarks"][name]["instruction"] = instruction
+    text = build_card("name", results=results)
+    for words in ("AIME 2024:\n\n```text\n<problem> Say A.\n```\n", "\n\nAIME 2025:\n\nthe prompts of the data\n\n"):
+        assert words in text
+    assert "MATH 500:\n\n```text\n<problem> Box it.\n```\n\nSampling" in text
+
+
 def test_the_use_of_a_model_is_shown_with_a_prompt_of_its_task():
     question = [{"role": "user", "content": 'Write "9" as a Roman numeral.'}]
     facts = training_facts(1) | {"example": {"prompt": question, "max_new_tokens": 16}}
