@@ -8,7 +8,7 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -118,14 +118,15 @@ def evaluate(
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
-        dated = _with_stored_date(args, tokenizer)
-        prompt_digest = _prompt_digest(dated, tokenizer, is_template_used=bool(needs_template))
+        # Prompts are rendered with these arguments; stored and published are those of the user.
+        prompt_args = _with_stored_date(args, tokenizer)
+        prompt_digest = _prompt_digest(prompt_args, tokenizer, is_template_used=bool(needs_template))
         engine = None
         if any(requests):
             if args.engine == "vllm":
                 require_vllm("sample with `--engine transformers`")
-            _check_messages(dated, tokenizer, benchmarks, requests, tools[1] if tools else None)
-            engine = start_engine(dated)
+            _check_messages(prompt_args, tokenizer, benchmarks, requests, tools[1] if tools else None)
+            engine = start_engine(prompt_args)
             stack.callback(engine.close)
         for benchmark, store, to_generate in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
@@ -134,7 +135,7 @@ def evaluate(
             bar = tqdm(
                 total=len(to_generate), desc=benchmark.title, disable=None if progress and to_generate else True
             )
-            generator = ConversationEngine(engine, *tools, dated, benchmark) if engine and tools else engine
+            generator = ConversationEngine(engine, *tools, prompt_args, benchmark) if engine and tools else engine
             records = _records(args, store, to_generate, generator, bar)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
@@ -301,19 +302,16 @@ def grade_in_background(
     outcomes: Counter[str] = Counter()
 
     def grade(chunk: list[dict[str, Any]]) -> None:
-        completions = [record["completion"] for record in chunk]
-        solutions = [by_id[record["problem"]].for_seed(record["seed"])[1] for record in chunk]
-        truncated = [record["finish_reason"] == "length" for record in chunk]
-        if "reward" in chunk[0]:  # of an environment
-            rewards = [record["reward"] for record in chunk]
-            unknown, wrong, correct = Outcome.GOLD_UNPARSEABLE, Outcome.WRONG, Outcome.CORRECT
-            chunk_outcomes = [unknown if r is None else correct if r >= 1 else wrong for r in rewards]
-        else:
-            chunk_outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, solutions, truncated)]
+        is_rewarded = "reward" in chunk[0]  # by an environment, as all samples of its benchmark
+        chunk_outcomes = _reward_outcomes(chunk) if is_rewarded else _verify(verifier, chunk, by_id)
         for record, outcome in zip(chunk, chunk_outcomes, strict=True):
             outcomes[outcome.name.lower()] += 1
-            facts = record["problem"], outcome.label, record["num_tokens"], record["finish_reason"]
-            graded[record["problem"], record["sample"]] = GradedSample(*facts)
+            graded[record["problem"], record["sample"]] = GradedSample(
+                problem=record["problem"],
+                outcome=outcome.label,
+                num_tokens=record["num_tokens"],
+                finish_reason=record["finish_reason"],
+            )
 
     waiting: deque[Future[None]] = deque()
     pool = ThreadPoolExecutor(max_workers=1)
@@ -327,6 +325,28 @@ def grade_in_background(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return graded, outcomes
+
+
+def _verify(
+    verifier: Verifier | CodeVerifier, records: Sequence[dict[str, Any]], problems: Mapping[str, Problem]
+) -> list[Outcome]:
+    """Return the outcomes of the completions of records; `problems` are by id."""
+    completions = [record["completion"] for record in records]
+    solutions = [problems[record["problem"]].for_seed(record["seed"])[1] for record in records]
+    truncated = [record["finish_reason"] == "length" for record in records]
+    return [graded.outcome for graded in verifier.grade_detailed(completions, solutions, truncated)]
+
+
+def _reward_outcomes(records: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """Return the outcomes that the rewards of an environment mean: 1 or more is correct, `None` is not gradable."""
+    outcomes = []
+    for record in records:
+        reward = record["reward"]
+        if reward is None:
+            outcomes.append(Outcome.GOLD_UNPARSEABLE)
+        else:
+            outcomes.append(Outcome.CORRECT if reward >= 1 else Outcome.WRONG)
+    return outcomes
 
 
 def _check_failures(title: str, kinds: frozenset[Outcome], outcomes: Counter[str], max_share: float) -> None:
