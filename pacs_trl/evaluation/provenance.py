@@ -37,7 +37,7 @@ def model_identity(model: str, revision: str | None = None, trust_remote_code: b
     path = Path(model)
     check_model_path(model)
     if path.is_dir():
-        identity = {"name": path.resolve().name, "digest": checkpoint_digest(path)}
+        identity: dict[str, Any] = {"name": path.resolve().name, "digest": checkpoint_digest(path)}
         identity["text_digest"] = _content_digest(path, _TEXT_FILES)
         if trust_remote_code and any(path.glob("*.py")):
             identity["code_digest"] = _content_digest(path, ("*.py",))

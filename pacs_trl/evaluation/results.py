@@ -60,7 +60,7 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         "problems": problems,
         "unscorable": [p["id"] for p in problems if p["id"] not in counts],
         "ungraded": sum(p["ungraded"] for p in problems),
-        "pass_at_k": pass_at_k_table(*zip(*counts.values(), strict=True), ks),
+        "pass_at_k": pass_at_k_table([n for n, _ in counts.values()], [c for _, c in counts.values()], ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
     }
