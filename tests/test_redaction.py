@@ -78,6 +78,24 @@ def test_secrets_are_removed_from_addresses(url, clean):
     assert clean_url(url) == clean
 
 
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("X-Api-Key: SECRET", "X-Api-Key: <removed>"),
+        ("{api_key: SECRET}", "{api_key: <removed>}"),
+        ("{a: {api_key: SECRET, b: 1}, c: 2}", "{a: {api_key: <removed>, b: 1}, c: 2}"),
+        ("{'api_key': 'SECRET,1', 'b': 1}", "{'api_key': <removed>, 'b': 1}"),
+        ("{'api_key':'SECRET'}", "{'api_key':<removed>}"),
+        ("Accept: json\nAuthorization: Token SECRET\nHost: h", "Accept: json\nAuthorization: <removed>\nHost: h"),
+        ("{max_new_tokens: 512, pad_token: x}", "{max_new_tokens: 512, pad_token: x}"),
+        ("mine.auth:reward", "mine.auth:reward"),
+    ],
+)
+def test_secrets_after_a_colon_are_removed(text, clean):
+    settings = {"generation_kwargs": text.replace("SECRET", SECRET)}
+    assert published(settings) == {"generation_kwargs": clean} == published(published(settings))
+
+
 def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
     (tmp_path / "outputs" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,6 @@
 """Arguments of `pacs-trl evaluate`, validated before anything is loaded."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,13 @@ if TYPE_CHECKING:  # slow to import, and `--help` needs this module
 
 
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
+# Settings that not every engine reads.
+_READ_BY = {
+    **dict.fromkeys(("revision", "trust_remote_code", "dtype"), ("transformers", "vllm")),
+    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager"), ("vllm",)),
+    "batch_size": ("transformers",),
+    **dict.fromkeys(("base_url", "concurrency"), ("server",)),
+}
 
 
 @dataclass
@@ -37,7 +45,9 @@ class EvaluationArguments:
     k: list[int] | str | None = setting(
         None, "Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to `n`."
     )
-    method: str | None = setting(None, "Row label in tables; by default the name of the model.")
+    method: str | None = setting(
+        None, "Row label in tables; by default the name of the model, such as `pacs/checkpoint-100`."
+    )
     revision: str | None = setting(None, "Hub revision of the model.")
     trust_remote_code: bool = setting(False, "Run code that the checkpoint contains, as in training.")
 
@@ -90,22 +100,33 @@ class EvaluationArguments:
         ks = _comma_separated(self.k)
         if not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
             errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}.")
-        if self.base_url != type(self).base_url and self.engine != "server":
-            errors.append(
-                f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "
-                "this process. Set engine: server, or remove the key."
-            )
-        if self.trust_remote_code and self.engine == "server":
-            errors.append(
-                "trust_remote_code would be ignored with engine 'server', which does not load the model in this "
-                "process. Start the server with it (vllm serve --trust-remote-code), and remove the key."
-            )
+        errors += self._ignored_settings()
         if self.calls_tools and self.engine == "server":
             errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")
         if self.max_tool_calling_iterations is not None and not self.calls_tools:
             errors.append("max_tool_calling_iterations would be ignored. Set tools or an environment, or remove it.")
         if errors:
             raise UserError(" ".join(errors))
+
+    def _ignored_settings(self) -> list[str]:
+        """Return a message for each setting that differs from its default and that the engine does not read."""
+        defaults = {declared.name: declared.default for declared in fields(self)}
+        readers = _READ_BY | ({"batch_size": ("transformers", "vllm")} if self.calls_tools else {})
+        ignored = [
+            name
+            for name, engines in readers.items()
+            if getattr(self, name) != defaults[name] and self.engine not in engines
+        ]
+        messages = []
+        for name in ignored:
+            engines = " or ".join(readers[name])
+            message = f"{name}={getattr(self, name)!r} would be ignored with engine {self.engine!r}"
+            if self.engine == "server":
+                message += ", which does not load the model in this process. Give it to the server, and remove the key"
+            else:
+                message += f". Set engine: {engines}, or remove the key"
+            messages.append(f"{message}, or set its default ({name}: {json.dumps(defaults[name])}).")
+        return messages
 
     @property
     def calls_tools(self) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import UserError
 from .pass_at_k import pass_at_k, pass_interval
-from .store import differences
+from .store import differences, identifying_facts
 
 
 RESULTS_SCHEMA = 1
@@ -32,9 +32,10 @@ class GradedSample(NamedTuple):
 
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
-    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark. A problem
-    with a completion that could not be graded is listed under `unscorable` and excluded from pass@k, but not from the
-    share of truncated completions. Raises a `ValueError` if no problem could be graded."""
+    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark, from the
+    samples that could be graded. A problem with fewer of them than the largest k is listed under `unscorable` and
+    excluded from pass@k, but not from the share of truncated completions. Raises a `ValueError` if no problem is
+    left."""
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
@@ -49,16 +50,27 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         }
         for problem, generated in by_problem.items()
     ]
-    scorable = [p for p in problems if p["ungraded"] == 0]
-    if not scorable:
-        raise UserError("The verifier reads none of the gold answers. Check the answers and verification_protocol.")
+    counts = graded_counts(problems, ks)
+    if not counts:
+        raise UserError(
+            f"No problem has {max(ks)} samples that could be graded. Check the gold answers, verification_protocol, "
+            "and rewards that return nothing."
+        )
     return {
         "problems": problems,
-        "unscorable": [p["id"] for p in problems if p["ungraded"]],
-        "pass_at_k": pass_at_k_table([p["n"] for p in scorable], [p["c"] for p in scorable], ks),
+        "unscorable": [p["id"] for p in problems if p["id"] not in counts],
+        "ungraded": sum(p["ungraded"] for p in problems),
+        "pass_at_k": pass_at_k_table([n for n, _ in counts.values()], [c for _, c in counts.values()], ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
     }
+
+
+def graded_counts(problems: Iterable[dict[str, Any]], ks: Sequence[int]) -> dict[str, tuple[int, int]]:
+    """Return the numbers of graded and of correct samples by problem, without problems that have fewer graded ones
+    than the largest k. In `problems`, `n` counts all samples."""
+    counts = {problem["id"]: (problem["n"] - problem["ungraded"], problem["c"]) for problem in problems}
+    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= max(ks)}
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
@@ -131,28 +143,83 @@ def read_results(path: str | Path) -> Document:
     for field in _FIELDS:
         results[field]
     has_graded_problem = [
-        any(not problem["ungraded"] for problem in benchmark["problems"])
+        bool(results["k"]) and bool(graded_counts(benchmark["problems"], results["k"]))
         for benchmark in results["benchmarks"].values()
     ]
-    if not results["k"] or not has_graded_problem or not all(has_graded_problem):
+    if not has_graded_problem or not all(has_graded_problem):
         raise UserError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
     return results
 
 
+def instruction_of(result: dict[str, Any], benchmark: str) -> str | None:
+    """Return the instruction of a benchmark, `None` for whole prompts. Files of earlier versions have one instruction
+    for all benchmarks, which some replace with their own."""
+    return result["benchmarks"][benchmark].get("instruction", _instruction_set(result))
+
+
+def prompts_of(results: Sequence[dict[str, Any]]) -> list[tuple[list[str], str | None]]:
+    """Return each instruction of results files with the titles of its benchmarks, in order of first appearance."""
+    titles: dict[str | None, dict[str, None]] = {}
+    for result in results:
+        for benchmark, entry in result["benchmarks"].items():
+            titles.setdefault(instruction_of(result, benchmark), {})[entry["title"]] = None
+    return [(list(of_instruction), instruction) for instruction, of_instruction in titles.items()]
+
+
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
-    files share, version and problems; a `ValueError` names the two files and every difference. The number of samples
-    and the engine may differ, since pass@k is unbiased in n."""
-    first: dict[str, tuple[str, Any]] = {}  # by what is compared: file and facts
+    files share, instruction, version, and problems; a `ValueError` names the two files and every difference. The
+    number of samples and the engine may differ, since pass@k is unbiased in n."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by what is compared: the first file that has it
     for name, result in zip(names, results, strict=True):
-        facts = {"protocol": result["protocol"]}
-        for benchmark, entry in result["benchmarks"].items():
-            facts[benchmark] = {fact: entry["source"][fact] for fact in _COMPARED}
-        for key, ours in facts.items():
-            other, theirs = first.setdefault(key, (name, ours))
+        for key in ("protocol", *result["benchmarks"]):
+            other_name, other = first.setdefault(key, (name, result))
+            if key == "protocol":
+                theirs, ours = _without_instruction(other["protocol"]), _without_instruction(result["protocol"])
+            else:
+                theirs, ours = _benchmark_facts(other, key), _benchmark_facts(result, key)
+                is_stated = ["instruction" in file["benchmarks"][key] for file in (other, result)]
+                if any(is_stated) and not all(is_stated):  # one of an earlier version states only what was set
+                    theirs["instruction"], ours["instruction"] = _instruction_set(other), _instruction_set(result)
             if lines := differences(theirs, ours, key=key):
                 raise UserError(
-                    f"{other} and {name} were measured with different protocols:\n  "
+                    f"{other_name} and {name} were measured with different protocols:\n  "
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."
                 )
+
+
+def _benchmark_facts(result: dict[str, Any], benchmark: str) -> dict[str, Any]:
+    source = result["benchmarks"][benchmark]["source"]
+    return {fact: source[fact] for fact in _COMPARED} | {"instruction": instruction_of(result, benchmark)}
+
+
+def _instruction_set(result: dict[str, Any]) -> str | None:
+    return result["protocol"].get("prompt", {}).get("instruction")
+
+
+def _without_instruction(protocol: dict[str, Any]) -> dict[str, Any]:
+    """Return a protocol without the instruction, which is compared for each benchmark."""
+    prompt = {key: value for key, value in protocol.get("prompt", {}).items() if key != "instruction"}
+    return protocol | {"prompt": prompt}
+
+
+def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Check that files with one label are runs of one method: they name the same model, or a user has chosen the
+    label. A `ValueError` names two files that only share the default label of different models."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by label
+    for name, result in zip(names, results, strict=True):
+        other_name, other = first.setdefault(result["method"], (name, result))
+        is_one_model = identifying_facts(other["model"]) == identifying_facts(result["model"])
+        if not is_one_model and (_has_default_label(other) or _has_default_label(result)):
+            raise UserError(
+                f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
+                "name, and measure different models. Evaluate again with --method LABEL, which keeps the samples: "
+                "runs of one method share a label, two methods have two."
+            )
+
+
+def _has_default_label(result: dict[str, Any]) -> bool:
+    """Return whether no one chose the label; files of earlier versions do not say it, and had the name of the
+    model."""
+    return result.get("method_is_default", result["method"] == result["model"].get("name", "").split("/")[-1])

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..evaluation.pass_at_k import Interval, paired_interval, pass_at_k, pass_interval
+from ..evaluation.results import graded_counts
 
 
 class Measured(NamedTuple):
@@ -91,10 +92,7 @@ def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence
 
 def _values_by_run(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
     """Return ids and pass@k `(runs, P, K)` of the problems that are graded in every run."""
-    counts = [
-        {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
-        for run in group
-    ]
+    counts = [graded_counts(run["benchmarks"][benchmark]["problems"], ks) for run in group]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
         names = " and ".join(methods(group))

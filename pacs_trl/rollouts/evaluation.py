@@ -25,7 +25,7 @@ from ..errors import UserError
 from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.benchmarks import LoadedBenchmark
 from ..evaluation.pass_at_k import pass_at_k, pass_interval
-from ..evaluation.results import summarize
+from ..evaluation.results import graded_counts, summarize
 from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, requests_to_generate
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
@@ -161,9 +161,8 @@ class BenchmarkEvaluation:
             graded = {key: sample for part, _ in parts for key, sample in part.items()}
             problem_ids = [problem.id for problem in benchmark.problems]
             summary = summarize(problem_ids, graded.values(), benchmark_args.ks)
-            problems = [problem for problem in summary["problems"] if not problem["ungraded"]]
-            num_samples = [problem["n"] for problem in problems]
-            num_correct = [problem["c"] for problem in problems]
+            counts = graded_counts(summary["problems"], benchmark_args.ks)
+            num_samples, num_correct = zip(*counts.values(), strict=True)
             pass_values.append(pass_at_k(num_samples, num_correct, benchmark_args.ks))
             outcomes = sum((counted for _, counted in parts), Counter())
             prefix = benchmark.name

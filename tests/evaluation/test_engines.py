@@ -20,10 +20,13 @@ REQUESTS = [
 
 
 class Server(Loopback):
-    """Answers like `vllm serve`: the text repeats what was asked. `failures` statuses are sent first."""
+    """Answers like `vllm serve`: the text repeats what was asked. `failures` statuses are sent first, keys in
+    `unknown_keys` are rejected, and `message` has more entries of a message."""
 
     def __init__(self):
         self.failures: list[int] = []
+        self.unknown_keys: set[str] = set()
+        self.message: dict = {}
         self.bodies: list[dict] = []
         super().__init__()
         self.url += "/v1"
@@ -34,12 +37,14 @@ class Server(Loopback):
             return call.reply(200, {"data": [{"id": "tiny"}]})
         if self.failures:
             return call.reply(self.failures.pop(), {"error": "busy"})
+        if unknown := sorted(self.unknown_keys & body.keys()):
+            return call.reply(400, {"error": f"Unrecognized request arguments: {', '.join(unknown)}"})
         self.bodies.append({**body, "authorization": call.headers["Authorization"]})
         if call.path.endswith("/v1/completions"):
             choice = {"text": f"{body['prompt']} {body['seed']}", "finish_reason": "length"}
             return call.reply(200, {"choices": [choice], "usage": {"completion_tokens": 8}})
         text = f"{body['messages'][-1]['content']} {body['seed']}"
-        message = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        message = {"message": {"role": "assistant", "content": text} | self.message, "finish_reason": "stop"}
         call.reply(200, {"choices": [message], "usage": {"completion_tokens": 7}})
 
 
@@ -62,6 +67,8 @@ def test_server_engine_sends_seed_and_settings_of_each_request(server, monkeypat
         "temperature": 0.7,
         "top_p": 0.9,
         "top_k": 5,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
         "max_tokens": 8,
         "seed": REQUESTS[5].seed,
         "chat_template_kwargs": {"enable_thinking": False},
@@ -96,3 +103,43 @@ def test_text_is_completed_without_a_chat_template(server):
     engine.close()
     assert completion == Completion("1+2= 3", 8, "length")
     assert server.bodies[0]["prompt"] == "1+2=" and not server.bodies[0].keys() & {"messages", "chat_template_kwargs"}
+
+
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def test_neutral_settings_are_sent_so_that_a_server_takes_none_from_its_checkpoint(server):
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
+    list(engine.generate([REQUESTS[0], Request("p", 0, 3, "1+2=")], SamplingSettings(1.0, 1.0, 0, 8)))
+    assert [{key: body[key] for key in NEUTRAL} for body in server.bodies] == [NEUTRAL] * 2
+
+
+def test_a_server_that_knows_no_extensions_gets_no_neutral_ones(server, caplog):
+    server.unknown_keys = set(NEUTRAL)
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
+    assert len(list(engine.generate(REQUESTS, SamplingSettings(1.0, 1.0, 0, 8)))) == 12
+    assert not any(body.keys() & NEUTRAL.keys() for body in server.bodies)
+    (warning,) = (record.message for record in caplog.records if record.levelname == "WARNING")
+    assert "top_k" in warning and "default values of its own" in warning
+    with pytest.raises(ValueError, match="400.*Unrecognized request arguments: top_k"):
+        list(engine.generate(REQUESTS, SETTINGS))  # a setting of the user is not dropped
+
+
+def test_a_rejected_request_is_reported_as_the_server_does(server, caplog):
+    server.unknown_keys = {"messages"}
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
+    with pytest.raises(ValueError, match="400.*messages"):
+        list(engine.generate(REQUESTS, SETTINGS))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_reasoning_that_a_parser_took_out_of_the_answer_is_refused(server, key):
+    server.message = {"content": None, key: r"1+2 is \boxed{3}"}
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
+    with pytest.raises(ValueError, match="reasoning parser.*Start it without"):
+        list(engine.generate(REQUESTS, SETTINGS))
+    server.message = {"content": None, key: None}
+    assert {completion.text for _, completion in engine.generate(REQUESTS, SETTINGS)} == {""}
+    server.message = {key: "1+2"}
+    assert all(completion.text for _, completion in engine.generate(REQUESTS, SETTINGS))
