@@ -96,6 +96,23 @@ def test_slurm_job_is_requeued_after_its_checkpoint_is_saved(tmp_path):
     assert events[1:] == ["scancel --signal=TERM 7", "saved", "scontrol requeue 7"]
 
 
+@pytest.mark.parametrize(("variables", "processes"), [({"SLURM_GPUS_ON_NODE": "4"}, 8), ({}, 16), ({"GPUS": "2"}, 4)])
+def test_slurm_job_starts_one_process_per_gpu_of_its_nodes(tmp_path, monkeypatch, variables, processes):
+    """By default 8, if Slurm does not count them; `GPUS` overrides what it counts."""
+    programs = {"accelerate": 'echo "accelerate $*"', "srun": 'SLURM_NODEID=0 exec "$@"', "scontrol": "echo head"}
+    for name, command in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("GPUS", "SLURM_GPUS_ON_NODE", "ACCELERATE_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"} | variables
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    job = subprocess.run([FOLDER / "slurm.sh", "r.yaml"], capture_output=True, text=True, check=True)
+    assert f" --num_processes {processes} " in job.stdout
+
+
 def test_server_beside_the_training_ends_after_its_checkpoint_is_saved(tmp_path):
     programs = {"accelerate": PROCESS.format(message="saved"), "vllm": PROCESS.format(message="server has ended")}
     command = [(FOLDER / "four_plus_four.sh").absolute(), "r.yaml", "M"]
