@@ -107,6 +107,29 @@ def test_commands_of_a_run_with_a_server_start_it(commands):
     assert "four_plus_four.sh" not in commands("recipes/qwen3-4b/pacs_async.yaml", *file, "8", "--nodes", "1")
 
 
+def test_the_server_gets_adapters_where_the_run_sends_them(capsys):
+    lora = ["--use_peft", "true", "--lora_r", "16", "--vllm_sync_adapter", "true"]
+    plan(["--config", "recipes/qwen3-4b/pacs_async.yaml", "--num_processes", "4", "--nodes", "1", *lora])
+    printed = capsys.readouterr().out
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve Qwen/Qwen3-4B --enable-lora --max-lora-rank 16 " in printed
+    assert "server.sh" not in printed and "four_plus_four.sh" not in printed  # which replace all weights
+
+
+def test_the_server_listens_where_the_run_looks_for_it(commands):
+    recipe = ("recipes/qwen3-4b/pacs_async.yaml", "--num_processes", "4", "--nodes", "1")
+    port = commands(*recipe, "--vllm_server_port", "8123")
+    assert port["server.sh"].startswith("PORT=8123 recipes/launch/server.sh ") and "four_plus_four.sh" not in port
+    address = commands(*recipe, "--vllm_server_base_url", "http://node9:8123")
+    assert address["server.sh"].endswith("# on the node node9") and "$SERVER" not in address["accelerate.sh"]
+
+
+def test_continuous_rollouts_have_one_server_on_the_machine_of_the_trainer(capsys):
+    plan(["--config", "recipes/qwen3-4b/pacs_continuous.yaml", "--num_processes", "4", "--nodes", "1"])
+    printed = capsys.readouterr().out
+    assert printed.count("vllm serve") == 1 and "--worker-extension-cls" in printed
+    assert "server.sh" not in printed and "four_plus_four.sh" not in printed and "$SERVER" not in printed
+
+
 def test_nodes_that_do_not_divide_the_processes_are_a_conflict(capsys):
     assert plan(["--config", RECIPE, "--num_processes", "64", "--nodes", "7"]) == 1
     assert "--nodes is 7, which does not divide 64 processes" in capsys.readouterr().out

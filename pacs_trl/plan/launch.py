@@ -4,13 +4,16 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from ..errors import UserError
-from ..recipe import Recipe
+from ..recipe import Recipe, adapter_config
+from ..rollouts.adapter_checks import max_lora_rank
+from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
 
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full", "DEEPSPEED": ""}
@@ -136,15 +139,18 @@ def launch_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overr
     gpus = launch.num_processes // nodes
     place = f"NNODES={nodes} NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS={gpus}" if nodes > 1 else f"GPUS={gpus}"
     settings = shlex.join([path, *overrides])
-    server = ' --vllm_server_host "$SERVER"' if training.use_vllm and training.vllm_mode == "server" else ""
+    server_command = _server_command(recipe)
+    server = "" if server_command is None or training.vllm_server_base_url else ' --vllm_server_host "$SERVER"'
 
     # Scripts of schedulers keep the completions of an optimizer step, which a plan may not do.
     keeps_batch = recipe.run.keep_global_batch or recipe.run.expected_processes == launch.num_processes
     batch = "" if keeps_batch else " --keep_global_batch false"
 
     commands = []
-    if server:
-        commands.append(f"recipes/launch/server.sh {recipe.model_name}    # on the node $SERVER")
+    if server_command is not None:
+        node = urlsplit(training.vllm_server_base_url).hostname if training.vllm_server_base_url else "$SERVER"
+        shares = ", which shares output_dir" if training.vllm_sync_adapter else ""
+        commands.append(f"{server_command}    # on the node {node}{shares}")
     file = _accelerate_file(recipe, launch)
     variable = f"ACCELERATE_FILE={shlex.quote(file)} " if file is not None else ""
     if file is not None:
@@ -157,10 +163,26 @@ def launch_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overr
     if file is not None:
         slurm = f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh"
         commands.append(f"{variable}{slurm} {settings}{batch}{server}")
-    if server and file is not None and nodes == 1 and gpus == 4:
+    starts_server = server and not training.vllm_sync_adapter and training.vllm_server_port == DEFAULT_PORT
+    if starts_server and file is not None and nodes == 1 and gpus == 4:
         words = shlex.join([path, recipe.model_name, *overrides])
         commands.append(f"{variable}recipes/launch/four_plus_four.sh {words}{batch}    # both on one node")
     return commands
+
+
+def _server_command(recipe: Recipe) -> str | None:
+    """Return the command that starts the vLLM server of a run on eight GPUs of a node of its own, or `None` if there
+    is none; `plan` prints another one for the server of continuous rollouts, which runs beside the trainer."""
+    training = recipe.training
+    if not (training.use_vllm and training.vllm_mode == "server") or training.rollout_schedule == "continuous":
+        return None
+    port = urlsplit(server_url(training)).port or DEFAULT_PORT
+    rank = max_lora_rank(training, None, adapter_config(recipe.model))
+    if rank is not None:  # adapters are sent instead of weights
+        option = f" --port {port}" if port != DEFAULT_PORT else ""
+        return f"{serve_command(recipe.model_name, rank)} --tensor-parallel-size 8{option}"
+    variable = f"PORT={port} " if port != DEFAULT_PORT else ""
+    return f"{variable}recipes/launch/server.sh {shlex.quote(recipe.model_name)}"
 
 
 def _accelerate_file(recipe: Recipe, launch: Launch) -> str | None:
