@@ -14,6 +14,7 @@ from ..errors import UserError
 from ..recipe import Recipe, adapter_config
 from ..rollouts.adapter_checks import max_lora_rank
 from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
+from ..settings.trl_settings import SPLITTING_SIZES
 
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full", "DEEPSPEED": ""}
@@ -82,10 +83,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
             section = config.deepspeed_config
             stage = section.get("zero_stage", 2)  # accelerate's default
             sharding, words = _ZERO_SHARDING[stage], f"DeepSpeed ZeRO-{stage}"
-        if "deepspeed_config_file" in section:
-            problem = "plan does not read deepspeed_config_file. Set zero_stage in its place."
-        elif ignored := section.keys() - {action.dest for action in launch_command_parser()._actions}:
-            problem = f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it."
+        problem = problem or _problem_with_keys(section, config.parallelism_config)
         if problem:
             return None, [f"{accelerate_config}: {problem}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
@@ -103,6 +101,23 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         count, sharding, description, kind, version, precision, recomputes, accelerate_config, torchrun=torchrun
     )
     return launch, []
+
+
+def _problem_with_keys(section: dict[str, Any], parallelism: dict[str, Any]) -> str:
+    """Return what is wrong with the keys of an accelerate file for FSDP or DeepSpeed (`section`) and in its
+    `parallelism_config`; empty if they are legal."""
+    if "deepspeed_config_file" in section:
+        return "plan does not read deepspeed_config_file. Set zero_stage in its place."
+    known = {action.dest for action in launch_command_parser()._actions}
+    if ignored := (section.keys() | parallelism.keys()) - known:
+        return f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it."
+    splitting = [f"parallelism_config_{size}" for size in SPLITTING_SIZES]
+    if split := [f"{key}={parallelism[key]}" for key in splitting if int(parallelism.get(key, 1)) > 1]:
+        return (
+            f"{' and '.join(split)} splits the model or its sequences over processes, each of which must generate and "
+            "train completions of its own. Remove it; FSDP2 shards weights."
+        )
+    return ""
 
 
 def _variables_of_torchrun(kind: str, section: dict[str, Any], precision: str) -> str | None:

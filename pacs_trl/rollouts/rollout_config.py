@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
 from ..errors import UserError
@@ -16,6 +17,7 @@ from ..redaction import published
 from ..settings.checks import refuse_illegal_values, refused_settings
 from ..settings.fields import setting
 from ..settings.names import require_deepspeed
+from ..settings.trl_settings import SPLITTING_SIZES
 from ..update.step_sizes import Step
 from .generation_keys import generation_errors, generation_warnings
 
@@ -191,6 +193,8 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
         if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
             require_deepspeed()
+        if error := self._parallelism_error():
+            raise UserError(error)
         # `generation_batch_size` and `steps_per_generation` are both set by TRL
         self._generation_size_keys = ["generation_batch_size"]
         if self.generation_batch_size is None:
@@ -216,6 +220,21 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that may be published; trackers receive them."""
         return published(super().to_dict())
+
+    def _parallelism_error(self) -> str | None:
+        """Return why accelerate's parallelism, of `parallelism_config` or of `accelerate launch`, cannot be used:
+        processes that share a model or its sequences have no completions of their own."""
+        config = self.parallelism_config
+        if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+            config = ParallelismConfig()  # reads the variables that the launcher sets
+        sizes = {} if config is None else {name: getattr(config, name) for name in SPLITTING_SIZES}
+        if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+            return (
+                f"parallelism_config with {' and '.join(split)} splits the model or its sequences over processes, "
+                "each of which must generate and train completions of its own. Remove it; FSDP2 and DeepSpeed shard "
+                "weights."
+            )
+        return None
 
     def errors(self, step: Step) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
@@ -356,6 +375,12 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             errors.append(
                 f"optim_target_modules={self.optim_target_modules!r} would be ignored with optim={optimizer!r}. "
                 "Remove the key, or choose a GaLore or APOLLO optimizer."
+            )
+        if split := [key for key in ("tp_plan", "tp_size") if (self.model_init_kwargs or {}).get(key)]:
+            errors.append(
+                f"model_init_kwargs with {' and '.join(split)} would split the model over several processes, each of "
+                "which must generate and train completions of its own. Remove the key; FSDP2 and DeepSpeed shard "
+                "weights."
             )
         if self.accelerator_config.split_batches:
             errors.append(
