@@ -30,6 +30,7 @@ from .workload import (
     chooses,
     completions_of_a_prompt,
     engine_bytes,
+    engine_weights,
     has_kl_model,
     mean_completion,
     occupied_bytes,
@@ -153,6 +154,8 @@ class Estimate:
             shape, approximated = shape_of_model(model), model.config.model_type
         self.critic_name = (training.critic_model_name_or_path or policy) if training.has_critic else None
         critic_shape = shape if self.critic_name == policy else cost.model_shape(self.critic_name)
+        if critic_shape is not None and training.critic_scores_tokens:
+            critic_shape = critic_shape.with_value_head()
         self.unknown = [policy] if shape is None else []
         if self.critic_name not in (None, policy) and critic_shape is None:
             self.unknown.append(self.critic_name)
@@ -404,7 +407,8 @@ class Costs:
             fitting = [n for n in sizes if self._engine_needed(n) <= min(self.engine, most * total)]
             also = " and lower it" if is_too_large else ""
             remedies += [f"set vllm_tensor_parallel_size: {n}{also}" for n in fitting[:1]]
-        if is_too_small and 2 * self.shape.parameters / self.tensor_parallel < self.engine:
+        weights = engine_weights(self.shape, run.quantization).stored / self.tensor_parallel
+        if is_too_small and weights < self.engine:
             is_set = run.training.vllm_max_model_length
             remedies.append("lower vllm_max_model_length" if is_set else "lower max_completion_length")
         if not (is_too_small and has_fitting_share):
@@ -506,11 +510,13 @@ class Costs:
         # of each engine, over `tensor_parallel` GPUs
         engine_gpu = gpu._replace(bandwidth=self.tensor_parallel * gpu.bandwidth)
         share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-        free = share * gpu.memory_bytes - 2 * self.shape.parameters / self.tensor_parallel
+        weights = engine_weights(self.shape, run.quantization)
+        free = share * gpu.memory_bytes - weights.stored / self.tensor_parallel
         cache = max(free, 0.05 * gpu.memory_bytes) * min(self.tensor_parallel, self.shape.num_kv_heads)
         completions = self.tensor_parallel * run.step.completions_per_generation / run.num_gpus
         lengths = run.mean_prompt, mean_length, training.max_completion_length
-        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=engine_gpu)
+        memory = {"weight_bytes": weights.moved, "kv_cache_bytes": cache}
+        return cost.decoding_seconds(self.shape, completions, *lengths, **memory, gpu=engine_gpu)
 
     def _server(self, num_gpus: int) -> Engine:
         """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""
