@@ -120,6 +120,8 @@ class DataArguments:
 
     def __post_init__(self):
         refuse_illegal_values(self)
+        if not self.dataset_name.strip():
+            raise UserError("dataset_name is empty. Set it to a named set, a file, a folder, or a dataset on the Hub.")
         is_gym, is_named = self.dataset_name == gym.NAME, self.dataset_name in TRAINING_SETS
         is_file = self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS
         reads_hub = not (is_file or is_gym or is_function(self.dataset_name))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import yaml
@@ -127,6 +128,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
         raise UserError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     else:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
 
         files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files or ()]
         try:
@@ -140,6 +142,12 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
                 f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}).{near} Without a connection, "
                 "name a downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in "
                 "evaluation."
+            ) from error
+        except (ValueError, DatasetsError) as error:  # no such split or configuration, files that do not fit together
+            reason = shorten(str(error.__cause__ or error), 400).rstrip(".")
+            raise UserError(
+                f"The dataset {entry.hub_id!r} could not be loaded: {reason}. Correct dataset_split, dataset_config, "
+                "or its files, or name one of the files."
             ) from error
     return entry.convert_rows(rows) if entry.convert_rows else rows
 

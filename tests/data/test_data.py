@@ -1,6 +1,7 @@
 """Named sets in their Hub column layout, files, prompts, filters and splits of `pacs_trl.data`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pacs_trl.data import (
     load_training_data,
 )
 from pacs_trl.data.sets import ProblemSet, load_rows
+from pacs_trl.errors import UserError
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.verification.cases import read_tests
@@ -284,6 +286,29 @@ def test_other_formats_and_unknown_datasets_are_answered_with_what_is_read(tmp_p
         load("absent.csv")
     with pytest.raises(ValueError, match="Did you mean `openai/gsm8k`"):
         load("nobody/gsm8k_main")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_a_dataset_is_refused(name):
+    with pytest.raises(UserError, match="dataset_name is empty"):
+        DataArguments(dataset_name=name)
+
+
+FOLDERS = {
+    "files with other columns": ({"a.jsonl": '{"question": "1", "answer": "1"}', "b.jsonl": '{"q": [1]}'}, {}),
+    "a damaged file": ({"a.jsonl": '{"question": "1",'}, {}),
+    "no such split": ({"a.jsonl": '{"question": "1", "answer": "1"}'}, {"dataset_split": "test"}),
+    "a split without a name": ({"a.jsonl": '{"question": "1", "answer": "1"}'}, {"dataset_split": ""}),
+    "no such configuration": ({"a.jsonl": '{"question": "1", "answer": "1"}'}, {"dataset_config": "main"}),
+}
+
+
+@pytest.mark.parametrize(("files", "settings"), FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_that_cannot_be_loaded_is_named_with_the_reason(tmp_path, files, settings):
+    for name, line in files.items():
+        (tmp_path / name).write_text(line + "\n")
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.* could not be loaded: .*dataset_split"):
+        load(str(tmp_path), **settings)
 
 
 def test_training_and_evaluation_read_a_file_alike(tmp_path):
