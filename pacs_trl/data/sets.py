@@ -124,7 +124,7 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     elif installed is not None and installed.origin:
         lines = gzip.decompress((Path(installed.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
-    elif (looks_like_path(name) or Path(name).suffix in _OTHER_FILES) and not Path(name).exists():
+    elif (looks_like_path(name) or Path(name).suffix.lower() in _OTHER_FILES) and not Path(name).exists():
         raise UserError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     else:
         from datasets import load_dataset
@@ -152,6 +152,11 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     return entry.convert_rows(rows) if entry.convert_rows else rows
 
 
+def is_data_file(name: str | Path) -> bool:
+    """Whether a name ends like that of a file that is read."""
+    return Path(name).suffix.lower() in FILE_FORMATS
+
+
 def is_function(name: str) -> bool:
     """Whether the name of a dataset is a function of the user, `package.module:function`."""
     return ":" in name and "/" not in name and not Path(name).exists()
@@ -163,19 +168,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"The data file {str(path)!r} is a directory. Name one file of it.")
     if not path.is_file():
         raise UserError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
-    if path.suffix not in FILE_FORMATS:
+    suffix = path.suffix.lower()
+    if suffix not in FILE_FORMATS:
         command = "`from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
         raise UserError(
             f"The data file {str(path)!r} is not in a format that is read, which are {', '.join(FILE_FORMATS)}. "
-            f"Convert it{f': {command}' if path.suffix == '.csv' else ''}."
+            f"Convert it{f': {command}' if suffix == '.csv' else ''}."
         )
     import pyarrow.parquet
 
     where = ""
     try:
-        if path.suffix == ".parquet":
+        if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
-        elif path.suffix == ".json":
+        elif suffix == ".json":
             rows = json.loads(path.read_bytes())
         else:
             rows = []
@@ -187,7 +193,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise UserError("it has no rows" if rows == [] else "it must be a list of JSON objects")
     except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
-        hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
+        hint = " A file with one object per line must end in .jsonl." if suffix == ".json" else ""
         raise UserError(
             f"The data file {str(path)!r}{where} cannot be read: {error}. Write one JSON object with the columns per "
             f"problem.{hint}"

@@ -18,7 +18,7 @@ from trl import get_quantization_config
 from ..data import TRAINING_SETS, gym, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
-from ..data.sets import FILE_FORMATS, hub_ids, is_function
+from ..data.sets import hub_ids, is_data_file, is_function
 from ..errors import UserError
 from ..recipe import (
     WORDS_FOR_LAST_CHECKPOINT,
@@ -107,7 +107,7 @@ def print_plan(
         conflicts += print_continuous_server(recipe, estimate.longest if is_known else None)
     more_conflicts, notes = find_conflicts(estimate)
     conflicts += more_conflicts + _output_errors(recipe.training)
-    if Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
+    if is_data_file(data) and not Path(data).is_file():
         notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
     elif not ("/" in data or data in (*TRAINING_SETS, "reasoning_gym") or is_function(data) or Path(data).exists()):
         near = hub_suggestion("datasets", data, hub_ids())

@@ -122,6 +122,38 @@ class TestNamedSets:
                 load_tests(cell)
 
 
+def test_mappings_that_are_no_tests_are_dropped_with_the_reason(tmp_path, caplog):
+    rows = [{"question": "1+1", "answer": {"value": "2"}}, {"question": "", "answer": {}}, {"question": "1+2"}]
+    load(write_jsonl(tmp_path / "rows.jsonl", [*rows, {"question": "2+2", "answer": "4"}]))
+    assert "Dropped 3 of 4 rows" in caplog.text
+    assert "In 1 of them `answer` is a mapping" in caplog.text and "tests of a program" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["rows.JSONL", "rows.Json", "rows.PARQUET"])
+def test_the_case_of_a_file_suffix_does_not_matter(tmp_path, name):
+    path, rows = tmp_path / name, [{"question": "1+1", "answer": "2"}]
+    if name == "rows.PARQUET":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text(json.dumps(rows if name == "rows.Json" else rows[0]))
+    assert load(str(path))[0]["solution"] == ["2"] and load_benchmark(str(path)).problems[0].solution == "2"
+
+
+IGNORED = [
+    ({"dataset_name": "rows.jsonl", "dataset_split": "test"}, "dataset_split is for datasets on the Hub"),
+    ({"dataset_name": "mine:rows", "dataset_split": "test"}, "dataset_split is for datasets on the Hub"),
+    ({"dataset_name": "rows.jsonl", "dataset_path": "other.jsonl"}, "dataset_path is for the named sets deepscaler, "),
+    ({"dataset_name": "gsm8k", "dataset_size": 7}, "dataset_size is for dataset_name: reasoning_gym"),
+]
+
+
+@pytest.mark.parametrize(("settings", "remedy"), IGNORED)
+def test_a_setting_that_would_be_ignored_is_refused_with_what_it_is_for(settings, remedy):
+    with pytest.raises(UserError, match=f"would be ignored with .* Remove it: {remedy}") as refused:
+        DataArguments(**settings)
+    assert "None" not in str(refused.value)
+
+
 def test_a_file_is_split_into_training_and_evaluation():
     problems = training_data()
     train, evaluation = load(problems.pop("dataset_name"), max_train_samples=30, eval_split_size=10, **problems)
