@@ -1,6 +1,7 @@
 """Settings of every training configuration: generation, asynchronous rollouts, and pass@k during training. They load
 without the training stack, as `pacs-trl plan` needs."""
 
+import inspect
 import math
 import os
 import warnings
@@ -14,6 +15,7 @@ from ..errors import UserError
 from ..evaluation.arguments import DEFAULT_KS
 from ..evaluation.benchmarks import checked_name
 from ..redaction import published
+from ..settings import did_you_mean
 from ..settings.checks import refuse_illegal_values, refused_settings
 from ..settings.fields import setting
 from ..settings.names import require_deepspeed
@@ -376,6 +378,12 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"optim_target_modules={self.optim_target_modules!r} would be ignored with optim={optimizer!r}. "
                 "Remove the key, or choose a GaLore or APOLLO optimizer."
             )
+        if "num_steps" in (self.accelerator_config.gradient_accumulation_kwargs or {}):
+            errors.append(
+                "accelerator_config with num_steps would replace gradient_accumulation_steps after batches are laid "
+                "out. Set gradient_accumulation_steps in its place."
+            )
+        errors += self._schedule_errors()
         if split := [key for key in ("tp_plan", "tp_size") if (self.model_init_kwargs or {}).get(key)]:
             errors.append(
                 f"model_init_kwargs with {' and '.join(split)} would split the model over several processes, each of "
@@ -388,6 +396,24 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 "the key."
             )
         return errors
+
+    def _schedule_errors(self) -> list[str]:
+        """Return an error message if the schedule of the learning rate does not take one of `lr_scheduler_kwargs`."""
+        from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION  # imports torch
+
+        parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[self.lr_scheduler_type]).parameters
+        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return []  # of an optimizer of torch, which names its parameters
+        of_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+        known = set(parameters) - of_trainer
+        unknown = [key for key in self.lr_scheduler_kwargs or {} if key not in known]
+        if not unknown:
+            return []
+        near = did_you_mean(unknown[0], known)
+        return [
+            f"lr_scheduler_kwargs has {', '.join(unknown)}, which the schedule lr_scheduler_type="
+            f"{self.lr_scheduler_type.value} does not take.{near} Correct or remove the key."
+        ]
 
     def _reward_weight_errors(self) -> list[str]:
         weights = self.reward_weights
