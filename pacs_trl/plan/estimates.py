@@ -550,8 +550,12 @@ class Costs:
         cache = max(free, 0.05 * gpu.memory_bytes) * min(self.tensor_parallel, self.shape.num_kv_heads)
         completions = self.tensor_parallel * run.step.completions_per_generation / run.num_gpus
         lengths = run.mean_prompt, mean_length, training.max_completion_length
-        memory = {"weight_bytes": weights.moved, "kv_cache_bytes": cache}
-        return cost.decoding_seconds(self.shape, completions, *lengths, **memory, gpu=engine_gpu)
+        return cost.decoding_seconds(
+            *(self.shape, completions, *lengths),
+            weight_bytes=weights.moved,
+            kv_cache_bytes=cache,
+            gpu=engine_gpu,
+        )
 
     def _server(self, num_gpus: int) -> Engine:
         """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""

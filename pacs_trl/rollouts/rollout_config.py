@@ -401,7 +401,9 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         """Return an error message if the schedule of the learning rate does not take one of `lr_scheduler_kwargs`."""
         from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION  # imports torch
 
-        parameters = inspect.signature(TYPE_TO_SCHEDULER_FUNCTION[self.lr_scheduler_type]).parameters
+        schedule: Any = self.lr_scheduler_type  # which transformers converts to its enumeration
+        create_schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[schedule]
+        parameters = inspect.signature(create_schedule).parameters
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
             return []  # of an optimizer of torch, which names its parameters
         of_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
@@ -412,7 +414,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         near = did_you_mean(unknown[0], known)
         return [
             f"lr_scheduler_kwargs has {', '.join(unknown)}, which the schedule lr_scheduler_type="
-            f"{self.lr_scheduler_type.value} does not take.{near} Correct or remove the key."
+            f"{schedule.value} does not take.{near} Correct or remove the key."
         ]
 
     def _reward_weight_errors(self) -> list[str]:
