@@ -30,7 +30,7 @@ from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundErr
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, httpx, validate_repo_id
 
 from .data import TRAINING_SETS
-from .data.sets import FILE_FORMATS
+from .data.sets import is_data_file
 from .errors import FailedRun, UserError
 from .evaluation.provenance import checkpoint_digest
 from .evaluation.results import prompts_of, read_json, read_results
@@ -402,7 +402,7 @@ def example_of_use(training: dict[str, Any]) -> dict[str, Any]:
 
 def is_hub_id(name: Any) -> TypeGuard[str]:
     """Whether a published setting names a repository; redacted local paths have no slash, or a file suffix."""
-    return isinstance(name, str) and bool(_HUB_ID.fullmatch(name)) and Path(name).suffix not in FILE_FORMATS
+    return isinstance(name, str) and bool(_HUB_ID.fullmatch(name)) and not is_data_file(name)
 
 
 class License(TypedDict, total=False):

@@ -136,7 +136,7 @@ class Recipe(NamedTuple):
             values |= _sizes_for_processes(values, num_processes or int(os.environ.get("WORLD_SIZE", "1")))
         *other_classes, config = classes
         if num_processes is not None:
-            config = _planned(config, num_processes)
+            config = _class_for_launch(config, num_processes)
         run, data, model, verification, training = _instantiate((*other_classes, config), values)
         if errors := illegal_values(model) + _conflicts(run, data, model, training, settings):
             raise UserError(" ".join(errors))
@@ -218,15 +218,24 @@ def _repeatable(settings: dict[str, Any], values: dict[str, Any], method: str) -
     return repeatable
 
 
-def _planned(config: Any, num_processes: int) -> type:
-    """Return the configuration class for `num_processes` processes, without checking the devices of this machine."""
+def _class_for_launch(config: Any, num_processes: int) -> type:
+    """
+    Return a subclass of a configuration class that describes a run of `num_processes` processes on other hardware.
+
+    transformers checks the devices of this machine for `use_cpu: false` and `tf32`, so that an instance has
+    `use_cpu: true` and no `tf32`. Whether the run needs GPUs is in `needs_gpu`.
+    """
+
+    def world_size(self):
+        return num_processes
 
     def __post_init__(self):
         self.needs_gpu = not self.use_cpu
-        self.use_cpu, self.tf32 = True, None
+        self.use_cpu = True
+        self.tf32 = None
         config.__post_init__(self)
 
-    members = {"world_size": property(lambda self: num_processes), "__post_init__": __post_init__}
+    members = {"world_size": property(world_size), "__post_init__": __post_init__}
     return type(config.__name__, (config,), members)
 
 

@@ -25,6 +25,10 @@ FILES = [
     ((*ZERO, "deepspeed_config: {zero_stage: 5}"), "5"),
     ((*ZERO, "deepspeed_config: {zero_stag: 3}"), "zero_stag"),
     ((*ZERO, "deepspeed_config: {deepspeed_config_file: no/such.json}"), "deepspeed_config_file"),
+    ((*FSDP, "parallelism_config: {parallelism_config_tp_size: 2}"), "parallelism_config_tp_size=2"),
+    ((*FSDP, "parallelism_config: {parallelism_config_cp_size: 8}"), "parallelism_config_cp_size=8"),
+    ((*FSDP, "parallelism_config: {parallelism_config_sp_size: 8}"), "parallelism_config_sp_size=8"),
+    ((*FSDP, "parallelism_config: {tp_size: 2}"), "ignores tp_size"),
 ]
 
 
@@ -45,6 +49,11 @@ def test_sharding_is_read_from_stages_and_versions(launch_file, stage, sharding)
     assert read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)[0].sharding == sharding
     for line, version in (("fsdp_config: {fsdp_version: 2}", 2), ("fsdp_config: {version: 2}", 2), ("", 1)):
         assert read_launch(launch_file(*FSDP, line), None)[0].fsdp_version == version
+
+
+def test_processes_that_only_share_data_may_be_grouped(launch_file):
+    sizes = "parallelism_config: {parallelism_config_dp_shard_size: 8, parallelism_config_tp_size: 1}"
+    assert read_launch(launch_file(*FSDP, "fsdp_config: {fsdp_version: 2}", sizes), None)[1] == []
 
 
 def test_files_and_numbers_that_do_not_fit():
