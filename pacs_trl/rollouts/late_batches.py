@@ -123,7 +123,7 @@ class LateBatches:
             and what else a `rollout_func` returned), `rewards` of each function by its index, and `seconds` and `idle`
             (of the engine).
         stopped (`dict`): Batches of a checkpoint, by number, that had not arrived when it was written. They have
-            `step`, and the `weights` to generate them with.
+            `step`, and the `weights` to generate them with; [`RepeatableRollouts`] adds what its next batch needs.
         taken (`dict`): The batch that was taken last.
     """
 

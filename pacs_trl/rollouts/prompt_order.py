@@ -1,4 +1,4 @@
-"""Order of the prompts of a run: that of TRL's sampler, epoch after epoch, without enumerating an epoch."""
+"""Order of the prompts of a run: that of TRL's sampler, epoch after epoch, each computed once."""
 
 from functools import lru_cache
 

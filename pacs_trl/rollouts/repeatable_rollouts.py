@@ -31,7 +31,8 @@ class RepeatableRollouts(LateBatches):
 
     - `finished`, `others` (`list[GroupInProgress]`): The groups of the step, in the order in which they finished, and
       those that go on, in the order of positions. A batch of `stopped` has `started` instead: all groups that it is
-      generated with.
+      generated with; that behind the last step, which is never generated, has the `others` that a longer run goes on
+      with.
     - `next_position` (`int`): First position whose group has not started.
     - `num_dropped` (`int`): Groups that were dropped before the batch, because they were too old for it.
     """

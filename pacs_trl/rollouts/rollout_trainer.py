@@ -101,11 +101,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         1. `_before_loading`, when there are only the arguments; `model` may be a name.
         2. Checks that read the model's configuration: its type, routers, quantization, images, and lengths of prompts.
         3. `_resolve_auto_settings`, which knows `_reads_images` and `_longest_sequence`.
-        4. The constructor of TRL's trainer, which loads the model and the reference, and creates the accelerator, the
-           vLLM engine, and tools.
-        5. What belongs to a run: `_reset_run`, and callbacks that follow it.
-        6. `_set_up_generation`, for everything up to labels.
-        7. `_set_up_update`, for the method.
+        4. Problems of `eval_benchmarks`, and MXFP4 checkpoints, which are dequantized when they are loaded.
+        5. The constructor of TRL's trainer, which loads all other models and the reference, and creates the
+           accelerator, the vLLM engine, and tools.
+        6. What belongs to a run: `_reset_run`, and callbacks that follow it.
+        7. `_set_up_generation`, for everything up to labels.
+        8. `_set_up_update`, for the method.
         """
         if args is None:
             args = self._config_class(f"{name_of(model).split('/')[-1]}-{self._name}")
@@ -187,7 +188,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         check_dataset_size(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
-            check_pad_token(self._tokenizer, self.model.config)
+            if self.rollout_func is None:  # which generates in a way of its own
+                check_pad_token(self._tokenizer, self.model.config)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
         if self.use_vllm and not self.args.vllm_sync_adapter:
             check_adapter_of_tied_weights(self.model)

@@ -36,8 +36,9 @@ class RolloutSource(Protocol):
         batch that was taken last, where they have."""
 
     def wait(self) -> None:
-        """Wait for the batches in flight, if there are any, so that no reward function of the source runs beside what
-        follows: an evaluation, or the saving of random states."""
+        """Wait for the batches in flight, if there are any, so that no reward function of the source runs in this
+        process beside what follows: an evaluation, or the saving of random states. The worker of continuous rollouts,
+        another process, goes on."""
 
     def state(self) -> dict:
         """Return what was not taken, for a checkpoint. [`wait`] comes before."""

@@ -303,16 +303,12 @@ class UpdateDriver:
 
     def lower_max_tokens(self, minibatch: Minibatch) -> bool:
         """Halve `max_tokens`, or the size of the largest micro-batch of `minibatch`, whichever is smaller, but hold
-        its longest rollout. Where this changes nothing, as without a scheduled completion, do the same for the passes
-        over the skipped ones. Return whether micro-batches become smaller; all processes get the same result."""
-        scheduled = minibatch.scheduled
-        skipped = [i for i in minibatch.counted if i not in scheduled]
-        return self._lower_for(minibatch, minibatch.schedule) or self._lower_for(
-            minibatch, self.schedule_some(minibatch, skipped)
-        )
-
-    def _lower_for(self, minibatch: Minibatch, schedule: Schedule) -> bool:
+        its longest rollout. A minibatch without a scheduled completion counts with its passes over the skipped ones.
+        Return whether micro-batches become smaller; all processes get the same result."""
         limits, lengths = self.limits, rollout_lengths(minibatch.rollouts)
+        schedule = minibatch.schedule
+        if not minibatch.scheduled:
+            schedule = self.schedule_some(minibatch, minibatch.counted)
         sizes = [
             micro_batch_size(indices, lengths, padded=limits.padded).tokens
             for micro_batches in schedule

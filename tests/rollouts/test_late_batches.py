@@ -354,9 +354,9 @@ def test_a_server_that_fails_when_it_gets_weights_does_not_lose_the_batch_that_h
     with LoopbackVLLM(model_path) as server:
 
         class FailingRequests(ServerRequests):
-            def write_weights(self, slot, weights):
+            def write_weights(self, weight_copy, weights):
                 server.dead = self.trainer.state.global_step == 2
-                super().write_weights(slot, weights)
+                super().write_weights(weight_copy, weights)
 
         def build(directory):
             settings = server_settings(server.url) | {"save_strategy": "no"}

@@ -246,17 +246,23 @@ def test_a_step_without_gradient_that_never_fits_ends_the_run_with_what_to_set(t
         trainer.train()
 
 
-def test_passes_over_skipped_completions_become_smaller_where_the_others_hold_one_completion():
-    """One of four completions of 6 tokens has a gradient. A pass over the others has 3 x 6 and 4 of their prompt."""
+@pytest.mark.parametrize("num_scheduled", [0, 1])
+def test_passes_over_skipped_completions_become_smaller_only_without_scheduled_ones(num_scheduled):
+    """A pass over four completions of 6 tokens has 4 x 6 and 4 of their prompt. One completion with a gradient, which
+    needs more memory than passes without, cannot be split."""
     accelerator = SimpleNamespace(process_index=0, num_processes=1)
     driver = UpdateDriver(
         SimpleNamespace(packing="sdpa"), accelerator, MicroBatchConfig(num_processes=1, max_rollouts=4)
     )
     prompt, completion = np.zeros(4, dtype=np.int32), np.zeros(6, dtype=np.int32)
     rollouts = [Rollout(prompt, completion, np.ones(6, dtype=bool), label=0.0, group=0) for _ in range(4)]
-    minibatch = driver.schedule_minibatch(rollouts, torch.tensor([True, False, False, False]), ignores_groups=True)
-    assert driver.lower_max_tokens(minibatch) and driver.limits.max_tokens == 11
-    assert driver.schedule_some(minibatch, [1, 2, 3]) == [[[1], [2], [3]]]
+    has_gradient = torch.arange(4) < num_scheduled
+    minibatch = driver.schedule_minibatch(rollouts, has_gradient, ignores_groups=True)
+    if num_scheduled > 0:
+        assert not driver.lower_max_tokens(minibatch) and driver.limits.max_tokens is None
+        return
+    assert driver.lower_max_tokens(minibatch) and driver.limits.max_tokens == 14
+    assert driver.schedule_some(minibatch, [0, 1, 2, 3]) == [[[0], [1], [2], [3]]]
     assert not driver.lower_max_tokens(minibatch)
 
 
