@@ -176,16 +176,17 @@ def _is_python(label: str) -> bool:
 
 def last_program(text: str, name: str | None = None) -> str | None:
     """Return the last closed block of a completion with the label of Python, else the last one without a label; `None`
-    if there is none, or it is blank. If a function or class is named, blocks that define it precede all others, so
-    that neither an example of its use nor an output is taken for the program. An open block belongs to a truncated
-    completion."""
+    if there is none, or it is blank. An open block belongs to a truncated completion.
+
+    If a function or class is named, a last block that cannot define it is an example of its use or an output. The
+    program is then the last block that plainly defines the name, if there is one."""
     blocks = _closed_blocks(text)
     labelled = [content for label, content in blocks if _is_python(label)]
-    unlabelled = [content for label, content in blocks if not label]
+    unlabelled = [content for label, content in blocks if not label or label.startswith(":")]
     programs = unlabelled + labelled  # the last one is the program
-    if name is not None:
-        programs = [program for program in programs if _defines(program, name)] or programs
     program = programs[-1] if programs else ""
+    if name is not None and not _may_define(program, name):
+        program = next((earlier for earlier in reversed(programs) if _defines(earlier, name)), program)
     return program if program.strip() else None
 
 
@@ -215,14 +216,34 @@ def _closed_blocks(text: str) -> list[tuple[str, str]]:
     return blocks
 
 
+# An answer is the module `solution`, which examples of its use import, sometimes under other names.
+_IMPORT_OF_PROGRAM = re.compile(r"^from[ \t]+(?:solution|main|your_module)[ \t]+import\b.*", re.MULTILINE)
+# A class whose methods are tested, and what may define a name that does not stand in the program.
+_MAY_DEFINE_ANY = (
+    r"\bclass\s+Solution\b|\bimport[\s\\]*\*|\b(?:exec|eval|globals|locals|vars|setattr|__dict__|__getattr__)\b"
+)
+
+
+def _may_define(program: str, name: str) -> bool:
+    """Whether a program may define a name, in whatever form. One that only calls it, as in `print(name(1))`, or
+    imports it from the module of the answer, cannot."""
+    definition = rf"\b(?:def|class)[\s\\]+{name}\b"
+    use_without_call = rf"\b{name}\b(?!\()"
+    pattern = f"{definition}|{use_without_call}|{_MAY_DEFINE_ANY}"
+    return re.search(pattern, _IMPORT_OF_PROGRAM.sub("", program)) is not None
+
+
+_PLACEHOLDER = re.compile(r"(?:\bpass|\.\.\.)[ \t]*(?:#.*)?$|\braise[ \t]+NotImplementedError\b")
+
+
 def _defines(program: str, name: str) -> bool:
-    """Whether a line of a program defines a function or class of a name, assigns to the name, or imports it."""
-    pattern = (
-        rf"^[ \t]*(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b"
-        rf"|^{name}\b[^\n=(]*=(?!=)"
-        rf"|^(?:from|import)\b[^\n]*\b{name}\b"
-    )
-    return re.search(pattern, program, re.MULTILINE) is not None
+    """Whether a program plainly defines a name at its top level, or as a method of the class `Solution`, and does not
+    end with a placeholder, as code to start from does."""
+    pattern = rf"^(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|^{name}[ \t]*=(?!=)"
+    if re.search(r"^class[ \t]+Solution\b", program, re.MULTILINE):
+        pattern += rf"|^[ \t]+def[ \t]+{name}\b"
+    last_line = program.rstrip().rpartition("\n")[2]
+    return re.search(pattern, program, re.MULTILINE) is not None and _PLACEHOLDER.search(last_line) is None
 
 
 def _fence(line: str) -> tuple[str, str]:

@@ -57,13 +57,25 @@ class TestLastProgram:
         assert last_program(completion) == program
 
     @pytest.mark.parametrize(("completion", "program"), CASES["named_blocks"])
-    def test_blocks_that_define_the_tested_function_precede_others(self, completion, program):
+    def test_the_last_block_is_the_program_unless_it_only_calls_the_tested_function(self, completion, program):
         assert last_program(completion, "f") == program
 
     def test_time_is_linear(self):
         assert last_program("```python\n" * 20_000) is None
-        for line in ("f " * 90_000, "import " + "f" * 190_000, "f f=" * 45_000, "def " * 45_000, "f\n" * 90_000):
-            assert last_program(f"```\n{line}\n```", "f").strip() == line.strip()
+        calls = ("f()" * 60_000, "f()\n" * 45_000, "print(f" + "(" * 190_000, "import " + " " * 190_000 + "f()")
+        imports = ("from solution import " * 9_000, "from main import f\n" * 10_000, "import\\\n" * 20_000)
+        others = ("f " * 90_000, "def " * 45_000, "def" + "\n" * 190_000, "class " * 30_000, "pass " * 38_000)
+        ends = (
+            "pass" + " " * 190_000 + "x",
+            "pass " * 38_000 + "x",
+            "raise " + " " * 190_000 + "x",
+            "... " * 45_000 + "x",
+        )
+        stubs = tuple(f"def f():\n    {end}" for end in ends)
+        for program in calls + imports + others + stubs:
+            completion = f"```\n{program}\n```\n```\n1\n```"
+            assert last_program(completion, "f").strip() in (program.strip(), "1")
+            assert last_program(f"```\n{program}\n```", "f").strip() == program.strip()
         assert last_program("`" * 200_000) is None
         assert last_program("~" * 200_000 + "`") is None
         assert last_program("```" + " " * 200_000 + "`") is None

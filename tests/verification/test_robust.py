@@ -107,7 +107,7 @@ def test_hostile_texts_take_linear_time():
         "for piece in [*pieces, 'the answer is 5. ', 'Solution: 5 = ', '#### ', '1 111',"
         " '-', '二', '`', '<b ', '<<', '~ ', ' ']:\n"
         "    text = piece * (200_000 // len(piece))\n"
-        r"    for text in (text, r'\boxed{' + text + '}', 'The answer is ' + text, 'Answer: So ' + text + 'x = 5'):"
+        r"    for text in (text, r'\boxed{' + text + '}', 'The answer is ' + text):"
         "\n"
         "        [normalize(answer) for answer in final_answers(text)]\n"
         "print('done')"

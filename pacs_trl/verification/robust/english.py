@@ -1,7 +1,6 @@
 """Words of English sentences: whether a sentence states the number in it, or another one."""
 
 import re
-from itertools import pairwise
 
 from .number_words import is_numeral
 
@@ -27,24 +26,6 @@ _OTHER_VALUE = frozenset(
     each per every apiece step steps case cases part
     """.split()
 )
-# Words that make another value of the number before them, where its unit stands. But "7 more", "7 each", "7 times",
-# "7 wrong answers", and "7 factors" are 7.
-_OTHER_VALUE_IN_UNIT = frozenset(
-    """
-    not never neither nor or cannot if unless than least most plus minus factorial twice doubled
-    half halves thirds fourths fifths sixths sevenths eighths ninths tenths hundredths thousandths
-    """.split()
-)
-_OTHER_UNIT = re.compile(
-    r"^\s*(?:squared|cubed)\s*$|^\s*r\s?\d|^\s*(?:,|or)\s*(?:more|less|fewer)\b"  # "or" is a comma in normalized text
-    r"|\b(?:is|are|was|were|be)\s+(?:wrong|incorrect|false)\b|\ba\s+(?:third|quarter)\b",
-    re.IGNORECASE,
-)
-_EXPONENT = re.compile(r"\^\s*\{?\s*-?\d+\s*\}?")
-# `3.50`, `5-dollar`, `cm2`, a word, or a sign.
-_TOKEN = re.compile(r"\d[\d.,]*(?:-[a-z]+)?|[a-z][a-z\d]*(?:-[a-z]+)*|[^\s\w]")
-# "7 cakes in 3 days" and "7 cakes during the three days" are 7.
-_BEFORE_CIRCUMSTANCE = ("in", "for", "during", "after", "at", "on", "all", "the")
 # A sentence with one of these, and none of other languages, is taken for English.
 _ENGLISH_WORDS = frozenset(
     """
@@ -72,20 +53,6 @@ def changes_value(words: str) -> bool:
     if re.search(r"n['\u2019]t\b|\bsquares?\s+of\b", words, re.IGNORECASE):
         return True
     return any(word in _OTHER_VALUE or is_numeral(word) for word in _WORD.findall(words.lower()))
-
-
-def unit_changes_value(unit: str) -> bool:
-    """Whether the words where the unit of a number stands make another value of it, as in "2 squared", "7 or more",
-    and "7 is wrong", or contain a second number, as in "7 apples and 3 pears"."""
-    words = _EXPONENT.sub("", unit).lower()
-    tokens = _TOKEN.findall(words)
-    if _OTHER_UNIT.search(words) or not _OTHER_VALUE_IN_UNIT.isdisjoint(tokens):
-        return True
-    return any(_is_number(token) and before not in _BEFORE_CIRCUMSTANCE for before, token in pairwise(["", *tokens]))
-
-
-def _is_number(token: str) -> bool:
-    return re.fullmatch(r"\d[\d.,]*", token) is not None or is_numeral(token)
 
 
 def states_value(before: str, after: str) -> bool:

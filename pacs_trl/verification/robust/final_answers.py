@@ -9,7 +9,6 @@ from typing import NamedTuple
 from .last_values import (
     OPEN_EQUATION,
     ROUNDED_AFTER,
-    conclusion,
     last_match,
     last_position_of_value,
     last_values,
@@ -137,10 +136,9 @@ _HEADINGS = [
     r"(?<!\w)(?:lösung|ergebnis)\s*[:=]",
 ]
 _PHRASES = [
-    rf"(?<![a-z])(?P<label>answer{_OBJECT}{_COLON}){_NOT}",
-    r"(?P<title>(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n)",
     rf"(?<![a-z])(?:answer|choice|option){_OBJECT}(?:{_IS}|{_COLON}){_NOT}",
     rf"(?<![a-z])(?:result|solution){_OBJECT}{_IS}{_NOT}",
+    r"(?:###?\s*|\*\*)(?:final\s)?answer(?:\*\*)?\s*\n",
     r"####(?=\s*[^\s#])",
     # Chinese, Japanese, Korean
     r"(?:故选|应选|故答案为|综上)\s*[:：]?\s*(?=\S)",
@@ -254,8 +252,6 @@ def _stated_answer(text: str) -> FinalAnswers | None:
         return None
     if OPEN_EQUATION.search(statement):
         return FinalAnswers([])
-    if (phrases[-1]["label"] or phrases[-1]["title"]) and (value := _conclusion_under_label(text, phrases[-1])):
-        return FinalAnswers([value])
     is_last_value = end >= last_position_of_value(text)
     return FinalAnswers([statement], in_sentence=value_of_sentence(statement) if is_last_value else "")
 
@@ -274,29 +270,13 @@ def _is_answer_under_heading(text: str, heading: re.Match) -> bool:
     statement, end = _split_statement(text, heading.end())
     if _LETTER.match(statement):
         return True
-    is_on_line = _stands_on_line(text, heading)
+    is_on_line = "\n" not in heading.group() and text[heading.end() :].lstrip(" *")[:1] != "\n"
     is_option_of_several = heading["choice"] and text[: heading.start()].rstrip(" *")[-1:] not in ("", "\n")
     is_step = _FIRST_STEP.match(text, heading.end()) and _SECOND_STEP_IN_LINE.search(text, end)
     if is_on_line and not is_option_of_several and not is_step and _is_bare_value(statement):
         return True
     is_calculation_in_words = "=" in statement and _LONG_WORD.search(statement)
     return end >= last_position_of_value(text) and not is_calculation_in_words
-
-
-def _stands_on_line(text: str, heading: re.Match) -> bool:
-    """Whether text follows on the line of a heading."""
-    return "\n" not in heading.group() and text[heading.end() :].lstrip(" *")[:1] != "\n"
-
-
-def _conclusion_under_label(text: str, label: re.Match) -> str:
-    """Return the number with which a worked solution ends that stands after "Answer:", on the same line or on lines
-    below; empty if an answer stands there."""
-    statement, _ = _split_statement(text, label.end())
-    solution = text[label.end() :].strip(" *\n")
-    is_on_line = _stands_on_line(text, label)
-    if _LETTER.match(statement) or _is_bare_value(statement) or is_on_line and "\n" in solution:
-        return ""
-    return conclusion(solution)
 
 
 def _is_bare_value(statement: str) -> bool:

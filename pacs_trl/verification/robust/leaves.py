@@ -12,7 +12,6 @@ import math_verify.parser
 from sympy import Basic, Derivative, Expr, Integral, Limit, Product, Sum
 
 from ..numerals import MAX_EXPONENT
-from .english import unit_changes_value
 from .notation import CURRENCY_UNITS
 from .number_words import english_number
 from .units import Unit, is_unit_word, read_unit
@@ -73,14 +72,16 @@ WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_TEXTS_AT_END = re.compile(r"(?:\\text\s*\{[^{}]*\}\s*[/.]?\s*)+(?:\^\s*\{?\s*-?\d\s*\}?)?$")
+_OTHER_VALUES = ("squared", "cubed", "is wrong", "is incorrect")
+# As in "3 boys and 4 girls", of which normalized text has a comma for "and".
+_SECOND_COUNT = re.compile(
+    r"[a-z]+(?: [a-z]+)?, (?:(?P<digits>\d{1,9})|(?P<numeral>[a-z]+))(?: [a-z]+)? (?P<unit>[a-z]+s)"
+)
 _BINOMIAL = re.compile(r"(?<![A-Za-z\\])C\s*\((\d+),\s*(\d+)\)")
 # Combinations and arrangements of `n` things as written in Chinese: `C_{10}^{3}` and `A_{5}^{2}`.
 _SELECTIONS = re.compile(r"(?<![A-Za-z\\])([CA])\s*_\s*\{?(\d{1,4})\}?\s*\^\s*\{?(\d{1,4})\}?")
-_SCALE = re.compile(
-    r"^(\\text\s*\{)?\s*(hundred|thousand|million|billion|trillion|万|亿)(?![A-Za-z])\s*", re.IGNORECASE
-)
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
+_SCALE = re.compile(r"^(\\text\s*\{)?\s*(thousand|million|billion|trillion|万|亿)(?![A-Za-z])\s*", re.IGNORECASE)
+_SCALES = {"thousand": 3, "million": 6, "billion": 9, "trillion": 12, "万": 4, "亿": 8}
 _CLOCK = re.compile(r"^(\d{1,2})(?::([0-5]\d))?\s*([ap])\.?\s?m\.?$", re.IGNORECASE)
 _UNIT_NAME = r"\s*([A-Za-z]+|[\u4e00-\u9fff]+)"
 _TWO_UNITS = re.compile(rf"^(\d+){_UNIT_NAME}[\s,]*(\d+(?:\.\d+)?){_UNIT_NAME}$")
@@ -163,7 +164,7 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
     if clock is not None:
         return clock
     number = _NUMBER.match(text)
-    if unit_changes_value(_words_of_unit(text, number)):
+    if number and _is_other_value(text[number.end() :]):
         return Leaf(compact)
     if number and (leaf := _read_quantity(text, compact, number)) is not None:
         return leaf
@@ -196,17 +197,17 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
     return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
 
 
-def _words_of_unit(text: str, number: re.Match | None) -> str:
-    """Return the words after an expression or a number where its unit stands, without a scale such as "million" and
-    the same number in words; empty if there are none."""
-    if texts := _TEXTS_AT_END.search(text):
-        words = _TEXT.sub(r" \1 ", texts.group()) if texts.start() > 0 else ""
-    else:
-        rest = text[number.end() :] if number else ""
-        words = rest if _UNIT_WORDS.match(rest) else ""
-    if number and str(english_number(words.strip(" ()"))) == number.group():
-        return ""
-    return _SCALE.sub("", words)
+def _is_other_value(words: str) -> bool:
+    """Whether the words after a number make another value of it: "squared" or "is wrong" alone, or a second count, as
+    in "3 boys and 4 girls". But "2 hours and 30 minutes" is one quantity."""
+    words = _TEXT.sub(r"\1", words).strip()
+    if words in _OTHER_VALUES:
+        return True
+    second = _SECOND_COUNT.fullmatch(words)
+    if second is None or is_unit_word(second["unit"]):
+        return False
+    count = int(second["digits"]) if second["digits"] else english_number(second["numeral"])
+    return count is not None and count > 0
 
 
 def _is_product_of_letters(text: str) -> bool:
