@@ -308,12 +308,13 @@ class ServerEngine:
 def _content(message: dict[str, Any]) -> str:
     """Return the text of a message, empty if there is none. Raises a `ValueError` if a reasoning parser took all of it
     out of the text."""
-    if message["content"] is None and (message.get("reasoning_content") or message.get("reasoning")):
+    text = message.get("content") or ""
+    if not text and (message.get("reasoning_content") or message.get("reasoning")):
         raise UserError(
             "The server's reasoning parser returned reasoning and no text, which would be graded as wrong. Start it "
             "without a reasoning parser (vllm serve without --reasoning-parser), and run the same command again."
         )
-    return message["content"] or ""
+    return text
 
 
 def has_images(request: Request) -> bool:

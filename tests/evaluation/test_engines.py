@@ -21,7 +21,7 @@ REQUESTS = [
 
 class Server(Loopback):
     """Answers like `vllm serve`: the text repeats what was asked. `failures` statuses are sent first, keys in
-    `unknown_keys` are rejected, and `message` has more entries of a message."""
+    `unknown_keys` are rejected, and `message` has more entries of a message, `...` for one that it lacks."""
 
     def __init__(self):
         self.failures: list[int] = []
@@ -44,8 +44,10 @@ class Server(Loopback):
             choice = {"text": f"{body['prompt']} {body['seed']}", "finish_reason": "length"}
             return call.reply(200, {"choices": [choice], "usage": {"completion_tokens": 8}})
         text = f"{body['messages'][-1]['content']} {body['seed']}"
-        message = {"message": {"role": "assistant", "content": text} | self.message, "finish_reason": "stop"}
-        call.reply(200, {"choices": [message], "usage": {"completion_tokens": 7}})
+        message = {"role": "assistant", "content": text} | self.message
+        message = {name: value for name, value in message.items() if value is not ...}
+        choice = {"message": message, "finish_reason": "stop"}
+        call.reply(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
 
 
 @pytest.fixture
@@ -134,12 +136,13 @@ def test_a_rejected_request_is_reported_as_the_server_does(server, caplog):
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_reasoning_that_a_parser_took_out_of_the_answer_is_refused(server, key):
-    server.message = {"content": None, key: r"1+2 is \boxed{3}"}
+@pytest.mark.parametrize("content", [None, "", ...])
+def test_reasoning_that_a_parser_took_out_of_the_answer_is_refused(server, key, content):
+    server.message = {"content": content, key: r"1+2 is \boxed{3}"}
     engine = ServerEngine(server.url, "tiny", concurrency=1)
     with pytest.raises(ValueError, match="reasoning parser.*Start it without"):
         list(engine.generate(REQUESTS, SETTINGS))
-    server.message = {"content": None, key: None}
+    server.message = {"content": content, key: None}
     assert {completion.text for _, completion in engine.generate(REQUESTS, SETTINGS)} == {""}
     server.message = {key: "1+2"}
     assert all(completion.text for _, completion in engine.generate(REQUESTS, SETTINGS))
