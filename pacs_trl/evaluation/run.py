@@ -115,6 +115,7 @@ def evaluate(
         tools = load_tools(args)
     make_directory(args.output_dir, "output_dir")
     entries: dict[str, Any] = {}
+    settings_not_sent: set[str] = set()
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
@@ -137,6 +138,7 @@ def evaluate(
             )
             generator = ConversationEngine(engine, *tools, prompt_args, benchmark) if engine and tools else engine
             records = _records(args, store, to_generate, generator, bar)
+            records = _collect_settings_not_sent(records, settings_not_sent)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
             entries[benchmark.name] = {
@@ -150,6 +152,8 @@ def evaluate(
                 entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(args, benchmark, graded)
     results = _results(args, model, prompt_digest, verifier, entries)
+    if settings_not_sent:
+        results["engine"]["settings_not_sent"] = sorted(settings_not_sent)
     write_results(Path(args.output_dir) / "results.json", results)
     return results
 
@@ -290,6 +294,15 @@ def _records(
             if (request.problem_id, request.sample) not in store.keys:
                 yield store.append(request, completion)
             bar.update()
+
+
+def _collect_settings_not_sent(
+    records: Iterator[dict[str, Any]], settings_not_sent: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records, and add to `settings_not_sent` the neutral settings that a server rejected."""
+    for record in records:
+        settings_not_sent.update(record.get("settings_not_sent", ()))
+        yield record
 
 
 def grade_in_background(

@@ -132,6 +132,18 @@ def test_truncated_samples_are_graded_as_in_training(run, arguments, play):
     assert results["protocol"]["verifier"]["grade_truncated"] is False
 
 
+def test_results_state_the_settings_that_a_server_rejected(run, arguments, play):
+    def complete(request):
+        more = {"settings_not_sent": ["top_k", "min_p"]} if request.sample == 1 else {}
+        return Completion("1", 3, "stop", more=more)
+
+    play(complete)
+    changes = {"benchmarks": held_out(), "max_problems": 2, "k": "1"}
+    assert "settings_not_sent" not in run(arguments, n=1, **changes)["engine"]
+    for _ in range(2):  # the second run generates nothing
+        assert run(arguments, n=2, **changes)["engine"]["settings_not_sent"] == ["min_p", "top_k"]
+
+
 def test_programs_run_in_the_sandbox(arguments, verifier, play):
     """Every second sample is the program that solves its problem; the level stands in the results."""
 
