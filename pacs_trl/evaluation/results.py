@@ -5,6 +5,7 @@ changes its meaning.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..errors import UserError
 from .pass_at_k import pass_at_k, pass_interval
 from .store import differences, identifying_facts
 
+
+logger = logging.getLogger(__name__)
 
 RESULTS_SCHEMA = 1
 _FIELDS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
@@ -206,20 +209,37 @@ def _without_instruction(protocol: dict[str, Any]) -> dict[str, Any]:
 
 def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that files with one label are runs of one method: they name the same model, or a user has chosen the
-    label. A `ValueError` names two files that only share the default label of different models."""
+    label. A `ValueError` names two files that only share the default label of different models; of files of earlier
+    versions, which do not say who chose the label, a warning does."""
     first: dict[str, tuple[str, dict[str, Any]]] = {}  # by label
     for name, result in zip(names, results, strict=True):
         other_name, other = first.setdefault(result["method"], (name, result))
-        is_one_model = identifying_facts(other["model"]) == identifying_facts(result["model"])
-        if not is_one_model and (_has_default_label(other) or _has_default_label(result)):
+        if _is_one_model(other["model"], result["model"]):
+            continue
+        share_a_label = (
+            f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
+            "name, and measure different models."
+        )
+        if other.get("method_is_default") or result.get("method_is_default"):
             raise UserError(
-                f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
-                "name, and measure different models. Evaluate again with --method LABEL, which keeps the samples: "
-                "runs of one method share a label, two methods have two."
+                f"{share_a_label} Evaluate again with --method LABEL, which keeps the samples: runs of one method "
+                "share a label, two methods have two."
+            )
+        if _may_have_default_label(other) or _may_have_default_label(result):
+            logger.warning(
+                f"{share_a_label} They count as runs of one method. If they are two, evaluate again with --method "
+                "LABEL, which keeps the samples."
             )
 
 
-def _has_default_label(result: dict[str, Any]) -> bool:
-    """Return whether no one chose the label; files of earlier versions do not say it, and had the name of the
-    model."""
-    return result.get("method_is_default", result["method"] == result["model"].get("name", "").split("/")[-1])
+def _is_one_model(model: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two identities may be those of one model. Of a model of a server only the name is known, since
+    one model may be served at several addresses."""
+    if "server" in model or "server" in other:
+        return model.get("name") == other.get("name")
+    return identifying_facts(model) == identifying_facts(other)
+
+
+def _may_have_default_label(result: dict[str, Any]) -> bool:
+    """Return whether a file of an earlier version, which does not say who chose the label, has that of its model."""
+    return "method_is_default" not in result and result["method"] == result["model"].get("name", "").split("/")[-1]

@@ -123,11 +123,12 @@ def labelled(method, is_default=None, **model):
 
 def test_a_label_that_nobody_chose_does_not_join_two_models():
     names = ["a/results.json", "b/results.json"]
-    for is_default in (True, None):
-        first = labelled("step", is_default, name="step", digest="1")
+    first = labelled("step", True, name="step", digest="1")
+    for is_default in (True, False):
         second = labelled("step", is_default, name="step", digest="2")
-        with pytest.raises(ValueError, match="a/results.json and b/results.json have the label 'step'.*--method"):
-            require_chosen_labels([first, second], names)
+        for files in ([first, second], [second, first]):
+            with pytest.raises(ValueError, match="a/results.json and b/results.json have the label 'step'.*--method"):
+                require_chosen_labels(files, names)
     same = labelled("step", True, name="copy", digest="1")
     require_chosen_labels([first, same], names)
 
@@ -136,3 +137,25 @@ def test_seeds_of_a_method_with_a_chosen_label_are_combined():
     seeds = [labelled("step", False, name="step", digest="1"), labelled("step", False, name="step", digest="2")]
     require_chosen_labels(seeds, ["a", "b"])
     require_chosen_labels([labelled("PACS", name="step", digest=digest) for digest in "12"], ["a", "b"])
+
+
+def test_a_model_of_a_server_is_known_by_its_name_alone():
+    """Its address is no part of it, and its weights are unknown."""
+    first = labelled("model", True, name="org/model", server="http://a:8000/v1")
+    second = labelled("model", True, name="org/model", server="http://b:8000/v1")
+    of_hub = labelled("model", True, name="org/model", revision="0a")
+    for files in ([first, second], [first, of_hub], [of_hub, second]):
+        require_chosen_labels(files, ["a", "b"])
+    other = labelled("model", True, name="other/model", server="http://a:8000/v1")
+    with pytest.raises(ValueError, match="the label 'model'"):
+        require_chosen_labels([first, other], ["a", "b"])
+
+
+def test_a_label_of_an_earlier_version_that_equals_a_name_is_warned_of(caplog):
+    """Files of earlier versions do not say who chose it."""
+    earlier = [labelled("step", name="step", digest=digest) for digest in "12"]
+    require_chosen_labels(earlier, ["a", "b"])
+    assert "a and b have the label 'step'" in caplog.text and "--method" in caplog.text
+    caplog.clear()
+    require_chosen_labels([labelled("PACS", name="step", digest=digest) for digest in "12"], ["a", "b"])
+    assert not caplog.records
