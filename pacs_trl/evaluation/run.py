@@ -6,6 +6,7 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -420,12 +421,20 @@ def _results(
 
 def default_label(model: str) -> str:
     """Return the label of a model in tables: the name of a Hub id, or that of a directory, with the directories
-    around it as far as names like `checkpoint-100` or `seed-0` tell no runs apart."""
-    path = Path(model)
-    if not path.is_dir():
+    around it as far as names like `checkpoint-100` or `seed-0` tell no runs apart. Labels are published: directories
+    around the working directory, such as the home of a user, are no part of them, unless a relative path names
+    them."""
+    if not Path(model).is_dir():
         return model.split("/")[-1]
+    path = Path(os.path.abspath(model))  # with symbolic links, such as one from the working directory to a large disk
+    if path.is_relative_to(Path.cwd()):
+        parts = path.relative_to(Path.cwd()).parts
+    elif Path(model).is_absolute():
+        parts = ()
+    else:
+        parts = tuple(part for part in Path(model).parts if part != os.pardir)
     names: list[str] = []
-    for name in reversed(path.resolve().parts[1:]):
+    for name in reversed(parts or path.parts[-1:]):
         names.insert(0, name)
         if not _NAMES_MANY_RUNS.fullmatch(name):
             break

@@ -288,11 +288,28 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
         ("outputs/pacs/seed-0/checkpoint-100", "pacs/seed-0/checkpoint-100"),
         ("outputs/grpo/final_model", "grpo/final_model"),
         ("models--org--base/snapshots/" + "0a" * 20, "models--org--base/snapshots/" + "0a" * 20),
+        ("model", "model"),
     ],
 )
-def test_the_label_of_a_directory_tells_runs_apart(tmp_path, path, label):
+def test_the_label_of_a_directory_tells_runs_apart(tmp_path, monkeypatch, path, label):
     (tmp_path / path).mkdir(parents=True)
-    assert default_label(str(tmp_path / path)) == label
+    monkeypatch.chdir(tmp_path)
+    for given in (path, f"./{path}/", str(tmp_path / path)):
+        assert default_label(given) == label
+
+
+def test_the_label_of_a_directory_has_no_names_around_the_working_directory(tmp_path, monkeypatch):
+    work = tmp_path / "alice" / "work"
+    for path in (work / "model", tmp_path / "alice" / "model", tmp_path / "alice" / "pacs" / "checkpoint-1"):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    assert default_label(str(work / "model")) == "model"
+    assert default_label(str(tmp_path / "alice" / "model")) == "model"
+    assert default_label(str(tmp_path / "alice" / "pacs" / "checkpoint-1")) == "checkpoint-1"
+    assert default_label("../model") == "model"
+    assert default_label("../pacs/checkpoint-1") == "pacs/checkpoint-1"  # as it was given
+    monkeypatch.chdir("model")
+    assert default_label(".") == "model"
 
 
 def test_the_label_of_a_hub_id_is_its_name():
