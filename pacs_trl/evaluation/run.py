@@ -96,6 +96,7 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
+    args.warn_of_ignored_settings()
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks, model = load_benchmarks(args), identify_model(args)

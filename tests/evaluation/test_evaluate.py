@@ -357,11 +357,9 @@ def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint,
 @pytest.mark.parametrize(
     ("engine", "settings"),
     [
-        ("server", {"trust_remote_code": True, "revision": "v1", "dtype": "float32", "batch_size": 8}),
-        ("server", {"tensor_parallel_size": 2, "max_model_len": 100, "enforce_eager": True}),
-        ("transformers", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_model_len": 100}),
-        ("transformers", {"concurrency": 2, "base_url": "http://x/v1"}),
-        ("vllm", {"concurrency": 2, "batch_size": 8}),
+        ("server", {"trust_remote_code": True, "revision": "v1", "dtype": "float32", "max_model_len": 100}),
+        ("transformers", {"max_model_len": 100, "base_url": "http://x/v1"}),
+        ("vllm", {"base_url": "http://x/v1"}),
     ],
 )
 def test_settings_of_another_engine_are_refused(engine, settings):
@@ -369,6 +367,27 @@ def test_settings_of_another_engine_are_refused(engine, settings):
     for name, value in settings.items():
         with pytest.raises(ValueError, match=rf"^{name}={value!r} would be ignored with engine '{engine}'.*remove"):
             EvaluationArguments(**whole, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("server", {"batch_size": 8, "tensor_parallel_size": 2, "enforce_eager": True}),
+        ("transformers", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "concurrency": 2}),
+        ("vllm", {"concurrency": 2, "batch_size": 8}),
+    ],
+)
+def test_settings_of_another_engine_that_change_no_result_are_warned_of(verifier, caplog, engine, settings):
+    whole = {"model": "org/none", "benchmarks": "none", "output_dir": "o", "engine": engine}
+    args = EvaluationArguments(**whole, **settings)
+    with pytest.raises(ValueError, match="benchmark"):
+        evaluate(args, verifier)  # warns first
+    (warning,) = (record.message for record in caplog.records)
+    assert all(name in warning for name in settings) and repr(engine) in warning
+    caplog.clear()
+    with pytest.raises(ValueError, match="benchmark"):
+        evaluate(EvaluationArguments(**whole), verifier)
+    assert not caplog.records
 
 
 def test_settings_that_the_engine_reads_or_that_have_their_default_are_kept():
