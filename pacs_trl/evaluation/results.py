@@ -36,9 +36,9 @@ class GradedSample(NamedTuple):
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
     """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark, from the
-    samples that could be graded. A problem with fewer of them than the largest k is listed under `unscorable` and
-    excluded from pass@k, but not from the share of truncated completions. Raises a `ValueError` if no problem is
-    left."""
+    samples that could be graded. A problem with fewer than k of them is excluded from pass@k of that k: `excluded` has
+    their number by k where it is not 0, and `unscorable` lists the problems without a graded sample. The share of
+    truncated completions is that of all problems. Raises a `ValueError` if a k excludes all."""
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
@@ -53,36 +53,41 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         }
         for problem, generated in by_problem.items()
     ]
-    counts = graded_counts(problems, ks)
-    if not counts:
+    num_excluded = {k: len(problems) - len(graded_counts(problems, k)) for k in ks}
+    if num_excluded[max(ks)] == len(problems):
         raise UserError(
             f"No problem has {max(ks)} samples that could be graded. Check the gold answers, verification_protocol, "
-            "and rewards that return nothing."
+            "and rewards that return nothing, or leave this value out of k."
         )
     return {
         "problems": problems,
-        "unscorable": [p["id"] for p in problems if p["id"] not in counts],
+        "unscorable": [p["id"] for p in problems if p["ungraded"] == p["n"]],
+        "excluded": {str(k): number for k, number in num_excluded.items() if number},
         "ungraded": sum(p["ungraded"] for p in problems),
-        "pass_at_k": pass_at_k_table([n for n, _ in counts.values()], [c for _, c in counts.values()], ks),
+        "pass_at_k": pass_at_k_table([p["n"] - p["ungraded"] for p in problems], [p["c"] for p in problems], ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
     }
 
 
-def graded_counts(problems: Iterable[dict[str, Any]], ks: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of graded and of correct samples by problem, without problems that have fewer graded ones
-    than the largest k. In `problems`, `n` counts all samples."""
+def graded_counts(problems: Iterable[dict[str, Any]], k: int) -> dict[str, tuple[int, int]]:
+    """Return the numbers of graded and of correct samples by problem, without problems that have fewer than `k` graded
+    ones, whose pass@k cannot be estimated. In `problems`, `n` counts all samples."""
     counts = {problem["id"]: (problem["n"] - problem["ungraded"], problem["c"]) for problem in problems}
-    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= max(ks)}
+    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= k}
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return `{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are strings, as in JSON."""
-    interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)))
-    return {
-        str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
-        for k, value, lower, upper in zip(ks, *map(np.asarray, interval), strict=True)
-    }
+    """Return `{"k": {"value", "lower", "upper"}}` with intervals over the problems with `n >= k`; keys are strings, as
+    in JSON."""
+    num_graded, num_correct = np.asarray(n), np.asarray(c)
+    table = {}
+    for k in ks:
+        has_pass_at_k = num_graded >= k
+        interval = pass_interval(pass_at_k(num_graded[has_pass_at_k], num_correct[has_pass_at_k], k))
+        value, lower, upper = map(float, interval)
+        table[str(k)] = {"value": value, "lower": lower, "upper": upper}
+    return table
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
@@ -146,7 +151,7 @@ def read_results(path: str | Path) -> Document:
     for field in _FIELDS:
         results[field]
     has_graded_problem = [
-        bool(results["k"]) and bool(graded_counts(benchmark["problems"], results["k"]))
+        bool(results["k"]) and bool(graded_counts(benchmark["problems"], max(results["k"])))
         for benchmark in results["benchmarks"].values()
     ]
     if not has_graded_problem or not all(has_graded_problem):

@@ -67,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
         if entry["ungraded"]:
             print(f"  {entry['ungraded']} samples could not be graded and are left out of pass@k")
+        if entry["excluded"]:
+            numbers = ", ".join(f"{number} for k={k}" for k, number in entry["excluded"].items())
+            print(f"  problems with fewer than k graded samples, which are excluded from pass@k: {numbers}")
         if "programs" in entry:
             print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")

@@ -21,7 +21,7 @@ from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.requests import Completion, render_prompt
-from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.results import GradedSample, read_results, summarize
 from pacs_trl.evaluation.run import default_label, evaluate, load_benchmarks, requests_to_generate
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
@@ -142,6 +142,19 @@ def test_results_state_the_settings_that_a_server_rejected(run, arguments, play)
     assert "settings_not_sent" not in run(arguments, n=1, **changes)["engine"]
     for _ in range(2):  # the second run generates nothing
         assert run(arguments, n=2, **changes)["engine"]["settings_not_sent"] == ["min_p", "top_k"]
+
+
+def test_the_command_prints_how_many_problems_each_k_excludes(arguments, monkeypatch, capsys):
+    """The first problem has two graded samples, the second has one, the third has none."""
+    graded = {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 0.0, ("1", 1): None, ("2", 0): None, ("2", 1): None}
+    samples = [GradedSample(problem, outcome, 3, "stop") for (problem, _), outcome in graded.items()]
+    summary = summarize(["0", "1", "2"], samples, [1, 2])
+    results = {"benchmarks": {"own": {"title": "own"} | summary}}
+    monkeypatch.setattr("pacs_trl.evaluation.run.evaluate", lambda *args, **kwargs: results)
+    assert main(command_line(arguments)) == 0
+    printed = capsys.readouterr().out
+    assert "3 samples could not be graded" in printed
+    assert "fewer than k graded samples" in printed and "1 for k=1, 2 for k=2" in printed
 
 
 def test_programs_run_in_the_sandbox(arguments, verifier, play):

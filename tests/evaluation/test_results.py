@@ -30,10 +30,10 @@ def test_summary_equals_that_worked_by_hand():
     a, b, c = summary["problems"]
     assert summary["ungraded"] == 3
     assert (a["n"], a["c"], b["c"], c["c"], c["ungraded"]) == (4, 2, 0, 1, 3)  # an outcome of 0.5 is not correct
-    # Over a and b: pass@1 = (2/4 + 0) / 2, pass@2 = (5/6 + 0) / 2.
-    assert summary["pass_at_k"]["1"]["value"] == pytest.approx(1 / 4)
+    # pass@1 = (2/4 + 0 + 1) / 3; over a and b pass@2 = (5/6 + 0) / 2.
+    assert summary["pass_at_k"]["1"]["value"] == pytest.approx(1 / 2)
     assert summary["pass_at_k"]["2"]["value"] == pytest.approx(5 / 12)
-    assert summary["unscorable"] == ["c"]
+    assert summary["unscorable"] == [] and summary["excluded"] == {"2": 1}
     assert summary["mean_tokens"] == pytest.approx(40 / 3) and summary["truncated_share"] == pytest.approx(1 / 3)
 
 
@@ -44,7 +44,19 @@ def test_a_sample_without_a_grade_leaves_its_problem_in():
     assert summary["pass_at_k"]["1"]["value"] == pytest.approx((1 + 1 / 3) / 2)
     assert summary["pass_at_k"]["3"]["value"] == pytest.approx(1)
     assert summary["unscorable"] == ["gold"] and summary["ungraded"] == 5
-    assert summarize(["easy", "hard", "gold"], graded, [1, 4])["unscorable"] == ["hard", "gold"]  # 3 grades are few
+    assert summary["excluded"] == {"1": 1, "3": 1}
+
+
+def test_a_problem_with_too_few_grades_for_a_k_counts_for_smaller_ones():
+    graded = [*samples("easy", [1.0] * 4), *samples("hard", [0.0, 0.0, 1.0, None]), *samples("gold", [None] * 4)]
+    summary = summarize(["easy", "hard", "gold"], graded, [1, 4])  # n is the largest k, as by default
+    assert summary["pass_at_k"]["1"]["value"] == pytest.approx((1 + 1 / 3) / 2)
+    assert summary["pass_at_k"]["4"]["value"] == 1
+    assert summary["unscorable"] == ["gold"] and summary["excluded"] == {"1": 1, "4": 2}
+    whole = summarize(["easy"], graded[:4], [1, 4])
+    assert whole["excluded"] == {} and whole["unscorable"] == []
+    with pytest.raises(ValueError, match="No problem has 4 samples that could be graded.*k"):
+        summarize(["hard"], graded[4:8], [1, 4])
 
 
 @pytest.mark.parametrize(
