@@ -1,6 +1,7 @@
 """Arguments of `pacs-trl evaluate`, validated before anything is loaded."""
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ if TYPE_CHECKING:  # slow to import, and `--help` needs this module
     from .benchmarks import LoadedBenchmark
 
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
 # Settings that not every engine reads.
 _READ_BY = {
@@ -25,6 +28,10 @@ _READ_BY = {
     **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager"), ("vllm",)),
     "batch_size": ("transformers",),
     **dict.fromkeys(("base_url", "concurrency"), ("server",)),
+}
+# Those of them that set speed and memory alone. The others say what is measured.
+_WITHOUT_EFFECT_ON_RESULTS = {
+    *("batch_size", "concurrency", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"),
 }
 
 
@@ -100,7 +107,7 @@ class EvaluationArguments:
         ks = _comma_separated(self.k)
         if not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
             errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}.")
-        errors += self._ignored_settings()
+        errors += self._errors_of_ignored_settings()
         if self.calls_tools and self.engine == "server":
             errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")
         if self.max_tool_calling_iterations is not None and not self.calls_tools:
@@ -108,25 +115,40 @@ class EvaluationArguments:
         if errors:
             raise UserError(" ".join(errors))
 
-    def _ignored_settings(self) -> list[str]:
-        """Return a message for each setting that differs from its default and that the engine does not read."""
+    def _errors_of_ignored_settings(self) -> list[str]:
+        """Return a message for each setting that the engine ignores and that says what is measured."""
         defaults = {declared.name: declared.default for declared in fields(self)}
-        readers = _READ_BY | ({"batch_size": ("transformers", "vllm")} if self.calls_tools else {})
-        ignored = [
-            name
-            for name, engines in readers.items()
-            if getattr(self, name) != defaults[name] and self.engine not in engines
-        ]
         messages = []
-        for name in ignored:
-            engines = " or ".join(readers[name])
+        for name, engines in self._ignored_settings().items():
+            if name in _WITHOUT_EFFECT_ON_RESULTS:
+                continue
             message = f"{name}={getattr(self, name)!r} would be ignored with engine {self.engine!r}"
             if self.engine == "server":
                 message += ", which does not load the model in this process. Give it to the server, and remove the key"
             else:
-                message += f". Set engine: {engines}, or remove the key"
+                message += f". Set engine: {' or '.join(engines)}, or remove the key"
             messages.append(f"{message}, or set its default ({name}: {json.dumps(defaults[name])}).")
         return messages
+
+    def warn_of_ignored_settings(self) -> None:
+        """Warn of the settings that the engine ignores and that change no result, as a recipe for another engine has
+        them."""
+        ignored = [name for name in self._ignored_settings() if name in _WITHOUT_EFFECT_ON_RESULTS]
+        if ignored:
+            logger.warning(
+                f"The engine {self.engine!r} ignores {', '.join(ignored)}, which changes no result. Remove what is "
+                "for another engine to hide this warning."
+            )
+
+    def _ignored_settings(self) -> dict[str, tuple[str, ...]]:
+        """Return the settings that differ from their default and that the engine does not read, with those that do."""
+        defaults = {declared.name: declared.default for declared in fields(self)}
+        readers = _READ_BY | ({"batch_size": ("transformers", "vllm")} if self.calls_tools else {})
+        return {
+            name: engines
+            for name, engines in readers.items()
+            if getattr(self, name) != defaults[name] and self.engine not in engines
+        }
 
     @property
     def calls_tools(self) -> bool:

@@ -187,6 +187,14 @@ class VLLMEngine:
         gc.collect()
 
 
+class _RejectedRequest(UserError):
+    """A request that a server rejected with an HTTP `status`."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 class ServerEngine:
     """
     Client of an OpenAI-compatible server, for example `vllm serve MODEL`.
@@ -258,30 +266,33 @@ class ServerEngine:
             body["messages"] = openai_messages(prompt) if has_images(request) else prompt
             if self.chat_template_kwargs:
                 body["chat_template_kwargs"] = self.chat_template_kwargs
-        answer = self._post_with_neutral_settings(endpoint, body)
+        answer, settings_not_sent = self._post_with_neutral_settings(endpoint, body)
         choice, num_tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
         text = choice["text"] or "" if isinstance(prompt, str) else _content(choice["message"])
-        return Completion(text, num_tokens, choice["finish_reason"])
+        more = {"settings_not_sent": settings_not_sent} if settings_not_sent else {}
+        return Completion(text, num_tokens, choice["finish_reason"], more=more)
 
-    def _post_with_neutral_settings(self, endpoint: str, body: dict) -> dict:
+    def _post_with_neutral_settings(self, endpoint: str, body: dict) -> tuple[dict, list[str]]:
         """Send a request with the settings that it does not name at values without effect: `vllm serve` takes missing
-        ones from the generation settings of the checkpoint. A server that rejects these keys gets none of them."""
+        ones from the generation settings of the checkpoint. A server that rejects these keys gets none of them. Return
+        the answer, and the settings that were not sent."""
+        neutral = {key: value for key, value in NEUTRAL_SETTINGS.items() if key not in body}
         if not self._takes_neutral_settings:
-            return self._post(endpoint, body)
+            return self._post(endpoint, body), list(neutral)
         try:
-            return self._post(endpoint, NEUTRAL_SETTINGS | body)
-        except UserError as error:
-            if not any(key in str(error) for key in NEUTRAL_SETTINGS):
+            return self._post(endpoint, body | neutral), []
+        except _RejectedRequest as error:
+            if error.status not in (400, 422):
                 raise
-            answer = self._post(endpoint, body)  # raises an error again if a setting of the user is rejected
+        answer = self._post(endpoint, body)  # raises an error if another part of the request is rejected
         with self._lock:
             if self._takes_neutral_settings:
                 self._takes_neutral_settings = False
                 logger.warning(
-                    f"The server rejects {', '.join(NEUTRAL_SETTINGS)}, which are sent at values without "
-                    "effect. Make sure that it has no default values of its own for them."
+                    f"The server rejects {', '.join(neutral)}, which are sent at values without effect. Make sure "
+                    "that it has no default values of its own for them."
                 )
-        return answer
+        return answer, list(neutral)
 
     def _post(self, endpoint: str, body: dict) -> dict:
         from huggingface_hub.utils import httpx
@@ -293,9 +304,10 @@ class ServerEngine:
             except httpx.HTTPStatusError as error:
                 status, reason = error.response.status_code, str(error)
                 if status not in (408, 429) and status < 500:
-                    raise UserError(
+                    raise _RejectedRequest(
                         f"The server rejected a request ({status}): {error.response.text[:500]}. Correct the "
-                        "settings, and run the same command again."
+                        "settings, and run the same command again.",
+                        status,
                     ) from error
             except httpx.TransportError as error:
                 reason = repr(error)
@@ -308,12 +320,13 @@ class ServerEngine:
 def _content(message: dict[str, Any]) -> str:
     """Return the text of a message, empty if there is none. Raises a `ValueError` if a reasoning parser took all of it
     out of the text."""
-    if message["content"] is None and (message.get("reasoning_content") or message.get("reasoning")):
+    text = message.get("content") or ""
+    if not text and (message.get("reasoning_content") or message.get("reasoning")):
         raise UserError(
             "The server's reasoning parser returned reasoning and no text, which would be graded as wrong. Start it "
             "without a reasoning parser (vllm serve without --reasoning-parser), and run the same command again."
         )
-    return message["content"] or ""
+    return text
 
 
 def has_images(request: Request) -> bool:

@@ -5,6 +5,7 @@ changes its meaning.
 """
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,8 @@ from ..errors import UserError
 from .pass_at_k import pass_at_k, pass_interval
 from .store import differences, identifying_facts
 
+
+logger = logging.getLogger(__name__)
 
 RESULTS_SCHEMA = 1
 _FIELDS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
@@ -33,9 +36,9 @@ class GradedSample(NamedTuple):
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
     """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark, from the
-    samples that could be graded. A problem with fewer of them than the largest k is listed under `unscorable` and
-    excluded from pass@k, but not from the share of truncated completions. Raises a `ValueError` if no problem is
-    left."""
+    samples that could be graded. A problem with fewer than k of them is excluded from pass@k of that k: `excluded` has
+    their number by k where it is not 0, and `unscorable` lists the problems without a graded sample. The share of
+    truncated completions is that of all problems. Raises a `ValueError` if a k excludes all."""
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
@@ -50,36 +53,41 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         }
         for problem, generated in by_problem.items()
     ]
-    counts = graded_counts(problems, ks)
-    if not counts:
+    num_excluded = {k: len(problems) - len(graded_counts(problems, k)) for k in ks}
+    if num_excluded[max(ks)] == len(problems):
         raise UserError(
             f"No problem has {max(ks)} samples that could be graded. Check the gold answers, verification_protocol, "
-            "and rewards that return nothing."
+            "and rewards that return nothing, or leave this value out of k."
         )
     return {
         "problems": problems,
-        "unscorable": [p["id"] for p in problems if p["id"] not in counts],
+        "unscorable": [p["id"] for p in problems if p["ungraded"] == p["n"]],
+        "excluded": {str(k): number for k, number in num_excluded.items() if number},
         "ungraded": sum(p["ungraded"] for p in problems),
-        "pass_at_k": pass_at_k_table([n for n, _ in counts.values()], [c for _, c in counts.values()], ks),
+        "pass_at_k": pass_at_k_table([p["n"] - p["ungraded"] for p in problems], [p["c"] for p in problems], ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
     }
 
 
-def graded_counts(problems: Iterable[dict[str, Any]], ks: Sequence[int]) -> dict[str, tuple[int, int]]:
-    """Return the numbers of graded and of correct samples by problem, without problems that have fewer graded ones
-    than the largest k. In `problems`, `n` counts all samples."""
+def graded_counts(problems: Iterable[dict[str, Any]], k: int) -> dict[str, tuple[int, int]]:
+    """Return the numbers of graded and of correct samples by problem, without problems that have fewer than `k` graded
+    ones, whose pass@k cannot be estimated. In `problems`, `n` counts all samples."""
     counts = {problem["id"]: (problem["n"] - problem["ungraded"], problem["c"]) for problem in problems}
-    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= max(ks)}
+    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= k}
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return `{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are strings, as in JSON."""
-    interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)))
-    return {
-        str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
-        for k, value, lower, upper in zip(ks, *map(np.asarray, interval), strict=True)
-    }
+    """Return `{"k": {"value", "lower", "upper"}}` with intervals over the problems with `n >= k`; keys are strings, as
+    in JSON."""
+    num_graded, num_correct = np.asarray(n), np.asarray(c)
+    table = {}
+    for k in ks:
+        has_pass_at_k = num_graded >= k
+        interval = pass_interval(pass_at_k(num_graded[has_pass_at_k], num_correct[has_pass_at_k], k))
+        value, lower, upper = map(float, interval)
+        table[str(k)] = {"value": value, "lower": lower, "upper": upper}
+    return table
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
@@ -143,7 +151,7 @@ def read_results(path: str | Path) -> Document:
     for field in _FIELDS:
         results[field]
     has_graded_problem = [
-        bool(results["k"]) and bool(graded_counts(benchmark["problems"], results["k"]))
+        bool(results["k"]) and bool(graded_counts(benchmark["problems"], max(results["k"])))
         for benchmark in results["benchmarks"].values()
     ]
     if not has_graded_problem or not all(has_graded_problem):
@@ -206,20 +214,37 @@ def _without_instruction(protocol: dict[str, Any]) -> dict[str, Any]:
 
 def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that files with one label are runs of one method: they name the same model, or a user has chosen the
-    label. A `ValueError` names two files that only share the default label of different models."""
+    label. A `ValueError` names two files that only share the default label of different models; of files of earlier
+    versions, which do not say who chose the label, a warning does."""
     first: dict[str, tuple[str, dict[str, Any]]] = {}  # by label
     for name, result in zip(names, results, strict=True):
         other_name, other = first.setdefault(result["method"], (name, result))
-        is_one_model = identifying_facts(other["model"]) == identifying_facts(result["model"])
-        if not is_one_model and (_has_default_label(other) or _has_default_label(result)):
+        if _is_one_model(other["model"], result["model"]):
+            continue
+        share_a_label = (
+            f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
+            "name, and measure different models."
+        )
+        if other.get("method_is_default") or result.get("method_is_default"):
             raise UserError(
-                f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
-                "name, and measure different models. Evaluate again with --method LABEL, which keeps the samples: "
-                "runs of one method share a label, two methods have two."
+                f"{share_a_label} Evaluate again with --method LABEL, which keeps the samples: runs of one method "
+                "share a label, two methods have two."
+            )
+        if _may_have_default_label(other) or _may_have_default_label(result):
+            logger.warning(
+                f"{share_a_label} They count as runs of one method. If they are two, evaluate again with --method "
+                "LABEL, which keeps the samples."
             )
 
 
-def _has_default_label(result: dict[str, Any]) -> bool:
-    """Return whether no one chose the label; files of earlier versions do not say it, and had the name of the
-    model."""
-    return result.get("method_is_default", result["method"] == result["model"].get("name", "").split("/")[-1])
+def _is_one_model(model: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two identities may be those of one model. Of a model of a server only the name is known, since
+    one model may be served at several addresses."""
+    if "server" in model or "server" in other:
+        return model.get("name") == other.get("name")
+    return identifying_facts(model) == identifying_facts(other)
+
+
+def _may_have_default_label(result: dict[str, Any]) -> bool:
+    """Return whether a file of an earlier version, which does not say who chose the label, has that of its model."""
+    return "method_is_default" not in result and result["method"] == result["model"].get("name", "").split("/")[-1]

@@ -6,6 +6,7 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
+import os
 import re
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -66,6 +67,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
         if entry["ungraded"]:
             print(f"  {entry['ungraded']} samples could not be graded and are left out of pass@k")
+        if entry["excluded"]:
+            numbers = ", ".join(f"{number} for k={k}" for k, number in entry["excluded"].items())
+            print(f"  problems with fewer than k graded samples, which are excluded from pass@k: {numbers}")
         if "programs" in entry:
             print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")
@@ -95,6 +99,7 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
+    args.warn_of_ignored_settings()
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks, model = load_benchmarks(args), identify_model(args)
@@ -115,6 +120,7 @@ def evaluate(
         tools = load_tools(args)
     make_directory(args.output_dir, "output_dir")
     entries: dict[str, Any] = {}
+    settings_not_sent: set[str] = set()
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
@@ -137,6 +143,7 @@ def evaluate(
             )
             generator = ConversationEngine(engine, *tools, prompt_args, benchmark) if engine and tools else engine
             records = _records(args, store, to_generate, generator, bar)
+            records = _collect_settings_not_sent(records, settings_not_sent)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
             entries[benchmark.name] = {
@@ -150,6 +157,8 @@ def evaluate(
                 entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(args, benchmark, graded)
     results = _results(args, model, prompt_digest, verifier, entries)
+    if settings_not_sent:
+        results["engine"]["settings_not_sent"] = sorted(settings_not_sent)
     write_results(Path(args.output_dir) / "results.json", results)
     return results
 
@@ -292,6 +301,15 @@ def _records(
             bar.update()
 
 
+def _collect_settings_not_sent(
+    records: Iterator[dict[str, Any]], settings_not_sent: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records, and add to `settings_not_sent` the neutral settings that a server rejected."""
+    for record in records:
+        settings_not_sent.update(record.get("settings_not_sent", ()))
+        yield record
+
+
 def grade_in_background(
     verifier: Verifier | CodeVerifier, problems: Sequence[Problem], records: Iterator[dict[str, Any]]
 ) -> tuple[dict[tuple[str, int], GradedSample], Counter[str]]:
@@ -407,12 +425,20 @@ def _results(
 
 def default_label(model: str) -> str:
     """Return the label of a model in tables: the name of a Hub id, or that of a directory, with the directories
-    around it as far as names like `checkpoint-100` or `seed-0` tell no runs apart."""
-    path = Path(model)
-    if not path.is_dir():
+    around it as far as names like `checkpoint-100` or `seed-0` tell no runs apart. Labels are published: directories
+    around the working directory, such as the home of a user, are no part of them, unless a relative path names
+    them."""
+    if not Path(model).is_dir():
         return model.split("/")[-1]
+    path = Path(os.path.abspath(model))  # with symbolic links, such as one from the working directory to a large disk
+    if path.is_relative_to(Path.cwd()):
+        parts = path.relative_to(Path.cwd()).parts
+    elif Path(model).is_absolute():
+        parts = ()
+    else:
+        parts = tuple(part for part in Path(model).parts if part != os.pardir)
     names: list[str] = []
-    for name in reversed(path.resolve().parts[1:]):
+    for name in reversed(parts or path.parts[-1:]):
         names.insert(0, name)
         if not _NAMES_MANY_RUNS.fullmatch(name):
             break

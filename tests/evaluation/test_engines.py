@@ -21,11 +21,13 @@ REQUESTS = [
 
 class Server(Loopback):
     """Answers like `vllm serve`: the text repeats what was asked. `failures` statuses are sent first, keys in
-    `unknown_keys` are rejected, and `message` has more entries of a message."""
+    `unknown_keys` are rejected with status `rejection` and, if it `names_keys`, their names, and `message` has more
+    entries of a message, `...` for one that it lacks."""
 
     def __init__(self):
         self.failures: list[int] = []
         self.unknown_keys: set[str] = set()
+        self.rejection, self.names_keys = 400, True
         self.message: dict = {}
         self.bodies: list[dict] = []
         super().__init__()
@@ -38,14 +40,17 @@ class Server(Loopback):
         if self.failures:
             return call.reply(self.failures.pop(), {"error": "busy"})
         if unknown := sorted(self.unknown_keys & body.keys()):
-            return call.reply(400, {"error": f"Unrecognized request arguments: {', '.join(unknown)}"})
+            names = f": {', '.join(unknown)}" if self.names_keys else ""
+            return call.reply(self.rejection, {"error": f"Unrecognized request arguments{names}"})
         self.bodies.append({**body, "authorization": call.headers["Authorization"]})
         if call.path.endswith("/v1/completions"):
             choice = {"text": f"{body['prompt']} {body['seed']}", "finish_reason": "length"}
             return call.reply(200, {"choices": [choice], "usage": {"completion_tokens": 8}})
         text = f"{body['messages'][-1]['content']} {body['seed']}"
-        message = {"message": {"role": "assistant", "content": text} | self.message, "finish_reason": "stop"}
-        call.reply(200, {"choices": [message], "usage": {"completion_tokens": 7}})
+        message = {"role": "assistant", "content": text} | self.message
+        message = {name: value for name, value in message.items() if value is not ...}
+        choice = {"message": message, "finish_reason": "stop"}
+        call.reply(200, {"choices": [choice], "usage": {"completion_tokens": 7}})
 
 
 @pytest.fixture
@@ -85,7 +90,7 @@ def test_server_engine_repeats_what_can_pass_and_gives_up_with_the_reason(server
     server.failures = [503] * 5
     with pytest.raises(RuntimeError, match="503"):
         list(engine.generate(REQUESTS[:1], SETTINGS))
-    server.failures = [400]
+    server.failures = [400, 400]  # also without neutral settings
     with pytest.raises(ValueError, match="400.*busy"):
         list(engine.generate(REQUESTS[:1], SETTINGS))
 
@@ -125,6 +130,25 @@ def test_a_server_that_knows_no_extensions_gets_no_neutral_ones(server, caplog):
         list(engine.generate(REQUESTS, SETTINGS))  # a setting of the user is not dropped
 
 
+@pytest.mark.parametrize("rejection", [400, 422])
+def test_a_server_that_does_not_name_the_keys_it_rejects_gets_no_neutral_ones(server, caplog, rejection):
+    server.unknown_keys, server.rejection, server.names_keys = {"min_p"}, rejection, False
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
+    answers = [completion for _, completion in engine.generate(REQUESTS, SETTINGS)]
+    assert all(completion.more == {"settings_not_sent": ["min_p", "repetition_penalty"]} for completion in answers)
+    assert {body["top_k"] for body in server.bodies} == {5} and len(answers) == 12  # set by the user
+    assert [record.levelname for record in caplog.records].count("WARNING") == 1
+    assert not any(body.keys() & {"min_p", "repetition_penalty"} for body in server.bodies)
+
+
+def test_a_request_that_is_rejected_for_another_reason_is_not_repeated(server):
+    server.unknown_keys, server.rejection = {"min_p"}, 403
+    engine = ServerEngine(server.url, "tiny", concurrency=1)
+    with pytest.raises(ValueError, match="403"):
+        list(engine.generate(REQUESTS[:1], SETTINGS))
+    assert not server.bodies
+
+
 def test_a_rejected_request_is_reported_as_the_server_does(server, caplog):
     server.unknown_keys = {"messages"}
     engine = ServerEngine(server.url, "tiny", concurrency=1)
@@ -134,12 +158,13 @@ def test_a_rejected_request_is_reported_as_the_server_does(server, caplog):
 
 
 @pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
-def test_reasoning_that_a_parser_took_out_of_the_answer_is_refused(server, key):
-    server.message = {"content": None, key: r"1+2 is \boxed{3}"}
+@pytest.mark.parametrize("content", [None, "", ...])
+def test_reasoning_that_a_parser_took_out_of_the_answer_is_refused(server, key, content):
+    server.message = {"content": content, key: r"1+2 is \boxed{3}"}
     engine = ServerEngine(server.url, "tiny", concurrency=1)
     with pytest.raises(ValueError, match="reasoning parser.*Start it without"):
         list(engine.generate(REQUESTS, SETTINGS))
-    server.message = {"content": None, key: None}
+    server.message = {"content": content, key: None}
     assert {completion.text for _, completion in engine.generate(REQUESTS, SETTINGS)} == {""}
     server.message = {key: "1+2"}
     assert all(completion.text for _, completion in engine.generate(REQUESTS, SETTINGS))

@@ -21,7 +21,7 @@ from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.requests import Completion, render_prompt
-from pacs_trl.evaluation.results import read_results
+from pacs_trl.evaluation.results import GradedSample, read_results, summarize
 from pacs_trl.evaluation.run import default_label, evaluate, load_benchmarks, requests_to_generate
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
@@ -130,6 +130,31 @@ def test_truncated_samples_are_graded_as_in_training(run, arguments, play):
     results = run(arguments, benchmarks=held_out(), max_problems=2, n=3, k="1")
     assert [problem["c"] for problem in results["benchmarks"]["miniature/addition"]["problems"]] == [2, 2]
     assert results["protocol"]["verifier"]["grade_truncated"] is False
+
+
+def test_results_state_the_settings_that_a_server_rejected(run, arguments, play):
+    def complete(request):
+        more = {"settings_not_sent": ["top_k", "min_p"]} if request.sample == 1 else {}
+        return Completion("1", 3, "stop", more=more)
+
+    play(complete)
+    changes = {"benchmarks": held_out(), "max_problems": 2, "k": "1"}
+    assert "settings_not_sent" not in run(arguments, n=1, **changes)["engine"]
+    for _ in range(2):  # the second run generates nothing
+        assert run(arguments, n=2, **changes)["engine"]["settings_not_sent"] == ["min_p", "top_k"]
+
+
+def test_the_command_prints_how_many_problems_each_k_excludes(arguments, monkeypatch, capsys):
+    """The first problem has two graded samples, the second has one, the third has none."""
+    graded = {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 0.0, ("1", 1): None, ("2", 0): None, ("2", 1): None}
+    samples = [GradedSample(problem, outcome, 3, "stop") for (problem, _), outcome in graded.items()]
+    summary = summarize(["0", "1", "2"], samples, [1, 2])
+    results = {"benchmarks": {"own": {"title": "own"} | summary}}
+    monkeypatch.setattr("pacs_trl.evaluation.run.evaluate", lambda *args, **kwargs: results)
+    assert main(command_line(arguments)) == 0
+    printed = capsys.readouterr().out
+    assert "3 samples could not be graded" in printed
+    assert "fewer than k graded samples" in printed and "1 for k=1, 2 for k=2" in printed
 
 
 def test_programs_run_in_the_sandbox(arguments, verifier, play):
@@ -276,11 +301,28 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
         ("outputs/pacs/seed-0/checkpoint-100", "pacs/seed-0/checkpoint-100"),
         ("outputs/grpo/final_model", "grpo/final_model"),
         ("models--org--base/snapshots/" + "0a" * 20, "models--org--base/snapshots/" + "0a" * 20),
+        ("model", "model"),
     ],
 )
-def test_the_label_of_a_directory_tells_runs_apart(tmp_path, path, label):
+def test_the_label_of_a_directory_tells_runs_apart(tmp_path, monkeypatch, path, label):
     (tmp_path / path).mkdir(parents=True)
-    assert default_label(str(tmp_path / path)) == label
+    monkeypatch.chdir(tmp_path)
+    for given in (path, f"./{path}/", str(tmp_path / path)):
+        assert default_label(given) == label
+
+
+def test_the_label_of_a_directory_has_no_names_around_the_working_directory(tmp_path, monkeypatch):
+    work = tmp_path / "alice" / "work"
+    for path in (work / "model", tmp_path / "alice" / "model", tmp_path / "alice" / "pacs" / "checkpoint-1"):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    assert default_label(str(work / "model")) == "model"
+    assert default_label(str(tmp_path / "alice" / "model")) == "model"
+    assert default_label(str(tmp_path / "alice" / "pacs" / "checkpoint-1")) == "checkpoint-1"
+    assert default_label("../model") == "model"
+    assert default_label("../pacs/checkpoint-1") == "pacs/checkpoint-1"  # as it was given
+    monkeypatch.chdir("model")
+    assert default_label(".") == "model"
 
 
 def test_the_label_of_a_hub_id_is_its_name():
@@ -328,11 +370,9 @@ def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint,
 @pytest.mark.parametrize(
     ("engine", "settings"),
     [
-        ("server", {"trust_remote_code": True, "revision": "v1", "dtype": "float32", "batch_size": 8}),
-        ("server", {"tensor_parallel_size": 2, "max_model_len": 100, "enforce_eager": True}),
-        ("transformers", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "max_model_len": 100}),
-        ("transformers", {"concurrency": 2, "base_url": "http://x/v1"}),
-        ("vllm", {"concurrency": 2, "batch_size": 8}),
+        ("server", {"trust_remote_code": True, "revision": "v1", "dtype": "float32", "max_model_len": 100}),
+        ("transformers", {"max_model_len": 100, "base_url": "http://x/v1"}),
+        ("vllm", {"base_url": "http://x/v1"}),
     ],
 )
 def test_settings_of_another_engine_are_refused(engine, settings):
@@ -340,6 +380,27 @@ def test_settings_of_another_engine_are_refused(engine, settings):
     for name, value in settings.items():
         with pytest.raises(ValueError, match=rf"^{name}={value!r} would be ignored with engine '{engine}'.*remove"):
             EvaluationArguments(**whole, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("server", {"batch_size": 8, "tensor_parallel_size": 2, "enforce_eager": True}),
+        ("transformers", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "concurrency": 2}),
+        ("vllm", {"concurrency": 2, "batch_size": 8}),
+    ],
+)
+def test_settings_of_another_engine_that_change_no_result_are_warned_of(verifier, caplog, engine, settings):
+    whole = {"model": "org/none", "benchmarks": "none", "output_dir": "o", "engine": engine}
+    args = EvaluationArguments(**whole, **settings)
+    with pytest.raises(ValueError, match="benchmark"):
+        evaluate(args, verifier)  # warns first
+    (warning,) = (record.message for record in caplog.records)
+    assert all(name in warning for name in settings) and repr(engine) in warning
+    caplog.clear()
+    with pytest.raises(ValueError, match="benchmark"):
+        evaluate(EvaluationArguments(**whole), verifier)
+    assert not caplog.records
 
 
 def test_settings_that_the_engine_reads_or_that_have_their_default_are_kept():

@@ -72,6 +72,19 @@ def test_scores_that_are_all_zero_have_intervals():
     assert difference[:3] == pytest.approx((0.0, -cell.upper, cell.upper))
 
 
+def test_a_problem_with_too_few_grades_for_the_largest_k_counts_for_smaller_ones():
+    result, other = make_results("PACS", 0.5), make_results("GRPO", 0.4)
+    result["benchmarks"]["aime_2024"]["problems"][0] |= {"ungraded": 1, "c": 7}
+    values = [pass_at_k(127, 7, 1), *pass_at_k(128, counts(result)[1:], 1)]
+    cells = tables.pass_at_k_cells([result], AIME, [1, 128])
+    assert cells[1].value == pytest.approx(100 * np.mean(values))
+    assert cells[128].value == pytest.approx(100 * pass_at_k(128, counts(result)[1:], 128).mean())
+    difference = tables.paired_difference([result], [other], AIME, [1, 128])
+    assert difference[1].value == pytest.approx(100 * np.mean(values - pass_at_k(128, counts(other), 1)))
+    both = [pass_at_k(128, counts(run)[1:], 128).mean() for run in (result, other)]
+    assert difference[128].value == pytest.approx(100 * (both[0] - both[1]))
+
+
 def test_samples_that_could_not_be_graded_are_left_out():
     result = make_results("PACS", 0.5)
     problems = result["benchmarks"]["aime_2024"]["problems"]
