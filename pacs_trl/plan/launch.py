@@ -13,6 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from ..errors import UserError
 from ..recipe import Recipe, adapter_config
 from ..rollouts.adapter_checks import max_lora_rank
+from ..rollouts.rollout_config import RolloutConfig
 from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
 from ..settings.trl_settings import SPLITTING_SIZES
 
@@ -134,9 +135,12 @@ def _variables_of_torchrun(kind: str, section: dict[str, Any], precision: str) -
     return " ".join(variables)
 
 
-def launch_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = ()) -> list[str]:
+def launch_commands(
+    path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = ()
+) -> dict[str, list[str]]:
     """
-    Return the commands of `recipes/launch` that start a recipe as it was planned, in the shell of this repository.
+    Return the commands of `recipes/launch` that start a recipe as it was planned, in the shell of this repository, by
+    headings that say what they start and where.
 
     Args:
         path (`str`): File of the recipe.
@@ -154,35 +158,49 @@ def launch_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overr
     gpus = launch.num_processes // nodes
     place = f"NNODES={nodes} NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS={gpus}" if nodes > 1 else f"GPUS={gpus}"
     settings = shlex.join([path, *overrides])
-    server_command = _server_command(recipe)
-    server = "" if server_command is None or training.vllm_server_base_url else ' --vllm_server_host "$SERVER"'
+    server_command, node = _server_command(recipe), _node_of_server(training)
+    server = "" if server_command is None or node is not None else ' --vllm_server_host "$SERVER"'
 
     # Scripts of schedulers keep the completions of an optimizer step, which a plan may not do.
     keeps_batch = recipe.run.keep_global_batch or recipe.run.expected_processes == launch.num_processes
     batch = "" if keeps_batch else " --keep_global_batch false"
 
-    commands = []
+    commands = {}
     if server_command is not None:
-        node = urlsplit(training.vllm_server_base_url).hostname if training.vllm_server_base_url else "$SERVER"
         shares = ", which shares output_dir" if training.vllm_sync_adapter else ""
-        commands.append(f"{server_command}    # on the node {node}{shares}")
+        commands[f"This starts the server, on the node {node or '$SERVER'}{shares}:"] = [server_command]
+
     file = _accelerate_file(recipe, launch)
     variable = f"ACCELERATE_FILE={shlex.quote(file)} " if file is not None else ""
+    of_each_node = []
     if file is not None:
-        commands.append(f"{variable}{place} recipes/launch/accelerate.sh {settings}{server}")
+        of_each_node.append(f"{variable}{place} recipes/launch/accelerate.sh {settings}{server}")
     if launch.torchrun is not None:
         variables = [launch.torchrun] if launch.torchrun else []
         if not training.needs_gpu:
             variables.append("ACCELERATE_USE_CPU=true")
-        commands.append(" ".join([*variables, place, f"recipes/launch/torchrun.sh {settings}{server}"]))
+        of_each_node.append(" ".join([*variables, place, f"recipes/launch/torchrun.sh {settings}{server}"]))
+    what = "This starts the run" if len(of_each_node) == 1 else "One of these starts the run"
+    where = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
+    commands[f"{what}, on {where}:"] = of_each_node
+
     if file is not None:
         slurm = f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh"
-        commands.append(f"{variable}{slurm} {settings}{batch}{server}")
+        commands["Or this, once, as a job of Slurm:"] = [f"{variable}{slurm} {settings}{batch}{server}"]
     starts_server = server and not training.vllm_sync_adapter and training.vllm_server_port == DEFAULT_PORT
     if starts_server and file is not None and nodes == 1 and gpus == 4:
         words = shlex.join([path, recipe.model_name, *overrides])
-        commands.append(f"{variable}recipes/launch/four_plus_four.sh {words}{batch}    # both on one node")
+        command = f"{variable}recipes/launch/four_plus_four.sh {words}{batch}"
+        commands["Or this, which starts both the server and the run on one node:"] = [command]
     return commands
+
+
+def _node_of_server(training: RolloutConfig) -> str | None:
+    """Return the node of the vLLM server that the settings name, `None` if they leave TRL's default."""
+    if training.vllm_server_base_url:
+        return urlsplit(training.vllm_server_base_url).hostname
+    default = RolloutConfig.__dataclass_fields__["vllm_server_host"].default
+    return training.vllm_server_host if training.vllm_server_host != default else None
 
 
 def _server_command(recipe: Recipe) -> str | None:
