@@ -37,7 +37,7 @@ class Launch:
     accelerate file `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets
     neither `bf16` nor `fp16`, and whether it sets `fsdp_activation_checkpointing`. `accelerate_config` is the path of
     that file, and `torchrun` are the variables with which `recipes/launch/torchrun.sh` starts the same processes
-    (`None` if it cannot).
+    (`None` if it cannot). FSDP keeps `replicas` of the training state (`dp_replicate_size`).
     """
 
     num_processes: int
@@ -49,6 +49,12 @@ class Launch:
     fsdp_recomputes: bool = False
     accelerate_config: str | None = None
     torchrun: str | None = None
+    replicas: int = 1
+
+    @property
+    def shard_group(self) -> int:
+        """Number of processes over which a sharded training state is divided."""
+        return self.num_processes // self.replicas
 
     @property
     def is_zero3(self) -> bool:
@@ -71,7 +77,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         kind = getattr(config.distributed_type, "value", config.distributed_type)
         count = config.num_processes if num_processes is None else num_processes
         section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
-        version, problem = None, ""
+        version, problem, replicas = None, "", 1
         sharding, words = _SHARDING.get(kind, ""), kind
         if kind not in _SHARDING:
             problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes."
@@ -80,6 +86,12 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         elif kind == "FSDP":
             section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
             version = int(section.get("fsdp_version", 1))
+            replicas = int(config.parallelism_config.get("parallelism_config_dp_replicate_size", 1))
+            if replicas < 1 or count % replicas:
+                problem = (
+                    f"parallelism_config_dp_replicate_size={replicas} does not divide the {count} processes. Set it "
+                    "to the number of copies of the training state."
+                )
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
             stage = section.get("zero_stage", 2)  # accelerate's default
@@ -99,7 +111,16 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
     torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
     launch = Launch(
-        count, sharding, description, kind, version, precision, recomputes, accelerate_config, torchrun=torchrun
+        num_processes=count,
+        sharding=sharding,
+        description=description,
+        kind=kind,
+        fsdp_version=version,
+        mixed_precision=precision,
+        fsdp_recomputes=recomputes,
+        accelerate_config=accelerate_config,
+        torchrun=torchrun,
+        replicas=replicas,
     )
     return launch, []
 
