@@ -223,12 +223,18 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         """Return the settings that may be published; trackers receive them."""
         return published(super().to_dict())
 
-    def _parallelism_error(self) -> str | None:
-        """Return why accelerate's parallelism, of `parallelism_config` or of `accelerate launch`, cannot be used:
-        processes that share a model or its sequences have no completions of their own."""
+    @property
+    def launched_parallelism(self) -> ParallelismConfig | None:
+        """accelerate's parallelism, of `parallelism_config` or of `accelerate launch`; `None` if neither sets it."""
         config = self.parallelism_config
         if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-            config = ParallelismConfig()  # reads the variables that the launcher sets
+            return ParallelismConfig()  # reads the variables that the launcher sets
+        return config
+
+    def _parallelism_error(self) -> str | None:
+        """Return why accelerate's parallelism cannot be used: processes that share a model or its sequences have no
+        completions of their own."""
+        config = self.launched_parallelism
         sizes = {} if config is None else {name: getattr(config, name) for name in SPLITTING_SIZES}
         if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
             return (
