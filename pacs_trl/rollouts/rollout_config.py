@@ -17,7 +17,7 @@ from ..evaluation.benchmarks import checked_name
 from ..redaction import published
 from ..settings import did_you_mean
 from ..settings.checks import refuse_illegal_values, refused_settings
-from ..settings.fields import setting, switch
+from ..settings.fields import read_switches, setting, switch
 from ..settings.names import require_deepspeed
 from ..settings.trl_settings import SPLITTING_SIZES
 from ..update.step_sizes import BatchSizes
@@ -186,6 +186,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
 
     def __post_init__(self):
+        read_switches(self)
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
             self.eval_benchmarks = [self.eval_benchmarks]
