@@ -100,7 +100,7 @@ def test_without_an_accelerate_file_the_commands_start_ddp(commands):
 def test_commands_of_a_run_with_a_server_start_it(commands):
     file = ("--accelerate_config", f"{CONFIGS}/fsdp2.yaml", "--num_processes")
     printed = commands("recipes/qwen3-4b/pacs_async.yaml", *file, "4", "--nodes", "1")
-    assert printed["server.sh"].startswith("recipes/launch/server.sh Qwen/Qwen3-4B ")
+    assert printed["server.sh"] == "recipes/launch/server.sh Qwen/Qwen3-4B"
     assert printed["accelerate.sh"].endswith(' --vllm_server_host "$SERVER"')
     both = "recipes/launch/four_plus_four.sh recipes/qwen3-4b/pacs_async.yaml Qwen/Qwen3-4B"
     assert both in printed["four_plus_four.sh"]
@@ -120,7 +120,46 @@ def test_the_server_listens_where_the_run_looks_for_it(commands):
     port = commands(*recipe, "--vllm_server_port", "8123")
     assert port["server.sh"].startswith("PORT=8123 recipes/launch/server.sh ") and "four_plus_four.sh" not in port
     address = commands(*recipe, "--vllm_server_base_url", "http://node9:8123")
-    assert address["server.sh"].endswith("# on the node node9") and "$SERVER" not in address["accelerate.sh"]
+    assert "$SERVER" not in address["accelerate.sh"]
+
+
+@pytest.mark.parametrize("setting", [("host", "10.0.0.5"), ("base_url", "http://10.0.0.5:8000")])
+def test_a_server_whose_address_is_set_is_named_once(capsys, setting):
+    """A second option would override it; a server on the node of the trainer is another one."""
+    option, value = f"--vllm_server_{setting[0]}", setting[1]
+    recipe = ["--config", "recipes/qwen3-4b/pacs_async.yaml", "--accelerate_config", f"{CONFIGS}/fsdp2.yaml"]
+    plan([*recipe, "--num_processes", "4", "--nodes", "1", option, value])
+    printed = capsys.readouterr().out
+    assert "This starts the server, on the node 10.0.0.5:\n  recipes/launch/server.sh " in printed
+    assert f"accelerate.sh recipes/qwen3-4b/pacs_async.yaml {option} {value}\n" in printed
+    assert "$SERVER" not in printed and "four_plus_four.sh" not in printed
+
+
+def test_headings_say_where_a_command_is_run(capsys):
+    """Those of a scheduler, of the server, and of both on one node are not run on each node."""
+    recipe = ["--config", "recipes/qwen3-4b/pacs_async.yaml", "--accelerate_config", f"{CONFIGS}/fsdp2.yaml"]
+    headings = {}
+    for nodes, processes in (("1", "4"), ("2", "8")):
+        plan([*recipe, "--num_processes", processes, "--nodes", nodes])
+        heading = ""
+        for line in capsys.readouterr().out.splitlines():
+            if not line.startswith(" "):
+                heading = line
+            elif "recipes/launch/" in line:
+                headings[nodes, line.split("recipes/launch/")[1].split()[0]] = heading
+    server, job = "This starts the server, on the node $SERVER:", "Or this, once, as a job of Slurm:"
+    each = "One of these starts the run, on each node, whose number is $NODE_RANK; $HEAD is the address of node 0:"
+    assert headings == {
+        ("1", "server.sh"): server,
+        ("1", "accelerate.sh"): "One of these starts the run, on this node:",
+        ("1", "torchrun.sh"): "One of these starts the run, on this node:",
+        ("1", "slurm.sh"): job,
+        ("1", "four_plus_four.sh"): "Or this, which starts both the server and the run on one node:",
+        ("2", "server.sh"): server,
+        ("2", "accelerate.sh"): each,
+        ("2", "torchrun.sh"): each,
+        ("2", "slurm.sh"): job,
+    }
 
 
 def test_continuous_rollouts_have_one_server_on_the_machine_of_the_trainer(capsys):

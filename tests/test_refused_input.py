@@ -381,3 +381,16 @@ def test_columns_of_a_transform_are_those_of_its_first_row(tmp_path):
     with pytest.raises(ValueError, match="train_dataset has no column `prompt`"):
         more = {"train_dataset": addition_dataset().with_transform(lambda batch: {"text": batch["prompt"]})}
         build_trainer(tmp_path, model="none", more=more)
+
+
+def test_a_transform_keeps_only_the_columns_that_trl_keeps(tmp_path):
+    """With `remove_unused_columns` the transform of a run gets no others, and the check calls it as the run does."""
+
+    def of_solution(batch):
+        return {"prompt": [f"{solution}+1=" for solution in batch["solution"]]}
+
+    more = {"train_dataset": addition_dataset().with_transform(of_solution)}
+    with pytest.raises(UserError, match="transform of train_dataset reads the column 'solution'.*: false"):
+        build_trainer(tmp_path, model="none", more=more, reward=squared_length, remove_unused_columns=True)
+    more = {"train_dataset": addition_dataset().with_transform(lambda batch: {"prompt": batch["prompt"]})}
+    build_trainer(tmp_path, more=more, reward=squared_length, remove_unused_columns=True).train()

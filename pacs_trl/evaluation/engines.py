@@ -25,7 +25,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ..data import check_chat_template_kwargs
 from ..data.images import image_blocks, prompt_with_images
 from ..errors import FailedRun, UserError
 from ..redaction import without_secrets
@@ -392,15 +391,10 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
 
 
 def start_engine(args: EvaluationArguments) -> Any:
-    """Start the engine that the arguments name. Raises a `ValueError` if the chat template would ignore a key of
-    `chat_template_kwargs`, or the server does not serve the model."""
+    """Start the engine that the arguments name. Raises a `ValueError` if the server does not serve the model."""
     template = args.chat_template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
-    if template:  # checked before weights are loaded
-        from transformers import AutoTokenizer
-
-        check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, **args.loading), template)
     common: dict[str, Any] = {**args.loading, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "transformers":
         return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)

@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..data import gym, instruction_for
+from ..data import check_chat_template_kwargs, gym, instruction_for
 from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
@@ -112,6 +112,8 @@ def evaluate(
             f"{', '.join(needs_template)} has messages as prompts, and {args.model} has no chat template. Evaluate a "
             "model with one, or write whole prompts as text into a column `prompt`."
         )
+    if tokenizer is not None and needs_template:
+        check_chat_template_kwargs(tokenizer, args.chat_template_kwargs)
     tools = None
     if args.calls_tools:
         _check_conversations(benchmarks)

@@ -76,8 +76,11 @@ def critic_prompt_path(name: str) -> Path:
 
 
 def template_error(name: str) -> str | None:
-    """Return what a critic prompt lacks, by name or path; `None` if it is complete."""
-    template = critic_prompt_path(name).read_text(encoding="utf-8")
+    """Return why a critic prompt, by name or path, cannot be read, or what it lacks; `None` if it is complete."""
+    try:
+        template = critic_prompt_path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return f"critic_prompt={name!r} cannot be read ({error}). Name a template or a .txt file in UTF-8."
     missing = [word for word in ("problem", "response") if f"{{{word}}}" not in template]
     if missing:
         return f"critic_prompt={name!r} lacks {{{missing[0]}}}. Add it where the critic is to read the {missing[0]}."

@@ -157,10 +157,10 @@ def print_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overri
         commands = launch_commands(path, recipe, launch, nodes, overrides)
     except UserError as error:
         return [str(error)]
-    what = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
-    print(f"One of these starts it, on {what}:")
-    for command in commands:
-        print(f"  {command}")
+    for heading, lines in commands.items():
+        print(heading)
+        for line in lines:
+            print(f"  {line}")
     return []
 
 

@@ -313,7 +313,7 @@ class Costs:
             has_adapter=model.use_peft,
             sharding=launch.sharding,
             is_fsdp=launch.kind == "FSDP",
-            processes=run.num_gpus,
+            processes=launch.shard_group,
             memory_bytes=run.gpu.memory_bytes,
             critic=critic_shape,
         )
@@ -532,7 +532,7 @@ class Costs:
             forward = shape.forward_flops(tokens, workload.attended(self.tokens))
             flops += passes.in_forward_passes(self.recomputation) * forward
             seconds += workload.seconds_of(shape, passes, self.recomputation, self.tokens)
-            processes = run.num_gpus if run.launch.sharding != "none" else 1
+            processes = run.launch.shard_group if run.launch.sharding != "none" else 1
             seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, run.gpu)
         return flops, seconds
 

@@ -13,6 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from ..errors import UserError
 from ..recipe import Recipe, adapter_config
 from ..rollouts.adapter_checks import max_lora_rank
+from ..rollouts.rollout_config import RolloutConfig
 from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
 from ..settings.trl_settings import SPLITTING_SIZES
 
@@ -36,7 +37,7 @@ class Launch:
     accelerate file `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets
     neither `bf16` nor `fp16`, and whether it sets `fsdp_activation_checkpointing`. `accelerate_config` is the path of
     that file, and `torchrun` are the variables with which `recipes/launch/torchrun.sh` starts the same processes
-    (`None` if it cannot).
+    (`None` if it cannot). FSDP keeps `replicas` of the training state (`dp_replicate_size`).
     """
 
     num_processes: int
@@ -48,6 +49,12 @@ class Launch:
     fsdp_recomputes: bool = False
     accelerate_config: str | None = None
     torchrun: str | None = None
+    replicas: int = 1
+
+    @property
+    def shard_group(self) -> int:
+        """Number of processes over which a sharded training state is divided."""
+        return self.num_processes // self.replicas
 
     @property
     def is_zero3(self) -> bool:
@@ -70,7 +77,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         kind = getattr(config.distributed_type, "value", config.distributed_type)
         count = config.num_processes if num_processes is None else num_processes
         section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
-        version, problem = None, ""
+        version, problem, replicas = None, "", 1
         sharding, words = _SHARDING.get(kind, ""), kind
         if kind not in _SHARDING:
             problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes."
@@ -79,6 +86,12 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         elif kind == "FSDP":
             section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
             version = int(section.get("fsdp_version", 1))
+            replicas = int(config.parallelism_config.get("parallelism_config_dp_replicate_size", 1))
+            if replicas < 1 or count % replicas:
+                problem = (
+                    f"parallelism_config_dp_replicate_size={replicas} does not divide the {count} processes. Set it "
+                    "to the number of copies of the training state."
+                )
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
             stage = section.get("zero_stage", 2)  # accelerate's default
@@ -98,7 +111,16 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
     torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
     launch = Launch(
-        count, sharding, description, kind, version, precision, recomputes, accelerate_config, torchrun=torchrun
+        num_processes=count,
+        sharding=sharding,
+        description=description,
+        kind=kind,
+        fsdp_version=version,
+        mixed_precision=precision,
+        fsdp_recomputes=recomputes,
+        accelerate_config=accelerate_config,
+        torchrun=torchrun,
+        replicas=replicas,
     )
     return launch, []
 
@@ -134,9 +156,12 @@ def _variables_of_torchrun(kind: str, section: dict[str, Any], precision: str) -
     return " ".join(variables)
 
 
-def launch_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = ()) -> list[str]:
+def launch_commands(
+    path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = ()
+) -> dict[str, list[str]]:
     """
-    Return the commands of `recipes/launch` that start a recipe as it was planned, in the shell of this repository.
+    Return the commands of `recipes/launch` that start a recipe as it was planned, in the shell of this repository, by
+    headings that say what they start and where.
 
     Args:
         path (`str`): File of the recipe.
@@ -154,35 +179,49 @@ def launch_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overr
     gpus = launch.num_processes // nodes
     place = f"NNODES={nodes} NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS={gpus}" if nodes > 1 else f"GPUS={gpus}"
     settings = shlex.join([path, *overrides])
-    server_command = _server_command(recipe)
-    server = "" if server_command is None or training.vllm_server_base_url else ' --vllm_server_host "$SERVER"'
+    server_command, node = _server_command(recipe), _node_of_server(training)
+    server = "" if server_command is None or node is not None else ' --vllm_server_host "$SERVER"'
 
     # Scripts of schedulers keep the completions of an optimizer step, which a plan may not do.
     keeps_batch = recipe.run.keep_global_batch or recipe.run.expected_processes == launch.num_processes
     batch = "" if keeps_batch else " --keep_global_batch false"
 
-    commands = []
+    commands = {}
     if server_command is not None:
-        node = urlsplit(training.vllm_server_base_url).hostname if training.vllm_server_base_url else "$SERVER"
         shares = ", which shares output_dir" if training.vllm_sync_adapter else ""
-        commands.append(f"{server_command}    # on the node {node}{shares}")
+        commands[f"This starts the server, on the node {node or '$SERVER'}{shares}:"] = [server_command]
+
     file = _accelerate_file(recipe, launch)
     variable = f"ACCELERATE_FILE={shlex.quote(file)} " if file is not None else ""
+    of_each_node = []
     if file is not None:
-        commands.append(f"{variable}{place} recipes/launch/accelerate.sh {settings}{server}")
+        of_each_node.append(f"{variable}{place} recipes/launch/accelerate.sh {settings}{server}")
     if launch.torchrun is not None:
         variables = [launch.torchrun] if launch.torchrun else []
         if not training.needs_gpu:
             variables.append("ACCELERATE_USE_CPU=true")
-        commands.append(" ".join([*variables, place, f"recipes/launch/torchrun.sh {settings}{server}"]))
+        of_each_node.append(" ".join([*variables, place, f"recipes/launch/torchrun.sh {settings}{server}"]))
+    what = "This starts the run" if len(of_each_node) == 1 else "One of these starts the run"
+    where = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
+    commands[f"{what}, on {where}:"] = of_each_node
+
     if file is not None:
         slurm = f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh"
-        commands.append(f"{variable}{slurm} {settings}{batch}{server}")
+        commands["Or this, once, as a job of Slurm:"] = [f"{variable}{slurm} {settings}{batch}{server}"]
     starts_server = server and not training.vllm_sync_adapter and training.vllm_server_port == DEFAULT_PORT
     if starts_server and file is not None and nodes == 1 and gpus == 4:
         words = shlex.join([path, recipe.model_name, *overrides])
-        commands.append(f"{variable}recipes/launch/four_plus_four.sh {words}{batch}    # both on one node")
+        command = f"{variable}recipes/launch/four_plus_four.sh {words}{batch}"
+        commands["Or this, which starts both the server and the run on one node:"] = [command]
     return commands
+
+
+def _node_of_server(training: RolloutConfig) -> str | None:
+    """Return the node of the vLLM server that the settings name, `None` if they leave TRL's default."""
+    if training.vllm_server_base_url:
+        return urlsplit(training.vllm_server_base_url).hostname
+    default = RolloutConfig.__dataclass_fields__["vllm_server_host"].default
+    return training.vllm_server_host if training.vllm_server_host != default else None
 
 
 def _server_command(recipe: Recipe) -> str | None:

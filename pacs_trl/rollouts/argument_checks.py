@@ -66,7 +66,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     for name in ("train_dataset", "eval_dataset"):
         dataset, title = arguments[name], name
         if args.remove_unused_columns:
-            dataset, title = without_unused_columns(dataset), f"{name} with remove_unused_columns=True"
+            dataset, title = without_unused_columns(name, dataset), f"{name} with remove_unused_columns=True"
         check_dataset(title, dataset, functions, passed)
     check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])

@@ -59,13 +59,25 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
                 ) from error
 
 
-def without_unused_columns(dataset: Any) -> Any:
-    """Return a dataset, or a dict of datasets, with the columns that TRL keeps with `remove_unused_columns`."""
+def without_unused_columns(name: str, dataset: Any) -> Any:
+    """Return a dataset, or a dict of datasets, with the columns that TRL keeps with `remove_unused_columns`. Raises a
+    `ValueError` if a transform reads others; `name` is that of the dataset in errors."""
     if isinstance(dataset, dict):
-        return {key: without_unused_columns(part) for key, part in dataset.items()}
+        return {key: without_unused_columns(f"{name}[{key!r}]", part) for key, part in dataset.items()}
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.column_names is None:
         return dataset
-    return dataset.select_columns([name for name in ("prompt", "image", "images") if name in dataset.column_names])
+    columns = [column for column in ("prompt", "image", "images") if column in dataset.column_names]
+    kept = dataset.select_columns(columns)
+    try:
+        columns_of(kept)  # calls the transform
+    except KeyError as error:
+        if error.args[0] not in dataset.column_names:  # an error of the transform
+            raise
+        raise UserError(
+            f"The transform of {name} reads the column {error}, which remove_unused_columns: true removes. Set "
+            "remove_unused_columns: false."
+        ) from error
+    return kept
 
 
 def check_columns(name: str, columns: Iterable[str], *, needs_prompt: bool = True) -> None:

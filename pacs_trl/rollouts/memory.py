@@ -309,7 +309,7 @@ def _room(
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
         is_fsdp=uses_plugin(args, "FSDP"),
-        processes=args.world_size,
+        processes=_shard_group(args),
         memory_bytes=memory.total,
     )
     on_device = sum(p.nbytes for p in parameters if p.device.type == args.device.type != "cpu")
@@ -374,6 +374,14 @@ def _sharding(args: RolloutConfig) -> str:
     if uses_plugin(args, "FSDP") or is_deepspeed_zero3_enabled():
         return "full"
     return "gradients" if uses_plugin(args, "DEEPSPEED") else "none"
+
+
+def _shard_group(args: RolloutConfig) -> int:
+    """Return the number of processes over which a sharded training state is divided; FSDP may keep replicas of it."""
+    parallelism = args.launched_parallelism
+    if parallelism is None or not uses_plugin(args, "FSDP"):
+        return args.world_size
+    return args.world_size // parallelism.dp_replicate_size
 
 
 def _check_fsdp(args: RolloutConfig) -> None:

@@ -17,7 +17,7 @@ from ..evaluation.benchmarks import checked_name
 from ..redaction import published
 from ..settings import did_you_mean
 from ..settings.checks import refuse_illegal_values, refused_settings
-from ..settings.fields import setting, switch
+from ..settings.fields import read_switches, setting, switch
 from ..settings.names import require_deepspeed
 from ..settings.trl_settings import SPLITTING_SIZES
 from ..update.step_sizes import BatchSizes
@@ -186,6 +186,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
 
     def __post_init__(self):
+        read_switches(self)
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
             self.eval_benchmarks = [self.eval_benchmarks]
@@ -223,12 +224,18 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         """Return the settings that may be published; trackers receive them."""
         return published(super().to_dict())
 
-    def _parallelism_error(self) -> str | None:
-        """Return why accelerate's parallelism, of `parallelism_config` or of `accelerate launch`, cannot be used:
-        processes that share a model or its sequences have no completions of their own."""
+    @property
+    def launched_parallelism(self) -> ParallelismConfig | None:
+        """accelerate's parallelism, of `parallelism_config` or of `accelerate launch`; `None` if neither sets it."""
         config = self.parallelism_config
         if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-            config = ParallelismConfig()  # reads the variables that the launcher sets
+            return ParallelismConfig()  # reads the variables that the launcher sets
+        return config
+
+    def _parallelism_error(self) -> str | None:
+        """Return why accelerate's parallelism cannot be used: processes that share a model or its sequences have no
+        completions of their own."""
+        config = self.launched_parallelism
         sizes = {} if config is None else {name: getattr(config, name) for name in SPLITTING_SIZES}
         if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
             return (

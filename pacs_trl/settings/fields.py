@@ -4,7 +4,7 @@ docs/settings.md print. Loads no library."""
 import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -88,6 +88,15 @@ def switch_value(word: str) -> bool | str:
 def switch(default: bool | str | None, help: str) -> Any:
     """Return a dataclass field for one setting that is true, false, or `"auto"`; its type is a `Literal` of these."""
     return field(default=default, metadata={"help": help, "action": Switch})
+
+
+def read_switches(config: Any) -> None:
+    """Replace 0 and 1 by booleans in the fields of a configuration that [`switch`] declares, as a [`Switch`] reads
+    them on a command line and TRL in its boolean settings."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if each.metadata.get("action") is Switch and value in (0, 1):
+            setattr(config, each.name, bool(value))
 
 
 @cache

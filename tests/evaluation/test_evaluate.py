@@ -90,6 +90,26 @@ def test_text_prompts_need_no_chat_template(run, arguments, checkpoint, tmp_path
     assert run(own, n=2, k="1")["prompt_digest"] == results["prompt_digest"]
 
 
+def test_template_arguments_are_for_messages_only(run, arguments, tmp_path):
+    """As in training: text prompts are not rendered."""
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
+    own = arguments | {"benchmarks": str(file), "chat_template_kwargs": {"enable_thinking": False}}
+    assert run(own, n=2, k="1")["benchmarks"]["own"]["instruction"] is None
+    with pytest.raises(ValueError, match="enable_thinking"):
+        run(own | {"benchmarks": arguments["benchmarks"]}, n=2, k="1")
+
+
+def test_template_arguments_are_those_of_the_template_of_a_processor(run, arguments, checkpoint, tmp_path):
+    """Models that read images have it in chat_template.json, and generation uses it."""
+    model = Path(without_template(checkpoint, tmp_path / "base"))
+    template = "{% if shout %}LOUD {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    run(arguments, model=str(model), chat_template_kwargs={"shout": True}, n=2, k="1")
+    with pytest.raises(ValueError, match="would ignore shuot"):
+        run(arguments, model=str(model), chat_template_kwargs={"shuot": True}, n=2, k="1")
+
+
 def test_messages_need_a_chat_template_before_the_model_is_loaded(run, arguments, checkpoint, tmp_path, monkeypatch):
     monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("the model is loaded"))
     with pytest.raises(ValueError, match="math_500 has messages.* no chat template. Evaluate .*`prompt`"):

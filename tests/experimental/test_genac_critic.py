@@ -11,6 +11,7 @@ from support.seeds import shifted
 from support.tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
+from pacs_trl.errors import UserError
 from pacs_trl.experimental._critic import (
     CRITIC_PROMPTS,
     Actor,
@@ -235,3 +236,14 @@ def test_an_answer_ends_at_its_first_tag_or_end_token(text):
     first = next((n for n in range(1, end) if "</answer>" in TOKENIZER.decode(ids[:n])), end)
     assert answer_length(TOKENIZER, ids, "</answer>", {TOKENIZER.eos_token_id}) == first
     assert answer_length(TOKENIZER, ids, None, {TOKENIZER.eos_token_id}) == end
+
+
+@pytest.mark.parametrize("content", [None, "Réponse {problem} {response} <answer>{score}</answer>".encode("latin-1")])
+def test_a_critic_prompt_that_cannot_be_read_is_an_error_of_the_user(tmp_path, content):
+    path = tmp_path / "prompt.txt"
+    if content is not None:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="critic_prompt=.* cannot be read .*UTF-8"):
+            GenACConfig(str(tmp_path), critic_prompt=str(path), report_to="none", use_cpu=True)
+    with pytest.raises(UserError, match="critic_prompt=.* cannot be read .*UTF-8"):
+        CriticPrompt(str(path))

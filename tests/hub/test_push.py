@@ -12,7 +12,7 @@ from support.results_world import make_results
 from support.runs import build_trainer
 
 from pacs_trl.cli import run
-from pacs_trl.errors import FailedRun
+from pacs_trl.errors import FailedRun, UserError
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import push
 
@@ -124,6 +124,13 @@ def test_the_main_branch_and_references_are_not_created(checkpoint, hub):
     hub.created[REPO] = ["refs%2Fpr%2F1"]
     push_it(checkpoint, hub, revision="refs/pr/1", commit_message="Again", results=None)
     assert hub.created[REPO] == ["refs%2Fpr%2F1"]
+
+
+def test_a_commit_is_no_branch(checkpoint, hub):
+    """The Hub would create a branch with the name of the commit."""
+    with pytest.raises(UserError, match=f"revision {'c' * 40} is a commit.* Name a branch"):
+        push_it(checkpoint, hub, revision="c" * 40)
+    assert hub.calls == []
 
 
 def test_a_failed_push_without_a_token_says_how_to_log_in(checkpoint, hub, monkeypatch):

@@ -168,6 +168,23 @@ def test_weights_that_are_packed_count_with_the_bytes_that_they_have(tmp_path, m
     assert plans[1].room - plans[0].room == pytest.approx(2 * STATE / 8, abs=1)
 
 
+def test_replicas_of_fsdp_need_the_memory_of_the_processes_of_one(tmp_path, monkeypatch):
+    """Two replicas on 8 processes leave the room of one replica on 4."""
+    on_device(monkeypatch, 1e9)
+    args = config(tmp_path, **AUTO)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+
+    def room(processes: int) -> float:
+        monkeypatch.setattr(type(args), "world_size", processes)
+        return memory.plan_memory(MODEL, args, None, 100).room
+
+    on_four, on_eight = room(4), room(8)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    assert room(8) == on_four < on_eight
+
+
 def test_an_optimizer_that_is_not_known_is_not_refused(tmp_path, monkeypatch, caplog):
     """Adafactor needs less than the two moments that are counted. The longest completion, 1,040 tokens, and all is
     computed again."""
