@@ -4,6 +4,7 @@ Report, model card, and Hub metadata are made from it without torch or the sampl
 changes its meaning.
 """
 
+import itertools
 import json
 import logging
 import os
@@ -82,12 +83,14 @@ def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> di
     in JSON."""
     num_graded, num_correct = np.asarray(n), np.asarray(c)
     table = {}
-    for k in ks:
-        has_pass_at_k = num_graded >= k
-        interval = pass_interval(pass_at_k(num_graded[has_pass_at_k], num_correct[has_pass_at_k], k))
-        value, lower, upper = map(float, interval)
-        table[str(k)] = {"value": value, "lower": lower, "upper": upper}
-    return table
+    # Values of k that exclude equally many problems exclude the same ones, and are computed together.
+    for _, group in itertools.groupby(sorted(ks), key=lambda k: int((num_graded < k).sum())):
+        ks_of_group = list(group)
+        is_included = num_graded >= ks_of_group[0]
+        interval = pass_interval(pass_at_k(num_graded[is_included], num_correct[is_included], ks_of_group))
+        for k, value, lower, upper in zip(ks_of_group, *map(np.asarray, interval), strict=True):
+            table[k] = {"value": float(value), "lower": float(lower), "upper": float(upper)}
+    return {str(k): table[k] for k in ks}
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
