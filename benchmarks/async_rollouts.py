@@ -37,7 +37,7 @@ class InTurn(LateBatches):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        self.lag = 1  # slots
+        self.lag = 1  # copies of the trained weights
 
     def _submit(self, number):
         if number == self.next_number:

@@ -40,7 +40,11 @@ def steps_hold(problem: str, steps: list[str]) -> list[bool]:
 
 
 def step_reward(
-    completions: list, prompts: list, completion_ids: list[list[int]], **kwargs: Any
+    completions: list,
+    prompts: list,
+    completion_ids: list[list[int]],
+    truncated: list[bool] | None = None,
+    **kwargs: Any,
 ) -> list[list[tuple[int, float]] | None]:
     """
     Return the process labels of `miniature/terms`.
@@ -48,14 +52,14 @@ def step_reward(
     Args:
         completions (`list`), prompts (`list`): Conversations whose prompt is the sum (`prompt_instruction: ""`).
         completion_ids (`list[list[int]]`): Tokens of each completion, from the trainer.
-        **kwargs: Arguments of [`math_reward`].
+        truncated (`list[bool]`, *optional*), **kwargs: Arguments of [`math_reward`].
 
     Returns:
         `list[list[tuple[int, float]] | None]`: (position, label) pairs of each completion; `None` for no verdict.
     """
     comma = _comma()
     labels: list[list[tuple[int, float]] | None] = []
-    outcomes = math_reward(completions, prompts=prompts, **kwargs)
+    outcomes = math_reward(completions, prompts=prompts, truncated=truncated, **kwargs)
     for prompt, completion, ids, outcome in zip(prompts, completions, completion_ids, outcomes, strict=True):
         ends = [t for t, token in enumerate(ids[:-1]) if token == comma]  # the last token has the outcome
         steps = (completion_text(completion) or "").split(",")[: len(ends)]

@@ -88,8 +88,8 @@ def scorable_completions(labels: torch.Tensor, num_generations: int) -> torch.Te
             f"{num_generations} for {labels.numel()} completions: the score of a completion compares it with the "
             "others of its prompt. Pass whole groups, with the completions of a prompt adjacent."
         )
-    labelled = ~labels.isnan().view(-1, num_generations)  # (P, G)
-    return (labelled & (labelled.sum(dim=1, keepdim=True) >= 2)).view(-1)
+    has_label = ~labels.isnan().view(-1, num_generations)  # (P, G)
+    return (has_label & (has_label.sum(dim=1, keepdim=True) >= 2)).view(-1)
 
 
 def _centered(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
@@ -291,13 +291,20 @@ def proxy_coefficients(
         coefficients = _centered(residuals, scorable)
     elif score_estimator == "rloo":
         coefficients = _leave_one_out(residuals, scorable)
-    else:
+    elif score_estimator == "grpo":
+        # Scores are centered proxies divided by a scale, and a proxy changes both.
         centered = _centered(_at_least_float32(proxies).view(shape), scorable)
         std, scale = _grpo_scale(centered, scorable)
+        through_center = _centered(residuals, scorable)
+        # The clamp avoids 0 / 0 where the std is 0. It also lowers the second term of a group whose std is above 0 and
+        # below 1e-12; but the scores of such a group are about 1e-6 or less, so that the term hardly counts.
         count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
-        through_std = (residuals * scores.view(shape)).sum(dim=1, keepdim=True)
-        std_slope = torch.where(std > 0, centered / ((count - 1) * std.clamp(min=GRPO_STD_EPSILON**2)), 0.0)
-        coefficients = (_centered(residuals, scorable) - std_slope * through_std) / scale
+        safe_std = std.clamp(min=GRPO_STD_EPSILON**2)
+        scale_derivative = torch.where(std > 0, centered / ((count - 1) * safe_std), 0.0)
+        residuals_times_scores = (residuals * scores.view(shape)).sum(dim=1, keepdim=True)
+        coefficients = (through_center - scale_derivative * residuals_times_scores) / scale
+    else:
+        assert_never(score_estimator)
     return coefficients.view(-1)
 
 

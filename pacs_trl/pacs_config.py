@@ -10,7 +10,7 @@ from .settings.checks import ignored_settings
 from .settings.fields import setting
 from .settings.trl_settings import GRPO_LOSS_SETTINGS
 from .update.packing_name import renamed_packing
-from .update.step_sizes import Step
+from .update.step_sizes import BatchSizes
 
 
 @dataclass
@@ -65,7 +65,7 @@ class ExactUpdateConfig(RolloutConfig):
             self.packing, self.padding_free = renamed_packing(self.padding_free, stacklevel=4), None
         super().__post_init__()
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         if self.scores_groups or self.is_asynchronous or self.completions_per_step is not None:
             errors += step.errors()
@@ -120,7 +120,7 @@ class GroupLossConfig(ExactUpdateConfig):
         '`reference="snapshot"` or `proxy="mean_logp"` and several updates per generation.',
     )
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         reason = "the loss compares the completions of a group, without probability ratios, clipping, and advantages"
         return [*super().errors(step), *ignored_settings(self, GRPO_LOSS_SETTINGS, reason)]
 
@@ -199,7 +199,7 @@ class PACSConfig(GroupLossConfig):
         "cheaper one by tokens; the others are for tests.",
     )
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step) + _first_update_errors(self, step)
         if self.reference == "rollout":
             names = ("reference_reset_steps", "reset_optimizer_on_reference_reset", "reference_offload")
@@ -220,7 +220,7 @@ class PACSConfig(GroupLossConfig):
         return None if self.proxy == "mean_logp" else self.reference
 
 
-def _first_update_errors(config: Any, step: Step) -> list[str]:
+def _first_update_errors(config: Any, step: BatchSizes) -> list[str]:
     undefined = config.score_estimator == "grpo" and config.reference == "rollout" and config.proxy != "mean_logp"
     first = config.first_update_score
     if undefined and config.is_asynchronous:

@@ -14,7 +14,6 @@ from .rollouts.exact_trainer import ExactUpdateTrainer
 from .update.group_loss_update import GroupObjective
 from .update.groups import Groups
 from .update.minibatch import Minibatch
-from .update.policy_update import PolicyUpdate
 from .update.reference import SnapshotReference
 
 
@@ -24,8 +23,8 @@ SATURATED_SCORE = 5.0
 
 @dataclass(frozen=True)
 class PACSObjective(GroupObjective):
-    """PACS objective for [`GroupLossUpdate`]: the settings of `objective.py`, and the weights of the actor term
-    (`actor_term_coef`) and the KL term (`kl_coef`)."""
+    """PACS objective for [`GroupLossUpdate`]: the settings of `objective.py`, the weights of the actor term
+    (`actor_term_coef`) and the KL term (`kl_coef`), and the `reference` of proxies that have one."""
 
     pacs_beta: float = 1.0
     proxy: objective.Proxy = "log_ratio"
@@ -33,10 +32,11 @@ class PACSObjective(GroupObjective):
     class_weighting: objective.ClassWeighting = "balanced"
     actor_term_coef: float = 0.0
     kl_coef: float = 0.0
+    reference: str = "rollout"
 
     @property
-    def has_reference(self) -> bool:
-        return self.proxy != "mean_logp"
+    def proxy_reference(self) -> str | None:
+        return None if self.proxy == "mean_logp" else self.reference
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return objective.sequence_proxies(logps.detach(), ref_logps, mask, pacs_beta=self.pacs_beta, proxy=self.proxy)
@@ -97,8 +97,8 @@ def critic_metrics(
     scorable = groups.scorable
     _, targets = groups.apply(objective.class_weights, class_weighting=class_weighting)
     probabilities = torch.sigmoid(scores)
-    has_opinion = (proxies[scorable] != 0).any()
-    rated = groups.expand(groups.mixed) & scorable & has_opinion
+    any_proxy_is_nonzero = (proxies[scorable] != 0).any()
+    has_prediction = groups.expand(groups.mixed) & scorable & any_proxy_is_nonzero
 
     def mean(values: torch.Tensor, where: torch.Tensor) -> float:
         return values[where].float().mean().item() if where.any() else math.nan
@@ -109,9 +109,9 @@ def critic_metrics(
         "pacs/proxy_abs_mean": mean(proxies.abs(), scorable),
         "pacs/residual_abs_mean": mean((probabilities - targets).abs(), scorable),
         "pacs/label_mean": mean(groups.labels, scorable),
-        "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), rated),
-        "pacs/critic_brier": mean((probabilities - targets) ** 2, rated),
-        "pacs/uniform_group_fraction": mean(~groups.mixed, groups.labeled),
+        "pacs/critic_accuracy": mean((probabilities > 0.5) == (targets > 0.5), has_prediction),
+        "pacs/critic_brier": mean((probabilities - targets) ** 2, has_prediction),
+        "pacs/uniform_group_fraction": mean(~groups.mixed, groups.has_scorable),
         "pacs/saturated_score_fraction": mean(scores.abs() > SATURATED_SCORE, scorable),
         "pacs/unscorable_fraction": 1.0 - scorable.float().mean().item(),
     }
@@ -166,23 +166,19 @@ class PACSTrainer(ExactUpdateTrainer):
             args.class_weighting,
             args.actor_term_coef,
             kl_coef=self.beta,
+            reference=args.reference,
         )
-
-    def create_update(self) -> PolicyUpdate:
-        update = super().create_update()
-        update.reference_is_rollout_policy = self.args.reference == "rollout"
-        return update
 
     # Snapshot reference ---------------------------------------------------------------------------------------------
 
-    def _prepare_learning(self) -> None:
+    def _set_up_update(self) -> None:
         resets_optimizer = self.args.reference == "snapshot" and self.args.reset_optimizer_on_reference_reset
         if resets_optimizer and self.is_deepspeed_enabled:
             raise UserError(
                 "reset_optimizer_on_reference_reset=True is not supported with DeepSpeed, which keeps the optimizer's "
                 "state in separate buffers. Use DDP or FSDP2, or set it to False."
             )
-        super()._prepare_learning()
+        super()._set_up_update()
 
     def _reset_run(self) -> None:
         super()._reset_run()
@@ -191,7 +187,7 @@ class PACSTrainer(ExactUpdateTrainer):
     def policy_is_reference(self) -> bool:
         if self.args.reference == "rollout":
             return super().policy_is_reference()
-        return self.update.objective.has_reference and self._snapshot is None
+        return self.update.objective.proxy_reference == "snapshot" and self._snapshot is None
 
     def store_reference_logps(self, model, minibatch: Minibatch) -> None:
         if self.args.reference == "rollout":

@@ -29,7 +29,7 @@ from .settings import read_settings, set_environment, typed_values
 from .settings.checks import illegal_values, refuse_illegal_values, without_effect
 from .settings.fields import setting
 from .settings.names import function_of_user, object_of_user
-from .update.step_sizes import Step
+from .update.step_sizes import BatchSizes
 
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Recipe(NamedTuple):
         training: The configuration of the method's trainer.
         settings (`dict`): The keys of the file and the command line with their values; written to a file, they repeat
             the run.
-        step ([`Step`]): Batch sizes for the number of processes of the run.
+        step ([`BatchSizes`]): Batch sizes for the number of processes of the run.
     """
 
     run: RunArguments
@@ -113,7 +113,7 @@ class Recipe(NamedTuple):
     training: Any
     verification: VerificationArguments
     settings: dict[str, Any]
-    step: Step
+    step: BatchSizes
 
     @property
     def model_name(self) -> str:
@@ -136,11 +136,11 @@ class Recipe(NamedTuple):
             values |= _sizes_for_processes(values, num_processes or int(os.environ.get("WORLD_SIZE", "1")))
         *other_classes, config = classes
         if num_processes is not None:
-            config = _planned(config, num_processes)
+            config = _class_for_launch(config, num_processes)
         run, data, model, verification, training = _instantiate((*other_classes, config), values)
         if errors := illegal_values(model) + _conflicts(run, data, model, training, settings):
             raise UserError(" ".join(errors))
-        step = Step.of(training, training.world_size)
+        step = BatchSizes.of(training, training.world_size)
         return cls(run, data, model, training, verification, _repeatable(settings, values, method), step)
 
 
@@ -169,7 +169,7 @@ def _sizes_for_processes(values: dict[str, Any], num_processes: int) -> dict[str
     return sizes | {"generation_batch_size": None}
 
 
-def _written_sizes(values: dict[str, Any]) -> Step:
+def _written_sizes(values: dict[str, Any]) -> BatchSizes:
     """Return the batch sizes for the number of processes that they are written for."""
     expected = values["expected_processes"]
     if expected is None:
@@ -182,15 +182,15 @@ def _written_sizes(values: dict[str, Any]) -> Step:
                 "keep_global_batch needs the number of processes that the batch sizes are written for. Set "
                 "expected_processes, or resume_from_checkpoint to a checkpoint."
             )
-        return read_saved_run(checkpoint).step
-    sizes: dict[str, Any] = {declared.name: values.get(declared.name) for declared in fields(Step)}
+        return read_saved_run(checkpoint).batch_sizes
+    sizes: dict[str, Any] = {declared.name: values.get(declared.name) for declared in fields(BatchSizes)}
     sizes["num_processes"] = expected
     if sizes["steps_per_generation"] is None:
         sizes["steps_per_generation"] = values["gradient_accumulation_steps"]
         if values["generation_batch_size"]:
             completions = values["per_device_train_batch_size"] * expected
             sizes["steps_per_generation"] = values["generation_batch_size"] // completions
-    return Step(**sizes)
+    return BatchSizes(**sizes)
 
 
 def _instantiate(classes: tuple[type, ...], values: dict[str, Any]) -> list[Any]:
@@ -218,15 +218,24 @@ def _repeatable(settings: dict[str, Any], values: dict[str, Any], method: str) -
     return repeatable
 
 
-def _planned(config: Any, num_processes: int) -> type:
-    """Return the configuration class for `num_processes` processes, without checking the devices of this machine."""
+def _class_for_launch(config: Any, num_processes: int) -> type:
+    """
+    Return a subclass of a configuration class that describes a run of `num_processes` processes on other hardware.
+
+    transformers checks the devices of this machine for `use_cpu: false` and `tf32`, so that an instance has
+    `use_cpu: true` and no `tf32`. Whether the run needs GPUs is in `needs_gpu`.
+    """
+
+    def world_size(self):
+        return num_processes
 
     def __post_init__(self):
         self.needs_gpu = not self.use_cpu
-        self.use_cpu, self.tf32 = True, None
+        self.use_cpu = True
+        self.tf32 = None
         config.__post_init__(self)
 
-    members = {"world_size": property(lambda self: num_processes), "__post_init__": __post_init__}
+    members = {"world_size": property(world_size), "__post_init__": __post_init__}
     return type(config.__name__, (config,), members)
 
 

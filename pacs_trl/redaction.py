@@ -47,6 +47,15 @@ _SECRET_TEXT = re.compile(
 _ASSIGNED = re.compile(
     r"(?P<name>(?:--)?[A-Za-z][\w.-]*)(?P<sign>\s*=\s*|(?<=\w)\s+)(?P<value>\"[^\"]*\"|'[^']*'|[^\s,;&]+)"
 )
+# A header (`X-Api-Key: value`) or YAML (`{api_key: value}`); without a space it may be `module:function`.
+_STATED = re.compile(r"(?P<quote>[\"']?)(?P<name>[A-Za-z][\w.-]*)[\"']?\s*:(?:\s+|(?=[\"']))")
+# A quoted text, a list or a mapping, or one word: after a scheme or the sign of a YAML entry, and with more cookies.
+_STATED_VALUE = re.compile(
+    r"\"[^\"]*\"?|'[^']*'?|\[[^\]\n]*\]?|\{[^{}\n]*\}?"
+    r"|(?:(?i:bearer|basic|token|digest|negotiate|apikey)[ \t]+|[-|>]\s+)?"
+    r"[^\s'\",{}]*[^\s'\",{}\])](?:(?<=;)[ \t]+[\w-]+=[^\s'\",{}]+)*"
+)
+_BARE_NAMES = {"key", "keys", "token", "tokens"}  # as in "The key: solve for x"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _USER_AT_HOST = re.compile(r"^[^\s/@:]+:(?!//)\S*@(?=[\w\[])")
 
@@ -136,7 +145,25 @@ def _cleaned(value: Any, name: str, clean: Callable[[str, str], str]) -> Any:
 def _without_credentials(name: str, text: str) -> str:
     text = _URL.sub(lambda match: clean_url(match[0]), text)
     text = _SECRET_TEXT.sub(REMOVED, _USER_AT_HOST.sub("", text))
-    return text if name in _TEXTS else _ASSIGNED.sub(_clean_assignment, text)
+    return text if name in _TEXTS else _ASSIGNED.sub(_clean_assignment, _without_stated(text))
+
+
+def _without_stated(text: str) -> str:
+    """Remove the values after the names of secrets and a colon. Prose has such names, too: a key or a token with no
+    other word in its name counts only in quotes, before them, or in a mapping."""
+    is_mapping = text.lstrip().startswith("{")
+    parts, end = [], 0
+    for stated in _STATED.finditer(text):
+        value = _STATED_VALUE.match(text, stated.end())
+        if value is None or stated.start() < end:
+            continue
+        is_quoted = stated["quote"] or value[0].startswith(("'", '"'))
+        if stated["name"].lower() in _BARE_NAMES and not is_quoted and not is_mapping:
+            continue
+        if is_secret(stated["name"], int(value[0]) if value[0].isdecimal() else value[0]):
+            parts += [text[end : stated.end()], REMOVED]
+            end = value.end()
+    return "".join(parts) + text[end:]
 
 
 def _clean_assignment(match: re.Match[str]) -> str:

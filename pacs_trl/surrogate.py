@@ -97,9 +97,9 @@ def with_derivative(
 # Losses -------------------------------------------------------------------------------------------------------------
 
 
-class _Values(NamedTuple):
+class _LossInputs(NamedTuple):
     """
-    What the losses read of a micro-batch.
+    Inputs of a loss: what it reads of a micro-batch.
 
     Attributes:
         logps, log_ratios (shape `(B, T)`): Log-probs under the current policy, and their differences from those of the
@@ -131,54 +131,54 @@ class _LossTerms(NamedTuple):
 
 
 def _terms_of_function(
-    surrogates: torch.Tensor, derivatives: torch.Tensor, values: _Values, loss: RatioLoss
+    surrogates: torch.Tensor, derivatives: torch.Tensor, inputs: _LossInputs, loss: RatioLoss
 ) -> _LossTerms:
     """Return the terms of `sum_t f(rho_it)` from `f` and its derivative in log rho, both of the shape of the ratio."""
-    surrogate_sums = (surrogates * values.token_weights).sum(dim=1)
+    surrogate_sums = (surrogates * inputs.token_weights).sum(dim=1)
     if loss.importance_sampling_level == "token":
-        return _LossTerms((derivatives * values.token_weights).expand_as(values.logps), surrogate_sums)
+        return _LossTerms((derivatives * inputs.token_weights).expand_as(inputs.logps), surrogate_sums)
     if loss.importance_sampling_level == "completion":
-        surrogate_sums = surrogate_sums / values.num_tokens[:, 0]
+        surrogate_sums = surrogate_sums / inputs.num_tokens[:, 0]
     # The ratio of a completion depends on all of its tokens alike.
-    mean_weights = values.token_weights.sum(dim=1, keepdim=True) / values.num_tokens
-    return _LossTerms((derivatives * mean_weights).expand_as(values.logps), surrogate_sums)
+    mean_weights = inputs.token_weights.sum(dim=1, keepdim=True) / inputs.num_tokens
+    return _LossTerms((derivatives * mean_weights).expand_as(inputs.logps), surrogate_sums)
 
 
-def _terms_of_detached_weights(weights: torch.Tensor, values: _Values) -> _LossTerms:
+def _terms_of_detached_weights(weights: torch.Tensor, inputs: _LossInputs) -> _LossTerms:
     """Return the terms of `sum_t weight_it * log pi(o_it)` with detached weights, `(B, T)` or `(B, 1)`."""
-    logp_weights = weights * values.token_weights
-    return _LossTerms(logp_weights, (logp_weights * values.logps.masked_fill(~values.mask, 0.0)).sum(dim=1))
+    logp_weights = weights * inputs.token_weights
+    return _LossTerms(logp_weights, (logp_weights * inputs.logps.masked_fill(~inputs.mask, 0.0)).sum(dim=1))
 
 
-def _clipped_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+def _clipped_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """GRPO: `f` is that of `min(min(rho, delta) * A, clip(rho) * A)`, where `clip` is to the bounds of the loss."""
-    ratio, limit = values.ratio, math.inf if loss.delta is None else loss.delta
+    ratio, limit = inputs.ratio, math.inf if loss.delta is None else loss.delta
     capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.lower_bound, loss.upper_bound)
-    takes_first = torch.where(values.positive, capped <= clipped, capped >= clipped)
+    takes_first = torch.where(inputs.positive, capped <= clipped, capped >= clipped)
     inside = torch.where(takes_first, ratio <= limit, (loss.lower_bound <= ratio) & (ratio <= loss.upper_bound))
     surrogates = torch.where(takes_first, capped, clipped)
-    return _terms_of_function(surrogates, ratio.masked_fill(~inside, 0.0), values, loss)
+    return _terms_of_function(surrogates, ratio.masked_fill(~inside, 0.0), inputs, loss)
 
 
-def _sapo_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+def _sapo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """SAPO: `f` is `4 / tau * sigmoid(tau * (rho - 1))`."""
-    tau = _by_sign(values.positive, loss.sapo_temperatures, values.ratio)
-    gate = torch.sigmoid(tau * (values.ratio - 1))
-    return _terms_of_function(4 / tau * gate, 4 * gate * (1 - gate) * values.ratio, values, loss)
+    tau = _by_sign(inputs.positive, loss.sapo_temperatures, inputs.ratio)
+    gate = torch.sigmoid(tau * (inputs.ratio - 1))
+    return _terms_of_function(4 / tau * gate, 4 * gate * (1 - gate) * inputs.ratio, inputs, loss)
 
 
-def _cispo_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+def _cispo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """CISPO: log pi is multiplied by the capped ratio."""
-    return _terms_of_detached_weights(values.ratio.clamp(max=loss.upper_bound), values)
+    return _terms_of_detached_weights(inputs.ratio.clamp(max=loss.upper_bound), inputs)
 
 
-def _vespo_loss(values: _Values, loss: RatioLoss) -> _LossTerms:
+def _vespo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """VESPO: log pi is multiplied by the weight of its completion, [`vespo_weights`]."""
-    log_ratio = values.log_ratios.clamp(-20.0, 20.0).masked_fill(~values.mask, 0.0).sum(dim=1, keepdim=True)
-    if values.log_correction is not None:
-        log_ratio = log_ratio + values.log_correction
-    weights = vespo_weights(log_ratio, ~values.negative, loss)
-    return _terms_of_detached_weights(weights, values)._replace(phi=weights[:, 0])
+    log_ratio = inputs.log_ratios.clamp(-20.0, 20.0).masked_fill(~inputs.mask, 0.0).sum(dim=1, keepdim=True)
+    if inputs.log_correction is not None:
+        log_ratio = log_ratio + inputs.log_correction
+    weights = vespo_weights(log_ratio, ~inputs.negative, loss)
+    return _terms_of_detached_weights(weights, inputs)._replace(phi=weights[:, 0])
 
 
 def _by_sign(positive: torch.Tensor, pair: tuple[float, float], like: torch.Tensor) -> torch.Tensor:
@@ -194,17 +194,24 @@ def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: Rat
     return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
-# The loss, and the normalization of its sum over tokens (see `completion_scales`).
-LOSS_TYPES: dict[str, tuple[Callable[[_Values, RatioLoss], _LossTerms], str]] = {
-    "grpo": (_clipped_loss, "completion"),
-    "bnpo": (_clipped_loss, "step"),
-    "dr_grpo": (_clipped_loss, "max_completion_length"),
-    "dapo": (_clipped_loss, "generation"),
-    "luspo": (_clipped_loss, "completions"),
-    "sapo": (_sapo_loss, "completion"),
-    "cispo": (_cispo_loss, "generation"),
-    "vespo": (_vespo_loss, "generation"),
-    "rloo": (_clipped_loss, "completions"),
+class LossType(NamedTuple):
+    """A loss: the function that computes its terms, and the normalization of its sum over tokens, see
+    [`completion_scales`]."""
+
+    compute_terms: Callable[[_LossInputs, RatioLoss], _LossTerms]
+    normalization: str
+
+
+LOSS_TYPES = {
+    "grpo": LossType(_clipped_loss, "completion"),
+    "bnpo": LossType(_clipped_loss, "step"),
+    "dr_grpo": LossType(_clipped_loss, "max_completion_length"),
+    "dapo": LossType(_clipped_loss, "generation"),
+    "luspo": LossType(_clipped_loss, "completions"),
+    "sapo": LossType(_sapo_loss, "completion"),
+    "cispo": LossType(_cispo_loss, "generation"),
+    "vespo": LossType(_vespo_loss, "generation"),
+    "rloo": LossType(_clipped_loss, "completions"),
 }
 
 
@@ -234,7 +241,7 @@ def ratio_terms(
     """
     log_ratios = logps - old_logps
     ratio = log_importance_weights(log_ratios, mask, loss.importance_sampling_level).exp()
-    values = _Values(
+    inputs = _LossInputs(
         logps,
         log_ratios,
         ratio,
@@ -246,16 +253,16 @@ def ratio_terms(
         log_correction=log_correction,
     )
     if function is not None:
-        terms = _terms_of_function(*function(ratio, advantages[:, None].sign()), values, loss)
+        terms = _terms_of_function(*function(ratio, advantages[:, None].sign()), inputs, loss)
     else:
-        terms = LOSS_TYPES[loss.loss_type][0](values, loss)
+        terms = LOSS_TYPES[loss.loss_type].compute_terms(inputs, loss)
     phi = logps.new_ones(len(logps)) if terms.phi is None else terms.phi
 
     if loss.delta is not None:
         ratio = ratio.clamp(max=loss.delta)
-    is_below = (ratio < loss.lower_bound) & values.negative & mask
-    is_above = (ratio > loss.upper_bound) & values.positive & mask
-    low_fraction, high_fraction = (where.sum(dim=1) / values.num_tokens[:, 0] for where in (is_below, is_above))
+    is_below = (ratio < loss.lower_bound) & inputs.negative & mask
+    is_above = (ratio > loss.upper_bound) & inputs.positive & mask
+    low_fraction, high_fraction = (where.sum(dim=1) / inputs.num_tokens[:, 0] for where in (is_below, is_above))
     return RatioTerms(terms.logp_weights, terms.surrogate_sums, low_fraction, high_fraction, phi)
 
 
@@ -263,12 +270,15 @@ def completion_scales(
     loss_type: str, num_tokens: torch.Tensor, *, max_completion_length: int, generation_tokens: torch.Tensor
 ) -> torch.Tensor:
     """
-    Return what the summed token losses of each completion of an optimizer step are multiplied by, float64 `(B,)`.
+    Return the factor on the summed token losses of each completion of an optimizer step, float64 `(B,)`.
 
-    It depends on the normalization of the loss type, where `B` includes completions without counted tokens: `1 / (B *
-    tokens of the completion)` for `"completion"`, `1 / tokens of the step` for `"step"`, `1 / (B *
-    max_completion_length)` for `"max_completion_length"`, `1 / generation_tokens` for `"generation"`, and `1 / B` for
-    `"completions"`.
+    It follows from the normalization of the loss type. `B` includes completions without counted tokens.
+
+    - `"completion"`: `1 / (B * num_tokens)`, a mean over completions of means over their tokens.
+    - `"step"`: `1 / sum(num_tokens)`, a mean over the tokens of the optimizer step.
+    - `"max_completion_length"`: `1 / (B * max_completion_length)`.
+    - `"generation"`: `1 / generation_tokens`.
+    - `"completions"`: `1 / B`, a mean over completions of sums over their tokens.
 
     Args:
         loss_type (`str`): A key of `LOSS_TYPES`.
@@ -277,15 +287,15 @@ def completion_scales(
         generation_tokens (shape `(B,)`): Number of counted tokens in the generation batch of each completion, divided
             by the number of optimizer steps that share it.
     """
-    number, total = len(num_tokens), num_tokens.double()
-    divisor = {
-        "completion": number * total.clamp(min=1),
-        "step": total.sum().clamp(min=1).expand(number),
-        "max_completion_length": torch.full_like(total, number * max_completion_length),
+    num_completions, num_tokens = len(num_tokens), num_tokens.double()
+    divisors = {
+        "completion": num_completions * num_tokens.clamp(min=1),
+        "step": num_tokens.sum().clamp(min=1).expand(num_completions),
+        "max_completion_length": torch.full_like(num_tokens, num_completions * max_completion_length),
         "generation": generation_tokens.double(),
-        "completions": torch.full_like(total, number),
-    }[LOSS_TYPES[loss_type][1]]
-    return 1 / divisor
+        "completions": torch.full_like(num_tokens, num_completions),
+    }
+    return 1 / divisors[LOSS_TYPES[loss_type].normalization]
 
 
 def kl_terms(

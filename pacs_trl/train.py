@@ -50,7 +50,7 @@ from .rollouts.process_count import check_batch, check_processes, read_saved_run
 from .rollouts.stop_on_signal import SIGNAL_NAMES, StopOnSignal
 from .rollouts.trackers import tracked_run
 from .settings.names import check_model_path, function_of_user, looks_like_path, make_directory, unloadable_model
-from .update.step_sizes import Step
+from .update.step_sizes import BatchSizes
 
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _check_trackers(report_to: list[str]) -> None:
         raise UserError(f"report_to: {reason}. Correct the name, install the package, or remove the key.") from error
 
 
-def _batch_sizes(step: Step, num_prompts: int) -> str:
+def _batch_sizes(step: BatchSizes, num_prompts: int) -> str:
     return (
         f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
         f"completions. Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer "
@@ -228,7 +228,7 @@ def _datasets(
     """Return the training and evaluation examples, of the environment or of the named data."""
     training, data = recipe.training, recipe.data
     if environment is not None:
-        num_examples = int(recipe.step.rollouts(training.max_steps) * recipe.step.prompts_per_generation)
+        num_examples = int(recipe.step.num_generation_batches(training.max_steps) * recipe.step.prompts_per_generation)
         examples = examples_of(environment, num_examples, data.eval_split_size)
         train_dataset, eval_dataset = shuffled_and_split(examples, data)
     else:

@@ -153,6 +153,7 @@ def test_missing_packages_are_named_before_any_run(monkeypatch, capsys, tmp_path
     monkeypatch.setattr("pacs_trl.settings.names.find_spec", lambda name: None)
     monkeypatch.setattr("pacs_trl.settings.names.installed_vllm", lambda: None)
     monkeypatch.setattr("pacs_trl.evaluation.run.identify_model", lambda args: {"name": "m", "digest": "d"})
+    monkeypatch.setattr("pacs_trl.evaluation.run._load_tokenizer", lambda args: None)
     status, _, errors = called(monkeypatch, capsys, *argv, "--output_dir", str(tmp_path / "out"))
     assert status == 2 and words in errors
 

@@ -10,13 +10,13 @@ from pacs_trl.plan.check import main as plan
 from pacs_trl.recipe import Recipe
 from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_resumable_checkpoint, write_file_list
 from pacs_trl.rollouts.process_count import SavedRun, read_saved_run
-from pacs_trl.update.step_sizes import Step
+from pacs_trl.update.step_sizes import BatchSizes
 
 
 RECIPE = {"model_name_or_path": "org/model", "dataset_name": "addition.jsonl", "output_dir": "unused"}
 RECIPE |= {"use_cpu": True, "bf16": False, "num_generations": 4, "per_device_train_batch_size": 4}
 RECIPE |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_completion_length": 8}
-WRITTEN = Step(4, 8, 2, 4, 4)
+WRITTEN = BatchSizes(4, 8, 2, 4, 4)
 
 
 def checkpoint_of(directory, *, sharding="none", step=WRITTEN):

@@ -12,7 +12,6 @@ import pytest
 from support.models import TOKENIZER, tiny_model
 
 from pacs_trl.plan.check import main as plan
-from pacs_trl.plan.launch import launch_commands
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 
 
@@ -29,23 +28,150 @@ def test_scripts_are_correct_shell_and_say_how_they_are_used(script):
     assert without_recipe.returncode == 2 and without_recipe.stderr.startswith("usage: ")
 
 
-def test_commands_name_the_script_for_one_node_several_and_a_server():
-    assert launch_commands("r.yaml", 8, 1)[0] == "GPUS=8 recipes/launch/accelerate.sh r.yaml"
-    torchrun = "NNODES=6 NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS=8 recipes/launch/torchrun.sh r.yaml"
-    assert launch_commands("r.yaml", 48, 6)[1] == torchrun
-    served = launch_commands("r.yaml", 4, 1, served_model="M")
-    assert served[0].startswith("recipes/launch/server.sh M")
-    assert served[-1].startswith("recipes/launch/four_plus_four.sh r.yaml M")
-    assert '--vllm_server_host "$SERVER"' in served[1]
-    with pytest.raises(ValueError, match="--nodes is 3, which does not divide 8 processes"):
-        launch_commands("r.yaml", 8, 3)
+CONFIGS = Path("recipes/accelerate_configs")
+RECIPE = "recipes/qwen3-8b/pacs.yaml"  # for 64 processes
+FSDP2 = f"ACCELERATE_FILE={CONFIGS}/fsdp2_8x8.yaml"
 
 
-def test_plan_prints_the_commands(capsys):
-    plan(["--config", "recipes/qwen3-8b/pacs.yaml", "--num_processes", "64", "--nodes", "8"])
+@pytest.fixture
+def commands(capsys):
+    """The commands that `plan` prints for a recipe, by script, each without the words before and after them."""
+
+    def run(recipe: str, *arguments: str) -> dict[str, str]:
+        plan(["--config", recipe, *arguments])
+        lines = [line.strip() for line in capsys.readouterr().out.splitlines() if "recipes/launch/" in line]
+        return {line.split("recipes/launch/")[1].split()[0]: line for line in lines}
+
+    return run
+
+
+def test_commands_start_what_was_planned_on_one_node_and_several(commands):
+    eight_nodes = commands(RECIPE, "--accelerate_config", f"{CONFIGS}/fsdp2_8x8.yaml", "--nodes", "8")
+    place = "NNODES=8 NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS=8"
+    assert eight_nodes == {
+        "accelerate.sh": f"{FSDP2} {place} recipes/launch/accelerate.sh {RECIPE}",
+        "torchrun.sh": f"{place} recipes/launch/torchrun.sh {RECIPE}",
+        "slurm.sh": f"{FSDP2} sbatch --nodes 8 --gpus-per-node 8 recipes/launch/slurm.sh {RECIPE}",
+    }
+    one_node = commands(RECIPE, "--accelerate_config", f"{CONFIGS}/fsdp2.yaml", "--nodes", "1")
+    assert one_node["torchrun.sh"] == f"GPUS=8 recipes/launch/torchrun.sh {RECIPE}"
+    assert one_node["slurm.sh"].endswith(f"slurm.sh {RECIPE} --keep_global_batch false")  # as planned: a smaller batch
+
+
+def test_commands_have_the_settings_of_the_command_line(commands):
+    words = ["--max_steps", "7", "--system_prompt", "Think first.", "--resume", "last"]
+    printed = commands(RECIPE, "--accelerate_config", f"{CONFIGS}/fsdp2_8x8.yaml", "--nodes", "8", *words)
+    settings = f"{RECIPE} --max_steps 7 --system_prompt 'Think first.' --resume_from_checkpoint last"
+    assert len(printed) == 3 and all(command.endswith(settings) for command in printed.values())
+
+
+SHARDINGS = [
+    ("ddp.yaml", 8, "SHARDING=ddp ACCELERATE_MIXED_PRECISION=bf16 "),
+    ("single_gpu.yaml", 1, "SHARDING=ddp ACCELERATE_MIXED_PRECISION=bf16 "),
+    ("zero3.yaml", 8, None),
+]
+
+
+@pytest.mark.parametrize(("file", "gpus", "torchrun"), SHARDINGS)
+def test_torchrun_shards_as_the_accelerate_file_or_is_not_printed(commands, file, gpus, torchrun):
+    printed = commands(RECIPE, "--accelerate_config", f"{CONFIGS}/{file}", "--nodes", "1")
+    assert printed["accelerate.sh"].startswith(f"ACCELERATE_FILE={CONFIGS}/{file} GPUS={gpus} ")
+    words = None if torchrun is None else f"{torchrun}GPUS={gpus} recipes/launch/torchrun.sh {RECIPE}"
+    assert printed.get("torchrun.sh") == words
+
+
+def test_torchrun_is_not_printed_for_other_fsdp_than_that_of_its_script(commands, tmp_path):
+    file = tmp_path / "offload.yaml"
+    file.write_text((CONFIGS / "fsdp2.yaml").read_text().replace("offload_params: false", "offload_params: true"))
+    assert set(commands(RECIPE, "--accelerate_config", str(file), "--nodes", "1")) == {"accelerate.sh", "slurm.sh"}
+
+
+def test_without_an_accelerate_file_the_commands_start_ddp(commands):
+    printed = commands(RECIPE, "--num_processes", "4", "--nodes", "2")
+    assert printed["accelerate.sh"].startswith(f"ACCELERATE_FILE={CONFIGS}/ddp.yaml NNODES=2 ")
+    assert printed["torchrun.sh"].startswith("SHARDING=ddp NNODES=2 ")
+    in_float32 = commands(RECIPE, "--num_processes", "4", "--nodes", "2", "--bf16", "false")
+    assert set(in_float32) == {"torchrun.sh"}  # ddp.yaml sets bfloat16
+    on_cpu = commands("recipes/miniature/pacs.yaml", "--nodes", "1", "--use_cpu", "true")
+    words = "GPUS=1 recipes/launch/torchrun.sh recipes/miniature/pacs.yaml --use_cpu true"
+    assert on_cpu == {"torchrun.sh": f"SHARDING=ddp ACCELERATE_USE_CPU=true {words}"}
+
+
+def test_commands_of_a_run_with_a_server_start_it(commands):
+    file = ("--accelerate_config", f"{CONFIGS}/fsdp2.yaml", "--num_processes")
+    printed = commands("recipes/qwen3-4b/pacs_async.yaml", *file, "4", "--nodes", "1")
+    assert printed["server.sh"] == "recipes/launch/server.sh Qwen/Qwen3-4B"
+    assert printed["accelerate.sh"].endswith(' --vllm_server_host "$SERVER"')
+    both = "recipes/launch/four_plus_four.sh recipes/qwen3-4b/pacs_async.yaml Qwen/Qwen3-4B"
+    assert both in printed["four_plus_four.sh"]
+    assert "four_plus_four.sh" not in commands("recipes/qwen3-4b/pacs_async.yaml", *file, "8", "--nodes", "1")
+
+
+def test_the_server_gets_adapters_where_the_run_sends_them(capsys):
+    lora = ["--use_peft", "true", "--lora_r", "16", "--vllm_sync_adapter", "true"]
+    plan(["--config", "recipes/qwen3-4b/pacs_async.yaml", "--num_processes", "4", "--nodes", "1", *lora])
     printed = capsys.readouterr().out
-    assert "  sbatch --nodes 8 --gpus-per-node 8 recipes/launch/slurm.sh recipes/qwen3-8b/pacs.yaml\n" in printed
-    assert plan(["--config", "recipes/qwen3-8b/pacs.yaml", "--num_processes", "64", "--nodes", "7"]) == 1
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve Qwen/Qwen3-4B --enable-lora --max-lora-rank 16 " in printed
+    assert "server.sh" not in printed and "four_plus_four.sh" not in printed  # which replace all weights
+
+
+def test_the_server_listens_where_the_run_looks_for_it(commands):
+    recipe = ("recipes/qwen3-4b/pacs_async.yaml", "--num_processes", "4", "--nodes", "1")
+    port = commands(*recipe, "--vllm_server_port", "8123")
+    assert port["server.sh"].startswith("PORT=8123 recipes/launch/server.sh ") and "four_plus_four.sh" not in port
+    address = commands(*recipe, "--vllm_server_base_url", "http://node9:8123")
+    assert "$SERVER" not in address["accelerate.sh"]
+
+
+@pytest.mark.parametrize("setting", [("host", "10.0.0.5"), ("base_url", "http://10.0.0.5:8000")])
+def test_a_server_whose_address_is_set_is_named_once(capsys, setting):
+    """A second option would override it; a server on the node of the trainer is another one."""
+    option, value = f"--vllm_server_{setting[0]}", setting[1]
+    recipe = ["--config", "recipes/qwen3-4b/pacs_async.yaml", "--accelerate_config", f"{CONFIGS}/fsdp2.yaml"]
+    plan([*recipe, "--num_processes", "4", "--nodes", "1", option, value])
+    printed = capsys.readouterr().out
+    assert "This starts the server, on the node 10.0.0.5:\n  recipes/launch/server.sh " in printed
+    assert f"accelerate.sh recipes/qwen3-4b/pacs_async.yaml {option} {value}\n" in printed
+    assert "$SERVER" not in printed and "four_plus_four.sh" not in printed
+
+
+def test_headings_say_where_a_command_is_run(capsys):
+    """Those of a scheduler, of the server, and of both on one node are not run on each node."""
+    recipe = ["--config", "recipes/qwen3-4b/pacs_async.yaml", "--accelerate_config", f"{CONFIGS}/fsdp2.yaml"]
+    headings = {}
+    for nodes, processes in (("1", "4"), ("2", "8")):
+        plan([*recipe, "--num_processes", processes, "--nodes", nodes])
+        heading = ""
+        for line in capsys.readouterr().out.splitlines():
+            if not line.startswith(" "):
+                heading = line
+            elif "recipes/launch/" in line:
+                headings[nodes, line.split("recipes/launch/")[1].split()[0]] = heading
+    server, job = "This starts the server, on the node $SERVER:", "Or this, once, as a job of Slurm:"
+    each = "One of these starts the run, on each node, whose number is $NODE_RANK; $HEAD is the address of node 0:"
+    assert headings == {
+        ("1", "server.sh"): server,
+        ("1", "accelerate.sh"): "One of these starts the run, on this node:",
+        ("1", "torchrun.sh"): "One of these starts the run, on this node:",
+        ("1", "slurm.sh"): job,
+        ("1", "four_plus_four.sh"): "Or this, which starts both the server and the run on one node:",
+        ("2", "server.sh"): server,
+        ("2", "accelerate.sh"): each,
+        ("2", "torchrun.sh"): each,
+        ("2", "slurm.sh"): job,
+    }
+
+
+def test_continuous_rollouts_have_one_server_on_the_machine_of_the_trainer(capsys):
+    plan(["--config", "recipes/qwen3-4b/pacs_continuous.yaml", "--num_processes", "4", "--nodes", "1"])
+    printed = capsys.readouterr().out
+    assert printed.count("vllm serve") == 1 and "--worker-extension-cls" in printed
+    assert "server.sh" not in printed and "four_plus_four.sh" not in printed and "$SERVER" not in printed
+
+
+def test_nodes_that_do_not_divide_the_processes_are_a_conflict(capsys):
+    assert plan(["--config", RECIPE, "--num_processes", "64", "--nodes", "7"]) == 1
+    assert "--nodes is 7, which does not divide 64 processes" in capsys.readouterr().out
 
 
 # Adds its process to `started`, and on SIGTERM needs half a second. It ends by itself if a test fails.
@@ -94,6 +220,23 @@ def test_slurm_job_is_requeued_after_its_checkpoint_is_saved(tmp_path):
     events = lines_of(tmp_path / "events")
     assert events[0] == "scontrol show hostnames node[0-1]"
     assert events[1:] == ["scancel --signal=TERM 7", "saved", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize(("variables", "processes"), [({"SLURM_GPUS_ON_NODE": "4"}, 8), ({}, 16), ({"GPUS": "2"}, 4)])
+def test_slurm_job_starts_one_process_per_gpu_of_its_nodes(tmp_path, monkeypatch, variables, processes):
+    """By default 8, if Slurm does not count them; `GPUS` overrides what it counts."""
+    programs = {"accelerate": 'echo "accelerate $*"', "srun": 'SLURM_NODEID=0 exec "$@"', "scontrol": "echo head"}
+    for name, command in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{command}\n")
+        (tmp_path / name).chmod(0o755)
+    for name in ("GPUS", "SLURM_GPUS_ON_NODE", "ACCELERATE_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    variables = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_NUM_NODES": "2"} | variables
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    job = subprocess.run([FOLDER / "slurm.sh", "r.yaml"], capture_output=True, text=True, check=True)
+    assert f" --num_processes {processes} " in job.stdout
 
 
 def test_server_beside_the_training_ends_after_its_checkpoint_is_saved(tmp_path):

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Literal, get_origin, get_type_hints
 
 import pytest
+from trl import TrlParser
 
 from pacs_trl import PACSConfig
+from pacs_trl.errors import UserError
 from pacs_trl.methods import method_names
 from pacs_trl.pacs_config import GRPO_LOSS_SETTINGS
 from pacs_trl.recipe import config_class
 from pacs_trl.settings.trl_settings import NEEDS, REFUSED
-from pacs_trl.update.step_sizes import Step
+from pacs_trl.update.step_sizes import BatchSizes
 
 
 def make(**settings):
@@ -181,4 +183,20 @@ def test_sizes_are_legal_where_groups_and_updates_are_whole():
         one_generation = steps % accumulation == 0
         several_generations = accumulation % steps == 0 and iterations == 1
         legal = whole_groups and (one_generation or several_generations)
-        assert (not Step(size, processes, accumulation, steps, group, iterations).errors()) == legal
+        assert (not BatchSizes(size, processes, accumulation, steps, group, iterations).errors()) == legal
+
+
+@pytest.mark.parametrize("key", ["compile_layers", "gradient_checkpointing"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_0_and_1_are_booleans_in_files_python_and_on_command_lines(tmp_path, key, number):
+    file = tmp_path / "config.yaml"
+    file.write_text(f"output_dir: {tmp_path}\nuse_cpu: 1\n{key}: {number}\n")
+    words = ["--output_dir", str(tmp_path), "--use_cpu", "1", f"--{key}", str(number)]
+    configs = [
+        PACSConfig(str(tmp_path), use_cpu=True, **{key: number}),
+        *TrlParser([PACSConfig]).parse_args_and_config(["--config", str(file)]),
+        *TrlParser([PACSConfig]).parse_args_and_config(words),
+    ]
+    assert all(getattr(config, key) is bool(number) for config in configs)
+    with pytest.raises(UserError, match=f"{key} must be one of"):
+        PACSConfig(str(tmp_path), use_cpu=True, **{key: 2})

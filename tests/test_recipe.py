@@ -63,6 +63,9 @@ def test_their_neighbors_are_legal():
     plateau = {"eval_strategy": "epoch", "eval_split_size": 8, "lr_scheduler_type": "reduce_lr_on_plateau"}
     training = read(**plateau, save_steps=0.5).training
     assert training.metric_for_best_model == "eval_reward" and training.lr_scheduler_kwargs["mode"] == "max"
+    read(lr_scheduler_type="cosine_with_min_lr", lr_scheduler_kwargs={"min_lr_rate": 0.1})
+    read(lr_scheduler_type="constant", lr_scheduler_kwargs={})
+    read(accelerator_config={"gradient_accumulation_kwargs": {"sync_each_batch": True}})
     read(debug="underflow_overflow", pad_to_multiple_of="16", logging_steps="2", tf32=True)
     read(dataloader_prefetch_factor=2, dataloader_num_workers=1, report_to=["wandb", "trackio"])
     read(score_estimator="grpo", steps_per_generation=4, num_iterations=2, first_update_score="dr_grpo")
@@ -117,11 +120,12 @@ def test_parsers_of_trl_and_transformers_read_every_configuration(method):
 def test_step_sizes_equal_those_worked_by_hand():
     step = read(4, num_iterations=2).step
     assert (step.completions_per_generation, step.completions_per_update, step.updates_per_generation) == (512, 128, 8)
-    assert step.generations_per_update == 1 and step.rollouts(9) == 2
+    assert step.generations_per_update == 1 and step.num_generation_batches(9) == 2
     # one optimizer step over two generations
     step = read(steps_per_generation=2).step
     assert (step.completions_per_generation, step.completions_per_update) == (16, 32)
-    assert step.updates_per_generation == 1 and step.generations_per_update == 2 and step.rollouts(5) == 10
+    assert step.updates_per_generation == 1 and step.generations_per_update == 2
+    assert step.num_generation_batches(5) == 10
     # the same by completions
     assert read(steps_per_generation=None, generation_batch_size=16).step == step
 

@@ -78,6 +78,51 @@ def test_secrets_are_removed_from_addresses(url, clean):
     assert clean_url(url) == clean
 
 
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("X-Api-Key: SECRET", "X-Api-Key: <removed>"),
+        ("{api_key: SECRET}", "{api_key: <removed>}"),
+        ("{a: {api_key: SECRET, b: 1}, c: 2}", "{a: {api_key: <removed>, b: 1}, c: 2}"),
+        ("{'api_key': 'SECRET,1', 'b': 1}", "{'api_key': <removed>, 'b': 1}"),
+        ("{'api_key':'SECRET'}", "{'api_key':<removed>}"),
+        ("Accept: json\nAuthorization: Token SECRET\nHost: h", "Accept: json\nAuthorization: <removed>\nHost: h"),
+        ("{max_new_tokens: 512, pad_token: x}", "{max_new_tokens: 512, pad_token: x}"),
+        ("mine.auth:reward", "mine.auth:reward"),
+        ("curl -H 'X-Api-Key: SECRET' --model foo/bar", "curl -H 'X-Api-Key: <removed>' --model foo/bar"),
+        ("-H 'Authorization: Bearer SECRET' --x y", "-H 'Authorization: <removed>' --x y"),
+        ("Cookie: a=SECRET; b=SECRET and more", "Cookie: <removed> and more"),
+        ("password: SECRET, port: 1", "password: <removed>, port: 1"),
+        ("access_token: SECRET (old)", "access_token: <removed> (old)"),
+        ("api_keys: [SECRET, SECRET], port: 1", "api_keys: <removed>, port: 1"),
+        ("a: {api_key: {value: SECRET}, b: 1}", "a: {api_key: <removed>, b: 1}"),
+        ("{a: 1, token: SECRET}", "{a: 1, token: <removed>}"),
+        ("kwargs={'token': SECRET}", "kwargs={'token': <removed>}"),
+        ("token: 'SECRET'", "token: <removed>"),
+        ("-H 'Token: SECRET' --x y", "-H 'Token: <removed>' --x y"),
+        ("api_keys:\n  - SECRET\nport: 1", "api_keys:\n  <removed>\nport: 1"),
+        ('api_key: "SECRET', "api_key: <removed>"),
+    ],
+)
+def test_secrets_after_a_colon_are_removed(text, clean):
+    settings = {"generation_kwargs": text.replace("SECRET", SECRET)}
+    assert published(settings) == {"generation_kwargs": clean} == published(published(settings))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tokens: 512 per step",
+        "The key: solve for x, then y",
+        "Note: token: how many tokens",
+        "Answer key: [A, B]",
+        "max_new_tokens: 512 per completion",
+    ],
+)
+def test_prose_with_a_key_or_a_token_before_a_colon_is_kept(text):
+    assert published({"note": text}) == {"note": text}
+
+
 def test_paths_are_shortened_to_names(tmp_path, monkeypatch):
     (tmp_path / "outputs" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

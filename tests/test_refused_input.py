@@ -5,6 +5,7 @@ import copy
 import math
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +13,18 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
+from support.forked_engine import forked_engine
 from support.models import TOKENIZER, tiny_model
 from support.rollouts import MAX_COMPLETION_LENGTH, Replay, addition_dataset, digit_reward
 from support.runs import build_trainer
 from transformers import CONFIG_MAPPING
 from trl import GRPOConfig
 
-from pacs_trl import PACSTrainer, PPOTrainer
+from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer, PPOTrainer
 from pacs_trl.data.prompts import prompt_lengths
+from pacs_trl.errors import UserError
 from pacs_trl.rollouts import argument_checks
+from pacs_trl.rollouts.argument_checks import check_config_class
 from pacs_trl.update.rollout import as_numbers
 
 
@@ -188,6 +192,10 @@ def test_columns_of_images_without_images_are_text(tmp_path, column, value):
     assert trainer.state.global_step == 2
 
 
+class ConfigOfUser(PACSConfig):
+    """A configuration of a trainer outside of the package."""
+
+
 class OverridesLoss(PACSTrainer):
     def compute_loss(self, model, inputs, *args, **kwargs):
         return 0 * super().compute_loss(model, inputs, *args, **kwargs)
@@ -201,8 +209,10 @@ def test_models_overrides_and_arguments_that_are_refused_before_weights_are_load
     tiny_model().config.save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match="OverridesLoss overrides compute_loss"):
         build_trainer(tmp_path, model=str(tmp_path / "model"), trainer_class=OverridesLoss)
-    with pytest.raises(TypeError, match="PACSConfig"):
+    with pytest.raises(UserError, match="args is a trl.*GRPOConfig.* `from pacs_trl import PACSConfig`"):
         PACSTrainer(str(tmp_path / "model"), digit_reward, args=GRPOConfig(str(tmp_path), bf16=False))
+    with pytest.raises(UserError, match=f"`from {__name__} import ConfigOfUser`"):
+        check_config_class(GRPOConfig(str(tmp_path), bf16=False), ConfigOfUser)
 
 
 def test_messages_of_a_stream_are_checked_when_they_arrive(tmp_path):
@@ -231,6 +241,8 @@ def test_messages_without_template_and_prompts_beyond_the_context_are_refused(tm
     config.architectures = ["Qwen3ForCausalLM"]
     config.save_pretrained(tmp_path / "model")
     arguments = {"model": str(tmp_path / "model") if is_path else tiny_model(), "reward": digit_reward}
+    with pytest.raises(ValueError, match="chat template would ignore enable_thinkng"):
+        build_trainer(tmp_path, chat_template_kwargs={"enable_thinkng": True}, **arguments)
     plain = copy.deepcopy(TOKENIZER)
     plain.chat_template = None
     with pytest.raises(ValueError, match="chat template"):
@@ -282,3 +294,103 @@ def losing_rows(prompts, trainer):
 def test_rollouts_that_cannot_be_trained_are_refused(tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         build_trainer(tmp_path, **settings).train()
+
+
+def test_template_arguments_that_no_prompt_reads_are_warned_of(tmp_path, caplog):
+    """Prompts that are text, and those of a stream, which may be text, too."""
+    text = Dataset.from_dict({"prompt": ["1+1", "2+1"] * 16})
+    unread = {"chat_template_kwargs": {"enable_thinking": False}}
+    for dataset in (text, streamed()["train_dataset"]):
+        caplog.clear()
+        trainer = build_trainer(tmp_path, reward=squared_length, more={"train_dataset": dataset}, **unread)
+        assert "does not read enable_thinking" in caplog.text
+        trainer.train()
+        assert trainer.state.global_step == 2
+
+
+def with_added_token(token: str, **special: str) -> Any:
+    """The tokenizer with a token that the tiny model has no embedding for."""
+    tokenizer = copy.deepcopy(TOKENIZER)
+    tokenizer.add_tokens([token])
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_tokens_of_prompts_without_an_embedding_are_named(tmp_path, trainer_class, lag):
+    prompts = Dataset.from_dict({"prompt": ["1+1", "<think>"] * 16})
+    more = {"train_dataset": prompts, "processing_class": with_added_token("<think>")}
+    with forked_engine():
+        trainer = build_trainer(tmp_path, trainer_class=trainer_class, more=more, rollout_lag=lag)
+        with pytest.raises(ValueError, match=f"'<think>' with the id {len(TOKENIZER)}, and"):
+            trainer.train()
+    model = tiny_model()
+    model.resize_token_embeddings(len(TOKENIZER) + 1)
+    build_trainer(tmp_path, model=model, trainer_class=trainer_class, reward=squared_length, more=more).train()
+
+
+def test_a_pad_token_without_an_embedding_is_named(tmp_path):
+    more = {"processing_class": with_added_token("<think>", pad_token="<pad>")}
+    with pytest.raises(ValueError, match="The pad token '<pad>' .*tokenizer.pad_token = tokenizer.eos_token"):
+        build_trainer(tmp_path, more=more)
+    more["processing_class"].pad_token = TOKENIZER.eos_token
+    build_trainer(tmp_path, more=more).train()  # <think> is in no prompt
+
+
+def squared_length(completions, completion_ids, **kwargs):
+    return [float(len(ids) ** 2 % 2) for ids in completion_ids]
+
+
+def squared(completions, square, **kwargs):
+    """Reward function that reads a column which a transform makes."""
+    return [float(value % 2) for value in square]
+
+
+def made_on_the_fly(seen: list | None = None, **more: object) -> Dataset:
+    """A dataset whose rows a transform makes from its only column, `number`."""
+
+    def transform(batch):
+        if seen is not None:
+            seen.extend(batch["number"])
+        columns = {"prompt": [f"{number}+1=" for number in batch["number"]]}
+        columns["square"] = [number**2 for number in batch["number"]]
+        return columns | {name: [value] * len(batch["number"]) for name, value in more.items()}
+
+    return Dataset.from_dict({"number": list(range(32))}).with_transform(transform)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_columns_may_be_made_by_a_transform(tmp_path, trainer_class):
+    """Training and evaluation read them, as does a saved model's card, without an error."""
+    more = {"train_dataset": made_on_the_fly(), "eval_dataset": made_on_the_fly()}
+    trainer = build_trainer(tmp_path, trainer_class=trainer_class, reward=squared, more=more)
+    trainer.train()
+    assert trainer.state.global_step == 2 and "eval_reward" in trainer.evaluate()
+    trainer.save_model(tmp_path / "model")
+
+
+def test_columns_of_a_transform_are_those_of_its_first_row(tmp_path):
+    seen = []
+    with pytest.raises(ValueError, match="'needs_solution'.*train_dataset, prompt, square .*'solution'"):
+        build_trainer(tmp_path, model="none", reward=needs_solution, more={"train_dataset": made_on_the_fly(seen)})
+    assert set(seen) == {0}  # others would be made twice
+    with pytest.raises(ValueError, match="train_dataset has the column `log_extra`"):
+        more = {"train_dataset": made_on_the_fly(log_extra=1)}
+        build_trainer(tmp_path, model="none", more=more)
+    with pytest.raises(ValueError, match="train_dataset has no column `prompt`"):
+        more = {"train_dataset": addition_dataset().with_transform(lambda batch: {"text": batch["prompt"]})}
+        build_trainer(tmp_path, model="none", more=more)
+
+
+def test_a_transform_keeps_only_the_columns_that_trl_keeps(tmp_path):
+    """With `remove_unused_columns` the transform of a run gets no others, and the check calls it as the run does."""
+
+    def of_solution(batch):
+        return {"prompt": [f"{solution}+1=" for solution in batch["solution"]]}
+
+    more = {"train_dataset": addition_dataset().with_transform(of_solution)}
+    with pytest.raises(UserError, match="transform of train_dataset reads the column 'solution'.*: false"):
+        build_trainer(tmp_path, model="none", more=more, reward=squared_length, remove_unused_columns=True)
+    more = {"train_dataset": addition_dataset().with_transform(lambda batch: {"prompt": batch["prompt"]})}
+    build_trainer(tmp_path, more=more, reward=squared_length, remove_unused_columns=True).train()

@@ -93,9 +93,11 @@ def _evaluation(name: str, output_dir: Path, asked: Sequence[str], base: str, n:
     if shape is not None:
         rows = (n or settings["n"]) * sum(NUM_PROBLEMS[benchmark] for benchmark in settings["benchmarks"].split(","))
         longest = settings["max_new_tokens"]
-        cache = settings["gpu_memory_utilization"] * cost.H200.memory_bytes - 2 * shape.parameters
+        weights = 2 * shape.parameters
+        cache = settings["gpu_memory_utilization"] * cost.H200.memory_bytes - weights
         lengths = (256, MEAN_LENGTH * longest, longest)
-        hours = cost.decoding_seconds(shape, rows, *lengths, kv_cache_bytes=cache, gpu=cost.H200) / 3600
+        memory = {"weight_bytes": weights, "kv_cache_bytes": cache, "gpu": cost.H200}
+        hours = cost.decoding_seconds(shape, rows, *lengths, **memory) / 3600
     return [Line(shlex.join(words), hours)]
 
 

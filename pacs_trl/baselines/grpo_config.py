@@ -9,7 +9,7 @@ from ..settings.checks import ignored_settings, unbounded_length_errors
 from ..settings.fields import setting
 from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..surrogate import LOSS_TYPES
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 @dataclass
@@ -38,7 +38,7 @@ class GRPOConfig(ExactUpdateConfig):
         "token", '`"token"`, or `"sequence"` for one ratio per completion.', choices=["token", "sequence"]
     )
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         return super().errors(step) + unbounded_length_errors(self)
 
 
@@ -49,7 +49,7 @@ class MaxRLConfig(GRPOConfig):
 
     group_comparison = "MaxRL divides by the mean reward of the group"
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         names, reason = ("scale_rewards", "multi_objective_aggregation"), "the advantage has another normalization"
         return [*super().errors(step), *ignored_settings(self, names, reason)]
 
@@ -86,7 +86,7 @@ class RLOOConfig(ExactUpdateConfig):
         "`vllm_importance_sampling_mode` says. `trl.RLOOTrainer` has no such weights.",
     )
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         names = [name for name in GRPO_LOSS_SETTINGS if name not in ("epsilon", "epsilon_high")]
         reason = "RLOO clips the ratio of a whole completion and has no such setting"
         errors = [*super().errors(step), *ignored_settings(self, names, reason)]

@@ -54,10 +54,10 @@ class SurrogateObjective(RatioObjective):
         dtype = torch.get_default_dtype()
         return (-advantages * completion_scales).to(dtype), completion_scales.to(dtype)
 
-    def token_terms(self, tokens: TokenValues, token_weights: Sequence[torch.Tensor]) -> surrogate.RatioTerms:
+    def token_terms(self, tokens: TokenValues, token_factors: Sequence[torch.Tensor]) -> surrogate.RatioTerms:
         # `-coefficient` is `advantage * scale`. Scales are positive, and only the signs of advantages are read.
         scaled_advantages = -tokens.coefficients[:, 0]
-        combined_weights = math.prod(token_weights, start=torch.ones_like(tokens.logps))
+        combined_weights = math.prod(token_factors, start=torch.ones_like(tokens.logps))
         if self.off_policy_threshold is not None:
             combined_weights = combined_weights * self._off_policy_mask(tokens, scaled_advantages)
         return surrogate.ratio_terms(

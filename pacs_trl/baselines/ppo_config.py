@@ -7,7 +7,7 @@ from ..rollouts.rollout_config import RolloutConfig
 from ..settings.checks import ignored_settings, unbounded_length_errors
 from ..settings.fields import setting
 from ..settings.trl_settings import SAPO_AND_VESPO_SETTINGS
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 # Settings of GRPOConfig that only affect GRPO's advantage, or losses without PPO's clipping.
@@ -73,7 +73,7 @@ class ActorCriticConfig(RolloutConfig):
         "Off by default, as in the authors' code.",
     )
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         reason = "advantages come from the critic (see whiten_advantages), and the ratio of each token is clipped"
         errors = [*super().errors(step), *ignored_settings(self, (*_IGNORED, *SAPO_AND_VESPO_SETTINGS), reason)]
         highest_ratio = 1 + (self.epsilon if self.epsilon_high is None else self.epsilon_high)

@@ -91,7 +91,7 @@ class ActorCriticTrainer(RolloutTrainer):
     _equal_settings = ("world_size",)
     optimizer_settings = ("learning_rate",)  # the optimizer of the critic is created with the trainer
 
-    def _prepare_learning(self) -> None:
+    def _set_up_update(self) -> None:
         if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
             raise UserError(
                 f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
@@ -110,7 +110,7 @@ class ActorCriticTrainer(RolloutTrainer):
         self.critic, self._critic_optimizer = self.accelerator.prepare(self.critic, optimizer)
         self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
 
-    def _prepare_loading(self, model, args, arguments):
+    def _before_loading(self, model, args, arguments):
         if args.deepspeed_plugin is not None:
             raise UserError(
                 f"{type(self).__name__} does not support DeepSpeed, which trains one model per process. Use DDP or "
@@ -121,7 +121,7 @@ class ActorCriticTrainer(RolloutTrainer):
                 "vllm_importance_sampling_correction=True would be ignored: with a critic only the log-probs of vLLM "
                 "are corrected. Set use_vllm=True, or remove the key."
             )
-        super()._prepare_loading(model, args, arguments)
+        super()._before_loading(model, args, arguments)
         # Created before the policy, which sets the seed again, so that rollouts are the same as those of GRPO.
         self.critic = self._create_critic(model, args, arguments)
 
@@ -148,7 +148,7 @@ class ActorCriticTrainer(RolloutTrainer):
 
     @abstractmethod
     def _create_critic(self, policy: str | PreTrainedModel, args, arguments: dict[str, Any]) -> torch.nn.Module:
-        """Create the critic from the policy or its path; `arguments` are those of `_prepare_loading`."""
+        """Create the critic from the policy or its path; `arguments` are those of `_before_loading`."""
 
     @abstractmethod
     def _value_tokens(self, inputs: Sequence[dict], batch: dict) -> tuple[torch.Tensor, float | torch.Tensor]:
@@ -190,6 +190,8 @@ class ActorCriticTrainer(RolloutTrainer):
         self.record_metrics({f"{self._name.lower()}/{name}": value for name, value in metrics.items()})
 
     def training_step(self, model, inputs, num_items_in_batch=None):
+        # `_compute_loss` enters the context of packed attention here, because Trainer runs the backward pass, which
+        # needs it too, after that has returned.
         with contextlib.ExitStack() as self._until_backward:
             return super().training_step(model, inputs, num_items_in_batch)
 
@@ -203,10 +205,11 @@ class ActorCriticTrainer(RolloutTrainer):
         mask = self._value_mask(inputs)
         self._add_to_step(approx_kl=(log_ratio.exp() - 1.0 - log_ratio)[mask].sum(), tokens=mask.sum())
         if self.accelerator.sync_gradients:
-            totals = self._sum(torch.stack([*self._step_sums.values()])).tolist()
-            means = dict(zip(self._step_sums, totals, strict=True))
-            self._step_sums, tokens = {}, max(means.pop("tokens"), 1)
-            self._log_values(**{name: total / tokens for name, total in means.items()})
+            all_sums = self._sum(torch.stack([*self._step_sums.values()])).tolist()
+            totals = dict(zip(self._step_sums, all_sums, strict=True))
+            num_tokens = max(totals.pop("tokens"), 1)
+            self._log_values(**{name: total / num_tokens for name, total in totals.items()})
+            self._step_sums = {}
         return loss
 
     def _get_per_token_logps_and_entropies(

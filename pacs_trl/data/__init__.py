@@ -25,10 +25,10 @@ from .messages import MessageCheck, content_as_text
 from .prompts import PROMPT_INSTRUCTION, is_conversation, prompt_of, read_problem
 from .prompts import build_prompt as build_prompt
 from .sets import (
-    FILE_FORMATS,
     ProblemSet,
     choose_columns,
     gold_answer,
+    is_data_file,
     is_function,
     load_rows,
     named_sets,
@@ -120,19 +120,36 @@ class DataArguments:
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        is_gym, is_named = self.dataset_name == gym.NAME, self.dataset_name in TRAINING_SETS
-        is_file = self.dataset_path is not None or Path(self.dataset_name).suffix in FILE_FORMATS
-        reads_hub = not (is_file or is_gym or is_function(self.dataset_name))
-        used = {"dataset_config": reads_hub, "dataset_revision": reads_hub, "dataset_split": not is_file}
-        used |= {"dataset_path": is_named, gym.NAME: is_gym, "dataset_size": is_gym}
-        if ignored := [name for name in used if getattr(self, name) is not None and not used[name]]:
-            raise UserError(
-                f"`{ignored[0]}` would be ignored with dataset_name={self.dataset_name!r} and dataset_path="
-                f"{self.dataset_path!r}. Remove it: dataset_path is for the named sets {', '.join(TRAINING_SETS)}, "
-                f"{gym.NAME} and dataset_size for dataset_name: {gym.NAME}, and the others for the Hub."
-            )
+        if not self.dataset_name.strip():
+            raise UserError("dataset_name is empty. Set it to a named set, a file, a folder, or a dataset on the Hub.")
+        is_gym = self.dataset_name == gym.NAME
+        is_file = self.dataset_path is not None or is_data_file(self.dataset_name)
+        is_loaded = not (is_file or is_gym or is_function(self.dataset_name))  # by the library datasets
+        allowed = {
+            "dataset_config": is_loaded,
+            "dataset_revision": is_loaded,
+            "dataset_split": is_loaded,
+            "dataset_path": self.dataset_name in TRAINING_SETS,
+            gym.NAME: is_gym,
+            "dataset_size": is_gym,
+        }
+        ignored = [name for name in allowed if getattr(self, name) is not None and not allowed[name]]
+        if ignored:
+            self._refuse_ignored(ignored[0])
         if is_gym:
             gym.check_settings(self)
+
+    def _refuse_ignored(self, name: str) -> None:
+        """Raise a `ValueError` on a setting that is not for the data of the other settings."""
+        purpose = "datasets on the Hub and folders"
+        if name == "dataset_path":
+            purpose = f"the named sets {', '.join(TRAINING_SETS)}"
+        elif name in (gym.NAME, "dataset_size"):
+            purpose = f"dataset_name: {gym.NAME}"
+        data = f"dataset_name={self.dataset_name!r}"
+        if self.dataset_path is not None:
+            data += f" and dataset_path={self.dataset_path!r}"
+        raise UserError(f"`{name}` would be ignored with {data}. Remove it: {name} is for {purpose}.")
 
 
 class HasInstruction(Protocol):
@@ -149,23 +166,27 @@ def instruction_for(problems: HasInstruction, prompt_instruction: str) -> str:
     return prompt_instruction
 
 
-def check_chat_template_kwargs(
+def unread_template_arguments(
     tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None, template: str | None = None
-) -> None:
-    """Raise a `ValueError` on a key that neither the chat template (by default the tokenizer's) nor
-    `apply_chat_template` reads, so that it would be ignored."""
+) -> list[str]:
+    """Return the keys that neither the chat template (by default the tokenizer's) nor `apply_chat_template` reads, so
+    that they change no prompt."""
     template = template or getattr(tokenizer, "chat_template", None)
     if not chat_template_kwargs or template is None:
-        return
+        return []
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters
-    unknown = [
+    return [
         key
         for key in chat_template_kwargs
         if key not in parameters and not re.search(rf"\b{re.escape(key)}\b", str(template))
     ]
-    if unknown:
+
+
+def check_chat_template_kwargs(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> None:
+    """Raise a `ValueError` on a key that the chat template of the tokenizer would ignore."""
+    if unread := unread_template_arguments(tokenizer, chat_template_kwargs):
         raise UserError(
-            f"chat_template_kwargs: the chat template would ignore {', '.join(unknown)}. Correct or remove it, or "
+            f"chat_template_kwargs: the chat template would ignore {', '.join(unread)}. Correct or remove it, or "
             "give the tokenizer another template."
         )
 
@@ -192,9 +213,8 @@ def load_training_data(
     Raises:
         ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or if too few rows are left.
     """
-    check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     entry = _problem_set(args)
-    path = args.dataset_name if Path(args.dataset_name).suffix in FILE_FORMATS else args.dataset_path
+    path = args.dataset_name if is_data_file(args.dataset_name) else args.dataset_path
     if args.dataset_name == gym.NAME:
         assert args.reasoning_gym is not None  # checked by `DataArguments`
         rows = gym.gym_rows(args.reasoning_gym, args.dataset_size or gym.DEFAULT_SIZE, args.dataset_seed)
@@ -203,6 +223,8 @@ def load_training_data(
     if path is not None:
         rows = [with_absolute_paths(row, Path(path).parent) for row in rows]
     dataset = _prepare(rows, entry, args)
+    if not all(isinstance(prompt, str) for prompt in dataset["prompt"]):
+        check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     if tokenizer is not None and load_processor is not None and has_images(dataset):
         tokenizer = load_processor()
     if tokenizer is not None:
@@ -266,12 +288,15 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     instruction = instruction_for(entry, args.prompt_instruction)
     usable, prompts = [], []
     solutions: list[str | list[str]] = []
+    num_mappings = 0  # of rows without a gold answer, which have a mapping in its place
     for index, row in enumerate(rows):
         try:
             problem = read_problem(row.get(entry.problem_column), entry.problem_column)
             gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
         except ValueError as error:
             raise UserError(f"Row {index} of {source!r}: {error}") from error
+        if problem and gold is None and isinstance(row.get(entry.solution_column), Mapping):
+            num_mappings += 1
         if not problem or gold is None:
             continue
         system_prompt = args.system_prompt
@@ -285,7 +310,13 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
         solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
-        logger.warning(f"{dropped} that have no problem or no gold answer.")
+        message = f"{dropped} that have no problem or no gold answer."
+        if num_mappings:
+            message += (
+                f" In {num_mappings} of them `{entry.solution_column}` is a mapping, which is read as tests of a "
+                "program. Write an answer as text, or tests as docs/code.md says."
+            )
+        logger.warning(message)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in usable] for name in names}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..settings.names import object_of_user
+from .columns import is_in_memory
 
 
 if TYPE_CHECKING:  # slow to import
@@ -67,7 +68,6 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any], *, takes_i
     """Start one environment of each kind, reset it with its first example, and return factories that return it first.
     Raises a `ValueError` if that fails, if environments cannot be told apart, or if images are not taken, but
     returned."""
-    from datasets import Dataset
     from transformers.utils import get_json_schema
 
     from ..rollouts.group_starts import check_observation, takes_seed
@@ -80,7 +80,7 @@ def prepare_environments(factories: Any, datasets: Mapping[str, Any], *, takes_i
         for tool in [tool for environment in first.values() for tool in environment_tools(environment)]:
             get_json_schema(tool)  # raises for methods without types or description
         for key, dataset in datasets.items():
-            if not isinstance(dataset, Dataset) or len(dataset) == 0:
+            if not is_in_memory(dataset) or len(dataset) == 0:
                 continue
             if not is_single and "environment" not in dataset.column_names:
                 raise UserError(

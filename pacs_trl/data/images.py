@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import UserError
+from .columns import columns_of, is_in_memory
 from .prompts import prompt_lengths
 
 
@@ -43,14 +44,13 @@ def image_blocks(prompt: Any) -> Iterator[MutableMapping[str, Any]]:
 
 
 def has_images(dataset: Any) -> bool:
-    """Return whether a dataset has an image in any row; a stream, whether it has a column of images."""
-    from datasets import Dataset
-
+    """Return whether a dataset has an image in any row; a stream, or a dataset with a transform, whether it has a
+    column of images."""
     if isinstance(dataset, Mapping):
         return any(has_images(part) for part in dataset.values())
-    names = getattr(dataset, "column_names", None) or []
+    names = columns_of(dataset) or []
     columns = [name for name in COLUMNS if name in names]
-    if not isinstance(dataset, Dataset):
+    if not is_in_memory(dataset):
         return bool(columns)
     if any(_has_values(dataset.data.column(name)) for name in columns):
         return True

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 from typing import Any, Literal
 
 import yaml
@@ -123,10 +124,11 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
     elif installed is not None and installed.origin:
         lines = gzip.decompress((Path(installed.origin).parent / file).read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
-    elif (looks_like_path(name) or Path(name).suffix in _OTHER_FILES) and not Path(name).exists():
+    elif (looks_like_path(name) or Path(name).suffix.lower() in _OTHER_FILES) and not Path(name).exists():
         raise UserError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     else:
         from datasets import load_dataset
+        from datasets.exceptions import DatasetsError
 
         files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files or ()]
         try:
@@ -141,7 +143,18 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
                 "name a downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in "
                 "evaluation."
             ) from error
+        except (ValueError, DatasetsError) as error:  # no such split or configuration, files that do not fit together
+            reason = shorten(str(error.__cause__ or error), 400).rstrip(".")
+            raise UserError(
+                f"The dataset {entry.hub_id!r} could not be loaded: {reason}. Correct dataset_split, dataset_config, "
+                "or its files, or name one of the files."
+            ) from error
     return entry.convert_rows(rows) if entry.convert_rows else rows
+
+
+def is_data_file(name: str | Path) -> bool:
+    """Whether a name ends like that of a file that is read."""
+    return Path(name).suffix.lower() in FILE_FORMATS
 
 
 def is_function(name: str) -> bool:
@@ -155,19 +168,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"The data file {str(path)!r} is a directory. Name one file of it.")
     if not path.is_file():
         raise UserError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
-    if path.suffix not in FILE_FORMATS:
+    suffix = path.suffix.lower()
+    if suffix not in FILE_FORMATS:
         command = "`from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
         raise UserError(
             f"The data file {str(path)!r} is not in a format that is read, which are {', '.join(FILE_FORMATS)}. "
-            f"Convert it{f': {command}' if path.suffix == '.csv' else ''}."
+            f"Convert it{f': {command}' if suffix == '.csv' else ''}."
         )
     import pyarrow.parquet
 
     where = ""
     try:
-        if path.suffix == ".parquet":
+        if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
-        elif path.suffix == ".json":
+        elif suffix == ".json":
             rows = json.loads(path.read_bytes())
         else:
             rows = []
@@ -179,7 +193,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise UserError("it has no rows" if rows == [] else "it must be a list of JSON objects")
     except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
-        hint = " A file with one object per line must end in .jsonl." if path.suffix == ".json" else ""
+        hint = " A file with one object per line must end in .jsonl." if suffix == ".json" else ""
         raise UserError(
             f"The data file {str(path)!r}{where} cannot be read: {error}. Write one JSON object with the columns per "
             f"problem.{hint}"

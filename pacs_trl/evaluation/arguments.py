@@ -1,5 +1,7 @@
 """Arguments of `pacs-trl evaluate`, validated before anything is loaded."""
 
+import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,20 @@ if TYPE_CHECKING:  # slow to import, and `--help` needs this module
     from .benchmarks import LoadedBenchmark
 
 
+logger = logging.getLogger(__name__)
+
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
+# Settings that not every engine reads.
+_READ_BY = {
+    **dict.fromkeys(("revision", "trust_remote_code", "dtype"), ("transformers", "vllm")),
+    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager"), ("vllm",)),
+    "batch_size": ("transformers",),
+    **dict.fromkeys(("base_url", "concurrency"), ("server",)),
+}
+# Those of them that set speed and memory alone. The others say what is measured.
+_WITHOUT_EFFECT_ON_RESULTS = {
+    *("batch_size", "concurrency", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"),
+}
 
 
 @dataclass
@@ -37,7 +52,9 @@ class EvaluationArguments:
     k: list[int] | str | None = setting(
         None, "Comma-separated values of k, each at most `n`; by default 1, 4, 8, 16, 32, and 64, up to `n`."
     )
-    method: str | None = setting(None, "Row label in tables; by default the name of the model.")
+    method: str | None = setting(
+        None, "Row label in tables; by default the name of the model, such as `pacs/checkpoint-100`."
+    )
     revision: str | None = setting(None, "Hub revision of the model.")
     trust_remote_code: bool = setting(False, "Run code that the checkpoint contains, as in training.")
 
@@ -90,22 +107,48 @@ class EvaluationArguments:
         ks = _comma_separated(self.k)
         if not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
             errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}.")
-        if self.base_url != type(self).base_url and self.engine != "server":
-            errors.append(
-                f"base_url={self.base_url!r} would be ignored with engine {self.engine!r}, which loads the model in "
-                "this process. Set engine: server, or remove the key."
-            )
-        if self.trust_remote_code and self.engine == "server":
-            errors.append(
-                "trust_remote_code would be ignored with engine 'server', which does not load the model in this "
-                "process. Start the server with it (vllm serve --trust-remote-code), and remove the key."
-            )
+        errors += self._errors_of_ignored_settings()
         if self.calls_tools and self.engine == "server":
             errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")
         if self.max_tool_calling_iterations is not None and not self.calls_tools:
             errors.append("max_tool_calling_iterations would be ignored. Set tools or an environment, or remove it.")
         if errors:
             raise UserError(" ".join(errors))
+
+    def _errors_of_ignored_settings(self) -> list[str]:
+        """Return a message for each setting that the engine ignores and that says what is measured."""
+        defaults = {declared.name: declared.default for declared in fields(self)}
+        messages = []
+        for name, engines in self._ignored_settings().items():
+            if name in _WITHOUT_EFFECT_ON_RESULTS:
+                continue
+            message = f"{name}={getattr(self, name)!r} would be ignored with engine {self.engine!r}"
+            if self.engine == "server":
+                message += ", which does not load the model in this process. Give it to the server, and remove the key"
+            else:
+                message += f". Set engine: {' or '.join(engines)}, or remove the key"
+            messages.append(f"{message}, or set its default ({name}: {json.dumps(defaults[name])}).")
+        return messages
+
+    def warn_of_ignored_settings(self) -> None:
+        """Warn of the settings that the engine ignores and that change no result, as a recipe for another engine has
+        them."""
+        ignored = [name for name in self._ignored_settings() if name in _WITHOUT_EFFECT_ON_RESULTS]
+        if ignored:
+            logger.warning(
+                f"The engine {self.engine!r} ignores {', '.join(ignored)}, which changes no result. Remove what is "
+                "for another engine to hide this warning."
+            )
+
+    def _ignored_settings(self) -> dict[str, tuple[str, ...]]:
+        """Return the settings that differ from their default and that the engine does not read, with those that do."""
+        defaults = {declared.name: declared.default for declared in fields(self)}
+        readers = _READ_BY | ({"batch_size": ("transformers", "vllm")} if self.calls_tools else {})
+        return {
+            name: engines
+            for name, engines in readers.items()
+            if getattr(self, name) != defaults[name] and self.engine not in engines
+        }
 
     @property
     def calls_tools(self) -> bool:

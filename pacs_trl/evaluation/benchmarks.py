@@ -34,7 +34,7 @@ from ..data.images import (
     with_image_blocks,
 )
 from ..data.prompts import read_problem
-from ..data.sets import FILE_FORMATS, ProblemSet, choose_columns, gold_answer, load_rows, named_sets, read_rows
+from ..data.sets import ProblemSet, choose_columns, gold_answer, is_data_file, load_rows, named_sets, read_rows
 from ..errors import UserError
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
@@ -311,7 +311,7 @@ def _environment(name: str, max_problems: int | None) -> LoadedBenchmark:
 def name_and_path(spec: str) -> tuple[str, str]:
     """Split a spec into the name of a benchmark and the path of a file, or an empty string."""
     name, _, path = spec.partition("=")
-    return (Path(name).stem, name) if not path and Path(name).suffix in FILE_FORMATS else (name, path)
+    return (Path(name).stem, name) if not path and is_data_file(name) else (name, path)
 
 
 def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:

@@ -12,9 +12,11 @@ caller can store each one. Reproducibility differs:
 import base64
 import gc
 import json
+import logging
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -23,7 +25,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from ..data import check_chat_template_kwargs
 from ..data.images import image_blocks, prompt_with_images
 from ..errors import FailedRun, UserError
 from ..redaction import without_secrets
@@ -33,6 +34,11 @@ from . import provenance
 from .arguments import EvaluationArguments
 from .requests import Completion, Request, SamplingSettings, tokenize_prompt
 
+
+logger = logging.getLogger(__name__)
+
+# Settings of vLLM and SGLang that OpenAI's API does not have, at values without effect.
+NEUTRAL_SETTINGS = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 Answers = Iterator[tuple[Request, Completion]]
 
@@ -180,13 +186,22 @@ class VLLMEngine:
         gc.collect()
 
 
+class _RejectedRequest(UserError):
+    """A request that a server rejected with an HTTP `status`."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 class ServerEngine:
     """
     Client of an OpenAI-compatible server, for example `vllm serve MODEL`.
 
     Conversations go to the endpoint `/chat/completions`, where the server applies its own chat template, and prompts
     that are text to `/completions`, where it adds the tokenizer's special tokens alone, as in training. Start it
-    without a reasoning parser, which would remove reasoning from the text that is graded. Connection errors, timeouts,
+    without a reasoning parser, which would remove reasoning from the text that is graded: an answer that has reasoning
+    alone is an error. Connection errors, timeouts,
     and status 408, 429, or 5xx are retried after `waits_seconds`. The API key is read from the environment variable
     `OPENAI_API_KEY`; `chat_template_kwargs` are sent with each conversation (an extension of vLLM). Raises a
     `ValueError` if the server does not respond or does not serve the model.
@@ -200,6 +215,7 @@ class ServerEngine:
 
         self.model, self.concurrency = model, concurrency
         self.chat_template_kwargs = chat_template_kwargs
+        self._takes_neutral_settings, self._lock = True, threading.Lock()
         key = os.environ.get("OPENAI_API_KEY")
         self._client = httpx.Client(
             base_url=base_url.rstrip("/") + "/",
@@ -239,19 +255,43 @@ class ServerEngine:
             "max_tokens": settings.max_new_tokens,
             "seed": request.seed,
         }
-        extensions: dict[str, Any] = {"top_k": settings.top_k}
+        if settings.top_k:
+            body["top_k"] = settings.top_k
         if isinstance(prompt, str):
             endpoint = "completions"
             body["prompt"] = prompt
         else:
             endpoint = "chat/completions"
             body["messages"] = openai_messages(prompt) if has_images(request) else prompt
-            extensions["chat_template_kwargs"] = self.chat_template_kwargs
-        body |= {key: value for key, value in extensions.items() if value}
-        answer = self._post(endpoint, body)
+            if self.chat_template_kwargs:
+                body["chat_template_kwargs"] = self.chat_template_kwargs
+        answer, settings_not_sent = self._post_with_neutral_settings(endpoint, body)
         choice, num_tokens = answer["choices"][0], answer["usage"]["completion_tokens"]
-        text = choice["text"] if isinstance(prompt, str) else choice["message"]["content"]
-        return Completion(text or "", num_tokens, choice["finish_reason"])
+        text = choice["text"] or "" if isinstance(prompt, str) else _content(choice["message"])
+        more = {"settings_not_sent": settings_not_sent} if settings_not_sent else {}
+        return Completion(text, num_tokens, choice["finish_reason"], more=more)
+
+    def _post_with_neutral_settings(self, endpoint: str, body: dict) -> tuple[dict, list[str]]:
+        """Send a request with the settings that it does not name at values without effect: `vllm serve` takes missing
+        ones from the generation settings of the checkpoint. A server that rejects these keys gets none of them. Return
+        the answer, and the settings that were not sent."""
+        neutral = {key: value for key, value in NEUTRAL_SETTINGS.items() if key not in body}
+        if not self._takes_neutral_settings:
+            return self._post(endpoint, body), list(neutral)
+        try:
+            return self._post(endpoint, body | neutral), []
+        except _RejectedRequest as error:
+            if error.status not in (400, 422):
+                raise
+        answer = self._post(endpoint, body)  # raises an error if another part of the request is rejected
+        with self._lock:
+            if self._takes_neutral_settings:
+                self._takes_neutral_settings = False
+                logger.warning(
+                    f"The server rejects {', '.join(neutral)}, which are sent at values without effect. Make sure "
+                    "that it has no default values of its own for them."
+                )
+        return answer, list(neutral)
 
     def _post(self, endpoint: str, body: dict) -> dict:
         from huggingface_hub.utils import httpx
@@ -263,9 +303,10 @@ class ServerEngine:
             except httpx.HTTPStatusError as error:
                 status, reason = error.response.status_code, str(error)
                 if status not in (408, 429) and status < 500:
-                    raise UserError(
+                    raise _RejectedRequest(
                         f"The server rejected a request ({status}): {error.response.text[:500]}. Correct the "
-                        "settings, and run the same command again."
+                        "settings, and run the same command again.",
+                        status,
                     ) from error
             except httpx.TransportError as error:
                 reason = repr(error)
@@ -273,6 +314,18 @@ class ServerEngine:
             f"A request failed {len(self.waits_seconds) + 1} times, last with {reason}. Fix the server and run the "
             "same command again; stored samples are kept."
         )
+
+
+def _content(message: dict[str, Any]) -> str:
+    """Return the text of a message, empty if there is none. Raises a `ValueError` if a reasoning parser took all of it
+    out of the text."""
+    text = message.get("content") or ""
+    if not text and (message.get("reasoning_content") or message.get("reasoning")):
+        raise UserError(
+            "The server's reasoning parser returned reasoning and no text, which would be graded as wrong. Start it "
+            "without a reasoning parser (vllm serve without --reasoning-parser), and run the same command again."
+        )
+    return text
 
 
 def has_images(request: Request) -> bool:
@@ -338,15 +391,10 @@ def identify_model(args: EvaluationArguments) -> dict[str, Any]:
 
 
 def start_engine(args: EvaluationArguments) -> Any:
-    """Start the engine that the arguments name. Raises a `ValueError` if the chat template would ignore a key of
-    `chat_template_kwargs`, or the server does not serve the model."""
+    """Start the engine that the arguments name. Raises a `ValueError` if the server does not serve the model."""
     template = args.chat_template_kwargs
     if args.engine == "server":
         return ServerEngine(args.base_url, args.model, concurrency=args.concurrency, chat_template_kwargs=template)
-    if template:  # checked before weights are loaded
-        from transformers import AutoTokenizer
-
-        check_chat_template_kwargs(AutoTokenizer.from_pretrained(args.model, **args.loading), template)
     common: dict[str, Any] = {**args.loading, "dtype": args.dtype, "chat_template_kwargs": template}
     if args.engine == "transformers":
         return TransformersEngine.load(args.model, batch_size=args.batch_size, **common)

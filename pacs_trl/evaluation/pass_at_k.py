@@ -93,13 +93,20 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
         variances.append(squares / num_problems**2)
     mean, centre = np.mean(means, axis=0), np.mean(centres, axis=0)
     variance = np.sum(variances, axis=0) / len(benchmarks) ** 2
-    # z^2 / (2 n_eff)
-    half_z2 = NormalDist().inv_cdf((1 + confidence) / 2) ** 2 / 2 * variance / (centre * (1 - centre))
-    shrunk = (mean + half_z2) / (1 + 2 * half_z2)
-    width = np.sqrt(half_z2 * (2 * mean * (1 - mean) + half_z2)) / (1 + 2 * half_z2)
+    effective_problems = centre * (1 - centre) / variance
+    z = NormalDist().inv_cdf((1 + confidence) / 2)
+    lower, upper = wilson(mean, effective_problems, z)
     # against rounding
-    lower, upper = np.clip(shrunk - width, 0, mean), np.clip(shrunk + width, mean, 1)
+    lower, upper = np.clip(lower, 0, mean), np.clip(upper, mean, 1)
     return Interval(float(mean), float(lower), float(upper)) if mean.ndim == 0 else Interval(mean, lower, upper)
+
+
+def wilson(p: np.ndarray, n: np.ndarray, z: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of the score interval for a proportion `p` of `n` trials: the values whose distance from `p` is
+    `z` of their own standard deviations (Wilson 1927, Journal of the American Statistical Association 22, 209-212)."""
+    centre = (p + z**2 / (2 * n)) / (1 + z**2 / n)
+    half_width = z / (1 + z**2 / n) * np.sqrt(p * (1 - p) / n + z**2 / (4 * n**2))
+    return centre - half_width, centre + half_width
 
 
 def paired_interval(*pairs, confidence: float = 0.95) -> Interval:

@@ -5,6 +5,7 @@ another one.
 """
 
 import hashlib
+import json
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -30,23 +31,37 @@ _BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an 
 
 def model_identity(model: str, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
     """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights,
-    `text_digest` of tokenizer, chat template, and generation settings, and `code_digest` of code that is trusted, or,
-    for a Hub id, `revision` (a commit). Raises a `ValueError` if the model does not exist."""
+    `text_digest` of tokenizer, chat template, and generation settings, `code_digest` of code that is trusted, and
+    `base_digest` or `base_revision` of the base model of an adapter, or, for a Hub id, `revision` (a commit). Raises a
+    `ValueError` if the model does not exist."""
     path = Path(model)
     check_model_path(model)
     if path.is_dir():
-        identity = {"name": path.resolve().name, "digest": checkpoint_digest(path)}
+        identity: dict[str, Any] = {"name": path.resolve().name, "digest": checkpoint_digest(path)}
         identity["text_digest"] = _content_digest(path, _TEXT_FILES)
         if trust_remote_code and any(path.glob("*.py")):
             identity["code_digest"] = _content_digest(path, ("*.py",))
+        adapter = path / "adapter_config.json"
+        if adapter.is_file():
+            settings = json.loads(adapter.read_text(encoding="utf-8"))
+            base = settings["base_model_name_or_path"]
+            if Path(base).is_dir():
+                identity["base_digest"] = checkpoint_digest(Path(base))
+            else:
+                identity["base_revision"] = _hub_commit(base, settings.get("revision"), trust_remote_code)
         return identity
+    return {"name": model, "revision": _hub_commit(model, revision, trust_remote_code)}
+
+
+def _hub_commit(model: str, revision: str | None, trust_remote_code: bool) -> str | None:
+    """Return the commit of a model of the Hub; a `ValueError` if it does not exist."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     except OSError as error:
         raise unloadable_model(model, error) from error
-    return {"name": model, "revision": config._commit_hash or revision}
+    return config._commit_hash or revision
 
 
 def checkpoint_digest(path: Path) -> str:

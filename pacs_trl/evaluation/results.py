@@ -4,7 +4,9 @@ Report, model card, and Hub metadata are made from it without torch or the sampl
 changes its meaning.
 """
 
+import itertools
 import json
+import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,8 +16,10 @@ import numpy as np
 
 from ..errors import UserError
 from .pass_at_k import pass_at_k, pass_interval
-from .store import differences
+from .store import differences, identifying_facts
 
+
+logger = logging.getLogger(__name__)
 
 RESULTS_SCHEMA = 1
 _FIELDS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
@@ -32,9 +36,10 @@ class GradedSample(NamedTuple):
 
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
-    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark. A problem
-    with a completion that could not be graded is listed under `unscorable` and excluded from pass@k, but not from the
-    share of truncated completions. Raises a `ValueError` if no problem could be graded."""
+    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark, from the
+    samples that could be graded. A problem with fewer than k of them is excluded from pass@k of that k: `excluded` has
+    their number by k where it is not 0, and `unscorable` lists the problems without a graded sample. The share of
+    truncated completions is that of all problems. Raises a `ValueError` if a k excludes all."""
     by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
     for sample in samples:
         by_problem[sample.problem].append(sample)
@@ -49,25 +54,43 @@ def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: S
         }
         for problem, generated in by_problem.items()
     ]
-    scorable = [p for p in problems if p["ungraded"] == 0]
-    if not scorable:
-        raise UserError("The verifier reads none of the gold answers. Check the answers and verification_protocol.")
+    num_excluded = {k: len(problems) - len(graded_counts(problems, k)) for k in ks}
+    if num_excluded[max(ks)] == len(problems):
+        raise UserError(
+            f"No problem has {max(ks)} samples that could be graded. Check the gold answers, verification_protocol, "
+            "and rewards that return nothing, or leave this value out of k."
+        )
     return {
         "problems": problems,
-        "unscorable": [p["id"] for p in problems if p["ungraded"]],
-        "pass_at_k": pass_at_k_table([p["n"] for p in scorable], [p["c"] for p in scorable], ks),
+        "unscorable": [p["id"] for p in problems if p["ungraded"] == p["n"]],
+        "excluded": {str(k): number for k, number in num_excluded.items() if number},
+        "ungraded": sum(p["ungraded"] for p in problems),
+        "pass_at_k": pass_at_k_table([p["n"] - p["ungraded"] for p in problems], [p["c"] for p in problems], ks),
         "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
         "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
     }
 
 
+def graded_counts(problems: Iterable[dict[str, Any]], k: int) -> dict[str, tuple[int, int]]:
+    """Return the numbers of graded and of correct samples by problem, without problems that have fewer than `k` graded
+    ones, whose pass@k cannot be estimated. In `problems`, `n` counts all samples."""
+    counts = {problem["id"]: (problem["n"] - problem["ungraded"], problem["c"]) for problem in problems}
+    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= k}
+
+
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return `{"k": {"value", "lower", "upper"}}` with intervals over problems; keys are strings, as in JSON."""
-    interval = pass_interval(pass_at_k(np.asarray(n), np.asarray(c), list(ks)))
-    return {
-        str(k): {"value": float(value), "lower": float(lower), "upper": float(upper)}
-        for k, value, lower, upper in zip(ks, *map(np.asarray, interval), strict=True)
-    }
+    """Return `{"k": {"value", "lower", "upper"}}` with intervals over the problems with `n >= k`; keys are strings, as
+    in JSON."""
+    num_graded, num_correct = np.asarray(n), np.asarray(c)
+    table = {}
+    # Values of k that exclude equally many problems exclude the same ones, and are computed together.
+    for _, group in itertools.groupby(sorted(ks), key=lambda k: int((num_graded < k).sum())):
+        ks_of_group = list(group)
+        is_included = num_graded >= ks_of_group[0]
+        interval = pass_interval(pass_at_k(num_graded[is_included], num_correct[is_included], ks_of_group))
+        for k, value, lower, upper in zip(ks_of_group, *map(np.asarray, interval), strict=True):
+            table[k] = {"value": float(value), "lower": float(lower), "upper": float(upper)}
+    return {str(k): table[k] for k in ks}
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:
@@ -131,28 +154,100 @@ def read_results(path: str | Path) -> Document:
     for field in _FIELDS:
         results[field]
     has_graded_problem = [
-        any(not problem["ungraded"] for problem in benchmark["problems"])
+        bool(results["k"]) and bool(graded_counts(benchmark["problems"], max(results["k"])))
         for benchmark in results["benchmarks"].values()
     ]
-    if not results["k"] or not has_graded_problem or not all(has_graded_problem):
+    if not has_graded_problem or not all(has_graded_problem):
         raise UserError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
     return results
 
 
+def instruction_of(result: dict[str, Any], benchmark: str) -> str | None:
+    """Return the instruction of a benchmark, `None` for whole prompts. Files of earlier versions have one instruction
+    for all benchmarks, which some replace with their own."""
+    return result["benchmarks"][benchmark].get("instruction", _instruction_set(result))
+
+
+def prompts_of(results: Sequence[dict[str, Any]]) -> list[tuple[list[str], str | None]]:
+    """Return each instruction of results files with the titles of its benchmarks, in order of first appearance."""
+    titles: dict[str | None, dict[str, None]] = {}
+    for result in results:
+        for benchmark, entry in result["benchmarks"].items():
+            titles.setdefault(instruction_of(result, benchmark), {})[entry["title"]] = None
+    return [(list(of_instruction), instruction) for instruction, of_instruction in titles.items()]
+
+
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
-    files share, version and problems; a `ValueError` names the two files and every difference. The number of samples
-    and the engine may differ, since pass@k is unbiased in n."""
-    first: dict[str, tuple[str, Any]] = {}  # by what is compared: file and facts
+    files share, instruction, version, and problems; a `ValueError` names the two files and every difference. The
+    number of samples and the engine may differ, since pass@k is unbiased in n."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by what is compared: the first file that has it
     for name, result in zip(names, results, strict=True):
-        facts = {"protocol": result["protocol"]}
-        for benchmark, entry in result["benchmarks"].items():
-            facts[benchmark] = {fact: entry["source"][fact] for fact in _COMPARED}
-        for key, ours in facts.items():
-            other, theirs = first.setdefault(key, (name, ours))
+        for key in ("protocol", *result["benchmarks"]):
+            other_name, other = first.setdefault(key, (name, result))
+            if key == "protocol":
+                theirs, ours = _without_instruction(other["protocol"]), _without_instruction(result["protocol"])
+            else:
+                theirs, ours = _benchmark_facts(other, key), _benchmark_facts(result, key)
+                is_stated = ["instruction" in file["benchmarks"][key] for file in (other, result)]
+                if any(is_stated) and not all(is_stated):  # one of an earlier version states only what was set
+                    theirs["instruction"], ours["instruction"] = _instruction_set(other), _instruction_set(result)
             if lines := differences(theirs, ours, key=key):
                 raise UserError(
-                    f"{other} and {name} were measured with different protocols:\n  "
+                    f"{other_name} and {name} were measured with different protocols:\n  "
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."
                 )
+
+
+def _benchmark_facts(result: dict[str, Any], benchmark: str) -> dict[str, Any]:
+    source = result["benchmarks"][benchmark]["source"]
+    return {fact: source[fact] for fact in _COMPARED} | {"instruction": instruction_of(result, benchmark)}
+
+
+def _instruction_set(result: dict[str, Any]) -> str | None:
+    return result["protocol"].get("prompt", {}).get("instruction")
+
+
+def _without_instruction(protocol: dict[str, Any]) -> dict[str, Any]:
+    """Return a protocol without the instruction, which is compared for each benchmark."""
+    prompt = {key: value for key, value in protocol.get("prompt", {}).items() if key != "instruction"}
+    return protocol | {"prompt": prompt}
+
+
+def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Check that files with one label are runs of one method: they name the same model, or a user has chosen the
+    label. A `ValueError` names two files that only share the default label of different models; of files of earlier
+    versions, which do not say who chose the label, a warning does."""
+    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by label
+    for name, result in zip(names, results, strict=True):
+        other_name, other = first.setdefault(result["method"], (name, result))
+        if _is_one_model(other["model"], result["model"]):
+            continue
+        share_a_label = (
+            f"{other_name} and {name} have the label {result['method']!r}, which is that of the directory or the "
+            "name, and measure different models."
+        )
+        if other.get("method_is_default") or result.get("method_is_default"):
+            raise UserError(
+                f"{share_a_label} Evaluate again with --method LABEL, which keeps the samples: runs of one method "
+                "share a label, two methods have two."
+            )
+        if _may_have_default_label(other) or _may_have_default_label(result):
+            logger.warning(
+                f"{share_a_label} They count as runs of one method. If they are two, evaluate again with --method "
+                "LABEL, which keeps the samples."
+            )
+
+
+def _is_one_model(model: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Return whether two identities may be those of one model. Of a model of a server only the name is known, since
+    one model may be served at several addresses."""
+    if "server" in model or "server" in other:
+        return model.get("name") == other.get("name")
+    return identifying_facts(model) == identifying_facts(other)
+
+
+def _may_have_default_label(result: dict[str, Any]) -> bool:
+    """Return whether a file of an earlier version, which does not say who chose the label, has that of its model."""
+    return "method_is_default" not in result and result["method"] == result["model"].get("name", "").split("/")[-1]

@@ -6,8 +6,10 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
+import os
+import re
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
@@ -18,7 +20,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from ..data import gym, instruction_for
+from ..data import check_chat_template_kwargs, gym, instruction_for
 from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
@@ -34,9 +36,15 @@ from .benchmarks import LoadedBenchmark, Problem, load_benchmark
 from .engines import identify_model, load_processor, start_engine
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
-from .store import SampleStore, digest, evaluation_file, read_samples
+from .store import SampleStore, digest, evaluation_file, identifying_facts, read_samples
 
 
+# Names of directories that many runs have: of checkpoints, of seeds, and of snapshots in the cache of the Hub.
+_NAMES_MANY_RUNS = re.compile(
+    r"(checkpoint|step|epoch|seed|run)?[-_]?\d+|(final|best|last|latest|merged)?[-_]?(model|checkpoint|adapter|policy)?|"
+    r"snapshots|[0-9a-f]{40}",
+    re.IGNORECASE,
+)
 CHUNK_SIZE = 128  # completions graded per call of the verifier
 MAX_WAITING = 32  # chunks in the queue: bounds memory when stored completions are read faster than graded
 
@@ -57,6 +65,11 @@ def main(argv: Sequence[str]) -> int:
             for k, v in entry["pass_at_k"].items()
         )
         print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
+        if entry["ungraded"]:
+            print(f"  {entry['ungraded']} samples could not be graded and are left out of pass@k")
+        if entry["excluded"]:
+            numbers = ", ".join(f"{number} for k={k}" for k, number in entry["excluded"].items())
+            print(f"  problems with fewer than k graded samples, which are excluded from pass@k: {numbers}")
         if "programs" in entry:
             print(f"  programs ran with {entry['programs']['confinement']}")
     print(f"results: {Path(args.output_dir) / 'results.json'}")
@@ -86,11 +99,21 @@ def evaluate(
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
+    args.warn_of_ignored_settings()
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks, model = load_benchmarks(args), identify_model(args)
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
+    tokenizer = None if args.engine == "server" else _load_tokenizer(args)
+    needs_template = [benchmark.name for benchmark in benchmarks if _has_conversations(args, benchmark)]
+    if tokenizer is not None and tokenizer.chat_template is None and needs_template:
+        raise UserError(
+            f"{', '.join(needs_template)} has messages as prompts, and {args.model} has no chat template. Evaluate a "
+            "model with one, or write whole prompts as text into a column `prompt`."
+        )
+    if tokenizer is not None and needs_template:
+        check_chat_template_kwargs(tokenizer, args.chat_template_kwargs)
     tools = None
     if args.calls_tools:
         _check_conversations(benchmarks)
@@ -99,16 +122,19 @@ def evaluate(
         tools = load_tools(args)
     make_directory(args.output_dir, "output_dir")
     entries: dict[str, Any] = {}
+    settings_not_sent: set[str] = set()
     with ExitStack() as stack:
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
         requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
-        engine, dated = None, args
+        # Prompts are rendered with these arguments; stored and published are those of the user.
+        prompt_args = _with_stored_date(args, tokenizer)
+        prompt_digest = _prompt_digest(prompt_args, tokenizer, is_template_used=bool(needs_template))
+        engine = None
         if any(requests):
             if args.engine == "vllm":
                 require_vllm("sample with `--engine transformers`")
-            dated = _with_stored_date(args)
-            _check_messages(dated, benchmarks, requests, tools[1] if tools else None)
-            engine = start_engine(dated)
+            _check_messages(prompt_args, tokenizer, benchmarks, requests, tools[1] if tools else None)
+            engine = start_engine(prompt_args)
             stack.callback(engine.close)
         for benchmark, store, to_generate in zip(benchmarks, stores, requests, strict=True):
             grader = code_verifier if benchmark.is_code else verifier
@@ -117,20 +143,24 @@ def evaluate(
             bar = tqdm(
                 total=len(to_generate), desc=benchmark.title, disable=None if progress and to_generate else True
             )
-            generator = ConversationEngine(engine, *tools, dated, benchmark) if engine and tools else engine
+            generator = ConversationEngine(engine, *tools, prompt_args, benchmark) if engine and tools else engine
             records = _records(args, store, to_generate, generator, bar)
+            records = _collect_settings_not_sent(records, settings_not_sent)
             graded, outcomes = grade_in_background(grader, benchmark.problems, records)
             _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
             entries[benchmark.name] = {
                 "title": benchmark.title,
                 "source": benchmark.source,
+                "instruction": _instruction_of(args, benchmark),
                 "verification": dict(outcomes),
                 **summarize([problem.id for problem in benchmark.problems], graded.values(), args.ks),
             }
             if benchmark.is_code:
                 entries[benchmark.name]["programs"] = code_verifier.facts()
             _write_grades(args, benchmark, graded)
-    results = _results(args, model, verifier, entries)
+    results = _results(args, model, prompt_digest, verifier, entries)
+    if settings_not_sent:
+        results["engine"]["settings_not_sent"] = sorted(settings_not_sent)
     write_results(Path(args.output_dir) / "results.json", results)
     return results
 
@@ -201,31 +231,38 @@ def requests_to_generate(
     return to_generate
 
 
-def _with_stored_date(args: EvaluationArguments) -> EvaluationArguments:
+def _load_tokenizer(args: EvaluationArguments) -> Any:
+    from ..data.text_tokenizer import load_text_tokenizer  # imports transformers, which `--help` does not need
+
+    return load_text_tokenizer(args.model, **args.loading)
+
+
+def _has_conversations(args: EvaluationArguments, benchmark: LoadedBenchmark) -> bool:
+    """Return whether a prompt of a benchmark is a list of messages, to which a chat template is applied."""
+    prompts = (args.prompt_of(problem.for_seed(args.seed)[0], benchmark) for problem in benchmark.problems)
+    return any(is_conversation(prompt) for prompt in prompts)
+
+
+def _with_stored_date(args: EvaluationArguments, tokenizer: Any) -> EvaluationArguments:
     """Return arguments whose prompts have the date of the first samples in `output_dir`, if the chat template prints
-    one. A server has its own chat template."""
-    if args.engine == "server" or not prints_date(_tokenizer(args).chat_template):
+    one. A server (`tokenizer` is `None`) has its own chat template."""
+    if tokenizer is None or not prints_date(tokenizer.chat_template):
         return args
     date = stored_date(Path(args.output_dir))
     return replace(args, chat_template_kwargs=with_date(args.chat_template_kwargs, lambda: date))
 
 
-def _tokenizer(args: EvaluationArguments) -> Any:
-    from ..data.text_tokenizer import load_text_tokenizer
-
-    return load_text_tokenizer(args.model, **args.loading)
-
-
 def _check_messages(
     args: EvaluationArguments,
+    tokenizer: Any,
     benchmarks: Sequence[LoadedBenchmark],
     requests: Sequence[Sequence[Request]],
     tools: Sequence[Any] | None,
 ) -> None:
     """Raise a `ValueError` if the text of a message would not reach the prompt. A server has its own chat template."""
-    if args.engine == "server":
+    if tokenizer is None:
         return
-    messages = MessageCheck(_tokenizer(args), args.chat_template_kwargs, tools)
+    messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     for benchmark, requests_of_benchmark in zip(benchmarks, requests, strict=True):
         if benchmark.has_images and requests_of_benchmark:  # whose processor is loaded before the model
             processor = load_processor(args.model, **args.loading)
@@ -237,8 +274,7 @@ def _check_messages(
 
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
     settings = {
-        # A checkpoint is identified by its content, not its path.
-        "model": {key: value for key, value in model.items() if key != "name"} if "digest" in model else model,
+        "model": identifying_facts(model),
         "benchmark": {"name": benchmark.name, **{key: benchmark.source[key] for key in ("version", "digest")}},
         "prompt": _prompt_facts(args) | {"instruction": instruction_for(benchmark, args.prompt_instruction)},
         "sampling": asdict(args.sampling),
@@ -267,6 +303,15 @@ def _records(
             bar.update()
 
 
+def _collect_settings_not_sent(
+    records: Iterator[dict[str, Any]], settings_not_sent: set[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records, and add to `settings_not_sent` the neutral settings that a server rejected."""
+    for record in records:
+        settings_not_sent.update(record.get("settings_not_sent", ()))
+        yield record
+
+
 def grade_in_background(
     verifier: Verifier | CodeVerifier, problems: Sequence[Problem], records: Iterator[dict[str, Any]]
 ) -> tuple[dict[tuple[str, int], GradedSample], Counter[str]]:
@@ -277,19 +322,16 @@ def grade_in_background(
     outcomes: Counter[str] = Counter()
 
     def grade(chunk: list[dict[str, Any]]) -> None:
-        completions = [record["completion"] for record in chunk]
-        solutions = [by_id[record["problem"]].for_seed(record["seed"])[1] for record in chunk]
-        truncated = [record["finish_reason"] == "length" for record in chunk]
-        if "reward" in chunk[0]:  # of an environment
-            rewards = [record["reward"] for record in chunk]
-            unknown, wrong, correct = Outcome.GOLD_UNPARSEABLE, Outcome.WRONG, Outcome.CORRECT
-            chunk_outcomes = [unknown if r is None else correct if r >= 1 else wrong for r in rewards]
-        else:
-            chunk_outcomes = [grade.outcome for grade in verifier.grade_detailed(completions, solutions, truncated)]
+        is_rewarded = "reward" in chunk[0]  # by an environment, as all samples of its benchmark
+        chunk_outcomes = _reward_outcomes(chunk) if is_rewarded else _verify(verifier, chunk, by_id)
         for record, outcome in zip(chunk, chunk_outcomes, strict=True):
             outcomes[outcome.name.lower()] += 1
-            facts = record["problem"], outcome.label, record["num_tokens"], record["finish_reason"]
-            graded[record["problem"], record["sample"]] = GradedSample(*facts)
+            graded[record["problem"], record["sample"]] = GradedSample(
+                problem=record["problem"],
+                outcome=outcome.label,
+                num_tokens=record["num_tokens"],
+                finish_reason=record["finish_reason"],
+            )
 
     waiting: deque[Future[None]] = deque()
     pool = ThreadPoolExecutor(max_workers=1)
@@ -303,6 +345,28 @@ def grade_in_background(
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return graded, outcomes
+
+
+def _verify(
+    verifier: Verifier | CodeVerifier, records: Sequence[dict[str, Any]], problems: Mapping[str, Problem]
+) -> list[Outcome]:
+    """Return the outcomes of the completions of records; `problems` are by id."""
+    completions = [record["completion"] for record in records]
+    solutions = [problems[record["problem"]].for_seed(record["seed"])[1] for record in records]
+    truncated = [record["finish_reason"] == "length" for record in records]
+    return [graded.outcome for graded in verifier.grade_detailed(completions, solutions, truncated)]
+
+
+def _reward_outcomes(records: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """Return the outcomes that the rewards of an environment mean: 1 or more is correct, `None` is not gradable."""
+    outcomes = []
+    for record in records:
+        reward = record["reward"]
+        if reward is None:
+            outcomes.append(Outcome.GOLD_UNPARSEABLE)
+        else:
+            outcomes.append(Outcome.CORRECT if reward >= 1 else Outcome.WRONG)
+    return outcomes
 
 
 def _check_failures(title: str, kinds: frozenset[Outcome], outcomes: Counter[str], max_share: float) -> None:
@@ -328,12 +392,15 @@ def _write_grades(
     path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
 
 
-def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries: dict) -> dict[str, Any]:
+def _results(
+    args: EvaluationArguments, model: dict, prompt_digest: str, verifier: Verifier, entries: dict
+) -> dict[str, Any]:
     engine_keys = {"transformers": ("batch_size",), "vllm": ("tensor_parallel_size",)}.get(args.engine, ())
     return {
         "schema_version": RESULTS_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "method": args.method or model["name"].split("/")[-1],
+        "method": args.method or default_label(model["name"] if args.engine == "server" else args.model),
+        "method_is_default": not args.method,
         "model": model,
         "n": args.n,
         "k": args.ks,
@@ -349,13 +416,35 @@ def _results(args: EvaluationArguments, model: dict, verifier: Verifier, entries
                 "grade_truncated": verifier.grade_truncated,
             },
         },
-        "prompt_digest": _prompt_digest(_with_stored_date(args)),
+        "prompt_digest": prompt_digest,
         "engine": {"name": args.engine, "dtype": args.dtype} | {key: getattr(args, key) for key in engine_keys},
         "benchmarks": entries,
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
         "commit": provenance.source_commit(),
     }
+
+
+def default_label(model: str) -> str:
+    """Return the label of a model in tables: the name of a Hub id, or that of a directory, with the directories
+    around it as far as names like `checkpoint-100` or `seed-0` tell no runs apart. Labels are published: directories
+    around the working directory, such as the home of a user, are no part of them, unless a relative path names
+    them."""
+    if not Path(model).is_dir():
+        return model.split("/")[-1]
+    path = Path(os.path.abspath(model))  # with symbolic links, such as one from the working directory to a large disk
+    if path.is_relative_to(Path.cwd()):
+        parts = path.relative_to(Path.cwd()).parts
+    elif Path(model).is_absolute():
+        parts = ()
+    else:
+        parts = tuple(part for part in Path(model).parts if part != os.pardir)
+    names: list[str] = []
+    for name in reversed(parts or path.parts[-1:]):
+        names.insert(0, name)
+        if not _NAMES_MANY_RUNS.fullmatch(name):
+            break
+    return "/".join(names)
 
 
 def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
@@ -367,9 +456,20 @@ def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
     }
 
 
-def _prompt_digest(args: EvaluationArguments) -> str:
-    """Hash the rendered prompt of one fixed problem, or its messages where a server applies the chat template."""
-    prompt = args.prompt_of("What is $1 + 1$?")
-    if args.engine == "server":
-        return digest({"messages": prompt})
-    return digest({"text": render_prompt(_tokenizer(args), prompt, args.chat_template_kwargs)})
+def _instruction_of(args: EvaluationArguments, benchmark: LoadedBenchmark) -> str | None:
+    """Return the sentence that is appended to the problems of a benchmark; `None` if they are whole prompts."""
+    if benchmark.is_prompt or all(is_conversation(problem.problem) for problem in benchmark.problems):
+        return None
+    return instruction_for(benchmark, args.prompt_instruction)
+
+
+def _prompt_digest(args: EvaluationArguments, tokenizer: Any, *, is_template_used: bool) -> str:
+    """Hash the rendered prompt of one fixed problem: its messages where a server applies the chat template
+    (`tokenizer` is `None`), and its text where all prompts are text."""
+    problem = "What is $1 + 1$?"
+    if not is_template_used:
+        return digest({"text": problem})
+    messages = args.prompt_of(problem)
+    if tokenizer is None:
+        return digest({"messages": messages})
+    return digest({"text": render_prompt(tokenizer, messages, args.chat_template_kwargs)})

@@ -131,6 +131,13 @@ def evaluation_file(output_dir: str | Path, kind: str, benchmark: str) -> Path:
     return Path(output_dir) / kind / (benchmark.replace("/", "_") + {"samples": ".jsonl", "grades": ".json"}[kind])
 
 
+def identifying_facts(model: dict[str, Any]) -> dict[str, Any]:
+    """Return what identifies a model: the content of a checkpoint instead of its path, else name and revision."""
+    if "digest" not in model:
+        return model
+    return {key: value for key, value in model.items() if key != "name"}
+
+
 def digest(settings: dict[str, Any]) -> str:
     """Return the first 16 hex digits of the SHA-256 of plain data, independent of key order."""
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..data.messages import content_as_text
 from ..errors import UserError
 from ..evaluation.requests import SamplingSettings, tokenize_prompt
 from ..evaluation.sampling import generate_tokens, stop_token_ids
@@ -25,19 +26,30 @@ from ..update.context_length import context_lengths
 
 CRITIC_PROMPTS = Path(__file__).parent / "critic_prompts"
 HIGHEST = 10
-_PLACEHOLDER = re.compile(r"\{(\w+)\}")
+PLACEHOLDERS = ("problem", "response", "tokens_used", "token_limit", "actor", "success_rate", "score")
+_PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
+_SCORE_IN_TAGS = re.compile(r"(\S+)\{score\}(\S*[^\s.,;:])")  # a sentence may end after them
 
 
 class State(NamedTuple):
-    """A problem, the prefix of a response as text, and the number of its tokens; in training the index of the
-    completion, the segment that begins there (`None` for a state that only trains the critic), and the target of its
-    value. The names of fields are placeholders of a template."""
+    """
+    A prefix of a completion, about which the critic is asked.
+
+    Attributes:
+        problem (`str`): The problem.
+        response (`str`): The prefix as text.
+        tokens_used (`int`): Number of tokens of the prefix.
+        completion (`int`): Index of the completion in the generation batch of this process.
+        begins_segment (`bool`): Whether a segment begins after the prefix, so that the answer is its value. Otherwise
+            the state only trains the critic.
+        outcome (`float`): Target of the answer, in [0, 1]; NaN if none is known.
+    """
 
     problem: str
     response: str
     tokens_used: int
     completion: int = 0
-    segment: int | None = None
+    begins_segment: bool = True
     outcome: float = math.nan
 
 
@@ -63,22 +75,54 @@ def critic_prompt_path(name: str) -> Path:
     return Path(name) if name.endswith(".txt") else CRITIC_PROMPTS / f"{name}.txt"
 
 
+def template_error(name: str) -> str | None:
+    """Return why a critic prompt, by name or path, cannot be read, or what it lacks; `None` if it is complete."""
+    try:
+        template = critic_prompt_path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        return f"critic_prompt={name!r} cannot be read ({error}). Name a template or a .txt file in UTF-8."
+    missing = [word for word in ("problem", "response") if f"{{{word}}}" not in template]
+    if missing:
+        return f"critic_prompt={name!r} lacks {{{missing[0]}}}. Add it where the critic is to read the {missing[0]}."
+    if _SCORE_IN_TAGS.search(template) is None:
+        return (
+            f"critic_prompt={name!r} has no {{score}} directly between two tags, from which answers are read. Let it "
+            "say how an answer ends, such as <answer>{score}</answer>."
+        )
+    return None
+
+
 class CriticPrompt:
-    """A critic prompt by name or path: `prompt_template`, the text with placeholders in braces, and `tags`, the text
-    around the integer of an answer."""
+    """
+    A critic prompt by name or path. Raises a `ValueError` if it lacks a placeholder that it needs.
+
+    Attributes:
+        prompt_template (`str`): The text, with `PLACEHOLDERS` in braces; other braces are text.
+        tags (pair of `str`): The text before and after the integer of an answer.
+    """
 
     def __init__(self, name: str):
+        if error := template_error(name):
+            raise UserError(error)
         self.prompt_template = critic_prompt_path(name).read_text(encoding="utf-8").strip()
-        tags = re.findall(r"(\S+)\{score\}(\S*[^\s.,;:])", self.prompt_template)  # a sentence may end after them
-        before, after = tags[0]
+        in_tags = _SCORE_IN_TAGS.search(self.prompt_template)
+        assert in_tags is not None
+        before, after = in_tags.groups()
         self.tags = (before, after)
         self._answer = re.compile(rf"{re.escape(before)}\s*([0-9]{{1,2}})\s*{re.escape(after)}")
 
     def render(self, state: State, actor: Actor) -> str:
         """Return the prompt of a state. Braces in problem and response are kept."""
         rate = "unknown" if actor.success_rate is None else f"{actor.success_rate:.0%}"
-        words = {name: str(value) for name, value in state._asdict().items()}
-        words |= {"score": "integer", "actor": actor.name, "success_rate": rate, "token_limit": str(actor.token_limit)}
+        words = {
+            "problem": state.problem,
+            "response": state.response,
+            "tokens_used": str(state.tokens_used),
+            "token_limit": str(actor.token_limit),
+            "actor": actor.name,
+            "success_rate": rate,
+            "score": "integer",
+        }
         return _PLACEHOLDER.sub(lambda match: words[match[1]], self.prompt_template)
 
     def parse(self, answer: str) -> float | None:
@@ -147,7 +191,7 @@ def problem_text(prompt: str | list[dict]) -> str:
     """Return the user turns of a prompt as text."""
     if isinstance(prompt, str):
         return prompt
-    return "\n".join(turn["content"] for turn in prompt if turn["role"] == "user")
+    return "\n".join(content_as_text(turn)["content"] for turn in prompt if turn["role"] == "user")
 
 
 def check_critic(

@@ -6,7 +6,8 @@ processes then see all completions and make the same decisions; additional compl
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from accelerate.utils import gather_object
 
@@ -68,12 +69,20 @@ class ExtendingTrainer(PACSTrainer):
         process_slots = [*slots, *padding][self.accelerator.process_index :: num_processes]
         groups, examples = zip(*process_slots, strict=True)
         num_logged = {name: len(values) for name, values in self._metrics["train"].items()}
-        self.source = source
-        generated = gather_object(self.generate_more(examples, 1, groups))
-        self.source = "first"
+        with self._from_source(source):
+            generated = gather_object(self.generate_more(examples, 1, groups))
         self._drop_metrics_after(num_logged)
         # Slot `i` is the `i // num_processes`-th one of process `i % num_processes`.
         return [generated[i % num_processes * slots_per_process + i // num_processes] for i in range(len(slots))]
+
+    @contextmanager
+    def _from_source(self, source: str) -> Iterator[None]:
+        """Name the completions that are generated inside the context in tables."""
+        self.source = source
+        try:
+            yield
+        finally:
+            self.source = "first"
 
     def _drop_metrics_after(self, num_logged: dict[str, int]) -> None:
         """Drop the values of metrics that came after the first `num_logged`, unless they count all completions."""
@@ -85,8 +94,8 @@ class ExtendingTrainer(PACSTrainer):
             if not metrics[name]:
                 del metrics[name]
 
-    def _prepare_generation(self) -> None:
-        super()._prepare_generation()
+    def _set_up_generation(self) -> None:
+        super()._set_up_generation()
         for name, column in self._logs.items():  # TRL bounds tables by the number of first completions
             self._logs[name] = deque() if isinstance(column, deque) else defaultdict(deque)
 

@@ -20,7 +20,7 @@ from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ._generation import ExtendingTrainer, known_labels
 
 
@@ -110,7 +110,7 @@ class DARSConfig(PACSConfig):
     )
     max_refill_rounds: int = setting(3, "Maximum number of refill rounds of a generation batch.", least=1)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors, most, size = super().errors(step), self.max_generations, self.num_generations
         if self.adaptive_rollouts is None and not self.refill_uniform_groups:
             errors.append("`method: dars` does nothing yet. Set adaptive_rollouts, refill_uniform_groups, or both.")
@@ -136,8 +136,8 @@ class DARSTrainer(ExtendingTrainer):
     _config_class = DARSConfig
     _saved_attributes = (*ExtendingTrainer._saved_attributes, "num_refilled")
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         if args.refill_uniform_groups and isinstance(arguments["train_dataset"], IterableDataset):
             raise UserError(
                 "refill_uniform_groups draws prompts from the whole training set, which a streamed dataset does not "

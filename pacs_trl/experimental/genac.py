@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 from transformers import AutoTokenizer, PreTrainedModel
@@ -20,6 +21,7 @@ from trl.trainer.utils import add_fused_lm_head, get_config_model_id
 
 from ..baselines.ppo_config import ActorCriticConfig
 from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic, padded
+from ..data.columns import is_in_memory
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.engine import ServerFailure, stop_without_engine
 from ..rollouts.request_seeds import request_seed
@@ -27,7 +29,7 @@ from ..rollouts.timing import PARTS
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
 from ..update.rollout import without_padding
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import _critic
 from ._critic import Answer, State
 
@@ -83,7 +85,7 @@ class GenACConfig(ActorCriticConfig):
     # Parameters that control training
     critic_pretraining_steps: int = setting(100, "Optimizer steps at the start that train only the critic.", least=0)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         errors += ignored_settings(self, ["vllm_sync_adapter"], "the critic's weights are sent to vLLM, too")
         if not _critic.critic_prompt_path(self.critic_prompt).is_file():
@@ -92,12 +94,31 @@ class GenACConfig(ActorCriticConfig):
                 f"critic_prompt={self.critic_prompt!r} is no template and no file in the working directory. Set it to "
                 f"one of {names}, or to the path of a .txt file."
             )
+        elif error := _critic.template_error(self.critic_prompt):
+            errors.append(error)
         if self.max_completion_length is None:
             errors.append(
                 "max_completion_length=None is not supported by GenAC: the critic's context must hold the longest "
                 "response. Set a number."
             )
         return errors
+
+
+@dataclass
+class SegmentedCompletion:
+    """
+    A completion and its segments.
+
+    Attributes:
+        token_ids (int64 `np.ndarray`): All of its tokens, with tool results.
+        policy_positions (`list[int]`): Indices in `token_ids` of the tokens that have a value: those that the policy
+            generated, or none if the completion has no label.
+        segment_starts (`list[int]`): Indices in `policy_positions` of the first token of each segment.
+    """
+
+    token_ids: np.ndarray
+    policy_positions: list[int]
+    segment_starts: list[int]
 
 
 class GenACTrainer(ActorCriticTrainer):
@@ -125,14 +146,14 @@ class GenACTrainer(ActorCriticTrainer):
             )
         self._critic_tokenizer = tokenizer
         dataset = arguments["train_dataset"]
-        prompts = dataset["prompt"] if hasattr(dataset, "__len__") else []  # those of a stream are not known
+        prompts = dataset["prompt"] if is_in_memory(dataset) else []  # those of a stream are not known
         _critic.check_critic(policy, path, args, tokenizer, self._prompt, prompts)
         critic = load_critic(policy, args)
         add_fused_lm_head(critic, outputs=("log_probs",))
         return critic
 
-    def _prepare_learning(self) -> None:
-        super()._prepare_learning()
+    def _set_up_update(self) -> None:
+        super()._set_up_update()
         args = self.args
         self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
         self.timer.parts = ("critic", *PARTS)
@@ -142,22 +163,22 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _value_tokens(self, inputs, batch):
         mask = self._value_mask(batch)
-        policy_tokens = [row.nonzero()[:, 0].tolist() for row in mask.cpu()]  # their positions in each completion
-        starts = self._segment_starts(batch, policy_tokens)
-        states = self._states(inputs, batch, policy_tokens, starts)
+        completions = self._segmented(batch, mask)
+        states = self._states(inputs, batch, completions)
         answers = self._generate_answers(states)
         parsed = [self._prompt.parse(self._critic_tokenizer.decode(answer.ids)) for answer in answers]
 
-        segment_values: list[list[float]] = [[] for _ in policy_tokens]
+        segment_values: list[list[float]] = [[] for _ in completions]
         for state, value in zip(states, parsed, strict=True):
-            if state.segment is not None:
+            if state.begins_segment:
                 segment_values[state.completion].append(value or 0.0)
         values = torch.zeros(mask.shape, device=mask.device)
         lambdas = torch.ones(mask.shape, device=mask.device)
-        for i, positions in enumerate(policy_tokens):
+        for i, completion in enumerate(completions):
+            positions, starts = completion.policy_positions, completion.segment_starts
             if positions:
-                token_values = _critic.token_values(segment_values[i], starts[i], len(positions))
-                token_lambdas = _critic.border_lambdas(starts[i], len(positions), self.args.gae_lambda)
+                token_values = _critic.token_values(segment_values[i], starts, len(positions))
+                token_lambdas = _critic.border_lambdas(starts, len(positions), self.args.gae_lambda)
                 values[i, positions] = token_values.to(mask.device)
                 lambdas[i, positions] = token_lambdas.to(mask.device)
 
@@ -168,50 +189,62 @@ class GenACTrainer(ActorCriticTrainer):
             self._update_success_rate()
         return values, lambdas
 
-    @torch.no_grad()
-    def _segment_starts(self, batch: dict, policy_tokens: list[list[int]]) -> list[list[int]]:
-        """Return the first token of each segment of each completion, counted over the tokens of the policy."""
-        args = self.args
-        probabilities = torch.ones(batch["completion_ids"].shape)
-        if args.segment_probability is not None:
-            logps = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
-            if logps is None:
-                prompt_ids = without_padding(batch["prompt_ids"], batch["prompt_mask"])
-                completion_ids = without_padding(batch["completion_ids"], batch["completion_mask"])
-                logps = padded(self.compute_logps(prompt_ids, completion_ids), batch["completion_ids"].size(1))
-            probabilities = logps.exp().nan_to_num(1.0).cpu()
-        return [
-            _critic.segment_starts(
-                probabilities[i, positions].tolist(),
+    def _segmented(self, batch: dict, mask: torch.Tensor) -> list[SegmentedCompletion]:
+        """Return the completions of a generation batch with their segments; `mask`, `(B, T)`, marks the tokens that
+        have a value."""
+        args, probabilities = self.args, self._token_probabilities(batch)
+        completions = []
+        all_token_ids = without_padding(batch["completion_ids"], batch["completion_mask"])
+        for token_ids, has_value, token_probabilities in zip(all_token_ids, mask.cpu(), probabilities, strict=True):
+            positions = has_value.nonzero()[:, 0].tolist()
+            starts = _critic.segment_starts(
+                token_probabilities[positions].tolist(),
                 threshold=args.segment_probability,
                 length=args.segment_length,
                 most=args.max_segments,
             )
-            for i, positions in enumerate(policy_tokens)
-        ]
+            completions.append(SegmentedCompletion(token_ids, positions, starts))
+        return completions
 
-    def _states(self, inputs, batch: dict, policy_tokens: list[list[int]], starts: list[list[int]]) -> list[State]:
+    @torch.no_grad()
+    def _token_probabilities(self, batch: dict) -> torch.Tensor:
+        """Return the probability of each token under the policy, `(B, T)` on the CPU; 1 where no segment depends on
+        it."""
+        if self.args.segment_probability is None:
+            return torch.ones(batch["completion_ids"].shape)
+        logps = batch.get("sampling_per_token_logps", batch.get("old_per_token_logps"))
+        if logps is None:
+            prompt_ids = without_padding(batch["prompt_ids"], batch["prompt_mask"])
+            completion_ids = without_padding(batch["completion_ids"], batch["completion_mask"])
+            logps = padded(self.compute_logps(prompt_ids, completion_ids), batch["completion_ids"].size(1))
+        return logps.exp().nan_to_num(1.0).cpu()
+
+    def _states(self, inputs, batch: dict, completions: Sequence[SegmentedCompletion]) -> list[State]:
         """Return the state before each segment, and in training also that before the last token."""
-        training = self.model.training
-        group_size = self.num_generations if training else self.num_generations_eval
-        group_means = self._labels.view(-1, group_size).nanmean(dim=1).repeat_interleave(group_size)  # all processes
-        group_means = group_means[self.accelerator.process_index * len(inputs) :].tolist()
-        labels = batch["labels"].tolist()
-        completions = without_padding(batch["completion_ids"], batch["completion_mask"])
+        training, labels, group_means = self.model.training, batch["labels"].tolist(), self._group_means(len(inputs))
         states = []
-        for i, positions in enumerate(policy_tokens):
+        for i, completion in enumerate(completions):
             problem = _critic.problem_text(inputs[i]["prompt"])
-            segments: list[tuple[int | None, int]] = list(enumerate(starts[i]))
+            positions, starts = completion.policy_positions, completion.segment_starts
+            next_tokens = [(start, True) for start in starts]  # the token after the prefix, and whether it is a start
             last = len(positions) - 1
-            if training and positions and starts[i][-1] != last:
-                segments.append((None, last))
-            for segment, start in segments:
-                prefix = completions[i][: positions[start]]
+            if training and positions and starts[-1] != last:
+                next_tokens.append((last, False))
+            for next_token, begins_segment in next_tokens:
+                prefix = completion.token_ids[: positions[next_token]]
                 response = self._tokenizer.decode(prefix, skip_special_tokens=True)
                 # Before the first token, what the completions of the prompt have in common: their mean.
-                outcome = group_means[i] if training and start == 0 else labels[i]
-                states.append(State(problem, response, len(prefix), i, segment, outcome))
+                outcome = group_means[i] if training and next_token == 0 else labels[i]
+                states.append(State(problem, response, len(prefix), i, begins_segment, outcome))
         return states
+
+    def _group_means(self, num_completions: int) -> list[float]:
+        """Return the mean label of the group of each of the `num_completions` completions of this process."""
+        group_size = self.num_generations if self.model.training else self.num_generations_eval
+        means_of_groups = self._labels.view(-1, group_size).nanmean(dim=1)  # of all processes
+        means_of_completions = means_of_groups.repeat_interleave(group_size)
+        first_of_process = self.accelerator.process_index * num_completions
+        return means_of_completions[first_of_process : first_of_process + num_completions].tolist()
 
     def _generate_answers(self, states: Sequence[State]) -> list[Answer]:
         """Return the critic's answer about each state."""
@@ -288,7 +321,7 @@ class GenACTrainer(ActorCriticTrainer):
         """Log metrics over the answers of all processes."""
         triples = zip(states, answers, values.tolist(), strict=True)
         records = gather_object(
-            [(value, state.outcome, state.segment is not None, len(answer.ids)) for state, answer, value in triples]
+            [(value, state.outcome, state.begins_segment, len(answer.ids)) for state, answer, value in triples]
         )
         num_completions = sum(gather_object([len({state.completion for state in states})]))
         all_values = torch.tensor([value for value, *_ in records])
@@ -297,7 +330,7 @@ class GenACTrainer(ActorCriticTrainer):
             critic_reward=_critic.critic_rewards(all_values, outcomes).double().mean().item(),
             brier=(outcomes - all_values.double().nan_to_num(0.0)).square().mean().item(),
             unparsed=all_values.isnan().double().mean().item(),
-            segments=sum(is_segment for _, _, is_segment, _ in records) / max(num_completions, 1),
+            segments=sum(begins_segment for _, _, begins_segment, _ in records) / max(num_completions, 1),
             answer_length=sum(length for *_, length in records) / max(len(records), 1),
             success_rate=math.nan if self._success_rate is None else self._success_rate,
         )

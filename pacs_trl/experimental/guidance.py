@@ -17,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from datasets import Dataset
 from trl.data_utils import is_conversational
 
+from ..data.columns import columns_of, is_in_memory
 from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..rewards import shared_verifier
@@ -24,7 +25,7 @@ from ..settings.fields import setting
 from ..update.context_length import context_lengths
 from ..update.minibatch import split_into_minibatches
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ..verification import Outcome
 from ._generation import CORRECT, ExtendingTrainer, known_labels
 
@@ -68,7 +69,7 @@ class GuidanceConfig(PACSConfig):
     )
     guided_weight: float = setting(1.0, "Factor on the gradient of guided completions.", above=0)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         if self.class_weighting == "only_negative":
             errors.append(
@@ -84,6 +85,33 @@ class GuidanceConfig(PACSConfig):
         return errors
 
 
+def last_user_turn(prompt: list[dict]) -> int | None:
+    """Return the index of the last user turn of a conversation, `None` without one."""
+    return max((i for i, turn in enumerate(prompt) if turn["role"] == "user"), default=None)
+
+
+def check_hint(place: str, prompt: str | list[dict], hint: str | None) -> None:
+    """Raise a `ValueError` if there is a hint, but the prompt has no user turn that it could be added to. `place` says
+    where they are, as the subject of the message."""
+    if hint and not isinstance(prompt, str) and last_user_turn(prompt) is None:
+        raise UserError(
+            f"{place} has the hint {hint!r:.100}, but its prompt has no user turn that guidance='hint' could add it "
+            "to. Add a user turn, or leave the hint empty."
+        )
+
+
+def with_hint(prompt: str | list[dict], hint: str) -> str | list[dict]:
+    """Return a prompt with a hint at the end of its text, or of its last user turn, which [`check_hint`] requires."""
+    text = HINT.format(hint=hint)
+    if isinstance(prompt, str):
+        return prompt + text
+    i = last_user_turn(prompt)
+    assert i is not None
+    content = prompt[i]["content"]
+    content = content + text if isinstance(content, str) else [*content, {"type": "text", "text": text}]
+    return [*prompt[:i], prompt[i] | {"content": content}, *prompt[i + 1 :]]
+
+
 class GuidanceTrainer(ExtendingTrainer):
     """[`PACSTrainer`] with guided attempts for groups without a correct completion."""
 
@@ -94,10 +122,10 @@ class GuidanceTrainer(ExtendingTrainer):
     }
     _config_class = GuidanceConfig
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         dataset, environment = arguments["train_dataset"], arguments["environment_factory"]
-        columns = getattr(dataset, "column_names", None)
+        columns = columns_of(dataset)
         if args.guidance == "feedback":
             refused = arguments["tools"] or environment
             if refused or isinstance(dataset, Dataset) and not is_conversational(dataset[0]):
@@ -109,9 +137,17 @@ class GuidanceTrainer(ExtendingTrainer):
                 f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
                 "column (empty where there is no hint), or set guidance='feedback'."
             )
+        elif is_in_memory(dataset):
+            prompts, hints = dataset["prompt"][:], dataset["hint"][:]  # faster than one row after the other
+            for i, (prompt, hint) in enumerate(zip(prompts, hints, strict=True)):
+                check_hint(f"Row {i} of train_dataset", prompt, hint)
 
     def _generate_rollouts(self, generation_batch) -> list[Rollout]:
-        if self.args.guidance == "feedback" and not is_conversational(generation_batch[0]):  # of a stream
+        # Examples of a stream, and those that a transform makes, were not checked before.
+        if self.args.guidance == "hint":
+            for example in generation_batch:
+                check_hint("An example", example["prompt"], example.get("hint"))
+        elif not is_conversational(generation_batch[0]):
             raise UserError(NEEDS_CONVERSATIONS)
         return super()._generate_rollouts(generation_batch)
 
@@ -161,10 +197,7 @@ class GuidanceTrainer(ExtendingTrainer):
             attempts = zip(texts, self.are_truncated(ids), strict=True)
             prompts = [self._with_feedback(example, *attempt) for attempt in attempts]
         elif hint := example.get("hint"):
-            prompt, text = example["prompt"], HINT.format(hint=hint)
-            if not isinstance(prompt, str):
-                prompt, text = prompt[:-1], [prompt[-1] | {"content": prompt[-1]["content"] + text}]
-            prompts = [prompt + text] * half
+            prompts = [with_hint(example["prompt"], hint)] * half
         else:
             return []
         room = context_lengths(self.model.config)["max_position_embeddings"]

@@ -33,13 +33,18 @@ from ..update.groups import Groups
 from ..update.minibatch import MicroBatch, Minibatch
 from ..update.policy_update import PolicyUpdate
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 def aligned_positions(number: int, other_number: int) -> np.ndarray:
     """Return, for each of `number` positions of a completion, the aligned one of a completion with `other_number`
     positions, `(number,)`, counted from 1; 0 if there is none."""
-    return np.append(-(-np.arange(1, number) * (other_number - 1) // max(number - 1, 1)), other_number)
+    # Equal progress: k / (number - 1) of one completion, rounded up to a position of the other. The last position, the
+    # outcome, is aligned with the last.
+    num_intervals = max(number - 1, 1)
+    progress = np.arange(1, number) * (other_number - 1)  # in units of 1 / num_intervals
+    aligned = (progress + num_intervals - 1) // num_intervals
+    return np.append(aligned, other_number)
 
 
 class Prefixes:
@@ -83,6 +88,15 @@ class Prefixes:
         self._is_other = self.compared >= 0
         self.scored = self._is_other.any(dim=1)
         self._num_compared = self._is_other.sum(dim=1).clamp(min=1)
+        # For the derivative of the loss: the share 1 / n_u of each of the n_u counterparts in the score of position u,
+        # and 1 minus the sum of the shares that a position has in the scores of others.
+        self._counterparts = self.compared.clamp(min=0).flatten()
+        self._shares = self._is_other.double() / self._num_compared[:, None]
+        received = torch.zeros(len(all_labels), dtype=torch.float64).index_add(
+            0, self._counterparts, self._shares.flatten()
+        )
+        self._own_share = 1 - received
+        self._own_share[self._own_share.abs() < 1e-9] = 0  # seven times 1/7 is not 1
         self._num_scorable = max(int(groups.scorable.sum()), 1)
         others = self.labels[self.compared].masked_fill(~self._is_other, math.nan)
         grid = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
@@ -114,14 +128,11 @@ class Prefixes:
         that the update skips such completions."""
         scores = self.scores(proxies)
         residuals = self.weights.to(scores) * (torch.sigmoid(scores) - self.targets.to(scores)) / self._num_scorable
-        shares = self._is_other.double() / self._num_compared[:, None]  # 1 / n_u per counterpart of u
-        counterpart = self.compared.clamp(min=0).flatten()
-        own_share = 1 - torch.zeros(len(residuals), dtype=torch.float64).index_add(0, counterpart, shares.flatten())
-        own_share[own_share.abs() < 1e-9] = 0  # seven times 1/7 is not 1
-        differences = (residuals[self.compared] - residuals[:, None]) * shares.to(residuals)
+        differences = (residuals[self.compared] - residuals[:, None]) * self._shares.to(residuals)
         # `e_m - sum_u e_u / n_u`, written as `e_m * own_share + sum_u (e_m - e_u) / n_u` with an `own_share` of
         # `1 - sum_u 1 / n_u`, so that equal residuals cancel exactly.
-        return (residuals * own_share.to(residuals)).index_add_(0, counterpart, differences.flatten())
+        kept = residuals * self._own_share.to(residuals)
+        return kept.index_add_(0, self._counterparts, differences.flatten())
 
 
 def token_coefficients(
@@ -254,7 +265,7 @@ class ProcessLabelsConfig(PACSConfig):
     supports_rollout_lag = False
     supports_images = False
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors = super().errors(step)
         if self.score_estimator != "rloo":
             errors.append(f"score_estimator={self.score_estimator!r} is not supported by process_labels. Use 'rloo'.")
@@ -273,7 +284,7 @@ class ProcessLabelsTrainer(PACSTrainer):
 
     def create_update(self) -> PolicyUpdate:
         update = super().create_update()
-        if any(weights.num_values for weights in update.token_weights):
+        if update.reads_completion_values:
             raise UserError(
                 f"{type(self).__name__} combines process labels with token weights that need a value of every "
                 "completion before the update (such as STEER's). Use one of the two methods."

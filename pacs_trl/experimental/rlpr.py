@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from datasets import Dataset
 
+from ..data.columns import is_in_memory
 from ..errors import UserError
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
@@ -194,14 +194,14 @@ class RLPRTrainer(PACSTrainer):
     _config_class = RLPRConfig
     _saved_attributes = (*PACSTrainer._saved_attributes, "_spreads", "_without_reasoning")
 
-    def _prepare_loading(self, model, args, arguments) -> None:
-        super()._prepare_loading(model, args, arguments)
+    def _before_loading(self, model, args, arguments) -> None:
+        super()._before_loading(model, args, arguments)
         functions, dataset = arguments["reward_funcs"], arguments["train_dataset"]
         self._needs_reference = any(
             callable(each) and "reference_probability" in inspect.signature(each).parameters
             for each in (functions if isinstance(functions, list) else [functions])
         )
-        answers = dataset["solution"] if isinstance(dataset, Dataset) and "solution" in dataset.column_names else [""]
+        answers = dataset["solution"] if is_in_memory(dataset) and "solution" in dataset.column_names else [""]
         with_tools = arguments["tools"] or arguments["environment_factory"]
         if self._needs_reference and (with_tools or not all(map(reference_text, answers))):
             raise UserError(

@@ -16,7 +16,7 @@ from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..settings.checks import ignored_settings
 from ..settings.fields import setting
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ..update.token_weights import TokenValues, TokenWeights
 
 
@@ -138,7 +138,7 @@ class STEERConfig(PACSConfig):
     token_weight_min: float = setting(0.8, "Smallest weight.", above=0, below=2)
     token_weight_max: float = setting(1.2, 'Largest weight of `token_weight_mapping="linear"`.', above=0, below=2)
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         errors, exponential = super().errors(step), self.token_weight_mapping == "exponential"
         if exponential:
             instead = "`token_weight_mapping: linear`"

@@ -22,7 +22,7 @@ from ..update.forward_pass import ForwardPass
 from ..update.group_loss_update import GroupLossUpdate
 from ..update.minibatch import MicroBatch, Minibatch
 from ..update.policy_update import PolicyUpdate
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 # As in the authors' code.
@@ -203,7 +203,7 @@ class VERLConfig(PACSConfig):
         40, "Tokens between the prefixes of a completion whose effective ranks are compared.", least=1
     )
 
-    def errors(self, step: Step) -> list[str]:
+    def errors(self, step: BatchSizes) -> list[str]:
         stride, longest, errors = self.hidden_state_stride, self.max_completion_length, super().errors(step)
         if 3 * stride + 1 > min(longest or LONGEST_PREFIX, LONGEST_PREFIX):
             errors.append(

@@ -18,7 +18,7 @@ from trl import get_quantization_config
 from ..data import TRAINING_SETS, gym, load_training_data
 from ..data.environments import environment_of_user
 from ..data.images import dataset_prompt_lengths, has_images
-from ..data.sets import FILE_FORMATS, hub_ids, is_function
+from ..data.sets import hub_ids, is_data_file, is_function
 from ..errors import UserError
 from ..recipe import (
     WORDS_FOR_LAST_CHECKPOINT,
@@ -66,10 +66,7 @@ def main(argv: Sequence[str]) -> int:
     notes: list[str] = []
     launch, conflicts = read_launch(options.accelerate_config, options.num_processes)
     if launch is not None:
-        overrides = list(options.overrides)
-        if options.resume is not None:
-            overrides += ["--resume_from_checkpoint", options.resume]
-        recipe, errors = check_recipe(options.config, overrides, launch.num_processes)
+        recipe, errors = check_recipe(options.config, _overrides(options), launch.num_processes)
         conflicts += errors
         if recipe is not None:
             more_conflicts, notes = print_plan(options, recipe, launch, measures_prompts=not conflicts)
@@ -79,6 +76,12 @@ def main(argv: Sequence[str]) -> int:
             print(f"\n{title}\n" + "\n".join(f"  - {message}" for message in messages))
     print(f"\n{len(conflicts)} conflict(s): fix them before launching." if conflicts else "\nNo conflicts.")
     return 1 if conflicts else 0
+
+
+def _overrides(options: Namespace) -> list[str]:
+    """Return the words of the command line that override keys of the recipe."""
+    resume = [] if options.resume is None else ["--resume_from_checkpoint", options.resume]
+    return [*options.overrides, *resume]
 
 
 def print_plan(
@@ -96,7 +99,7 @@ def print_plan(
     print(f"{options.config}: {recipe.run.method}, {recipe.model_name}, {data}")
     print(f"Launched as {launch.description}.")
     if options.nodes is not None:
-        conflicts += print_commands(options.config, recipe, launch.num_processes, options.nodes)
+        conflicts += print_commands(options.config, recipe, launch, options.nodes, _overrides(options))
 
     estimate = Estimate(recipe, launch, GPUS[options.gpu], prompts)
     if recipe.training.rollout_schedule == "continuous" and recipe.training.use_vllm:
@@ -104,7 +107,7 @@ def print_plan(
         conflicts += print_continuous_server(recipe, estimate.longest if is_known else None)
     more_conflicts, notes = find_conflicts(estimate)
     conflicts += more_conflicts + _output_errors(recipe.training)
-    if Path(data).suffix in FILE_FORMATS and not Path(data).is_file():
+    if is_data_file(data) and not Path(data).is_file():
         notes.append(f"The data file {data!r} does not exist here (relative to {Path.cwd()}).")
     elif not ("/" in data or data in (*TRAINING_SETS, "reasoning_gym") or is_function(data) or Path(data).exists()):
         near = hub_suggestion("datasets", data, hub_ids())
@@ -130,12 +133,13 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
     try:
         saved = read_saved_run(checkpoint)
         check_processes(saved, checkpoint, launch.num_processes, sharding, needs_same_number=needs_same_number)
-        sizes = saved.step.for_processes(launch.num_processes).settings
+        sizes = saved.batch_sizes.for_processes(launch.num_processes).settings
     except UserError as error:
         return [str(error)]
     print(
-        f"{checkpoint} was written by {saved.num_processes} processes, with {saved.step.completions_per_update} "
-        f"completions per optimizer step. {launch.num_processes} continue it with keep_global_batch: true, or with"
+        f"{checkpoint} was written by {saved.num_processes} processes, with "
+        f"{saved.batch_sizes.completions_per_update} completions per optimizer step. "
+        f"{launch.num_processes} continue it with keep_global_batch: true, or with"
     )
     for name, value in sizes.items():
         if value is not None and name not in ("num_generations", "num_iterations"):
@@ -147,18 +151,16 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
     return []
 
 
-def print_commands(path: str, recipe: Recipe, num_processes: int, nodes: int) -> list[str]:
-    """Print the commands that launch a recipe on some nodes; return what prevents it."""
-    uses_server = recipe.training.use_vllm and recipe.training.vllm_mode == "server"
-    served_model = recipe.model_name if uses_server else None
+def print_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str]) -> list[str]:
+    """Print the commands that launch a recipe with its `overrides` on some nodes; return what prevents it."""
     try:
-        commands = launch_commands(path, num_processes, nodes, served_model=served_model)
+        commands = launch_commands(path, recipe, launch, nodes, overrides)
     except UserError as error:
         return [str(error)]
-    what = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
-    print(f"One of these starts it, on {what}:")
-    for command in commands:
-        print(f"  {command}")
+    for heading, lines in commands.items():
+        print(heading)
+        for line in lines:
+            print(f"  {line}")
     return []
 
 

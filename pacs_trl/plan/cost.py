@@ -7,7 +7,7 @@ accurate to perhaps a factor of 1.5.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -81,7 +81,8 @@ class Passes(NamedTuple):
 class ModelShape:
     """Shape of a dense decoder with grouped-query attention and a gated MLP (Llama, Qwen2, Qwen3), from `config.json`;
     `qkv_bias` is Qwen2's, `qk_norm` Qwen3's. `counted_parameters` is the number of weights of another architecture,
-    for which the shape stands; a token may use fewer (a mixture of experts)."""
+    for which the shape stands; a token may use fewer (a mixture of experts). `has_value_head` is of models with one
+    output per token in place of logits."""
 
     num_layers: int
     hidden: int
@@ -94,6 +95,15 @@ class ModelShape:
     qkv_bias: bool = False
     qk_norm: bool = False
     counted_parameters: int | None = None
+    has_value_head: bool = False
+
+    def with_value_head(self) -> "ModelShape":
+        """Return the shape of the same model with one output per token in place of logits, as PPO's critic has."""
+        counted = self.counted_parameters
+        if counted is not None:
+            logits = 0 if self.tied else self.head_parameters
+            counted += self.hidden + 1 - logits
+        return replace(self, counted_parameters=counted, has_value_head=True)
 
     @property
     def attention_width(self) -> int:
@@ -106,10 +116,15 @@ class ModelShape:
         return matrices + 2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv * self.qkv_bias
 
     @property
+    def head_parameters(self) -> int:
+        """The weights of the output head, which are those of the embedding if it is tied."""
+        return self.hidden + 1 if self.has_value_head else self.vocabulary * self.hidden
+
+    @property
     def active_parameters(self) -> int:
         """The weights that a token uses."""
-        embeddings = self.vocabulary * self.hidden * (1 if self.tied else 2)
-        return self.num_layers * self.layer_parameters + embeddings + self.hidden
+        head = 0 if self.tied and not self.has_value_head else self.head_parameters
+        return self.num_layers * self.layer_parameters + self.vocabulary * self.hidden + head + self.hidden
 
     @property
     def parameters(self) -> int:
@@ -128,7 +143,7 @@ class ModelShape:
     def forward_flops(self, tokens: float, mean_length: float) -> float:
         """Return 2 FLOP per weight and token (without the embedding), and 4 per layer, width, and attended position:
         `mean_length / 2` on average, where `mean_length` is the mean of squared lengths over the mean length."""
-        weights = self.num_layers * self.layer_parameters + self.vocabulary * self.hidden
+        weights = self.num_layers * self.layer_parameters + self.head_parameters
         attention = 2 * self.num_layers * self.attention_width * mean_length
         return tokens * (2 * weights + attention)
 
@@ -171,7 +186,7 @@ class ModelShape:
             return 0.0
         weights = float(self.parameters)
         if execution.recomputation != "none":
-            weights = self.stored_layer_parameters + self.vocabulary * self.hidden
+            weights = self.stored_layer_parameters + self.head_parameters
         return 2.0 * weights
 
 
@@ -344,7 +359,7 @@ def update_seconds(
     """
     rate = gpu.flops * _PRODUCTS_SHARE
     layers = 2 * shape.num_layers * shape.layer_parameters * tokens / rate
-    head = 2 * shape.vocabulary * shape.hidden * tokens / rate
+    head = 2 * shape.head_parameters * tokens / rate
     pairs = 2 * shape.num_layers * shape.attention_width * mean_length * tokens
     attention = pairs / (gpu.flops * _ATTENTION_SHARE[execution.attention])
     moved = shape.num_layers * shape._bytes_inside_layer(execution.precision) * tokens
@@ -374,14 +389,22 @@ def mean_square_length(mean: float, longest: float) -> float:
 
 
 def decoding_seconds(
-    shape: ModelShape, rows: float, prompt: float, mean: float, longest: int, *, kv_cache_bytes: float, gpu: Gpu
+    shape: ModelShape,
+    rows: float,
+    prompt: float,
+    mean: float,
+    longest: int,
+    *,
+    weight_bytes: float,
+    kv_cache_bytes: float,
+    gpu: Gpu,
 ) -> float:
-    """Return the time to generate `rows` completions on one GPU, bound by memory bandwidth. Each decoding step reads
-    the bfloat16 weights once and the keys and values of all sequences; a completion of length l reads its prompt l
-    times and itself l / 2 times. The sequences are generated in as many waves as the KV cache requires."""
+    """Return the time to generate `rows` completions on one GPU, bound by memory bandwidth. Each decoding step moves
+    `weight_bytes` once and the keys and values of all sequences; a completion of length l reads its prompt l times and
+    itself l / 2 times. The sequences are generated in as many waves as the KV cache requires."""
     cache_needed = rows * (prompt + mean) * shape.kv_bytes_per_token
     waves = max(1.0, cache_needed / max(kv_cache_bytes, 1.0))
-    weight_reads = waves * longest * 2 * shape.parameters
+    weight_reads = waves * longest * weight_bytes
     attended = prompt * mean + mean_square_length(mean, longest) / 2
     cache_reads = rows * attended * shape.kv_bytes_per_token
     return (weight_reads + cache_reads) / (gpu.bandwidth * gpu.bandwidth_share)

@@ -3,7 +3,9 @@
 import math
 from collections.abc import Iterator
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedConfig
 
 from ..data import DataArguments
 from ..recipe import Recipe
@@ -30,6 +32,7 @@ from .workload import (
     chooses,
     completions_of_a_prompt,
     engine_bytes,
+    engine_weights,
     has_kl_model,
     mean_completion,
     occupied_bytes,
@@ -42,6 +45,7 @@ from .workload import (
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
 
+_GPUS_PER_NODE = 8
 _SIMULATED_STEPS = 20  # optimizer steps of continuous generation
 
 
@@ -90,32 +94,35 @@ class Estimate:
         compiled: bool | None = None,
         attention: str | None = None,
     ):
-        training = recipe.training
-        self.recipe, self.launch, self.training, self.step, self.gpu = recipe, launch, training, recipe.step, gpu
-        self.prompts, self.num_problems = prompts, _num_problems(recipe.data, prompts)
+        self.recipe, self.launch, self.gpu, self.prompts = recipe, launch, gpu, prompts
+        self.training, self.step = recipe.training, recipe.step
+        self.num_problems = _num_problems(recipe.data, prompts)
+        self._set_gpus_and_schedule()
+        self._set_model()
+        self.execution = self._execution(compiled, attention)
+        self._set_tokens()
+        self._set_costs()
 
-        # GPUs and schedule
-        self.num_gpus = launch.num_processes
+    def _set_gpus_and_schedule(self) -> None:
+        """Set the GPUs that train and serve, and how generation and training follow each other."""
+        training = self.training
+        self.num_gpus = self.launch.num_processes
         self.has_server = training.use_vllm and training.vllm_mode == "server"
-        self.server_gpus = 8 - self.num_gpus % 8 if self.has_server else 0
+        gpus_on_last_node = self.num_gpus % _GPUS_PER_NODE
+        self.server_gpus = _GPUS_PER_NODE - gpus_on_last_node if self.has_server else 0
         self.schedule = "one batch late" if training.rollout_lag else "in turn"
         if training.rollout_schedule == "continuous":
             self.schedule = "continuous"
 
-        # Model, and how an update computes
+    def _set_model(self) -> None:
+        """Set the model without weights, if it is known, and what is known of its weights and layers."""
+        recipe, training, launch = self.recipe, self.training, self.launch
         self.config = config = local_config(recipe)
-        self.model = model = None if config is None else empty_model(config, training.trust_remote_code)
-        self.packing = packing_of(recipe, model)
+        self.model = None if config is None else empty_model(config, training.trust_remote_code)
+        self.packing = packing_of(recipe, self.model)
         self.trains_routers = config is not None and trains_routers(config, training)
+        self.quantization = _quantization(recipe, config)
         is_quantized = recipe.model.load_in_4bit or recipe.model.load_in_8bit
-        self.quantization = (training.model_init_kwargs or {}).get("quantization_config")
-        if is_quantized:
-            self.quantization = {
-                "load_in_4bit": recipe.model.load_in_4bit,
-                "load_in_8bit": recipe.model.load_in_8bit,
-                "bnb_4bit_use_double_quant": recipe.model.use_bnb_nested_quant,
-            }
-        self.quantization = self.quantization or getattr(config, "quantization_config", None)
         self.compile_obstacle = obstacle_to_compilation(
             training,
             is_zero3=launch.is_zero3,
@@ -123,44 +130,61 @@ class Estimate:
             trains_routers=self.trains_routers,
         )
         self.dtype = (training.model_init_kwargs or {}).get("dtype", recipe.model.dtype) or "float32"
-        is_mixed = training.bf16 or training.fp16 or launch.mixed_precision != "no"
-        is_wrapped = launch.kind in ("FSDP", "DEEPSPEED")
-        self.has_float32_copies = is_wrapped and is_mixed
+        self.has_float32_copies = self._is_wrapped and self._is_mixed
+
+    @property
+    def _is_mixed(self) -> bool:
+        """Whether the run has mixed precision."""
+        return self.training.bf16 or self.training.fp16 or self.launch.mixed_precision != "no"
+
+    @property
+    def _is_wrapped(self) -> bool:
+        """Whether FSDP or DeepSpeed hold the weights."""
+        return self.launch.kind in ("FSDP", "DEEPSPEED")
+
+    def _execution(self, compiled: bool | None, attention: str | None) -> Execution:
+        """Return how an update computes; `None` is what the recipe says."""
+        training = self.training
         if compiled is None:
             compiles = training.is_exact and training.needs_gpu and training.compile_layers
             compiled = bool(compiles) and self.compile_obstacle is None
         if attention is None:
-            attention = "fa4" if recipe.model.attn_implementation == "flash_attention_4" else "sdpa"
+            attention = "fa4" if self.recipe.model.attn_implementation == "flash_attention_4" else "sdpa"
         precision = activation_precision(
-            loads_float32=self.dtype == "float32", is_mixed=is_mixed, is_wrapped=is_wrapped
+            loads_float32=self.dtype == "float32", is_mixed=self._is_mixed, is_wrapped=self._is_wrapped
         )
-        self.execution = Execution(precision, compiled=compiled, attention=attention)
+        return Execution(precision, compiled=compiled, attention=attention)
 
-        # Tokens
-        limit, lengths = recipe.data.max_prompt_length, prompts.lengths
+    def _set_tokens(self) -> None:
+        """Set the tokens of prompts, measured or assumed, and of the longest one with a completion."""
+        limit, lengths = self.recipe.data.max_prompt_length, self.prompts.lengths
         if lengths:
-            self.longest_prompt, self.mean_prompt = max(lengths), round(sum(lengths) / len(lengths))
+            self.longest_prompt = max(lengths)
+            self.mean_prompt = round(sum(lengths) / len(lengths))
         else:
             self.longest_prompt = limit or UNKNOWN_LONGEST_PROMPT
             self.mean_prompt = min(limit or UNKNOWN_MEAN_PROMPT, UNKNOWN_MEAN_PROMPT)
-        self.longest = self.longest_prompt + (training.max_completion_length or 0)
+        self.longest = self.longest_prompt + (self.training.max_completion_length or 0)
         self.sharing = self._sharing()
 
-        # Shapes
-        policy = recipe.model_name
+    def _set_costs(self) -> None:
+        """Set the models whose shapes are unknown, and the costs if there is none."""
+        training, policy = self.training, self.recipe.model_name
         shape, approximated = cost.model_shape(policy), None
-        if shape is None and model is not None:
-            shape, approximated = shape_of_model(model), model.config.model_type
+        if shape is None and self.model is not None:
+            shape, approximated = shape_of_model(self.model), self.model.config.model_type
         self.critic_name = (training.critic_model_name_or_path or policy) if training.has_critic else None
         critic_shape = shape if self.critic_name == policy else cost.model_shape(self.critic_name)
+        if critic_shape is not None and training.critic_scores_tokens:
+            critic_shape = critic_shape.with_value_head()
         self.unknown = [policy] if shape is None else []
         if self.critic_name not in (None, policy) and critic_shape is None:
             self.unknown.append(self.critic_name)
         self.note_on_unknown = "download its config.json and pass the folder"
         if looks_like_path(policy):
             self.note_on_unknown = "its directory does not exist here"
-        if policy in self.unknown and config is not None:
-            self.note_on_unknown = f"plan does not estimate {config.model_type!r} models"
+        if policy in self.unknown and self.config is not None:
+            self.note_on_unknown = f"plan does not estimate {self.config.model_type!r} models"
         self.costs: Costs | None = None
         if shape is not None and not self.unknown:
             self.costs = Costs(self, shape, critic_shape, approximated)
@@ -192,7 +216,7 @@ class Estimate:
         if self.costs is None or optimizer_steps is None:
             return None
         num_gpus = self.num_gpus + self.server_gpus
-        return self.step.rollouts(optimizer_steps) * self.costs.seconds(mean_length) * num_gpus / 3600
+        return self.step.num_generation_batches(optimizer_steps) * self.costs.seconds(mean_length) * num_gpus / 3600
 
     def text(self, mean_length: int) -> str:
         """Return the text that `plan` prints, for completions of `mean_length` tokens on average."""
@@ -211,6 +235,20 @@ class Estimate:
             duration=_duration,
             rounded=_rounded,
         )
+
+
+def _quantization(recipe: Recipe, config: PreTrainedConfig | None) -> Any:
+    """Return the configuration of quantization, or its dictionary: that of the recipe, or else of the checkpoint with
+    `config`; `None` without."""
+    model = recipe.model
+    if model.load_in_4bit or model.load_in_8bit:
+        return {
+            "load_in_4bit": model.load_in_4bit,
+            "load_in_8bit": model.load_in_8bit,
+            "bnb_4bit_use_double_quant": model.use_bnb_nested_quant,
+        }
+    init_kwargs = recipe.training.model_init_kwargs or {}
+    return init_kwargs.get("quantization_config") or getattr(config, "quantization_config", None)
 
 
 def _num_problems(data: DataArguments, prompts: Prompts) -> int | None:
@@ -275,7 +313,7 @@ class Costs:
             has_adapter=model.use_peft,
             sharding=launch.sharding,
             is_fsdp=launch.kind == "FSDP",
-            processes=run.num_gpus,
+            processes=launch.shard_group,
             memory_bytes=run.gpu.memory_bytes,
             critic=critic_shape,
         )
@@ -404,7 +442,8 @@ class Costs:
             fitting = [n for n in sizes if self._engine_needed(n) <= min(self.engine, most * total)]
             also = " and lower it" if is_too_large else ""
             remedies += [f"set vllm_tensor_parallel_size: {n}{also}" for n in fitting[:1]]
-        if is_too_small and 2 * self.shape.parameters / self.tensor_parallel < self.engine:
+        weights = engine_weights(self.shape, run.quantization).stored / self.tensor_parallel
+        if is_too_small and weights < self.engine:
             is_set = run.training.vllm_max_model_length
             remedies.append("lower vllm_max_model_length" if is_set else "lower max_completion_length")
         if not (is_too_small and has_fitting_share):
@@ -493,7 +532,7 @@ class Costs:
             forward = shape.forward_flops(tokens, workload.attended(self.tokens))
             flops += passes.in_forward_passes(self.recomputation) * forward
             seconds += workload.seconds_of(shape, passes, self.recomputation, self.tokens)
-            processes = run.num_gpus if run.launch.sharding != "none" else 1
+            processes = run.launch.shard_group if run.launch.sharding != "none" else 1
             seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, run.gpu)
         return flops, seconds
 
@@ -506,11 +545,17 @@ class Costs:
         # of each engine, over `tensor_parallel` GPUs
         engine_gpu = gpu._replace(bandwidth=self.tensor_parallel * gpu.bandwidth)
         share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
-        free = share * gpu.memory_bytes - 2 * self.shape.parameters / self.tensor_parallel
+        weights = engine_weights(self.shape, run.quantization)
+        free = share * gpu.memory_bytes - weights.stored / self.tensor_parallel
         cache = max(free, 0.05 * gpu.memory_bytes) * min(self.tensor_parallel, self.shape.num_kv_heads)
         completions = self.tensor_parallel * run.step.completions_per_generation / run.num_gpus
         lengths = run.mean_prompt, mean_length, training.max_completion_length
-        return cost.decoding_seconds(self.shape, completions, *lengths, kv_cache_bytes=cache, gpu=engine_gpu)
+        return cost.decoding_seconds(
+            *(self.shape, completions, *lengths),
+            weight_bytes=weights.moved,
+            kv_cache_bytes=cache,
+            gpu=engine_gpu,
+        )
 
     def _server(self, num_gpus: int) -> Engine:
         """Return the engine of `vllm serve` with the weights split over some GPUs, as recipes/launch starts it."""

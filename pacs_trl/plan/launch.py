@@ -1,17 +1,33 @@
-"""Number of processes and sharding of an accelerate file."""
+"""Number of processes and sharding of an accelerate file, and the commands that start such a launch."""
 
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
 from ..errors import UserError
+from ..recipe import Recipe, adapter_config
+from ..rollouts.adapter_checks import max_lora_rank
+from ..rollouts.rollout_config import RolloutConfig
+from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
+from ..settings.trl_settings import SPLITTING_SIZES
 
 
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full", "DEEPSPEED": ""}
 _ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
+# What recipes/launch/torchrun.sh sets for FSDP, apart from what is false.
+_FSDP_OF_TORCHRUN = {
+    "fsdp_version": 2,
+    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp_reshard_after_forward": True,
+    "fsdp_state_dict_type": "FULL_STATE_DICT",
+    "fsdp_cpu_ram_efficient_loading": True,
+}
 
 
 @dataclass(frozen=True)
@@ -19,7 +35,9 @@ class Launch:
     """
     Number of GPUs; sharding of the training state (`"none"`, `"gradients"`, or `"full"`); a description; and of the
     accelerate file `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets
-    neither `bf16` nor `fp16`, and whether it sets `fsdp_activation_checkpointing`.
+    neither `bf16` nor `fp16`, and whether it sets `fsdp_activation_checkpointing`. `accelerate_config` is the path of
+    that file, and `torchrun` are the variables with which `recipes/launch/torchrun.sh` starts the same processes
+    (`None` if it cannot). FSDP keeps `replicas` of the training state (`dp_replicate_size`).
     """
 
     num_processes: int
@@ -29,6 +47,14 @@ class Launch:
     fsdp_version: int | None = None
     mixed_precision: str = "no"
     fsdp_recomputes: bool = False
+    accelerate_config: str | None = None
+    torchrun: str | None = None
+    replicas: int = 1
+
+    @property
+    def shard_group(self) -> int:
+        """Number of processes over which a sharded training state is divided."""
+        return self.num_processes // self.replicas
 
     @property
     def is_zero3(self) -> bool:
@@ -43,14 +69,15 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     """
     if accelerate_config is None:
         count = 1 if num_processes is None else num_processes
-        launch = Launch(count, "none", "one process" if count == 1 else f"{count} processes, DDP")
+        description = "one process" if count == 1 else f"{count} processes, DDP"
+        launch = Launch(count, "none", description, torchrun="SHARDING=ddp")
         return (launch, []) if count >= 1 else (None, [f"--num_processes must be at least 1, got {count}."])
     try:
         config = load_config_from_file(accelerate_config)
         kind = getattr(config.distributed_type, "value", config.distributed_type)
         count = config.num_processes if num_processes is None else num_processes
         section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
-        version, problem = None, ""
+        version, problem, replicas = None, "", 1
         sharding, words = _SHARDING.get(kind, ""), kind
         if kind not in _SHARDING:
             problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes."
@@ -59,14 +86,17 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         elif kind == "FSDP":
             section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
             version = int(section.get("fsdp_version", 1))
+            replicas = int(config.parallelism_config.get("parallelism_config_dp_replicate_size", 1))
+            if replicas < 1 or count % replicas:
+                problem = (
+                    f"parallelism_config_dp_replicate_size={replicas} does not divide the {count} processes. Set it "
+                    "to the number of copies of the training state."
+                )
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
             stage = section.get("zero_stage", 2)  # accelerate's default
             sharding, words = _ZERO_SHARDING[stage], f"DeepSpeed ZeRO-{stage}"
-        if "deepspeed_config_file" in section:
-            problem = "plan does not read deepspeed_config_file. Set zero_stage in its place."
-        elif ignored := section.keys() - {action.dest for action in launch_command_parser()._actions}:
-            problem = f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it."
+        problem = problem or _problem_with_keys(section, config.parallelism_config)
         if problem:
             return None, [f"{accelerate_config}: {problem}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
@@ -78,27 +108,143 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     description = f"{processes}, {words} ({accelerate_config})"
     precision = str(config.mixed_precision or "no").lower()
     recomputes = str(section.get("fsdp_activation_checkpointing", False)).lower() == "true"
-    return Launch(count, sharding, description, kind, version, precision, recomputes), []
+    has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
+    torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
+    launch = Launch(
+        num_processes=count,
+        sharding=sharding,
+        description=description,
+        kind=kind,
+        fsdp_version=version,
+        mixed_precision=precision,
+        fsdp_recomputes=recomputes,
+        accelerate_config=accelerate_config,
+        torchrun=torchrun,
+        replicas=replicas,
+    )
+    return launch, []
 
 
-def launch_commands(recipe: str, num_processes: int, nodes: int, *, served_model: str | None = None) -> list[str]:
-    """Return the commands of `recipes/launch` that start a recipe on some nodes, in the shell of this repository.
-    `served_model` is the model of a run with a vLLM server. Raises a `ValueError` if nodes would differ in size."""
-    if nodes < 1 or num_processes % nodes:
-        raise UserError(
-            f"--nodes is {nodes}, which does not divide {num_processes} processes. Choose a number that does, or set "
-            "--num_processes."
+def _problem_with_keys(section: dict[str, Any], parallelism: dict[str, Any]) -> str:
+    """Return what is wrong with the keys of an accelerate file for FSDP or DeepSpeed (`section`) and in its
+    `parallelism_config`; empty if they are legal."""
+    if "deepspeed_config_file" in section:
+        return "plan does not read deepspeed_config_file. Set zero_stage in its place."
+    known = {action.dest for action in launch_command_parser()._actions}
+    if ignored := (section.keys() | parallelism.keys()) - known:
+        return f"accelerate ignores {', '.join(sorted(ignored))}. Correct or remove it."
+    splitting = [f"parallelism_config_{size}" for size in SPLITTING_SIZES]
+    if split := [f"{key}={parallelism[key]}" for key in splitting if int(parallelism.get(key, 1)) > 1]:
+        return (
+            f"{' and '.join(split)} splits the model or its sequences over processes, each of which must generate and "
+            "train completions of its own. Remove it; FSDP2 shards weights."
         )
-    gpus = num_processes // nodes
+    return ""
+
+
+def _variables_of_torchrun(kind: str, section: dict[str, Any], precision: str) -> str | None:
+    """Return the shell variables with which `recipes/launch/torchrun.sh` starts what an accelerate file describes, or
+    `None` if it cannot. `section` has the keys of FSDP or DeepSpeed."""
+    if kind in ("NO", "MULTI_GPU"):
+        variables, default_precision = ["SHARDING=ddp"], "no"
+    elif kind == "FSDP" and {key: value for key, value in section.items() if value is not False} == _FSDP_OF_TORCHRUN:
+        variables, default_precision = [], "bf16"
+    else:
+        return None
+    if precision != default_precision:
+        variables.append(f"ACCELERATE_MIXED_PRECISION={precision}")
+    return " ".join(variables)
+
+
+def launch_commands(
+    path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """
+    Return the commands of `recipes/launch` that start a recipe as it was planned, in the shell of this repository, by
+    headings that say what they start and where.
+
+    Args:
+        path (`str`): File of the recipe.
+        recipe ([`~recipe.Recipe`]): Its settings, with those of the command line.
+        launch ([`Launch`]): Processes and sharding.
+        nodes (`int`): Number of nodes, which must divide the processes.
+        overrides (`Sequence[str]`): Words of the command line that override keys of the recipe.
+    """
+    if nodes < 1 or launch.num_processes % nodes:
+        raise UserError(
+            f"--nodes is {nodes}, which does not divide {launch.num_processes} processes. Choose a number that does, "
+            "or set --num_processes."
+        )
+    training = recipe.training
+    gpus = launch.num_processes // nodes
     place = f"NNODES={nodes} NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS={gpus}" if nodes > 1 else f"GPUS={gpus}"
-    server = ' --vllm_server_host "$SERVER"' if served_model else ""
-    commands = [
-        f"{place} recipes/launch/accelerate.sh {recipe}{server}",
-        f"{place} recipes/launch/torchrun.sh {recipe}{server}",
-        f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh {recipe}{server}",
-    ]
-    if served_model:
-        commands.insert(0, f"recipes/launch/server.sh {served_model}    # on the node $SERVER")
-    if served_model and nodes == 1:
-        commands.append(f"recipes/launch/four_plus_four.sh {recipe} {served_model}    # both on one node")
+    settings = shlex.join([path, *overrides])
+    server_command, node = _server_command(recipe), _node_of_server(training)
+    server = "" if server_command is None or node is not None else ' --vllm_server_host "$SERVER"'
+
+    # Scripts of schedulers keep the completions of an optimizer step, which a plan may not do.
+    keeps_batch = recipe.run.keep_global_batch or recipe.run.expected_processes == launch.num_processes
+    batch = "" if keeps_batch else " --keep_global_batch false"
+
+    commands = {}
+    if server_command is not None:
+        shares = ", which shares output_dir" if training.vllm_sync_adapter else ""
+        commands[f"This starts the server, on the node {node or '$SERVER'}{shares}:"] = [server_command]
+
+    file = _accelerate_file(recipe, launch)
+    variable = f"ACCELERATE_FILE={shlex.quote(file)} " if file is not None else ""
+    of_each_node = []
+    if file is not None:
+        of_each_node.append(f"{variable}{place} recipes/launch/accelerate.sh {settings}{server}")
+    if launch.torchrun is not None:
+        variables = [launch.torchrun] if launch.torchrun else []
+        if not training.needs_gpu:
+            variables.append("ACCELERATE_USE_CPU=true")
+        of_each_node.append(" ".join([*variables, place, f"recipes/launch/torchrun.sh {settings}{server}"]))
+    what = "This starts the run" if len(of_each_node) == 1 else "One of these starts the run"
+    where = "this node" if nodes == 1 else "each node, whose number is $NODE_RANK; $HEAD is the address of node 0"
+    commands[f"{what}, on {where}:"] = of_each_node
+
+    if file is not None:
+        slurm = f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh"
+        commands["Or this, once, as a job of Slurm:"] = [f"{variable}{slurm} {settings}{batch}{server}"]
+    starts_server = server and not training.vllm_sync_adapter and training.vllm_server_port == DEFAULT_PORT
+    if starts_server and file is not None and nodes == 1 and gpus == 4:
+        words = shlex.join([path, recipe.model_name, *overrides])
+        command = f"{variable}recipes/launch/four_plus_four.sh {words}{batch}"
+        commands["Or this, which starts both the server and the run on one node:"] = [command]
     return commands
+
+
+def _node_of_server(training: RolloutConfig) -> str | None:
+    """Return the node of the vLLM server that the settings name, `None` if they leave TRL's default."""
+    if training.vllm_server_base_url:
+        return urlsplit(training.vllm_server_base_url).hostname
+    default = RolloutConfig.__dataclass_fields__["vllm_server_host"].default
+    return training.vllm_server_host if training.vllm_server_host != default else None
+
+
+def _server_command(recipe: Recipe) -> str | None:
+    """Return the command that starts the vLLM server of a run on eight GPUs of a node of its own, or `None` if there
+    is none; `plan` prints another one for the server of continuous rollouts, which runs beside the trainer."""
+    training = recipe.training
+    if not (training.use_vllm and training.vllm_mode == "server") or training.rollout_schedule == "continuous":
+        return None
+    port = urlsplit(server_url(training)).port or DEFAULT_PORT
+    rank = max_lora_rank(training, None, adapter_config(recipe.model))
+    if rank is not None:  # adapters are sent instead of weights
+        option = f" --port {port}" if port != DEFAULT_PORT else ""
+        return f"{serve_command(recipe.model_name, rank)} --tensor-parallel-size 8{option}"
+    variable = f"PORT={port} " if port != DEFAULT_PORT else ""
+    return f"{variable}recipes/launch/server.sh {shlex.quote(recipe.model_name)}"
+
+
+def _accelerate_file(recipe: Recipe, launch: Launch) -> str | None:
+    """Return the accelerate file that starts a launch; without one that of one process or of DDP, or `None` if that
+    would change the precision of the run."""
+    if launch.accelerate_config is not None:
+        return launch.accelerate_config
+    if not (recipe.training.bf16 or recipe.training.fp16):
+        return None  # both files have `mixed_precision: bf16`
+    name = "single_gpu.yaml" if launch.num_processes == 1 else "ddp.yaml"
+    return f"recipes/accelerate_configs/{name}"

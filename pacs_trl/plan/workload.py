@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import cost
 from .cost import Execution, Gpu, ModelShape, Passes, Recomputation, TrainedBytes
 
@@ -74,7 +74,7 @@ class Workload:
 
     Attributes:
         training: Configuration of the trainer.
-        step ([`Step`]): Batch sizes.
+        step ([`BatchSizes`]): Batch sizes.
         shape ([`~cost.ModelShape`]), gpu ([`~cost.Gpu`]), execution ([`~cost.Execution`]): Model, device, and how it
             computes.
         longest_prompt, mean_prompt, mean_completion (`int`): Tokens.
@@ -84,7 +84,7 @@ class Workload:
     """
 
     training: Any
-    step: Step
+    step: BatchSizes
     shape: ModelShape
     gpu: Gpu
     execution: Execution
@@ -193,7 +193,7 @@ class Workload:
         return max(0, int((room - casts) / per_token))
 
 
-def completions_of_a_prompt(step: Step, training: Any) -> int:
+def completions_of_a_prompt(step: BatchSizes, training: Any) -> int:
     """Return the completions of a prompt in an optimizer step, which shuffled minibatches divide."""
     if not training.shuffle_minibatches:
         return step.num_generations
@@ -328,7 +328,23 @@ def engine_bytes(
     """
     length = training.vllm_max_model_length or longest
     cache = shape.kv_bytes_per_token * length / min(tensor_parallel, shape.num_kv_heads)
-    return _loaded_bytes(shape, 2, quantization) * shape.parameters / tensor_parallel + cache
+    return engine_weights(shape, quantization).stored / tensor_parallel + cache
+
+
+class EngineWeights(NamedTuple):
+    """Bytes of the weights of an engine on all its GPUs, and those that a decoding step moves."""
+
+    stored: float
+    moved: float
+
+
+def engine_weights(shape: ModelShape, quantization: Any = None) -> EngineWeights:
+    """Return the bytes of the weights of an engine in half precision, or quantized like those of the trainer. Products
+    with quantized weights read them, and write and read a copy in half precision."""
+    stored = _loaded_bytes(shape, 2, quantization) * shape.parameters
+    is_quantized = _quantized_bytes(_quantization_settings(quantization)) is not None
+    copies = 2 * 2 * shape.num_layers * shape.layer_parameters if is_quantized else 0
+    return EngineWeights(stored, stored + copies)
 
 
 class WeightBytes(NamedTuple):
@@ -349,6 +365,7 @@ class WeightBytes(NamedTuple):
 _ADAM = ("adamw_torch", "adamw_torch_fused", "adamw_torch_xla", "adamw_torch_npu_fused")
 _ADAM_8BIT_BNB = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
 _ADAM_8BIT = (*_ADAM_8BIT_BNB, "adamw_torch_8bit")
+_COUNTED_OPTIMIZERS = (*_ADAM, *_ADAM_8BIT, "paged_adamw_32bit", "sgd")
 
 
 def weight_bytes(
@@ -379,16 +396,10 @@ def weight_bytes(
     is_quantized = _quantized_bytes(settings) is not None  # by bitsandbytes; TRL rounds such adapters to bfloat16
     is_float32 = has_float32_copies or (not is_quantized if has_adapter else loaded_bytes == 4)
     size = 4 if is_float32 else 2
-    optimizer, moments = str(getattr(training.optim, "value", training.optim)), 2.0 * size
-    if optimizer in _ADAM_8BIT:
-        moments = 2.0
-        if optimizer in _ADAM_8BIT_BNB and not has_adapter:
-            moments += 6 * shape.vocabulary * shape.hidden / shape.parameters
-    elif optimizer == "paged_adamw_32bit":
-        moments = 8.0
-    elif optimizer == "sgd":
-        moments = size if "momentum" in str(training.optim_args) else 0.0
-    elif optimizer not in _ADAM:
+    optimizer, moments = _optimizer_name(training), _moment_bytes(training, size)
+    if optimizer in _ADAM_8BIT_BNB and not has_adapter:
+        moments += 6 * shape.vocabulary * shape.hidden / shape.parameters
+    if optimizer not in _COUNTED_OPTIMIZERS:
         assumptions.append(f"optim: {optimizer} is counted with two moments per weight, as Adam has.")
     if settings and not is_quantized:
         method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
@@ -397,6 +408,22 @@ def weight_bytes(
         assumptions.append("Quantized layers of this architecture are counted as those of a dense decoder.")
     frozen = _loaded_bytes(shape, loaded_bytes, quantization)
     return WeightBytes(frozen, TrainedBytes(size, size, moments), tuple(assumptions))
+
+
+def _optimizer_name(training: Any) -> str:
+    return str(getattr(training.optim, "value", training.optim))
+
+
+def _moment_bytes(training: Any, size: int) -> float:
+    """Return the bytes of the moments of a trained weight of `size` bytes."""
+    optimizer = _optimizer_name(training)
+    if optimizer in _ADAM_8BIT:
+        return 2.0
+    if optimizer == "paged_adamw_32bit":
+        return 8.0
+    if optimizer == "sgd":
+        return size if "momentum" in str(training.optim_args) else 0.0
+    return 2.0 * size
 
 
 def _loaded_bytes(shape: ModelShape, loaded_bytes: int, quantization: Any) -> float:
@@ -477,7 +504,8 @@ def occupied_bytes(
         weights ([`WeightBytes`]): Bytes per weight of the policy.
         sharding (`str`): See [`~cost.training_state_bytes`].
         memory_bytes (`float`): Memory of the GPU, of which a colocated vLLM has a share.
-        critic ([`~cost.ModelShape`], *optional*): Another model that is trained.
+        critic ([`~cost.ModelShape`], *optional*): Another model that is trained, in float32 and with an optimizer of
+            the same kind; its embedding has the moments of other weights.
     """
     copies = 0.0
     if (training.reference == "snapshot" and not training.reference_offload) or training.keeps_generating_policy:
@@ -494,7 +522,14 @@ def occupied_bytes(
     )
     state += copies / (processes if sharding == "full" else 1)
     critic_weights = critic.parameters if critic else 0
-    state += cost.training_state_bytes(critic_weights, 0, frozen_bytes=4, sharding=sharding, processes=processes)
+    state += cost.training_state_bytes(
+        critic_weights,
+        0,
+        frozen_bytes=4,
+        sharding=sharding,
+        processes=processes,
+        trained_bytes=TrainedBytes(moments=_moment_bytes(training, 4)),
+    )
     gathered = collected = engine = 0.0
     if sharding == "full":  # two layers and the largest other matrix, in bfloat16
         shapes = [shape, critic] if critic else [shape]

@@ -178,9 +178,12 @@ def draw_runs(panel: Axes, runs: Sequence[Sequence[tuple[float, float]]], label:
 
 
 def smoothed(values: np.ndarray) -> np.ndarray:
-    """Return the centered running mean over a tenth of the values, over fewer at the ends."""
+    """Return the centered running mean over a tenth of the values, over fewer at the ends and beside NaN, which is
+    skipped; NaN where all values of a window are."""
     half = len(smoothing_window(values)) // 2
-    return np.array([values[max(0, i - half) : i + half + 1].mean() for i in range(len(values))])
+    windows = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
+    known = [window[~np.isnan(window)] for window in windows]
+    return np.array([window.mean() if len(window) else np.nan for window in known])
 
 
 def smoothing_window(values: Sized) -> range:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..evaluation.results import read_json, read_results, require_same_protocol
+from ..evaluation.results import prompts_of, read_json, read_results, require_chosen_labels, require_same_protocol
 from ..settings import Parser, render
 from ..settings.names import make_directory, require_matplotlib
 from . import tables
@@ -16,10 +16,12 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
     Write `tables.md` and the pass@k figure of results files or their directories, and return the files written.
 
     All tables compare with the method `baseline`; without it the first one does, with the method of the first file.
-    Raises a `ValueError` if a file cannot be read, or the files were measured with different protocols.
+    Raises a `ValueError` if a file cannot be read, the files were measured with different protocols, or models share a
+    label that no one chose.
     """
     results = [read_results(path) for path in paths]
     require_same_protocol(results, [str(path) for path in paths])
+    require_chosen_labels(results, [str(path) for path in paths])
     names = tables.benchmarks(results)
     before = baseline or results[0]["method"]
     pass_at_k = {name: tables.benchmark_table(results, name, baseline) for name in names}
@@ -32,6 +34,8 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
         benchmarks=[(tables.one_line(names[name]), tables.to_markdown(*pass_at_k[name])) for name in names],
         results=results,
         in_cell=tables.in_cell,
+        one_line=tables.one_line,
+        prompts=prompts_of(results),
         **results[0]["protocol"],
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..evaluation.pass_at_k import Interval, paired_interval, pass_at_k, pass_interval
+from ..evaluation.results import graded_counts
 
 
 class Measured(NamedTuple):
@@ -83,30 +84,28 @@ def common_ks(results: Sequence[dict[str, Any]]) -> list[int]:
     return ks
 
 
-def problem_values(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
-    """Return ids and pass@k `(P, K)`, averaged over runs, of the problems that are graded in every run."""
-    ids, values = _values_by_run(group, benchmark, ks)
+def problem_values(group: Sequence[dict[str, Any]], benchmark: str, k: int) -> tuple[list[str], np.ndarray]:
+    """Return ids and pass@k `(P,)`, averaged over runs, of the problems with k graded samples in every run."""
+    ids, values = _values_by_run(group, benchmark, k)
     return ids, values.mean(axis=0)
 
 
-def _values_by_run(group: Sequence[dict[str, Any]], benchmark: str, ks: Sequence[int]) -> tuple[list[str], np.ndarray]:
-    """Return ids and pass@k `(runs, P, K)` of the problems that are graded in every run."""
-    counts = [
-        {p["id"]: (p["n"], p["c"]) for p in run["benchmarks"][benchmark]["problems"] if not p["ungraded"]}
-        for run in group
-    ]
+def _values_by_run(group: Sequence[dict[str, Any]], benchmark: str, k: int) -> tuple[list[str], np.ndarray]:
+    """Return ids and pass@k `(runs, P)` of the problems with k graded samples in every run."""
+    counts = [graded_counts(run["benchmarks"][benchmark]["problems"], k) for run in group]
     ids = [problem for problem in counts[0] if all(problem in other for other in counts)]
     if not ids:
         names = " and ".join(methods(group))
-        raise UserError(f"The runs of {names} share no graded problem of {benchmark}. Evaluate the same problems.")
+        raise UserError(
+            f"The runs of {names} share no graded problem of {benchmark} for k={k}. Evaluate the same problems."
+        )
     n, c = np.array([[run[problem] for problem in ids] for run in counts]).transpose(2, 0, 1)  # (runs, P) each
-    return ids, pass_at_k(n, c, list(ks))
+    return ids, pass_at_k(n, c, k)
 
 
-def _interval_cells(interval: Interval, ks: Sequence[int]) -> dict[int, Measured]:
-    """Convert an interval of arrays `(K,)` to percentages by k."""
-    columns = zip(ks, *map(np.asarray, interval), strict=True)
-    return {k: Measured(*(100 * float(number) for number in column)) for k, *column in columns}
+def _interval_cell(interval: Interval) -> Measured:
+    """Convert an interval of floats to percentages."""
+    return Measured(*(100 * float(number) for number in interval))
 
 
 def pass_at_k_cells(
@@ -114,13 +113,15 @@ def pass_at_k_cells(
 ) -> dict[int, Measured]:
     """Return pass@k of one method over equally weighted benchmarks: mean over its runs, interval over problems, spread
     over runs."""
-    values = [_values_by_run(group, name, ks)[1] for name in benchmarks]
-    cells = _interval_cells(pass_interval(*(by_run.mean(axis=0) for by_run in values)), ks)
-    if len(group) == 1:
-        return cells
-    means = 100 * np.mean([by_run.mean(axis=1) for by_run in values], axis=0)  # (runs, K)
-    spreads = means.std(axis=0, ddof=1)
-    return {k: cells[k]._replace(spread=float(spread)) for k, spread in zip(ks, spreads, strict=True)}
+    cells = {}
+    for k in ks:
+        values = [_values_by_run(group, name, k)[1] for name in benchmarks]
+        cell = _interval_cell(pass_interval(*(by_run.mean(axis=0) for by_run in values)))
+        if len(group) > 1:
+            means = 100 * np.mean([by_run.mean(axis=1) for by_run in values], axis=0)  # (runs,)
+            cell = cell._replace(spread=float(means.std(ddof=1)))
+        cells[k] = cell
+    return cells
 
 
 def paired_difference(
@@ -133,13 +134,16 @@ def paired_difference(
     Raises:
         `ValueError`: if they share no problem of a benchmark.
     """
-    pairs = []
-    for name in benchmarks:
-        shared, _ = problem_values([*runs, *base], name, ks)
-        base_values = dict(zip(*problem_values(base, name, ks), strict=True))
-        values = dict(zip(*problem_values(runs, name, ks), strict=True))
-        pairs.append([np.array([by_problem[problem] for problem in shared]) for by_problem in (base_values, values)])
-    return _interval_cells(paired_interval(*pairs), ks)
+    cells = {}
+    for k in ks:
+        pairs = []
+        for name in benchmarks:
+            shared, _ = problem_values([*runs, *base], name, k)
+            base_values = dict(zip(*problem_values(base, name, k), strict=True))
+            values = dict(zip(*problem_values(runs, name, k), strict=True))
+            pairs.append([np.array([by_id[problem] for problem in shared]) for by_id in (base_values, values)])
+        cells[k] = _interval_cell(paired_interval(*pairs))
+    return cells
 
 
 BEFORE_AND_AFTER_HEADER = ["", "", "method", "before", "after", "difference"]

@@ -12,16 +12,29 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
+from .. import __all__ as public_names
 from .. import rewards
 from ..data.environments import EMPTY_PROMPT, prepare_environments
 from ..errors import UserError
 from ..settings.names import require_vllm
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .adapter_checks import max_lora_rank
 from .dataset_checks import OPTIONAL_PARAMETERS, check_dataset, without_unused_columns
 from .model_config import name_of
 from .rollout_config import RolloutConfig
 from .server_checks import check_vllm
+
+
+def check_config_class(args: Any, config_class: type[RolloutConfig]) -> None:
+    """Raise a `ValueError` if `args` is no configuration of this package, but, for example, one of TRL."""
+    if not isinstance(args, config_class):
+        name, module = config_class.__name__, config_class.__module__
+        if module.startswith("pacs_trl.") and name in public_names:
+            module = "pacs_trl"
+        raise UserError(
+            f"args is a {type(args).__module__}.{type(args).__name__}, which lacks settings of {name}. Write `from "
+            f"{module} import {name}`, and construct it with the same arguments."
+        )
 
 
 def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
@@ -41,7 +54,8 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:
         check_num_labels(function)
-        if not (callable(function) or isinstance(function, str | None)) or function in vars(rewards):
+        is_name_of_function = isinstance(function, str) and function in vars(rewards)
+        if is_name_of_function or not (callable(function) or isinstance(function, str | None)):
             raise UserError(
                 f"reward_funcs: {function!r:.100} is not callable. Pass a function or a list of functions, such as "
                 "`from pacs_trl.rewards import math_reward`; text is the name of a reward model."
@@ -52,7 +66,7 @@ def check_arguments(model: str | PreTrainedModel, args: RolloutConfig, arguments
     for name in ("train_dataset", "eval_dataset"):
         dataset, title = arguments[name], name
         if args.remove_unused_columns:
-            dataset, title = without_unused_columns(dataset), f"{name} with remove_unused_columns=True"
+            dataset, title = without_unused_columns(name, dataset), f"{name} with remove_unused_columns=True"
         check_dataset(title, dataset, functions, passed)
     check_lag(args, model, arguments)
     lora_rank = max_lora_rank(args, model, arguments["peft_config"])
@@ -70,7 +84,7 @@ def _empty_prompts(args: RolloutConfig, environment_factory: Any) -> Dataset:
         )
     if args.max_steps <= 0:
         raise UserError("Without `train_dataset` an environment has no length. Set max_steps.")
-    num_prompts = int(Step.of(args, args.world_size).prompts_per_generation)
+    num_prompts = int(BatchSizes.of(args, args.world_size).prompts_per_generation)
     return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_prompts})
 
 

@@ -33,9 +33,10 @@ from ..errors import NO_ROOM, FailedRun, UserError
 from ..rewards import shared_arguments
 from ..settings.trl_settings import GRPO_LOSS_SETTINGS
 from ..update.reference import SnapshotReference, StoredWeights, is_sharded, weights_of
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import process_count
 from .checkpoint_files import KL_REFERENCE, POLICY_COPY, check_complete, last_checkpoint, last_resumable_checkpoint
+from .prompt_order import PromptOrder
 from .protocols import CheckedTrainer, EvaluatingTrainer, SamplingTrainer, SeededTrainer
 from .request_seeds import request_seed
 from .rollout_config import RolloutConfig
@@ -136,11 +137,16 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
 
 def indices_of_generation(trainer: SamplingTrainer, number: int) -> list[int]:
     """Return the indices of the dataset rows of a generation batch, one per completion of all processes."""
+    order = prompt_order(trainer)
+    first = number * order.batch_size
+    indices = [order[position] for position in range(first, first + order.batch_size)]
+    return [index for index in indices for _ in range(trainer.num_generations)]
+
+
+def prompt_order(trainer: SamplingTrainer) -> PromptOrder:
+    """Return the order of the prompts of a run, which is that of its sampler."""
     sampler = trainer._get_train_sampler().sampler
-    size, epoch = sampler.batch_size, number // (sampler.num_samples // sampler.batch_size)
-    sampler.repeat_count = sampler.mini_repeat_count = 1
-    order = torch.tensor(list(EpochSampler(sampler, lambda: epoch))).view(-1, size)
-    return order[number % len(order)].repeat_interleave(trainer.num_generations).tolist()
+    return PromptOrder(sampler.num_samples, sampler.batch_size, sampler.shuffle, sampler.seed)
 
 
 # Settings -----------------------------------------------------------------------------------------------------------
@@ -190,8 +196,17 @@ def check_fixed(trainer: CheckedTrainer) -> None:
 
 # Entries of a model's configuration that decide the shapes of its weights.
 _SHAPES = (
-    *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "num_experts", "num_local_experts", "moe_intermediate_size"),
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_experts",
+    "num_local_experts",
+    "moe_intermediate_size",
 )
 
 
@@ -225,10 +240,13 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
     file = Path(checkpoint, ADAPTER_CONFIG_NAME)
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
-        kinds = ("a whole model", "an adapter (LoRA)")
+        if saved is None:
+            kind, trained_kind, use_peft = "a whole model", "an adapter (LoRA)", "false"
+        else:
+            kind, trained_kind, use_peft = "an adapter (LoRA)", "a whole model", "true"
         raise UserError(
-            f"{checkpoint} holds {kinds[saved is not None]}, but this run trains {kinds[adapter is not None]}. Set "
-            f"use_peft: {str(saved is not None).lower()} to continue that run, or choose another output_dir."
+            f"{checkpoint} holds {kind}, but this run trains {trained_kind}. Set use_peft: {use_peft} to continue "
+            "that run, or choose another output_dir."
         )
     if saved is None or adapter is None:
         return
@@ -259,16 +277,16 @@ def state_name(trainer: "ResumableTrainer") -> str:
 
 def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
     """Save the state of this process that Trainer does not save."""
-    step = Step.of(trainer.args, trainer.accelerator.num_processes)
+    sizes = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     state = {
         "attributes": {name: getattr(trainer, name) for name in trainer._saved_attributes},
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
-        "processes": process_count.facts_to_save(step, trainer.accelerator.distributed_type),
+        "processes": process_count.facts_to_save(sizes, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
-    torch.save(state, directory / f"{state_name(trainer)}_{trainer.accelerator.process_index}.pt")
+    torch.save(state, _part(trainer, directory, trainer.accelerator.process_index))
     if trainer.args.sync_ref_model:  # which changes the reference of the KL term
         with _kl_reference(trainer) as reference:
             _save_weights(trainer, reference, directory, KL_REFERENCE)
@@ -283,17 +301,18 @@ def save_last_step(trainer: "ResumableTrainer") -> None:
         trainer.args.save_only_model = save_only_model
 
 
-def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
-    """Load the state that [`save_state`] saved. Raises a `ValueError` if the run has different settings, or if an
-    earlier version has not saved the reference of the KL term."""
+def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.SavedRun:
+    """Load the state that [`save_state`] saved, and return what it says about the processes that wrote it. Raises a
+    `ValueError` if the run has different settings, or if an earlier version has not saved the reference of the KL
+    term."""
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
-    now = Step.of(trainer.args, trainer.accelerator.num_processes)
+    now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     passes, batches = trainer._data_position
-    trainer._step, batches = process_count.converted_positions(saved.step, now, [trainer._step, batches])
+    trainer._step, batches = process_count.converted_positions(saved.batch_sizes, now, [trainer._step, batches])
     trainer._data_position = passes, batches
     trainer._metrics["train"].update(state["metrics"])
     trainer._logged_loss.restore(state["losses"])
@@ -302,32 +321,38 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> None:
     trainer._load_run(directory, state)
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
+    return saved
 
 
 def _read_state(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any]:
     """Read the state of this process that [`save_state`] saved; that of process 0 if the number of processes has
     changed."""
-    first = _load_part(directory / f"{state_name(trainer)}_0.pt")
+    first = _read_part(trainer, directory, 0)
     process, number = trainer.accelerator.process_index, trainer.accelerator.num_processes
     if process == 0 or process_count.saved_run(first, directory).num_processes != number:
         return first
-    return _load_part(directory / f"{state_name(trainer)}_{process}.pt")
+    return _read_part(trainer, directory, process)
 
 
 def read_parts(trainer: "ResumableTrainer", directory: Path) -> list[dict[str, Any]]:
     """Read the states that all processes of a checkpoint have saved."""
-    first = _load_part(directory / f"{state_name(trainer)}_0.pt")
+    first = _read_part(trainer, directory, 0)
     number = process_count.saved_run(first, directory).num_processes
-    return [first, *(_load_part(directory / f"{state_name(trainer)}_{i}.pt") for i in range(1, number))]
-
-
-def _load_part(file: Path) -> dict[str, Any]:
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return [first, *(_read_part(trainer, directory, process) for process in range(1, number))]
 
 
 def saved_run(trainer: "ResumableTrainer", directory: Path) -> process_count.SavedRun:
     """Return what a checkpoint says about the processes that wrote it."""
-    return process_count.saved_run(_load_part(directory / f"{state_name(trainer)}_0.pt"), directory)
+    return process_count.saved_run(_read_part(trainer, directory, 0), directory)
+
+
+def _part(trainer: "ResumableTrainer", directory: Path, process: int) -> Path:
+    """Return the file of a checkpoint with the state of a process."""
+    return directory / f"{state_name(trainer)}_{process}.pt"
+
+
+def _read_part(trainer: "ResumableTrainer", directory: Path, process: int) -> dict[str, Any]:
+    return torch.load(_part(trainer, directory, process), map_location="cpu", weights_only=True)
 
 
 def read_memory(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any] | None:
@@ -339,9 +364,10 @@ def read_data_position(trainer: "ResumableTrainer", directory: Path) -> tuple[in
     """Return the number of passes over the training data before a checkpoint, and the batches of the pass in which it
     was written, for this number of processes."""
     state = _read_state(trainer, directory)
-    saved, now = process_count.saved_run(state, directory), Step.of(trainer.args, trainer.accelerator.num_processes)
+    saved = process_count.saved_run(state, directory)
+    now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     passes, batches = state["attributes"]["_data_position"]
-    return passes, *process_count.converted_positions(saved.step, now, [batches])
+    return passes, *process_count.converted_positions(saved.batch_sizes, now, [batches])
 
 
 def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
@@ -351,10 +377,10 @@ def _shared_settings(trainer: "ResumableTrainer") -> dict[str, Any]:
     if trainer.args.rollout_schedule == "continuous":  # state of a server and of an engine process differs
         names.append("use_vllm")
     settings = plain_settings(trainer.args, names)
-    step = Step.of(trainer.args, trainer.accelerator.num_processes)
+    sizes = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
     settings |= {
-        "completions per optimizer step": step.completions_per_update,
-        "completions per generation batch": step.completions_per_generation,
+        "completions per optimizer step": sizes.completions_per_update,
+        "completions per generation batch": sizes.completions_per_generation,
     }
     verification = shared_arguments()
     names_of_verification = {f.name for f in fields(verification)} - {*_SETTINGS["free_verification"]}
@@ -442,7 +468,7 @@ def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: st
     if checkpoint is None:
         raise UserError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
-    if not Path(checkpoint, f"{state_name(trainer)}_0.pt").is_file():
+    if not _part(trainer, Path(checkpoint), 0).is_file():
         inside = last_checkpoint(checkpoint)
         remedy = f"Did you mean {inside}?" if inside else "Start a new run from its weights with model_name_or_path."
         raise UserError(

@@ -24,12 +24,14 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from ..rewards import shared_arguments
+from .checkpoint import prompt_order
 from .engine import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
 from .late_batches import replay
+from .prompt_order import PromptOrder
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
-from .rollout_worker import GradedGroup, PromptOrder, RolloutWorker
+from .rollout_worker import GradedGroup, RolloutWorker
 from .server_command import server_url
 from .server_connection import ServerConnection
 from .server_watch import Failure, in_one_line
@@ -88,7 +90,7 @@ class ContinuousRollouts:
                 if self._worker is None:
                     self._start_worker()
                     started = time.perf_counter()
-                groups = self._take() if self._wait_for_groups(self.groups_per_step) else None
+                groups = self._take_groups() if self._wait_for_groups(self.groups_per_step) else None
             except ServerFailure as error:
                 if not self._is_to_stop():  # a signal to all processes of a job ends the server, too
                     failure = error
@@ -225,12 +227,14 @@ class ContinuousRollouts:
         args, state = self.trainer.args, self.trainer.state
         steps = min(args.max_staleness + 1, state.max_steps - state.global_step) - is_taken
         bound = steps * self.groups_per_step
-        # `admitted` and `_num_delivered` count groups from the start of this worker: those delivered no longer hold a
-        # place, and of `bound` places those that wait are taken; groups being decoded are the difference between
-        # started and delivered.
-        self._worker.shared.admitted = self._num_delivered + max(0, bound - len(self.waiting))
+        # There are `bound` places. A group holds one from its start until it is taken, and groups that wait were
+        # delivered, so the other places are for groups between their start and their delivery.
+        places = max(0, bound - len(self.waiting))
+        # The worker starts groups while it has started fewer than `admitted`, counted from its own start.
+        self._worker.shared.admitted = self._num_delivered + places
 
-    def _take(self) -> list[GradedGroup]:
+    def _take_groups(self) -> list[GradedGroup]:
+        """Take the groups of the next optimizer step, which wait."""
         assert self._worker is not None
         trainer, step = self.trainer, self.trainer.state.global_step
         groups, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
@@ -257,18 +261,20 @@ class ContinuousRollouts:
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> dict[str, Any]:
-        """Return the groups that wait, the positions to generate again, and the number of groups that were dropped but
-        not logged yet, for a checkpoint. Nothing is waited for."""
-        if not self.is_main:
-            return {}
+    def wait(self) -> None:
+        """Receive the groups that were delivered. The worker goes on, so no other group is waited for."""
         if self._worker is not None and self._server.watch is not None:
             self._receive(timeout=0)
             if self._server.watch.check() is not None:
                 self._discard_unchecked()
-        groups = [dict(vars(group)) for group in self.waiting]
+
+    def state(self) -> dict[str, Any]:
+        """Return the groups that wait, the positions to generate again, and the number of groups that were dropped but
+        not logged yet, for a checkpoint."""
+        if not self.is_main:
+            return {}
         return {
-            "groups": groups,
+            "groups": [dict(vars(group)) for group in self.waiting],
             "missing": list(self.missing),
             "next_position": self.next_position,
             "num_dropped": self._num_dropped,
@@ -299,8 +305,7 @@ class ContinuousRollouts:
 
     def _prompt_order(self) -> PromptOrder:
         if self._order is None:
-            sampler = self.trainer._get_train_sampler().sampler
-            self._order = PromptOrder(sampler.num_samples, sampler.batch_size, sampler.shuffle, sampler.seed)
+            self._order = prompt_order(self.trainer)
         return self._order
 
     def _start_worker(self) -> None:

@@ -9,10 +9,26 @@ from .protocols import LiveTrainer
 
 # Those that TRL's loss or generation reads.
 COPIED_SETTINGS = (
-    *("beta", "epsilon_low", "epsilon_high", "loss_type", "importance_sampling_level", "top_entropy_quantile"),
-    *("off_policy_mask_threshold", "num_generations", "num_iterations", "max_completion_length", "temperature"),
-    *("top_p", "top_k", "min_p", "repetition_penalty", "aux_loss_enabled", "router_aux_loss_coef"),
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"),
+    "beta",
+    "epsilon_low",
+    "epsilon_high",
+    "loss_type",
+    "importance_sampling_level",
+    "top_entropy_quantile",
+    "off_policy_mask_threshold",
+    "num_generations",
+    "num_iterations",
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "aux_loss_enabled",
+    "router_aux_loss_coef",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_min",
+    "vllm_importance_sampling_clip_max",
 )
 
 

@@ -8,6 +8,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from trl.trainer.utils import get_callable_name
 
+from ..data.columns import columns_of, is_in_memory
 from ..data.golds import report_golds
 from ..errors import UserError
 from ..rewards import shared_verifier
@@ -23,13 +24,14 @@ OPTIONAL_PARAMETERS = ("compute_logps",)
 def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Collection[str] = ()) -> None:
     """Raise a `ValueError` if a dataset (or one of a dict) has no column `prompt`, a prompt in memory is neither text
     nor a list of messages, or a reward function cannot be called with its columns. `passed` are further keyword
-    arguments, for functions with such a parameter. Columns of streams are checked when the first examples arrive."""
+    arguments, for functions with such a parameter. Rows of streams, and those that a transform makes, are checked when
+    they arrive."""
     if isinstance(dataset, dict):
         for key, part in dataset.items():
             check_dataset(f"{name}[{key!r}]", part, reward_funcs, passed)
-    elif isinstance(dataset, Dataset | IterableDataset) and dataset.column_names is not None:
-        check_columns(name, dataset.column_names, needs_prompt="environments" not in passed)
-        checks_prompts = isinstance(dataset, Dataset) and "environments" not in passed  # which may modify prompts
+    elif isinstance(dataset, Dataset | IterableDataset) and (columns := columns_of(dataset)) is not None:
+        check_columns(name, columns, needs_prompt="environments" not in passed)
+        checks_prompts = is_in_memory(dataset) and "environments" not in passed  # which may modify prompts
         for i, prompt in enumerate(dataset["prompt"][:] if checks_prompts else ()):
             if isinstance(prompt, list):
                 is_prompt = bool(prompt) and all(message.get("role") for message in prompt)
@@ -40,7 +42,7 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
                     f"Row {i} of {name} has the prompt {prompt!r:.100}. It must be text, or a list of messages that "
                     "each have a role; remove such rows, or make them with `pacs_trl.data.build_prompt`."
                 )
-        keywords = {*_ALWAYS_PASSED, *dataset.column_names} - {"prompt", "completion"}  # TRL passes plurals
+        keywords = {*_ALWAYS_PASSED, *columns} - {"prompt", "completion"}  # TRL passes plurals
         keywords |= {"environments"} & set(passed)
         for function in reward_funcs if isinstance(reward_funcs, list) else [reward_funcs]:
             if not callable(function) or isinstance(function, nn.Module):
@@ -52,18 +54,30 @@ def check_dataset(name: str, dataset: Any, reward_funcs: Any = (), passed: Colle
             except TypeError as error:
                 raise UserError(
                     f"The reward function {get_callable_name(function)!r} cannot be called with the columns of "
-                    f"{name}, {', '.join(dataset.column_names)} ({error}). Write "
+                    f"{name}, {', '.join(columns)} ({error}). Write "
                     "it as `def reward(completions, COLUMN, **kwargs)`; rename the column, or give it a default value."
                 ) from error
 
 
-def without_unused_columns(dataset: Any) -> Any:
-    """Return a dataset, or a dict of datasets, with the columns that TRL keeps with `remove_unused_columns`."""
+def without_unused_columns(name: str, dataset: Any) -> Any:
+    """Return a dataset, or a dict of datasets, with the columns that TRL keeps with `remove_unused_columns`. Raises a
+    `ValueError` if a transform reads others; `name` is that of the dataset in errors."""
     if isinstance(dataset, dict):
-        return {key: without_unused_columns(part) for key, part in dataset.items()}
+        return {key: without_unused_columns(f"{name}[{key!r}]", part) for key, part in dataset.items()}
     if not isinstance(dataset, Dataset | IterableDataset) or dataset.column_names is None:
         return dataset
-    return dataset.select_columns([name for name in ("prompt", "image", "images") if name in dataset.column_names])
+    columns = [column for column in ("prompt", "image", "images") if column in dataset.column_names]
+    kept = dataset.select_columns(columns)
+    try:
+        columns_of(kept)  # calls the transform
+    except KeyError as error:
+        if error.args[0] not in dataset.column_names:  # an error of the transform
+            raise
+        raise UserError(
+            f"The transform of {name} reads the column {error}, which remove_unused_columns: true removes. Set "
+            "remove_unused_columns: false."
+        ) from error
+    return kept
 
 
 def check_columns(name: str, columns: Iterable[str], *, needs_prompt: bool = True) -> None:
@@ -84,9 +98,10 @@ def check_columns(name: str, columns: Iterable[str], *, needs_prompt: bool = Tru
 
 
 def check_environment_names(datasets: dict[str, Any], names: Collection[str]) -> None:
-    """Raise a `ValueError` if an example names an environment that does not exist. Streaming datasets are skipped."""
+    """Raise a `ValueError` if an example names an environment that does not exist. Streaming datasets and those with a
+    transform are skipped."""
     for title, dataset in datasets.items():
-        if isinstance(dataset, Dataset):
+        if is_in_memory(dataset):
             for row, name in enumerate(dataset["environment"][:]):
                 if name not in names:
                     raise UserError(
@@ -97,9 +112,9 @@ def check_environment_names(datasets: dict[str, Any], names: Collection[str]) ->
 
 
 def check_golds(dataset: Any) -> None:
-    """Report gold answers of a training set that cannot be graded or may be misread. Streaming datasets are
-    skipped."""
-    if isinstance(dataset, Dataset) and "solution" in dataset.column_names:
+    """Report gold answers of a training set that cannot be graded or may be misread. Streaming datasets and
+    those with a transform are skipped."""
+    if is_in_memory(dataset) and "solution" in dataset.column_names:
         report_golds("the training set", dataset["solution"][:], shared_verifier())
 
 

@@ -19,11 +19,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
@@ -37,7 +37,7 @@ from ..update.forward_pass import ForwardPass
 from ..update.peft_models import without_peft
 from ..update.reference import reshard
 from .adapter_checks import max_lora_rank
-from .checkpoint import next_call_seed, next_seeds, save_last_step
+from .checkpoint import next_call_seed, next_seeds
 from .engine_weights import (
     FIXED_TEXT,
     MAX_FIXED_TOKENS,
@@ -50,6 +50,7 @@ from .engine_weights import (
 )
 from .protocols import EngineTrainer
 from .server_command import serve_command, server_url, training_dtype
+from .sources import ConversationSource
 
 
 if TYPE_CHECKING:
@@ -243,7 +244,9 @@ class Engine(VLLMGeneration):
         """Send the weights to vLLM. Raises a [`ServerFailure`] if a server does not answer. If a server dies during
         the transfer, NCCL may still hang waiting for its peer."""
         if self._trainer.args.rollout_schedule == "continuous":
-            self._trainer._source.send_weights()
+            source = self._trainer._source
+            assert isinstance(source, ConversationSource)
+            source.send_weights()
             return
         with self._timer.part("weight_sync"):
             if self.mode == "server":
@@ -386,20 +389,14 @@ def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
     if rank is None and (args.rollout_schedule == "batch" or not args.use_vllm):
         yield
         return
-    owner: ModuleType | type
-    value: Callable
+    replacement: AbstractContextManager[Any]
     if args.vllm_mode == "colocate":
-        owner, name = vllm_generation, "LLM"
-        value = partial(vllm_generation.LLM, enable_lora=True, max_loras=1, max_lora_rank=rank)
+        engine_class = partial(vllm_generation.LLM, enable_lora=True, max_loras=1, max_lora_rank=rank)
+        replacement = patch.object(vllm_generation, "LLM", engine_class)
     else:
-        owner, name = vllm_generation.VLLMClient, "init_communicator"
-        value = lambda client, device: None  # noqa: E731
-    original = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
+        replacement = patch.object(vllm_generation.VLLMClient, "init_communicator", lambda client, device: None)
+    with replacement:
         yield
-    finally:
-        setattr(owner, name, original)
 
 
 class AdapterSync(LogpComparison):
@@ -446,21 +443,24 @@ class AdapterSync(LogpComparison):
 def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure) -> NoReturn:
     """Save the state after the last optimizer step, and raise a [`FailedRun`], on all processes: the vLLM server, or
     the engine process of a run without vLLM, has failed."""
-    trainer._step_start.rewind()
-    save_last_step(trainer)
+    trainer.undo_step_and_save()
     state, cause = failure.args
-    step, engine, remedy = trainer.state.global_step, "engine process", " (an error above, or memory)"
-    saved = f"The state after it is in {trainer.args.output_dir}/checkpoint-{step}"
+    args, step = trainer.args, trainer.state.global_step
     if isinstance(failure, WorkerFailure):
         engine, remedy = "rollout worker", ""
     elif trainer.use_vllm:
-        rank = max_lora_rank(trainer.args, trainer.model, None)
-        name, longest = trainer.model.name_or_path or "MODEL", trainer._longest_sequence
-        dtype = training_dtype(trainer.args, trainer.model)
-        command = serve_command(name, rank, trainer.args, dtype, longest)
-        engine, remedy = f"vLLM server at {server_url(trainer.args)}", f", start the server if it is down: {command}"
+        name = trainer.model.name_or_path or "MODEL"
+        rank = max_lora_rank(args, trainer.model, None)
+        dtype = training_dtype(args, trainer.model)
+        command = serve_command(name, rank, args, dtype, trainer._longest_sequence)
+        engine, remedy = f"vLLM server at {server_url(args)}", f", start the server if it is down: {command}"
+    else:
+        engine, remedy = "engine process", " (an error above, or memory)"
+    saved = "No optimizer step had been taken yet"
+    if step > 0:
+        saved = f"The state after it is in {args.output_dir}/checkpoint-{step}"
     raise FailedRun(
         f"The {engine} {state} after optimizer step {step} ({cause}). "
-        f"{saved if step > 0 else 'No optimizer step had been taken yet'}; fix the problem{remedy} and continue with "
+        f"{saved}; fix the problem{remedy} and continue with "
         "`--resume_from_checkpoint last`."
     ) from failure

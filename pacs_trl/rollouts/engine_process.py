@@ -1,8 +1,8 @@
 """Engine process: a copy of the policy that generates on the CPU, with transformers or vLLM, while the trainer learns.
 
-Weights are exchanged through files in memory: one of those that are frozen, and `num_slots` of the trained ones, so
-that the trainer can write the weights for a later batch while the process generates with those of an earlier one. What
-a request returns depends on its slot, prompts, and seed only. The process ends with its parent.
+Weights are exchanged through files in memory: one of those that are frozen, and `num_weight_copies` of the trained
+ones, so that the trainer can write the weights for a later batch while the process generates with those of an earlier
+one. What a request returns depends on its weight copy, prompts, and seed only. The process ends with its parent.
 """
 
 import os
@@ -65,9 +65,9 @@ class Generator:
             if name in self.tensors:  # not those of another adapter, the KL reference
                 self.tensors[name].data = tensor
 
-    def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
-        """Return `completion_ids` without padding, and their `logprobs` in nats under the weights of the slot."""
-        self._use(self.settings["slots"][slot])
+    def generate(self, weight_copy: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
+        """Return `completion_ids` without padding, and their `logprobs` in nats under the weights of the copy."""
+        self._use(self.settings["weight_copies"][weight_copy])
         dtype = self.settings["autocast"]
         precision = nullcontext() if dtype is None else torch.autocast("cpu", dtype)
         with torch.no_grad(), precision, seeded_random_numbers(seed, torch.device("cpu")):
@@ -78,11 +78,11 @@ class Generator:
         return {"completion_ids": completions, "logprobs": logps}
 
     def decode(
-        self, slot: int, groups: list[GroupInProgress], num_groups: int, version: int, stream: str
+        self, weight_copy: int, groups: list[GroupInProgress], num_groups: int, version: int, stream: str
     ) -> tuple[list[GroupInProgress], list[GroupInProgress]]:
-        """Decode groups with the weights of the slot until `num_groups` are finished, as [`~stepped_engine.decode`]
+        """Decode groups with the weights of the copy until `num_groups` are finished, as [`~stepped_engine.decode`]
         does. Returns these, and the others."""
-        self._use(self.settings["slots"][slot])
+        self._use(self.settings["weight_copies"][weight_copy])
         self._load_weights_into_vllm()
         with torch.no_grad():
             finished = decode(self.llm.llm_engine, groups, num_groups, version, stream, self._part_of_completion)
@@ -218,16 +218,17 @@ class EngineProcess:
 
     Args:
         trainer ([`EngineProcessTrainer`]): Its model, tokenizer, and generation settings are those of the process.
-        num_slots (`int`): Number of copies of the trained weights.
+        num_weight_copies (`int`): Number of copies of the trained weights.
     """
 
-    def __init__(self, trainer: EngineProcessTrainer, num_slots: int):
+    def __init__(self, trainer: EngineProcessTrainer, num_weight_copies: int):
         model: PreTrainedModel | PeftModel = trainer.accelerator.unwrap_model(trainer.model_wrapped)
         base = without_peft(model)
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-        self._memory = [open(os.memfd_create("pacs_trl"), "wb") for _ in range(1 + num_slots)]  # /dev/shm may be small
-        frozen, *self._slots = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._memory]
+        num_files = 1 + num_weight_copies
+        self._memory = [open(os.memfd_create("pacs_trl"), "wb") for _ in range(num_files)]  # /dev/shm may be small
+        frozen, *self._weight_copies = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in self._memory]
         torch.save({name: t.detach() for name, t in tensors.items() if name not in self._trained}, frozen)
         settings = {
             "args": {f.name: getattr(trainer.args, f.name) for f in fields(trainer.args)},
@@ -237,7 +238,7 @@ class EngineProcess:
             "adapter": (model.active_adapter, model.active_peft_config) if isinstance(model, PeftModel) else None,
             "parameter_names": [name for name, _ in model.named_parameters()],
             "frozen": frozen,
-            "slots": self._slots,
+            "weight_copies": self._weight_copies,
             "model_generation_config": base.generation_config,
             "generation_config": trainer.generation_config,
             "pad_token_id": trainer._tokenizer.pad_token_id,
@@ -254,14 +255,14 @@ class EngineProcess:
         self._connection = Connection(ours.detach())
         self._connection.send(settings)
 
-    def write_weights(self, slot: int, weights: Mapping[str, torch.Tensor] | None) -> None:
-        """Copy `weights`, by default the current ones, to a slot, which the process must not be using."""
+    def write_weights(self, weight_copy: int, weights: Mapping[str, torch.Tensor] | None) -> None:
+        """Write `weights`, by default the current ones, into a weight copy, which the process must not be using."""
         tensors = self._trained if weights is None else weights
-        torch.save({name: tensor.detach() for name, tensor in tensors.items()}, self._slots[slot])
+        torch.save({name: tensor.detach() for name, tensor in tensors.items()}, self._weight_copies[weight_copy])
 
-    def weights_of(self, slot: int) -> dict[str, torch.Tensor]:
-        """Return a copy of the weights in a slot."""
-        return torch.load(self._slots[slot])
+    def weights_of(self, weight_copy: int) -> dict[str, torch.Tensor]:
+        """Return the weights in a weight copy."""
+        return torch.load(self._weight_copies[weight_copy])
 
     def generate(self, *request: Any) -> dict[str, list[list]]:
         """Return the result of [`Generator.generate`]. Raises an `EOFError` or `OSError` if the process has ended."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.utils import gather_object
 from datasets import Dataset
@@ -25,7 +26,7 @@ from ..errors import UserError
 from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.benchmarks import LoadedBenchmark
 from ..evaluation.pass_at_k import pass_at_k, pass_interval
-from ..evaluation.results import summarize
+from ..evaluation.results import graded_counts, summarize
 from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, requests_to_generate
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
@@ -155,24 +156,24 @@ class BenchmarkEvaluation:
         """Return pass@k and other metrics of the benchmarks, the same on all processes."""
         benchmark_args = _arguments_of(self.args)
         metrics: dict[str, float] = {}
-        pass_values = []  # pass@k of each problem, for each benchmark
+        # by k: pass@k of each problem, for each benchmark
+        pass_values: dict[int, list[np.ndarray]] = {k: [] for k in benchmark_args.ks}
         for benchmark in self._benchmarks:
             parts = gather_object([self._sample_benchmark(benchmark_args, benchmark)])
             graded = {key: sample for part, _ in parts for key, sample in part.items()}
             problem_ids = [problem.id for problem in benchmark.problems]
             summary = summarize(problem_ids, graded.values(), benchmark_args.ks)
-            problems = [problem for problem in summary["problems"] if not problem["ungraded"]]
-            num_samples = [problem["n"] for problem in problems]
-            num_correct = [problem["c"] for problem in problems]
-            pass_values.append(pass_at_k(num_samples, num_correct, benchmark_args.ks))
+            for k, values in pass_values.items():
+                num_samples, num_correct = zip(*graded_counts(summary["problems"], k).values(), strict=True)
+                values.append(pass_at_k(num_samples, num_correct, k))
             outcomes = sum((counted for _, counted in parts), Counter())
             prefix = benchmark.name
             metrics[f"{prefix}/mean_length"] = summary["mean_tokens"]
             metrics[f"{prefix}/clipped_ratio"] = summary["truncated_share"]
             metrics |= {f"{prefix}/verification/{name}": number / len(graded) for name, number in outcomes.items()}
             metrics |= {f"{prefix}/pass@{k}": entry["value"] for k, entry in summary["pass_at_k"].items()}
-        means, lower_ends, upper_ends = pass_interval(*pass_values)
-        for k, mean, lower, upper in zip(benchmark_args.ks, means, lower_ends, upper_ends, strict=True):
+        for k, values in pass_values.items():
+            mean, lower, upper = pass_interval(*values)
             metrics[f"pass@{k}"] = float(mean)
             metrics[f"pass@{k}_lower"] = float(lower)
             metrics[f"pass@{k}_upper"] = float(upper)

@@ -36,7 +36,7 @@ from ..update.policy_update import PolicyUpdate
 from ..update.ratio_update import RatioObjective
 from ..update.reference import SnapshotReference, is_sharded
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .adapter_checks import max_lora_rank
@@ -57,7 +57,7 @@ from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
 from .router_checks import check_checkpointing_of_routers, trains_routers
 from .server_checks import check_server_of_continuous
-from .sources import RolloutSource
+from .sources import ConversationSource, RolloutSource
 from .step_memory import StepMemory, backward_cost
 from .uneven_shares import UnevenSampler
 from .waiting_rollouts import WaitingRollouts, merge_rollouts, rollouts_to_save, share_logps, split_into_slices
@@ -82,8 +82,12 @@ class ExactUpdateTrainer(RolloutTrainer):
     divergence_metrics: tuple[str, ...] = ("grad_norm", "entropy")
     _saved_attributes = (
         *RolloutTrainer._saved_attributes,
-        *("_non_finite", "_last_world_entropy"),
-        *("beta", "entropy_coef", "router_aux_loss_coef"),  # callbacks may change them
+        "_non_finite",
+        "_last_world_entropy",
+        # Callbacks may change these:
+        "beta",
+        "entropy_coef",
+        "router_aux_loss_coef",
     )
 
     # What a method defines ------------------------------------------------------------------------------------------
@@ -144,10 +148,10 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     # Construction ---------------------------------------------------------------------------------------------------
 
-    def _prepare_loading(self, model, args, arguments) -> None:
+    def _before_loading(self, model, args, arguments) -> None:
         if args.rollout_schedule == "continuous" and args.use_vllm:
             self.user_code = check_user_code(args, model, arguments)
-        super()._prepare_loading(model, args, arguments)
+        super()._before_loading(model, args, arguments)
         if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
             raise UserError(
                 f"completions_per_step={args.completions_per_step} divides a generation batch unevenly, which a "
@@ -163,7 +167,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             )
         self._compiles_layers = compiles_layers(model, args, arguments["quantization_config"])
 
-    def _choose_settings(self, model, args, arguments):
+    def _resolve_auto_settings(self, model, args, arguments):
         if trains_routers(config_of(model, args), args):
             check_checkpointing_of_routers(args)
         if args.rollout_schedule == "continuous" and args.use_vllm:
@@ -176,11 +180,11 @@ class ExactUpdateTrainer(RolloutTrainer):
         self.memory = StepMemory(self, plan, args)
         return with_choice(args, self.memory.choice)
 
-    def _prepare_generation(self) -> None:
+    def _set_up_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
             self.late_rollout = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self._source.take(prompts)
-        super()._prepare_generation()
+        super()._set_up_generation()
 
     def _create_source(self) -> RolloutSource:
         if self.args.rollout_schedule == "continuous" and not self.args.use_vllm:
@@ -191,7 +195,7 @@ class ExactUpdateTrainer(RolloutTrainer):
             return ContinuousRollouts(self)
         return LateBatches(self) if self.args.rollout_lag else super()._create_source()
 
-    def _prepare_learning(self) -> None:
+    def _set_up_update(self) -> None:
         self._copied_settings = copied_settings(self)
         self._keeps_generating_policy = self.args.keeps_generating_policy
         if self.aux_loss_enabled:  # TRL sets use_reentrant for adapters with ZeRO-3, and recomputation is chosen now
@@ -246,7 +250,7 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self._set_coefficients()
                 result = self._run_update(model, minibatch)
             self.record_metrics(result.metrics)
-            adapt_entropy_coef(self, result.bonus_entropy)
+            adapt_entropy_coef(self, result.mean_bonus_entropy)
             loss = result.loss
 
         self._step += 1
@@ -270,20 +274,25 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Back-propagate the loss of a minibatch, and repeat it with smaller micro-batches if memory runs out."""
 
         def update() -> StepResult:
-            # Log-probs of a reference that is not the policy at rollout time, as PACS's snapshot: the first one is
-            # taken here. Once there is one, `policy_is_reference` is False, also while the weights are still equal.
+            # The order matters: a reference that is not the policy at rollout time, as PACS's snapshot, is taken here
+            # for the first time. From then on `policy_is_reference`, which the timing reads, is False, also while the
+            # weights are still equal.
             self.store_reference_logps(model, minibatch)
-            return self.update.run(model, minibatch, self._update_timing())
+            timing = self._update_timing()
+            return self.update.run(model, minibatch, timing)
 
         return self.memory.repeat_until_it_fits(update, model, minibatch)
 
     def _prepare_memory(self, resume_from_checkpoint) -> None:
-        saved = checkpoint.read_memory(self, Path(resume_from_checkpoint)) if resume_from_checkpoint else None
+        saved = None
+        if resume_from_checkpoint:
+            saved = checkpoint.read_memory(self, Path(resume_from_checkpoint))
         self.memory.begin_run(saved)
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # Trainer has sharded the weights now.
         if self.memory.is_automatic and self.memory.plan.workload is not None and is_sharded(self.model_wrapped):
             self.memory.try_largest_micro_batch()
         return prepared
@@ -301,20 +310,25 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _generate_minibatches(self, inputs) -> None:
         """Generate and grade a generation batch, whose completions then wait for their optimizer steps: as slots that
         steps take as they come, as a part of the next step, or as minibatches of one step each."""
-        num_minibatches = max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
-        rollouts = self.complete_generation(inputs, self._generate_rollouts(inputs), num_minibatches)
-        if self.is_sliced:
+        args = self.args
+        num_minibatches = max(args.steps_per_generation // args.gradient_accumulation_steps, 1)
+        rollouts = self._generate_rollouts(inputs)
+        rollouts = self.complete_generation(inputs, rollouts, num_minibatches)
+        if self.is_sliced:  # slots are trained at any later update
             self._store_logps_of_slices(rollouts)
-            slices = split_into_slices(rollouts, self.args.steps_per_generation, self._shuffle_seed())
+            slices = split_into_slices(rollouts, args.steps_per_generation, self._shuffle_seed())
             self._waiting = replace(self._waiting, slices=slices)
-        elif num_minibatches == self.num_iterations == 1 and not self._keeps_generating_policy:
-            self._waiting = self._waiting.with_unscheduled(rollouts)
-        else:
+            return
+        has_later_updates = num_minibatches > 1 or self.num_iterations > 1
+        if has_later_updates or self._keeps_generating_policy:
+            # Log-probs under weights that the updates do not have are stored now. Those of the copy of the generating
+            # policy are stored for a single update, too: the copy has newer weights then.
             parts = split_into_minibatches(rollouts, num_minibatches, self._shuffle_seed())
-            num_slots = self.args.gradient_accumulation_steps
-            minibatches = [self._schedule_step(part, num_slots) for part in parts]
+            minibatches = [self._schedule_step(part, args.gradient_accumulation_steps) for part in parts]
             self._store_logps_for_later_updates(minibatches)
             self._waiting = WaitingRollouts(minibatches=minibatches)
+        else:  # the update computes all log-probs itself
+            self._waiting = self._waiting.with_unscheduled(rollouts)
 
     def _shuffle_seed(self) -> int | None:
         """Return the seed with which completions of a generation batch are spread over its steps; `None` for whole
@@ -332,7 +346,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     @property
     def is_sliced(self) -> bool:
         """Whether optimizer steps take slots of generation batches as they come."""
-        return Step.of(self.args, self.accelerator.num_processes).is_sliced
+        return BatchSizes.of(self.args, self.accelerator.num_processes).is_sliced
 
     def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
         """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
@@ -386,10 +400,12 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _conversations_of_source(self) -> AbstractContextManager[None]:
         """Return a context in which TRL's methods log whole conversations of the source, with calls of tools, as if
         they had generated them."""
+        source = self._source
+        assert isinstance(source, ConversationSource)
         return replaced(
             self,
-            rollout_func=lambda prompts, trainer: self._source.take(prompts),
-            _tool_call_loop=self._source.tool_calls,
+            rollout_func=lambda prompts, trainer: source.take(prompts),
+            _tool_call_loop=source.tool_calls,
             environment_factories=None,
             environments=None,
         )
@@ -409,11 +425,18 @@ class ExactUpdateTrainer(RolloutTrainer):
                 self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
 
     def _recompute_generating_logps(self, minibatches: Sequence[Minibatch]) -> None:
-        """Compute the log-probs of the policy that generated with its copy, which the current policy replaces: that
-        is what the server generates the next batch with."""
-        if self._generating_policy is None:
+        """Store the log-probs of a generation batch under the weights that the server generated it with.
+
+        `_generating_policy` is a copy of these weights: those of the optimizer step at which the batch was requested,
+        when the batch before was taken. When this batch was taken, the next one was requested, with the current
+        weights, so the copy gets them at the end."""
+        source = self._source
+        assert isinstance(source, LateBatches)
+        if self._generating_policy is None:  # the first batch, which has the initial weights
             self._generating_policy = SnapshotReference(self.model_wrapped)
-        elif self._source.taken_step == self.state.global_step:  # requested again after a resume
+        elif source.taken_step == self.state.global_step:
+            # A run that has resumed requests a batch again that had not arrived, with the weights that it has now. The
+            # copy of the checkpoint has earlier ones.
             self._generating_policy.renew()
         with self.timer.part("log_probs"), self._generating_policy.in_place_of_policy():
             for minibatch in minibatches:
@@ -438,8 +461,10 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Return whether the weights have not changed since the rollouts of this optimizer step were generated."""
         if self.is_sliced:  # a slot may be of an earlier generation batch
             return False
+        if not self._waiting.minibatches:  # the step takes whole generation batches, each of them once
+            return True
         updates_per_generation = len(self._waiting.minibatches) * self.num_iterations
-        return updates_per_generation == 0 or self._update_number % updates_per_generation == 0
+        return self._update_number % updates_per_generation == 0
 
     def _update_timing(self) -> UpdateTiming:
         is_first_update, is_late = self._is_first_update(), self.args.is_asynchronous
@@ -508,14 +533,15 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _unfinished_state(self) -> dict:
         waiting = [] if self._at_generation_boundary() else self._waiting.by_step()
         rollouts = rollouts_to_save(waiting, self.accelerator.process_index, self.accelerator.num_processes)
-        return {"rollouts": rollouts, "late_batches": self._source.finish(), "memory": self.memory.state()}
+        return {"rollouts": rollouts, "late_batches": self._source.state(), "memory": self.memory.state()}
 
     def _load_run(self, directory: Path, state: dict) -> None:
         process_states = read_parts(self, directory)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
-        slots_per_step = 1 if self.is_sliced else self.args.gradient_accumulation_steps
-        num_steps = max(self.args.steps_per_generation // slots_per_step, 1)
-        waiting = merge_rollouts([process_state["rollouts"] for process_state in process_states], num_steps)
+        # The entries of `WaitingRollouts.by_step`.
+        slots_per_entry = 1 if self.is_sliced else self.args.gradient_accumulation_steps
+        num_entries = max(self.args.steps_per_generation // slots_per_entry, 1)
+        waiting = merge_rollouts([process_state["rollouts"] for process_state in process_states], num_entries)
         self.restore_images([rollout for rollouts in waiting for rollout in rollouts])
         if self.is_sliced:
             self._waiting = WaitingRollouts(slices=waiting)

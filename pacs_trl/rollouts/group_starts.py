@@ -19,7 +19,7 @@ import types
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from types import MethodType
 from typing import Any
@@ -51,8 +51,10 @@ class GroupStarts:
        generators of Python, numpy, and torch seeded by that seed;
     3. if its state or observation still differs from that of the first environment of its group, it gets a copy.
 
-    Other environments are compared by their observations alone. Of each environment the first `reset` of a batch is
-    that of the trainer; what the environment or a copy of it calls later is the `reset` of its class.
+    Other environments are compared by their observations alone.
+
+    TRL calls the `reset` of each environment once per batch. [`wrap`] and [`begin`] replace it for this one call,
+    which puts it back: later calls, by a user, by the environment itself, or of a copy of it, are left alone.
 
     Attributes:
         observations (`list[tuple[int, int]]`): Group, and checksum of the observation, of each reset of the batch.
@@ -65,9 +67,9 @@ class GroupStarts:
         self._next: deque[tuple[int, int]] = deque()  # group and seed of the next resets
         self._started: list[Any] = []  # environments that have been reset
         self._first: dict[int, tuple[Any, Any]] = {}  # first environment of each group, and its observation
-        self._in_memory: dict[type, bool] = {}
-        self._subclasses: dict[type, type] = {}  # of classes with `__slots__` alone
-        self._awaited_resets: dict[int, Callable] = {}  # the next `reset` of their environments, by id
+        self._in_memory: dict[type, bool] = {}  # whether environments of a class keep their state in memory
+        self._subclasses: dict[type, type] = {}  # of classes with `__slots__` alone, see `_replace_class`
+        self._replacements: dict[int, Callable] = {}  # of the next `reset` of their environments, by id
         self.observations: list[tuple[int, int]] = []
         self.differing: dict[int, str] = {}
         self.unknown: set[int] = set()
@@ -78,7 +80,7 @@ class GroupStarts:
         self._first.clear()
         self.observations, self.differing, self.unknown = [], {}, set()
         for environment in self._started:
-            self._await_reset(environment)
+            self._replace_next_reset(environment)
         self._started = []
 
     def end(self) -> None:
@@ -88,7 +90,7 @@ class GroupStarts:
         self._next.clear()
 
     def wrap(self, factory: Callable) -> Callable:
-        """Return a factory of the same environments, whose `reset` is called by this object."""
+        """Return a factory of the same environments. The first `reset` of each starts a completion of its group."""
 
         @wraps(factory, updated=())
         def create() -> Any:
@@ -97,20 +99,20 @@ class GroupStarts:
                 self._in_memory[type(environment)] = keeps_state_in_memory(environment)
             if not hasattr(environment, "__dict__"):
                 self._replace_class(environment)
-            self._await_reset(environment)
+            self._replace_next_reset(environment)
             return environment
 
         return create
 
     def _replace_class(self, environment: Any) -> None:
-        """Give an environment that has only `__slots__`, and so no attribute `reset` of its own, a subclass of its
-        class, whose `reset` is that of the trainer where one is awaited."""
+        """Make an environment that has only `__slots__`, and so no attribute `reset`, an instance of a subclass of its
+        class. The `reset` of this calls a replacement of `_replace_next_reset` once, and else that of the class."""
         cls = type(environment)
         if cls not in self._subclasses:
 
             @wraps(cls.reset)
             def reset(environment: Any, *args: Any, **row: Any) -> Any:
-                reset_for_group = self._awaited_resets.pop(id(environment), None)
+                reset_for_group = self._replacements.pop(id(environment), None)
                 if reset_for_group is None:
                     return cls.reset(environment, *args, **row)
                 return reset_for_group(*args, **row)
@@ -120,8 +122,8 @@ class GroupStarts:
             self._in_memory[self._subclasses[cls]] = self._in_memory[cls]
         object.__setattr__(environment, "__class__", self._subclasses[cls])  # also of frozen classes
 
-    def _await_reset(self, environment: Any) -> None:
-        """Take the next call of the `reset` of an environment as that of the trainer."""
+    def _replace_next_reset(self, environment: Any) -> None:
+        """Replace the `reset` of an environment for its next call, which is TRL's, by [`_reset`]."""
         if not hasattr(environment, "__dict__"):
             user_class: Any = type(environment).__mro__[1]  # of which `_replace_class` has derived
             reset = MethodType(user_class.reset, environment)
@@ -130,7 +132,7 @@ class GroupStarts:
                 self._started.append(environment)
                 return self._reset(environment, reset, row)
 
-            self._awaited_resets[id(environment)] = reset_of_slots
+            self._replacements[id(environment)] = reset_of_slots
             return
         attributes, reset = vars(environment), environment.reset
         before = {"reset": attributes["reset"]} if "reset" in attributes else {}
@@ -145,6 +147,9 @@ class GroupStarts:
         attributes["reset"] = reset_for_group  # also of frozen classes; TRL calls that of the instance
 
     def _reset(self, environment: Any, reset: Callable, row: dict[str, Any]) -> Any:
+        """Reset an environment for the next completion of the batch, and give it the start of its group. `reset` is
+        the environment's own, and `row` has the columns of the dataset row. Returns the observation, which is that of
+        the first environment of the group if its state was copied."""
         if not self._next:  # not by the trainer
             return reset(**row)
         group, seed = self._next.popleft()
@@ -328,7 +333,7 @@ def _are_equal(first: Any, second: Any, compared: dict[tuple[int, int], tuple[An
     elif isinstance(first, types.FunctionType):
         return first.__code__ is second.__code__ and _are_equal(_variables(first), _variables(second), compared)
     elif isinstance(first, types.CellType):
-        return _are_equal(first.cell_contents, second.cell_contents, compared)
+        return _are_equal(_contents(first), _contents(second), compared)
     elif isinstance(first, types.MethodType | types.BuiltinFunctionType):
         return first.__qualname__ == second.__qualname__ and _are_equal(first.__self__, second.__self__, compared)
     else:
@@ -354,6 +359,14 @@ def _has_same_value(first: Any, second: Any) -> bool:
 def _variables(function: types.FunctionType) -> tuple[Any, Any, Any]:
     """Return what a function keeps between calls: enclosing variables, and default values."""
     return function.__closure__, function.__defaults__, function.__kwdefaults__
+
+
+def _contents(cell: types.CellType) -> list[Any]:
+    """Return a list of the value of an enclosing variable, which is empty if no value is assigned yet."""
+    try:
+        return [cell.cell_contents]
+    except ValueError:
+        return []
 
 
 # Where a state lies ---------------------------------------------------------------------------------------------
@@ -416,8 +429,7 @@ def _references(function: types.FunctionType) -> Iterator[Any]:
                 undefined = types.ModuleType(f"undefined_{name}")
                 yield function.__globals__.get(name, getattr(builtins, name, undefined))
     for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty cell
-            yield cell.cell_contents
+        yield from _contents(cell)
     yield from (function.__defaults__, function.__kwdefaults__)
 
 

@@ -49,9 +49,9 @@ class ImagePrompts:
         self._rows_of_prompts = {}
         is_from_sampler = self._continued_groups is None and self._shares is None
         if self.model.training and isinstance(self.train_dataset, Dataset) and is_from_sampler:
-            number = self._step // (self.args.steps_per_generation * self.num_iterations)
             first = self.first_row(len(inputs))
-            self._rows_of_prompts = dict(enumerate(indices_of_generation(self, number)[first : first + len(inputs)]))
+            indices = indices_of_generation(self, self.generation_number)
+            self._rows_of_prompts = dict(enumerate(indices[first : first + len(inputs)]))
         return [{**row, "prompt": prompt} for row, prompt in zip(rows, prompts, strict=True)]
 
     def _tokenize_with_images(self, prompts: Sequence[Any]) -> tuple[list[list[int]], list | None, dict[str, Any]]:

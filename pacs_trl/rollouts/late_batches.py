@@ -17,6 +17,7 @@ probability ratios ([`use_engine_logps`]). PACS's proxies are therefore not 0 on
 """
 
 import asyncio
+import concurrent.futures
 import copy
 import inspect
 import itertools
@@ -25,10 +26,10 @@ import logging
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from accelerate.utils import gather_object
@@ -39,7 +40,7 @@ from trl.trainer.utils import is_async_callable
 from ..errors import FailedRun, UserError, without_exit
 from ..rewards import FUNCTIONS
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint import indices_of_generation
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
@@ -62,25 +63,27 @@ class ServerRequests:
     """The vLLM server of a run as engine of [`LateBatches`]; it has one copy of the weights."""
 
     def __init__(self, trainer: ServedTrainer):
-        self.trainer, self.engine, self.step = trainer, trainer.vllm_generation, -1
+        self.trainer = trainer
+        self.vllm = trainer.vllm_generation  # TRL's engine, with the settings of generation
+        self.sent_step = -1  # optimizer step of the weights that the server has
         if trainer.accelerator.is_main_process:
-            self.client = self.engine.vllm_client
+            self.client = self.vllm.vllm_client
         else:
             self.client = CountingClient(VLLMClient(server_url(trainer.args)))
 
-    def write_weights(self, slot: int, weights: None) -> None:
+    def write_weights(self, weight_copy: int, weights: None) -> None:
         """Send the current weights. All processes must call this, and none may have a request in flight."""
-        if self.step != self.trainer.state.global_step:
-            self.engine.sync_weights()
-            self.step = self.trainer.state.global_step
+        if self.sent_step != self.trainer.state.global_step:
+            self.vllm.sync_weights()
+            self.sent_step = self.trainer.state.global_step
 
-    def generate(self, slot: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
+    def generate(self, weight_copy: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:
         output = self.client.generate(
             prompts=prompt_ids,
-            min_p=self.engine.min_p or 0.0,
-            max_tokens=self.engine.max_completion_length,
-            generation_kwargs={**self.engine.generation_kwargs, "seed": seed},
-            **{name: getattr(self.engine, name) for name in _SAMPLING},
+            min_p=self.vllm.min_p or 0.0,
+            max_tokens=self.vllm.max_completion_length,
+            generation_kwargs={**self.vllm.generation_kwargs, "seed": seed},
+            **{name: getattr(self.vllm, name) for name in _SAMPLING},
         )
         if len(output["completion_ids"]) < len(prompt_ids):
             raise RuntimeError("it returned too few completions")
@@ -88,22 +91,39 @@ class ServerRequests:
         logprobs = [[candidates[0] for candidates in completion] for completion in output["logprobs"]]
         return {"completion_ids": output["completion_ids"], "logprobs": logprobs}
 
-    def weights_of(self, slot: int) -> None:
+    def weights_of(self, weight_copy: int) -> None:
         """Return nothing: a run that resumes requests the batch again, with newer weights."""
 
     def close(self) -> None:
         """Leave the server running; a request in flight ends with this process."""
 
 
+class InFlight(NamedTuple):
+    """
+    A generation batch that the engine generates, or that is being graded.
+
+    Attributes:
+        weights_step (`int`): Optimizer step of the weights that generate it.
+        batch (`Future`): The batch, as [`LateBatches`] has it in `arrived`.
+    """
+
+    weights_step: int
+    batch: Future
+
+
 class LateBatches:
     """
     The generation batches of a run that are in flight, or have arrived and were not taken yet.
 
+    Batches are dictionaries of plain values and tensors, which checkpoints can hold.
+
     Attributes:
-        arrived (`dict`): Batches of this process by number: `step` (the optimizer step of the weights), `prompts` as
-            training expects them, `output` (`completion_ids`, `logprobs`, and what else a `rollout_func` returned),
-            `rewards` of each function by its index, and `seconds` and `idle` (of the engine). One that was stopped has
-            `step` and the `weights` to generate it with instead.
+        arrived (`dict`): Batches of this process, by number, that are generated and graded, but not taken: `step` (the
+            optimizer step of the weights), `prompts` as training expects them, `output` (`completion_ids`, `logprobs`,
+            and what else a `rollout_func` returned), `rewards` of each function by its index, and `seconds` and `idle`
+            (of the engine).
+        stopped (`dict`): Batches of a checkpoint, by number, that had not arrived when it was written. They have
+            `step`, and the `weights` to generate them with; [`RepeatableRollouts`] adds what its next batch needs.
         taken (`dict`): The batch that was taken last.
     """
 
@@ -111,10 +131,11 @@ class LateBatches:
         self.trainer, self.lag = trainer, trainer.args.rollout_lag
         self.engine: Any = None  # started with the first batch
         self.arrived: dict[int, dict[str, Any]] = {}
+        self.stopped: dict[int, dict[str, Any]] = {}
         self.taken: dict[str, Any] = {"rewards": {}}
         self._taken_number, self._taken_at = -1, -1  # number of `taken`, and the optimizer step that took it
-        self._in_flight: dict[int, tuple[int, Future]] = {}  # the optimizer step of the weights, and the batch
-        self._last: Future | None = None
+        self._in_flight: dict[int, InFlight] = {}  # by number
+        self._last: Future | None = None  # the batch that was submitted last
         self._deadline: float | None = None  # until which a run that is to stop waits
 
     @property
@@ -140,7 +161,7 @@ class LateBatches:
         number = self.next_number
         waited = self._wait_for(number)
         self._check_prompts(self.arrived[number], prompts)
-        self._take(number, waited)
+        self._advance(number, waited)
         trainer.record_metrics({"async/lag_updates": float(trainer.state.global_step - self.taken["step"])})
         return self.taken["output"]
 
@@ -169,8 +190,9 @@ class LateBatches:
                 "dataset or the number of processes differs from the checkpoint's. Resume with both as they were."
             )
 
-    def _take(self, number: int, waited: float) -> None:
-        """Take a batch that has arrived, and start to generate the one `lag` batches later."""
+    def _advance(self, number: int, waited: float) -> None:
+        """Make the batch `number`, which has arrived, the one that is taken, and start to generate the one `lag`
+        batches later. `waited` are the seconds for which training has waited for it."""
         batch = self.taken = self.arrived.pop(number)
         self._taken_number, self._taken_at = number, self.trainer.state.global_step
         self._submit(number + self.lag)
@@ -178,19 +200,23 @@ class LateBatches:
         metrics["overlapped_share"] = max(0.0, 1 - waited / batch["seconds"])
         self.trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
 
-    def finish(self) -> dict[int, dict[str, Any]]:
-        """Wait for the batches in flight, and return all that were not taken, for a checkpoint. One that a signal or
-        the end of the engine process stopped has its weights instead, or is left out with a server."""
+    def wait(self) -> None:
+        """Wait for the batches in flight, unless the run is to stop or the engine has failed."""
         for number in list(self._in_flight):
             self._receive(number)
-        batches = {}
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """Return all batches that were not taken, for a checkpoint. One that a signal or the end of the engine process
+        stopped has its weights instead of completions, or is left out with a server."""
+        batches = dict(self.stopped)
         for number, batch in self.arrived.items():
-            results = batch.get("rewards", {})
+            results = batch["rewards"]
             rewards = {i: result for i, result in results.items() if not isinstance(result, Exception)}
             batches[number] = batch | {"rewards": rewards}  # a function that raised is called when the batch is taken
-        for number, (step, _) in self._in_flight.items():
-            if (weights := self.engine.weights_of(number % self.lag)) is not None:
-                batches[number] = {"step": step, "weights": weights}
+        for number, in_flight in self._in_flight.items():
+            weights = self.engine.weights_of(self._weight_copy(number))
+            if weights is not None:
+                batches[number] = {"step": in_flight.weights_step, "weights": weights}
         return batches
 
     @contextmanager
@@ -206,7 +232,8 @@ class LateBatches:
             trainer.reward_funcs = functions
 
     def load(self, batches: dict[int, dict[str, Any]]) -> None:
-        self.arrived = dict(batches)
+        self.arrived = {number: batch for number, batch in batches.items() if "output" in batch}
+        self.stopped = {number: batch for number, batch in batches.items() if "output" not in batch}
 
     def put_back(self) -> None:
         """Undo the last `take` if it belongs to the current optimizer step, which a run that resumes repeats."""
@@ -223,7 +250,7 @@ class LateBatches:
         trainer = self.trainer
         self.engine = ServerRequests(trainer) if trainer.use_vllm else EngineProcess(trainer, self.lag)
         self.signals = [c for c in trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
-        self._last_end = time.perf_counter()
+        self._engine_free_since = time.perf_counter()
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # threads must not share one
         self._early = {i: function for i, function in enumerate(trainer.reward_funcs) if self._is_early(function)}
 
@@ -241,8 +268,8 @@ class LateBatches:
         """Wait for a batch. Returns why it did not arrive, a failure or `_RUN_STOPS`, or `None` if it did."""
         if number not in self._in_flight:
             return None
-        future = self._in_flight[number][1]
-        while not wait([future], timeout=0.2).done:
+        future = self._in_flight[number].batch
+        while not concurrent.futures.wait([future], timeout=0.2).done:
             if self.trainer.control.should_training_stop or any(callback.received for callback in self.signals):
                 self._deadline = self._deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= self._deadline:
@@ -255,16 +282,25 @@ class LateBatches:
         return None
 
     def _submit(self, number: int) -> None:
+        """Start to generate a batch, unless that has begun, the batch has arrived, or training ends before it."""
         trainer = self.trainer
-        num_batches = Step.of(trainer.args, trainer.accelerator.num_processes).rollouts(trainer.state.max_steps)
-        if number in self._in_flight or "output" in self.arrived.get(number, ()) or number >= num_batches:
+        sizes = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
+        is_known = number in self._in_flight or number in self.arrived
+        if is_known or number >= sizes.num_generation_batches(trainer.state.max_steps):
             return
-        stopped = self.arrived.pop(number, {})
-        with trainer.timer.part("weight_sync"):  # batch `number - lag` had this slot, and has been taken
-            self.engine.write_weights(number % self.lag, stopped.get("weights"))
-        step = stopped.get("step", trainer.state.global_step)
-        self._last = _in_background(self._compute, number, step, self._generation_of(number, stopped), self._last)
-        self._in_flight[number] = step, self._last
+        stopped = self.stopped.get(number, {})
+        weights_step = stopped.get("step", trainer.state.global_step)
+        with trainer.timer.part("weight_sync"):
+            self.engine.write_weights(self._weight_copy(number), stopped.get("weights"))
+        self.stopped.pop(number, None)
+        generate = self._generation_of(number, stopped)
+        self._last = _in_background(self._generate_and_grade, weights_step, generate, self._last)
+        self._in_flight[number] = InFlight(weights_step, self._last)
+
+    def _weight_copy(self, number: int) -> int:
+        """Return the index of the copy of the trained weights with which the engine generates a batch. Before, batch
+        `number - lag` was generated with it, which is taken when this one is submitted."""
+        return number % self.lag
 
     def _generation_of(self, number: int, stopped: dict[str, Any]) -> Callable[[], tuple[dict, list[dict]]]:
         """Return the function that generates a batch, in another thread, and returns its `prompts` and `output`, and
@@ -278,30 +314,32 @@ class LateBatches:
     def _prompt_ids(self, prompts: list) -> list[list[int]]:
         return [list(ids) for ids in self.trainer._tokenize_prompts(prompts)[0]]
 
-    def _compute(self, number: int, step: int, generate: Callable, previous: Future | None) -> dict:
-        """Generate and grade a batch; an exception is raised on all processes when the batch is taken."""
-        started = time.perf_counter()
+    def _generate_and_grade(self, weights_step: int, generate: Callable, previous: Future | None) -> dict:
+        """Generate and grade a batch in a thread of its own. `previous` is the batch that was submitted before. An
+        exception is raised on all processes when the batch is taken."""
+        submitted = time.perf_counter()
         batch, rows = generate()
-        previous_end = self._last_end
-        began = max(started, previous_end)  # the engine generates one batch after the other
-        self._last_end = time.perf_counter()
+        # The engine generates one batch after the other, so it began this one when the one before was finished.
+        free_since = self._engine_free_since
+        began = max(submitted, free_since)
+        self._engine_free_since = time.perf_counter()
         if previous is not None:
-            previous.result()
-        rewards = self._grade(rows, batch["output"], step)
-        times = {"seconds": time.perf_counter() - began, "idle": began - previous_end}
-        return {"step": step, "rewards": rewards} | batch | times
+            previous.result()  # batches are graded in their order, and none after one that has failed
+        rewards = self._grade(rows, batch["output"], weights_step)
+        times = {"seconds": time.perf_counter() - began, "idle": began - free_since}
+        return {"step": weights_step, "rewards": rewards} | batch | times
 
     def _generate(self, number: int, prompts: list) -> dict[str, list]:
-        trainer, slot = self.trainer, number % self.lag
+        trainer, weight_copy = self.trainer, self._weight_copy(number)
         stream = f"{trainer.args.seed}/{trainer.accelerator.process_index}/late"
         if trainer.late_rollout is None:
-            return self.engine.generate(slot, prompts, request_seed(stream, number))
+            return self.engine.generate(weight_copy, prompts, request_seed(stream, number))
         calls = itertools.count()
 
         async def generate(prompt_ids: list[list[int]]) -> dict[str, list[list]]:
             seed = request_seed(f"{stream}/{number}", next(calls))
             prompt_ids = check_prompts(prompt_ids, trainer.model.config)
-            return await asyncio.wrap_future(_in_background(self.engine.generate, slot, prompt_ids, seed))
+            return await asyncio.wrap_future(_in_background(self.engine.generate, weight_copy, prompt_ids, seed))
 
         try:
             with without_exit("rollout_func"):

@@ -16,7 +16,7 @@ FORMER_METRIC_NAMES = {
     "labels/mean": "pacs/label_mean",
 }
 
-# What trainers log themselves: names, and beginnings of names.
+# Metrics that trainers log themselves, besides those of reward functions, `rewards/NAME/mean` and `rewards/NAME/std`.
 _METRICS = (
     "loss",
     "grad_norm",
@@ -36,19 +36,43 @@ _METRICS = (
     "policy_loss",
     "aux_loss",
     "cispo_clip_ratio",
+    "clip_ratio/low_mean",
+    "clip_ratio/low_min",
+    "clip_ratio/high_mean",
+    "clip_ratio/high_max",
+    "clip_ratio/region_mean",
+    "completions/mean_length",
+    "completions/min_length",
+    "completions/max_length",
+    "completions/clipped_ratio",
+    "completions/empty_ratio",
+    "completions/mean_terminated_length",
+    "completions/min_terminated_length",
+    "completions/max_terminated_length",
+    "environments/different_start_fraction",
+    "hidden/effective_rank",
+    "hidden/velocity",
+    "hidden/acceleration",
+    "hidden/bonus",
+    "labels/mean",
+    "labels/uniform_group_fraction",
+    "process/labels",
+    "process/label_mean",
+    "process/mixed_fraction",
+    "sampling/sampling_logp_difference/mean",
+    "sampling/sampling_logp_difference/max",
+    "sampling/importance_sampling_ratio/min",
+    "sampling/importance_sampling_ratio/mean",
+    "sampling/importance_sampling_ratio/max",
+    "tools/call_frequency",
+    "tools/failure_frequency",
+    "vespo/phi_seq_mean",
 )
+# Beginnings of names that only trainers log: those of evaluations and of the end of a run, and of whole subjects.
 _PREFIXES = (
     "train_",
     "eval_",
-    "rewards/",
-    "completions/",
-    "tools/",
-    "environments/",
-    "clip_ratio/",
-    "sampling/",
-    "vespo/",
     "update/",
-    "labels/",
     "pacs/",
     "time/",
     "perf/",
@@ -58,8 +82,6 @@ _PREFIXES = (
     "refill/",
     "spread_filter/",
     "steer/",
-    "hidden/",
-    "process/",
     "ppo/",
     "genac/",
 )
@@ -79,13 +101,21 @@ def distinct_names(names: Sequence[str], taken: Iterable[str] = TABLE_COLUMNS) -
     return distinct
 
 
-def check_metric_name(name: str) -> None:
-    """Raise a `ValueError` if a reward function logs a metric under a name that the trainer uses."""
-    if name in _METRICS or name.startswith(_PREFIXES):
+def check_metric_name(name: str, reward_names: Sequence[str]) -> None:
+    """Raise a `ValueError` if a reward function logs a metric under a name that the trainer uses. `reward_names` are
+    those of all reward functions."""
+    metrics_of_rewards = [f"rewards/{reward}/{statistic}" for reward in reward_names for statistic in ("mean", "std")]
+    if name in _METRICS or name in metrics_of_rewards:
         raise UserError(
             f"A reward function called log_metric({name!r}, ...), but the trainer logs a metric of this name, which "
             "would become a mean of both. Use another name, for example one with your own prefix."
         )
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            raise UserError(
+                f"A reward function called log_metric({name!r}, ...), but names that begin with {prefix!r} are those "
+                "of metrics of the trainer. Use another prefix."
+            )
 
 
 def check_column_name(column: str, reward_names: Sequence[str]) -> None:

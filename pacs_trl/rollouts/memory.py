@@ -47,7 +47,7 @@ from ..update.groups import Groups
 from ..update.minibatch import Minibatch
 from ..update.reference import local_shard
 from ..update.rollout import Rollout
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint import random_states, restore_random_states
 from .model_config import config_of, weights_dtype
 from .rollout_config import RolloutConfig
@@ -260,7 +260,7 @@ def _workload(
 ) -> Workload:
     completion = args.max_completion_length or 1
     longest_prompt = UNKNOWN_LONGEST_PROMPT if longest is None else max(longest - completion, 1)
-    step = Step.of(args, args.world_size)
+    step = BatchSizes.of(args, args.world_size)
     return Workload(
         args,
         step,
@@ -309,7 +309,7 @@ def _room(
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
         is_fsdp=uses_plugin(args, "FSDP"),
-        processes=args.world_size,
+        processes=_shard_group(args),
         memory_bytes=memory.total,
     )
     on_device = sum(p.nbytes for p in parameters if p.device.type == args.device.type != "cpu")
@@ -374,6 +374,14 @@ def _sharding(args: RolloutConfig) -> str:
     if uses_plugin(args, "FSDP") or is_deepspeed_zero3_enabled():
         return "full"
     return "gradients" if uses_plugin(args, "DEEPSPEED") else "none"
+
+
+def _shard_group(args: RolloutConfig) -> int:
+    """Return the number of processes over which a sharded training state is divided; FSDP may keep replicas of it."""
+    parallelism = args.launched_parallelism
+    if parallelism is None or not uses_plugin(args, "FSDP"):
+        return args.world_size
+    return args.world_size // parallelism.dp_replicate_size
 
 
 def _check_fsdp(args: RolloutConfig) -> None:

@@ -21,8 +21,10 @@ def check_model_type(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, arguments: dict[str, Any]) -> None:
-    """Raise a `ValueError` if nothing would be trained, `optimizers` does not fit the trained weights, or the model
-    could not be copied, rounded, or computed as the settings require. `arguments` are the trainer's others."""
+    """Raise a `ValueError` if nothing would be trained, `optimizers` does not fit the trained weights, or the model is
+    split over processes or could not be copied, rounded, or computed as the settings require. `arguments` are the
+    trainer's others."""
+    check_whole(model)
     check_trainable(model, arguments["peft_config"])
     check_optimizers(model, arguments["peft_config"], arguments["optimizers"])
     if arguments["optimizers"][0] is None and (missing := missing_optimizer(args)):
@@ -33,6 +35,15 @@ def check_model(model: str | PreTrainedModel | PeftModel, args: RolloutConfig, a
         check_attention(model, args)
     if args.has_engine_process and not isinstance(model, str):
         check_copy_in_engine_process(model)
+
+
+def check_whole(model: str | PreTrainedModel | PeftModel) -> None:
+    """Raise a `ValueError` if a loaded model is split over several processes."""
+    if not isinstance(model, str) and model.tp_size not in (None, 1):
+        raise UserError(
+            f"The model is split over {model.tp_size} processes (tp_plan), each of which must generate and train "
+            "completions of its own. Load it without tp_plan; FSDP2 and DeepSpeed shard weights."
+        )
 
 
 def check_trainable(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> None:

@@ -24,7 +24,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 
 from ..errors import UserError
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint_files import FILE_LIST, KL_REFERENCE, POLICY_COPY, check_complete
 from .request_seeds import request_seed
 
@@ -44,8 +44,8 @@ class SavedRun(NamedTuple):
     sizes: dict[str, Any]
 
     @property
-    def step(self) -> Step:
-        return Step(num_processes=self.num_processes, **self.sizes)
+    def batch_sizes(self) -> BatchSizes:
+        return BatchSizes(num_processes=self.num_processes, **self.sizes)
 
 
 def sharding_of(distributed_type: str | DistributedType) -> str:
@@ -53,9 +53,9 @@ def sharding_of(distributed_type: str | DistributedType) -> str:
     return {DistributedType.FSDP: "FSDP", DistributedType.DEEPSPEED: "DeepSpeed"}.get(distributed_type, "none")
 
 
-def facts_to_save(step: Step, distributed_type: DistributedType) -> dict[str, Any]:
+def facts_to_save(sizes: BatchSizes, distributed_type: DistributedType) -> dict[str, Any]:
     """Return what [`SavedRun`] holds of a run, as plain values."""
-    return SavedRun(step.num_processes, sharding_of(distributed_type), step.settings)._asdict()
+    return SavedRun(sizes.num_processes, sharding_of(distributed_type), sizes.settings)._asdict()
 
 
 def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
@@ -73,7 +73,8 @@ def saved_run(state: dict[str, Any], checkpoint: str | Path) -> SavedRun:
         )
     try:
         saved = SavedRun(**state["processes"])
-        Step(num_processes=saved.num_processes, **saved.sizes)  # raises for settings that this version does not have
+        # Raises for settings that this version does not have.
+        BatchSizes(num_processes=saved.num_processes, **saved.sizes)
     except TypeError as error:
         raise UserError(
             f"{checkpoint} was written by another version of pacs_trl, which stores its batch sizes differently. "
@@ -95,12 +96,12 @@ def read_saved_run(checkpoint: str | Path) -> SavedRun:
     return saved_run(torch.load(file, map_location="cpu", weights_only=True), checkpoint)
 
 
-def check_batch(saved: SavedRun, checkpoint: str | Path, now: Step, *, keeps_batch: bool) -> None:
+def check_batch(saved: SavedRun, checkpoint: str | Path, now: BatchSizes, *, keeps_batch: bool) -> None:
     """Raise a `ValueError` unless a launch has as many completions per optimizer step and per generation batch as a
     checkpoint. `keeps_batch` says whether the recipe sets `keep_global_batch`."""
-    sizes = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
-    for what, name in sizes.items():
-        completions, completions_now = getattr(saved.step, name), getattr(now, name)
+    compared = {"An optimizer step": "completions_per_update", "A generation batch": "completions_per_generation"}
+    for what, name in compared.items():
+        completions, completions_now = getattr(saved.batch_sizes, name), getattr(now, name)
         if completions == completions_now:
             continue
         remedy = f"Set keep_global_batch: true to keep {completions}"
@@ -132,7 +133,7 @@ def check_processes(
             "optimizer states have different files. Launch with the former, or start a new run from its weights with "
             "model_name_or_path."
         )
-    if saved.step.is_sliced and saved.num_processes != num_processes:
+    if saved.batch_sizes.is_sliced and saved.num_processes != num_processes:
         raise UserError(
             f"{checkpoint} was written by {saved.num_processes} processes, and its optimizer steps are no equal parts "
             f"of a generation batch, so it does not continue on {num_processes}. Launch {saved.num_processes}, or "
@@ -146,7 +147,7 @@ def check_processes(
         )
 
 
-def converted_positions(saved: Step, now: Step, positions: Sequence[int]) -> list[int]:
+def converted_positions(saved: BatchSizes, now: BatchSizes, positions: Sequence[int]) -> list[int]:
     """Convert numbers of accumulation slots between two numbers of processes, by way of generation batches."""
     factor = Fraction(now.steps_per_generation, saved.steps_per_generation)
     converted = [position * factor for position in positions]
@@ -174,7 +175,7 @@ def remove_parts_of_missing_processes(checkpoint: Path, num_processes: int) -> N
 def divide_batches(parts: Sequence[dict[int, dict]], process: int, num_processes: int) -> dict[int, dict]:
     """
     Return the late batches of a process from those that all processes of a checkpoint have saved, see
-    [`LateBatches.finish`]. Reward functions are called again when a batch is taken. A batch that did not arrive on
+    [`LateBatches.state`]. Reward functions are called again when a batch is taken. A batch that did not arrive on
     all processes is generated again.
     """
     divided: dict[int, dict] = {}

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from datasets import Dataset
 from transformers import AutoTokenizer, PreTrainedModel
 
+from ..data import check_chat_template_kwargs
+from ..data.columns import is_in_memory
 from ..data.images import dataset_prompt_lengths
 from ..data.messages import MessageCheck
 from ..errors import UserError
@@ -41,7 +42,8 @@ def check_prompt_lengths(
     """Return the tokens of the longest prompt and a completion of it, or `None` if not all prompts are known. Raise a
     `ValueError` if a prompt plus `max_completion_length` tokens exceeds the context length of the model
     ([`context_lengths`]), `max_tokens_per_micro_batch` (`train_dataset` only), or, with vLLM, `vllm_max_model_length`;
-    or if the text of a message would not reach the prompt ([`MessageCheck`]). Streaming datasets are skipped."""
+    or if the text of a message ([`MessageCheck`]) or a key of `chat_template_kwargs` would not reach the prompt.
+    Streaming datasets and those with a transform are skipped."""
     uses_vllm = args.use_vllm or args.rollout_engine == "vllm"
     limits_of_generation = contexts | {"vllm_max_model_length": args.vllm_max_model_length if uses_vllm else None}
     limits_of_training = dict(limits_of_generation)
@@ -51,12 +53,15 @@ def check_prompt_lengths(
     messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     longest, all_are_known = 0, args.max_completion_length is not None
     for name, dataset in datasets.items():
-        if not isinstance(dataset, Dataset):
+        if not is_in_memory(dataset):
             all_are_known = all_are_known and dataset is None
             continue
         limits = limits_of_training if name == "train_dataset" else limits_of_generation
         room, limit = min(((n, key) for key, n in limits.items() if n), default=(math.inf, ""))
-        messages.check(name, dataset["prompt"][:])
+        prompts = dataset["prompt"][:]
+        messages.check(name, prompts)
+        if not all(isinstance(prompt, str) for prompt in prompts):  # which no template renders
+            check_chat_template_kwargs(tokenizer, args.chat_template_kwargs)
         measured = dataset if limit else dataset.select(range(min(1, len(dataset))))  # one tests the tokenizer
         lengths = dataset_prompt_lengths(name, measured, tokenizer, args.chat_template_kwargs, tools)
         longest = max([longest, *lengths])

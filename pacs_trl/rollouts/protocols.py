@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler, TrainerControl, Train
 from ..update.forward_pass import ForwardPass
 from .request_seeds import RequestSeeds
 from .rollout_config import RolloutConfig
+from .sources import RolloutSource
 from .timing import StepTimer
 
 
@@ -135,7 +136,7 @@ class EngineTrainer(SeededTrainer, ConfiguredTrainer, Protocol):
     tools: list[Callable]
     environment_factories: Any
     _tokenizer: PreTrainedTokenizerBase
-    _source: Any  # of completions; that of `rollout_schedule: continuous` sends weights
+    _source: RolloutSource
     _last_loaded_step: int
     _reads_images: bool
     _unexpanded_prompt_ids: dict[tuple[int, ...], list[int]]  # see `ImagePrompts`

@@ -13,7 +13,7 @@ the generation in flight and contains it, so that a run that resumes ends with t
 from collections.abc import Callable
 from typing import Any
 
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from .checkpoint import indices_of_generation
 from .late_batches import LateBatches
 from .protocols import LateTrainer
@@ -30,8 +30,9 @@ class RepeatableRollouts(LateBatches):
     optimizer step `n`, and is generated with a lag of one. Its entries are those of [`LateBatches`], and:
 
     - `finished`, `others` (`list[GroupInProgress]`): The groups of the step, in the order in which they finished, and
-      those that go on, in the order of positions. A batch that was stopped has `started` instead: all that it is
-      generated with.
+      those that go on, in the order of positions. A batch of `stopped` has `started` instead: all groups that it is
+      generated with; that behind the last step, which is never generated, has the `others` that a longer run goes on
+      with.
     - `next_position` (`int`): First position whose group has not started.
     - `num_dropped` (`int`): Groups that were dropped before the batch, because they were too old for it.
     """
@@ -49,7 +50,8 @@ class RepeatableRollouts(LateBatches):
         """Wait for the groups of the next optimizer step, and return the dataset rows of their completions. Groups
         come in the order in which they were finished, so of `rows` only the number is used."""
         number = self.next_number
-        self._take(number, self._wait_for(number))
+        waited = self._wait_for(number)
+        self._advance(number, waited)
         groups = self.taken["finished"]
         ages = [group.staleness(number) for group in groups]
         versions_of_completions = [versions for group in groups for versions in group.versions]
@@ -102,7 +104,8 @@ class RepeatableRollouts(LateBatches):
         trainer, args = self.trainer, self.trainer.args
         groups, next_position = before.get("others", []), before.get("next_position", 0)
         fresh = [group for group in groups if group.staleness(number) <= args.max_staleness]
-        num_steps = Step.of(args, trainer.accelerator.num_processes).rollouts(trainer.state.max_steps)
+        sizes = BatchSizes.of(args, trainer.accelerator.num_processes)
+        num_steps = sizes.num_generation_batches(trainer.state.max_steps)
         last_step = min(trainer.state.global_step + args.max_staleness, num_steps - 1)  # of new groups, at the latest
         num_new = max(0, (last_step - number + 1) * self.groups_per_step - len(fresh))
         positions = list(range(next_position, next_position + num_new))
@@ -127,8 +130,8 @@ class RepeatableRollouts(LateBatches):
 
     # State ----------------------------------------------------------------------------------------------------------
 
-    def finish(self) -> dict[int, dict[str, Any]]:
-        batches = super().finish()
+    def state(self) -> dict[int, dict[str, Any]]:
+        batches = super().state()
         for number in self._in_flight.keys() & batches.keys():
             batches[number] |= self._start_of_batch
         if not batches and "others" in self.taken:  # after the last step, for a run that goes on with more of them

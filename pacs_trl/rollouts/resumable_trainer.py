@@ -44,7 +44,7 @@ class ResumableTrainer(GRPOTrainer):
     chat_template_kwargs: dict[str, Any]
     _buffered_inputs: Any
     _longest_sequence: int | None
-    _source: Any  # a [`RolloutSource`], of which some have more methods
+    _source: RolloutSource
     _logged_loss: LoggedLoss
     _step_start: StepStart
 
@@ -54,7 +54,12 @@ class ResumableTrainer(GRPOTrainer):
     optimizer_settings: tuple[str, ...] = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
     # Attributes that are saved in checkpoints, in addition to completions.
     _saved_attributes: tuple[str, ...] = (
-        *("_step", "_num_generated_batches", "_num_groups", "_unrewarded", "_data_position", "_prompt_date"),
+        "_step",
+        "_num_generated_batches",
+        "_num_groups",
+        "_unrewarded",
+        "_data_position",
+        "_prompt_date",
     )
 
     # Runs -----------------------------------------------------------------------------------------------------------
@@ -72,7 +77,7 @@ class ResumableTrainer(GRPOTrainer):
             try:
                 output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
             except Stopped:
-                self._save_last_step()
+                self._stop_on_signal()
                 return TrainOutput(self.state.global_step, float("nan"), {})
             finally:
                 self._source.close()
@@ -83,11 +88,16 @@ class ResumableTrainer(GRPOTrainer):
     def _prepare_memory(self, resume_from_checkpoint: str | None) -> None:
         """Set what the backward pass recomputes and the size of micro-batches, before Trainer prepares the model."""
 
-    def _save_last_step(self) -> None:
-        """Save the state after the last optimizer step, when a signal has stopped the current one."""
+    def _stop_on_signal(self) -> None:
+        """Note that a signal has stopped the current optimizer step, and save the state before this step."""
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, StopOnSignal):
                 callback.stop(self.args)
+        self.undo_step_and_save()
+
+    def undo_step_and_save(self) -> None:
+        """Save the state after the last optimizer step when the current one cannot be finished: the run that resumes
+        repeats it. All processes must call this."""
         self._source.put_back()
         self._step_start.rewind()
         checkpoint.save_last_step(self)
@@ -127,8 +137,8 @@ class ResumableTrainer(GRPOTrainer):
             check_shared_folder(self.accelerator, self.args.output_dir)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
-            checkpoint.load_state(self, Path(resume_from_checkpoint))
-            self._report_process_count(saved_run(self, Path(resume_from_checkpoint)).num_processes)
+            saved = checkpoint.load_state(self, Path(resume_from_checkpoint))
+            self._report_process_count(saved.num_processes)
         return prepared
 
     def _load_rng_state(self, checkpoint):
@@ -191,7 +201,7 @@ class ResumableTrainer(GRPOTrainer):
 
     # Trainer calls this on every process, before it writes trainer_state.json and deletes older checkpoints.
     def _save_rng_state(self, output_dir):
-        self._source.finish()  # before random states, which reward functions may use
+        self._source.wait()  # before random states, which reward functions may use
         super()._save_rng_state(output_dir)
         self._save_run(Path(output_dir))
         self.accelerator.wait_for_everyone()

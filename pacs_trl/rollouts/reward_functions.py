@@ -50,14 +50,22 @@ def bind_arguments(function: Callable, name: str, arguments: dict[str, Any]) -> 
 
 
 def with_truncated(function: Callable, arguments: dict[str, Any], truncated: Any) -> dict[str, Any]:
-    """Return the arguments of a reward function with `truncated` if it accepts it. A column of this name is kept, but
-    for functions of this package, whose argument it is."""
-    parameters = inspect.signature(function).parameters
-    accepts = "truncated" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    is_of_package = (inspect.unwrap(function).__module__ or "").startswith("pacs_trl.")
-    if not accepts or ("truncated" in arguments and not is_of_package):
+    """Return the arguments of a reward function with `truncated` if it has a parameter of this name. `**kwargs` are
+    not enough: a function that passes them on, written for TRL, may call one that has no such parameter, or another
+    one. A column of this name is kept, but for functions of this package, whose argument it is."""
+    has_parameter = "truncated" in inspect.signature(function).parameters
+    is_column = "truncated" in arguments and not _is_of_package(function)
+    if not has_parameter or is_column:
         return arguments
     return {**arguments, "truncated": truncated}
+
+
+def _is_of_package(function: Callable) -> bool:
+    """Whether a reward function is one of this package, also behind wrappers and `functools.partial`."""
+    function = inspect.unwrap(function)
+    while isinstance(function, partial):
+        function = inspect.unwrap(function.func)
+    return (function.__module__ or "").startswith("pacs_trl.")
 
 
 def with_result(

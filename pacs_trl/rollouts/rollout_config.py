@@ -1,22 +1,26 @@
 """Settings of every training configuration: generation, asynchronous rollouts, and pass@k during training. They load
 without the training stack, as `pacs-trl plan` needs."""
 
+import inspect
 import math
 import os
 import warnings
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
 from ..errors import UserError
 from ..evaluation.arguments import DEFAULT_KS
 from ..evaluation.benchmarks import checked_name
 from ..redaction import published
+from ..settings import did_you_mean
 from ..settings.checks import refuse_illegal_values, refused_settings
-from ..settings.fields import setting
+from ..settings.fields import read_switches, setting, switch
 from ..settings.names import require_deepspeed
-from ..update.step_sizes import Step
+from ..settings.trl_settings import SPLITTING_SIZES
+from ..update.step_sizes import BatchSizes
 from .generation_keys import generation_errors, generation_warnings
 
 
@@ -118,14 +122,14 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     )
 
     # Parameters that control memory
-    gradient_checkpointing: Literal[True, False, "auto"] = setting(  # type: ignore[assignment]  # TRL's is a `bool`
+    gradient_checkpointing: Literal[True, False, "auto"] = switch(  # type: ignore[assignment]  # TRL's is a `bool`
         True,
         "Whether the backward pass computes activations again instead of keeping them. `auto`, for trainers with an "
         "exact update, keeps all of them, those of attention, or none, whichever is fastest and fits on the GPU; "
         "on a CPU it keeps them.",
     )
     if "activation_checkpointing" in GRPOConfig.__dataclass_fields__:  # its name since transformers 5.23
-        activation_checkpointing: Literal[True, False, "auto"] | None = setting(
+        activation_checkpointing: Literal[True, False, "auto"] | None = switch(
             None, "The same as `gradient_checkpointing`, under transformers' new name."
         )
 
@@ -138,7 +142,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     )
 
     # Parameters that control speed
-    compile_layers: Literal["auto", True, False] = setting(
+    compile_layers: Literal["auto", True, False] = switch(
         "auto",
         "Whether `torch.compile` compiles each decoder layer for the update: `auto` does on a CUDA device where it is "
         "possible, and names the reason where it is not. `true` fails instead. Generation is not compiled.",
@@ -182,6 +186,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
 
     def __post_init__(self):
+        read_switches(self)
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
             self.eval_benchmarks = [self.eval_benchmarks]
@@ -191,6 +196,8 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
         if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
             require_deepspeed()
+        if error := self._parallelism_error():
+            raise UserError(error)
         # `generation_batch_size` and `steps_per_generation` are both set by TRL
         self._generation_size_keys = ["generation_batch_size"]
         if self.generation_batch_size is None:
@@ -208,7 +215,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
         for spec in self.eval_benchmarks or ():
             checked_name(spec)
-        if errors := self.errors(Step.of(self, self.world_size)):
+        if errors := self.errors(BatchSizes.of(self, self.world_size)):
             raise UserError(" ".join(errors))
         for message in generation_warnings(self):
             warnings.warn(message, stacklevel=3)
@@ -217,7 +224,28 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         """Return the settings that may be published; trackers receive them."""
         return published(super().to_dict())
 
-    def errors(self, step: Step) -> list[str]:
+    @property
+    def launched_parallelism(self) -> ParallelismConfig | None:
+        """accelerate's parallelism, of `parallelism_config` or of `accelerate launch`; `None` if neither sets it."""
+        config = self.parallelism_config
+        if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+            return ParallelismConfig()  # reads the variables that the launcher sets
+        return config
+
+    def _parallelism_error(self) -> str | None:
+        """Return why accelerate's parallelism cannot be used: processes that share a model or its sequences have no
+        completions of their own."""
+        config = self.launched_parallelism
+        sizes = {} if config is None else {name: getattr(config, name) for name in SPLITTING_SIZES}
+        if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
+            return (
+                f"parallelism_config with {' and '.join(split)} splits the model or its sequences over processes, "
+                "each of which must generate and train completions of its own. Remove it; FSDP2 and DeepSpeed shard "
+                "weights."
+            )
+        return None
+
+    def errors(self, step: BatchSizes) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
         errors = self._benchmark_errors() + generation_errors(self) + refused_settings(self)
         if self.gradient_checkpointing == "auto" and not self.is_exact:
@@ -357,12 +385,44 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"optim_target_modules={self.optim_target_modules!r} would be ignored with optim={optimizer!r}. "
                 "Remove the key, or choose a GaLore or APOLLO optimizer."
             )
+        if "num_steps" in (self.accelerator_config.gradient_accumulation_kwargs or {}):
+            errors.append(
+                "accelerator_config with num_steps would replace gradient_accumulation_steps after batches are laid "
+                "out. Set gradient_accumulation_steps in its place."
+            )
+        errors += self._schedule_errors()
+        if split := [key for key in ("tp_plan", "tp_size") if (self.model_init_kwargs or {}).get(key)]:
+            errors.append(
+                f"model_init_kwargs with {' and '.join(split)} would split the model over several processes, each of "
+                "which must generate and train completions of its own. Remove the key; FSDP2 and DeepSpeed shard "
+                "weights."
+            )
         if self.accelerator_config.split_batches:
             errors.append(
                 "accelerator_config with split_batches would give each process a part of its generation batch. Remove "
                 "the key."
             )
         return errors
+
+    def _schedule_errors(self) -> list[str]:
+        """Return an error message if the schedule of the learning rate does not take one of `lr_scheduler_kwargs`."""
+        from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION  # imports torch
+
+        schedule: Any = self.lr_scheduler_type  # which transformers converts to its enumeration
+        create_schedule: Any = TYPE_TO_SCHEDULER_FUNCTION[schedule]
+        parameters = inspect.signature(create_schedule).parameters
+        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+            return []  # of an optimizer of torch, which names its parameters
+        of_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+        known = set(parameters) - of_trainer
+        unknown = [key for key in self.lr_scheduler_kwargs or {} if key not in known]
+        if not unknown:
+            return []
+        near = did_you_mean(unknown[0], known)
+        return [
+            f"lr_scheduler_kwargs has {', '.join(unknown)}, which the schedule lr_scheduler_type="
+            f"{schedule.value} does not take.{near} Correct or remove the key."
+        ]
 
     def _reward_weight_errors(self) -> list[str]:
         weights = self.reward_weights

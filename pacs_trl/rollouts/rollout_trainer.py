@@ -20,7 +20,7 @@ from torch import nn
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
-from ..data import check_chat_template_kwargs
+from ..data import unread_template_arguments
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
@@ -30,10 +30,10 @@ from ..update.forward_pass import ForwardPass, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 from . import checkpoint, completion_columns, image_checkpoints, mxfp4
 from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
-from .argument_checks import check_arguments
+from .argument_checks import check_arguments, check_config_class
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
@@ -67,6 +67,7 @@ from .run_position import LoggedLoss, StreamPosition
 from .sources import GenerationNow, RolloutSource
 from .step_start import StepStart
 from .timing import StepTimer
+from .token_checks import check_pad_token, check_token_ids
 from .uneven_shares import UnevenShares
 from .user_code import UserCode
 
@@ -94,12 +95,24 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             self._construct(**bound.arguments)
 
     def _construct(self, model, reward_funcs, args, **arguments: Any) -> None:
+        """
+        Construct the trainer from the arguments of [`~trl.GRPOTrainer`], in this order:
+
+        1. `_before_loading`, when there are only the arguments; `model` may be a name.
+        2. Checks that read the model's configuration: its type, routers, quantization, images, and lengths of prompts.
+        3. `_resolve_auto_settings`, which knows `_reads_images` and `_longest_sequence`.
+        4. Problems of `eval_benchmarks`, and MXFP4 checkpoints, which are dequantized when they are loaded.
+        5. The constructor of TRL's trainer, which loads all other models and the reference, and creates the
+           accelerator, the vLLM engine, and tools.
+        6. What belongs to a run: `_reset_run`, and callbacks that follow it.
+        7. `_set_up_generation`, for everything up to labels.
+        8. `_set_up_update`, for the method.
+        """
         if args is None:
             args = self._config_class(f"{name_of(model).split('/')[-1]}-{self._name}")
-        if not isinstance(args, self._config_class):
-            raise TypeError(f"`args` is a {type(args)}. Pass a {self._config_class.__name__} of pacs_trl.")
+        check_config_class(args, self._config_class)
         arguments["reward_funcs"] = list(reward_funcs) if isinstance(reward_funcs, tuple) else reward_funcs
-        self._prepare_loading(model, args, arguments)
+        self._before_loading(model, args, arguments)
         config, name = config_of(model, args), name_of(model)
         check_model_type(config)
         check_router_loss(config, args)
@@ -107,14 +120,14 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._has_language_model_inside = image_checkpoints.has_language_model_inside(config)
         if self._has_language_model_inside:
             self._reads_images = image_checkpoints.has_images(args, arguments)
-            prepare = (
-                image_checkpoints.prepare_for_images if self._reads_images else image_checkpoints.prepare_for_text
-            )
-            prepare(model, config, name, args, arguments)
+            if self._reads_images:
+                image_checkpoints.prepare_for_images(model, config, name, args, arguments)
+            else:
+                image_checkpoints.prepare_for_text(model, config, name, args, arguments)
         else:
             image_checkpoints.check_no_images(name, arguments)
         self._longest_sequence = check_lengths(model, args, arguments)
-        args = self._choose_settings(model, args, arguments)
+        args = self._resolve_auto_settings(model, args, arguments)
         self._load_benchmarks(model, args, arguments)
         model, peft_config = mxfp4.dequantized(model, config, args, arguments), arguments["peft_config"]
         with engine_with_lora(args, model, peft_config), reference_from_memory(model, args, peft_config):
@@ -138,11 +151,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self.add_callback(StreamPosition(self))
         if args.disable_dropout:
             disable_noise(self.model, self.ref_model)
-        self._prepare_generation()
-        self._prepare_learning()
+        self._set_up_generation()
+        self._set_up_update()
 
-    def _prepare_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
-        """Run checks before the model is loaded; `arguments` are all other arguments of the trainer."""
+    def _before_loading(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> None:
+        """Check arguments, and replace those that TRL is to get otherwise, before the model is loaded. `arguments` are
+        all other arguments of the trainer."""
         check_arguments(model, args, arguments)
         factories = arguments["environment_factory"]
         if factories is not None:
@@ -155,12 +169,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         check_model(model, args, arguments)
         check_reference(model, args, arguments["peft_config"])
 
-    def _choose_settings(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> RolloutConfig:
+    def _resolve_auto_settings(self, model, args: RolloutConfig, arguments: dict[str, Any]) -> RolloutConfig:
         """Return the configuration with values in place of `"auto"`, before TRL and Trainer read it."""
         return args
 
-    def _prepare_generation(self) -> None:
-        """Set up generation and rewards after the model is loaded."""
+    def _set_up_generation(self) -> None:
+        """Set up generation and rewards. The model, the reference, and the engine are loaded."""
         models = [self.model] if self.ref_model is None else [self.model, self.ref_model]
         for config in [self.accelerator.unwrap_model(model).config.get_text_config() for model in models]:
             if hasattr(config, "output_router_logits"):  # their loss fails on packed sequences and in generation
@@ -174,6 +188,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         check_dataset_size(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
+            if self.rollout_func is None:  # which generates in a way of its own
+                check_pad_token(self._tokenizer, self.model.config)
         self.eos_token_ids = list(dict.fromkeys([*self.eos_token_ids, *end_token_ids(self.args)]))
         if self.use_vllm and not self.args.vllm_sync_adapter:
             check_adapter_of_tied_weights(self.model)
@@ -193,7 +209,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             self.vllm_generation = Engine(self)
         if self.rollout_func is not None:
             self.rollout_func = partial(self._roll_out, self.rollout_func)
-        check_chat_template_kwargs(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        self._warn_of_template_arguments()
         self._messages = MessageCheck(self.processing_class, self.chat_template_kwargs, self.tools, self.chat_template)
         if prints_date(self.chat_template or self._tokenizer.chat_template):
             self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: self._prompt_date)
@@ -206,13 +222,23 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             else:
                 self.reward_funcs[i] = self._wrap_reward(i, function, name)
 
+    def _warn_of_template_arguments(self) -> None:
+        """Warn of `chat_template_kwargs` without effect. Where the chat template renders prompts in memory, they have
+        been refused before the model was loaded."""
+        unread = unread_template_arguments(self.processing_class, self.chat_template_kwargs, self.chat_template)
+        if unread and self.accelerator.is_main_process:
+            logger.warning(
+                f"chat_template_kwargs: the chat template does not read {', '.join(unread)}, which changes no prompt. "
+                "Remove it to hide this warning."
+            )
+
     @cached_property
     def timer(self) -> StepTimer:
         """Seconds and work of the parts of each optimizer step."""
         return StepTimer(lambda name, value: self._metrics["train"][name].append(value))
 
-    def _prepare_learning(self) -> None:
-        """Set up the method-specific parts of the trainer. Called last in construction."""
+    def _set_up_update(self) -> None:
+        """Set up the parts of the method, last in construction: generation and forward passes are set up."""
 
     def create_forward_pass(self, model: Any, temperature: float) -> ForwardPass:
         """Return the [`ForwardPass`] of a model, with its work counted by the timer."""
@@ -267,42 +293,59 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._choose_forward_passes()  # needed for an evaluation without training
         if self.model.training:
             inputs = self._source.next_rows(inputs)
-        has_environments = self.environment_factories is not None
         # Of a stream, or of a dataset that `evaluate` gets.
-        check_columns("The dataset", inputs[0], needs_prompt=not has_environments)
-        rows = self.first_row(len(inputs)) + torch.arange(len(inputs))  # indices over all processes
-        groups = self._next_groups(rows)
-        if has_environments:
-            self._group_starts.begin(groups.tolist(), [self._seed_of_group(group) for group in groups.tolist()])
+        check_columns("The dataset", inputs[0], needs_prompt=self.environment_factories is None)
+        # Positions of the completions of this process among those of all processes.
+        positions = self.first_row(len(inputs)) + torch.arange(len(inputs))
+        groups = self._next_groups(positions)
+        self._begin_batch(inputs, groups.tolist())
+        batch, rewards_per_func = self._generate_and_score_with_trl(self._with_images_in_prompts(inputs))
+        self._end_batch(rewards_per_func)
+        self._add_entries(batch, positions, groups)
+        return batch
+
+    def _begin_batch(self, inputs: Sequence[Any], groups: list[int]) -> None:
+        """Prepare what TRL's method calls for a batch: starts of environments, seeds of requests, and columns."""
+        if self.environment_factories is not None:
+            self._group_starts.begin(groups, [self._seed_of_group(group) for group in groups])
         if self.model.training:
             self._request_seeds.begin_batch(self._num_generated_batches, self._first_row_of_engine(len(inputs)))
             self._num_generated_batches += 1
-        self._extra_of_completions = None
-        self._num_graded = len(inputs)
+        self._extra_of_completions = None  # subclasses set it when rewards are computed
+        self._num_graded = len(inputs)  # values in a column of a reward function
+
+    def _generate_and_score_with_trl(self, inputs) -> tuple[dict[str, Any], torch.Tensor]:
+        """Call TRL's method, which calls `_generate` and `_calculate_rewards` below, and compute labels. Returns its
+        batch, and the rewards `(B, F)` of the completions of all processes."""
         gathering = nullcontext() if self._shares is None else self._shares.gathering(self.accelerator)
-        inputs = self._with_images_in_prompts(inputs)
         with self.timer.part("other"), gathering, following_overrides(self) as returned_rewards:
-            batch = super()._generate_and_score_completions(inputs)  # calls `_calculate_rewards` below
+            batch = super()._generate_and_score_completions(inputs)
             (rewards_per_func,) = returned_rewards
             self._labels = self._compute_labels(rewards_per_func)
+        return batch, rewards_per_func
+
+    def _end_batch(self, rewards_per_func: torch.Tensor) -> None:
+        """Count and report what belongs to a whole batch."""
         if self.model.training:
             self._count_unrewarded()
         else:
             self._evaluation.add_rewards(rewards_per_func)
-        if self._reads_images:
-            batch["images"] = self._prompt_images
-        if has_environments:
+        if self.environment_factories is not None:
             self._group_starts.end()
             self._start_report.add(self._group_starts)
         completion_columns.align_columns(self._logs["extra"], len(self._logs["prompt"]))
+
+    def _add_entries(self, batch: dict[str, Any], positions: torch.Tensor, groups: torch.Tensor) -> None:
+        """Add what `unpad_rollouts` reads to TRL's batch of the completions of this process."""
+        if self._reads_images:
+            batch["images"] = self._prompt_images
         if self._shares is not None:  # TRL takes those of another process
-            batch["advantages"] = self._logged_advantages(self._shares.num_completions)[rows]
+            batch["advantages"] = self._logged_advantages(self._shares.num_completions)[positions]
         batch["computed_advantages"] = batch["advantages"].clone()  # an override may change those above
-        batch["labels"] = self._labels[rows.to(self._labels.device)]
+        batch["labels"] = self._labels[positions.to(self._labels.device)]
         batch["groups"] = groups
         if self._extra_of_completions is not None:
             batch["extra"] = self._extra_of_completions
-        return batch
 
     @property
     def _shares(self) -> UnevenShares | None:
@@ -316,7 +359,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """Return how the processes share a generation batch of training, with `completions_per_step`."""
         if self.args.completions_per_step is None:
             return None
-        return UnevenShares.from_step(Step.of(self.args, self.accelerator.num_processes))
+        return UnevenShares.from_batch_sizes(BatchSizes.of(self.args, self.accelerator.num_processes))
 
     def _logged_advantages(self, num_completions: int) -> torch.Tensor:
         """Return the advantages of the last completions of all processes, which TRL puts into its table of completions
@@ -324,19 +367,19 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         advantages = list(self._logs["advantages"])[-num_completions:]
         return torch.tensor(advantages, device=self.accelerator.device)
 
-    def _next_groups(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the group of each completion of this process, and count the groups. `rows` are the positions of the
-        completions among those of all processes."""
+    def _next_groups(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the group of each completion of this process, and count the groups. `positions` are those of the
+        completions among the completions of all processes."""
         if self._continued_groups is not None:
             return torch.tensor(self._continued_groups)
-        num_completions = len(rows) * self.accelerator.num_processes
+        num_completions = len(positions) * self.accelerator.num_processes
         if self._shares is not None:
             num_completions = self._shares.num_completions
         if self.model.training:
-            groups = self._num_groups + rows // self.num_generations
+            groups = self._num_groups + positions // self.num_generations
             self._num_groups += num_completions // self.num_generations
         else:
-            groups = self._num_evaluated_groups + rows // self.num_generations_eval
+            groups = self._num_evaluated_groups + positions // self.num_generations_eval
             self._num_evaluated_groups += num_completions // self.num_generations_eval
         return groups
 
@@ -390,7 +433,9 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._messages.check("the batch", prompts)  # of a stream, or changed by an environment
         if self._reads_images:
             return self._tokenize_with_images(prompts)
-        return super()._tokenize_prompts(prompts)
+        tokenized = super()._tokenize_prompts(prompts)
+        check_token_ids(tokenized[0], self._tokenizer, self.model.config)
+        return tokenized
 
     def _generate(self, prompts):
         try:
@@ -431,9 +476,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
         this token return empty completions."""
         empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
-        for values, end in ((completion_ids, self._tokenizer.eos_token_id), (logprobs, None), (env_mask, 1)):
-            for i in empty if values is not None else ():
-                values[i] = [end]
+        for i in empty:
+            completion_ids[i] = [self._tokenizer.eos_token_id]
+            if logprobs is not None:
+                logprobs[i] = [None]
+            if env_mask is not None:
+                env_mask[i] = [1]
         self.record_metrics({"completions/empty_ratio": len(empty) / max(len(completion_ids), 1)})
 
     def record_metrics(self, metrics: Mapping[str, float]) -> None:
@@ -445,7 +493,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 recorded[FORMER_METRIC_NAMES[name]].append(value)
 
     def _log_metric(self, name, value):
-        check_metric_name(name)
+        check_metric_name(name, self.reward_func_names)
         super()._log_metric(name, value)
 
     def _log_completion_extra(self, column, values):
@@ -462,8 +510,10 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         # Evaluations have their own tables. After a resume inside a generation batch its table is already written.
         if not self.model.training or len(self._logs["prompt"]) == 0:
             self.log_completions = False
-        super().log(logs, start_time)
-        self.log_completions = log_completions
+        try:
+            super().log(logs, start_time)
+        finally:
+            self.log_completions = log_completions
 
     def _log_advantages(self, advantages: list[float]) -> None:
         """Replace the advantages of the last completions, of all processes, in the completions table."""
@@ -570,6 +620,6 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     def evaluation_loop(self, *args, **kwargs):
         self._num_evaluated_groups = 0
-        self._source.finish()  # a server has one copy of the weights, and reward functions are called in order
+        self._source.wait()  # a server has one copy of the weights, and reward functions are called in order
         self.accelerator.wait_for_everyone()
         return super().evaluation_loop(*args, **kwargs)

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
-import torch
 from transformers import TrainerState
 from trl.experimental.async_grpo import async_rollout_worker
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker, TrainingSequence, _AsyncRolloutLoop
@@ -40,6 +39,7 @@ from ..rewards import FUNCTIONS, VerificationArguments, configure_verification, 
 from ..update.rollout import as_numbers
 from .completion_columns import new_column
 from .group_starts import takes_seed
+from .prompt_order import PromptOrder
 from .request_seeds import request_seed
 from .reward_functions import never_exiting, with_result, with_truncated
 
@@ -63,30 +63,6 @@ class VersionedLogp(float):
         logp = super().__new__(cls, value)
         logp.version = version
         return logp
-
-
-class PromptOrder:
-    """
-    Dataset index of each prompt of a run, by its position: the order of TRL's sampler, epoch after epoch, without the
-    prompts at the end of an epoch that fill no generation batch.
-
-    Args:
-        num_rows (`int`): Number of dataset rows.
-        batch_size (`int`): Prompts per generation batch.
-        shuffle (`bool`), seed (`int`): Whether an epoch is shuffled, with the seed `seed + epoch`.
-    """
-
-    def __init__(self, num_rows: int, batch_size: int, shuffle: bool, seed: int):
-        self.num_rows, self.shuffle, self.seed = num_rows, shuffle, seed
-        self.prompts_per_epoch = num_rows // batch_size * batch_size
-        self._epoch, self._indices = -1, list(range(num_rows))  # the epoch that was read last
-
-    def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self.prompts_per_epoch)
-        if self.shuffle and epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self.seed + epoch)
-            self._epoch, self._indices = epoch, torch.randperm(self.num_rows, generator=generator).tolist()
-        return self._indices[index]
 
 
 @dataclass

@@ -9,7 +9,7 @@ from .rollout_config import RolloutConfig
 
 # Of the workers of a vLLM server that shares memory with the trainer.
 EXTENSION = "pacs_trl.rollouts.vllm_extension.SharedWeights"
-_VLLM_PORT = 8000  # by default
+DEFAULT_PORT = 8000  # of vLLM
 _CPU_CACHE_GIB = 2  # of keys and values; by default vLLM for CPUs takes 92 % of the memory, which the trainer needs
 
 
@@ -73,7 +73,7 @@ def continuous_server_command(
             server += f" --max-num-batched-tokens {slots * context}"
     if context is not None:
         server += f" --max-model-len {context}"
-    if (port := urlsplit(server_url(args)).port) not in (None, _VLLM_PORT):
+    if (port := urlsplit(server_url(args)).port) not in (None, DEFAULT_PORT):
         server += f" --port {port}"
     weights = f"--worker-extension-cls {EXTENSION}"
     if lora_rank is not None:

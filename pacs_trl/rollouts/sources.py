@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 
 class RolloutSource(Protocol):
@@ -15,10 +15,9 @@ class RolloutSource(Protocol):
     2. [`take`] when TRL generates;
     3. [`early_rewards`] around TRL's call of the reward functions.
 
-    Then [`finish`] before each checkpoint and each evaluation, which must not run beside reward functions of a source.
-    When a signal or a failed engine stops a run inside an optimizer step, [`put_back`], and [`finish`] for the
-    checkpoint. In a run that resumes [`load`], before the first generation batch. At the end of training, also of one
-    that fails, [`close`].
+    Then [`wait`] before each evaluation, and [`wait`] and [`state`] for each checkpoint. When a signal or a failed
+    engine stops a run inside an optimizer step, [`put_back`] before the checkpoint. In a run that resumes [`load`],
+    before the first generation batch. At the end of training, also of one that fails, [`close`].
     """
 
     def next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -36,17 +35,33 @@ class RolloutSource(Protocol):
         """Return a context in which the trainer's reward functions return the rewards that they have computed for the
         batch that was taken last, where they have."""
 
-    def finish(self) -> dict:
-        """Wait for the batches in flight, and return those that were not taken, for a checkpoint."""
+    def wait(self) -> None:
+        """Wait for the batches in flight, if there are any, so that no reward function of the source runs in this
+        process beside what follows: an evaluation, or the saving of random states. The worker of continuous rollouts,
+        another process, goes on."""
+
+    def state(self) -> dict:
+        """Return what was not taken, for a checkpoint. [`wait`] comes before."""
 
     def load(self, batches: dict) -> None:
-        """Continue with the batches that [`finish`] returned."""
+        """Continue with what [`state`] returned."""
 
     def put_back(self) -> None:
         """Undo the last `take` if it belongs to the current optimizer step, which a run that resumes repeats."""
 
     def close(self) -> None:
         """End what runs beside training. A source may be used again afterwards."""
+
+
+@runtime_checkable
+class ConversationSource(RolloutSource, Protocol):
+    """A source that holds whole conversations of a server, to which it sends the weights."""
+
+    def tool_calls(self, prompts, prompt_ids, completion_ids, completions, logprobs, *images: Any) -> tuple:
+        """Return what TRL's `_tool_call_loop` returns, for the conversations that [`take`] has returned."""
+
+    def send_weights(self) -> None:
+        """Send the current weights to the server, unless it has them. All processes must call this."""
 
 
 class GenerationNow:
@@ -66,7 +81,10 @@ class GenerationNow:
     def early_rewards(self) -> AbstractContextManager:
         return nullcontext()
 
-    def finish(self) -> dict:
+    def wait(self) -> None:
+        pass
+
+    def state(self) -> dict:
         return {}
 
     def load(self, batches: dict) -> None:

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
-from ..update.step_sizes import Step
+from ..update.step_sizes import BatchSizes
 
 
 @dataclass(frozen=True)
@@ -29,20 +29,20 @@ class UnevenShares:
     Args:
         num_completions (`int`): Completions of a generation batch, over all processes.
         num_processes (`int`): Number of processes; the first ones get one completion more than the others.
-        num_slots (`int`): Rows that TRL's data loader gives to each process.
+        rows_per_process (`int`): Rows that TRL's data loader gives to each process.
     """
 
     num_completions: int
     num_processes: int
-    num_slots: int
+    rows_per_process: int
 
     @classmethod
-    def from_step(cls, step: Step) -> "UnevenShares | None":
+    def from_batch_sizes(cls, sizes: BatchSizes) -> "UnevenShares | None":
         """Return the shares of an optimizer step with `completions_per_step`, `None` for one without."""
-        if step.completions_per_step is None:
+        if sizes.completions_per_step is None:
             return None
-        num_slots = step.per_device_train_batch_size * step.steps_per_generation
-        return cls(step.completions_per_generation, step.num_processes, num_slots)
+        rows_per_process = sizes.per_device_train_batch_size * sizes.steps_per_generation
+        return cls(sizes.completions_per_generation, sizes.num_processes, rows_per_process)
 
     def size(self, process: int) -> int:
         """Return the number of completions of a process."""
@@ -57,11 +57,11 @@ class UnevenShares:
         return rows[: self.size(process)]
 
     def fill(self, indices: list[int]) -> list[int]:
-        """Spread the indices of a generation batch over the slots of all processes, and fill up the rest."""
+        """Spread the indices of a generation batch over the rows of all processes, and fill up the rest."""
         filled = []
         for process in range(self.num_processes):
             first, size = self.first(process), self.size(process)
-            filled += indices[first : first + size] + indices[:1] * (self.num_slots - size)
+            filled += indices[first : first + size] + indices[:1] * (self.rows_per_process - size)
         return filled
 
     @contextmanager
@@ -79,7 +79,7 @@ def gather_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 class UnevenSampler(RepeatSampler):
     """
-    TRL's sampler of whole generation batches, with the slots of [`UnevenShares`].
+    TRL's sampler of whole generation batches, with the rows of [`UnevenShares`].
 
     Args:
         shares ([`UnevenShares`]): Shares of a generation batch.
@@ -101,4 +101,4 @@ class UnevenSampler(RepeatSampler):
 
     def __len__(self) -> int:
         num_batches = self.num_samples // self.batch_size
-        return num_batches * self._shares.num_slots * self._shares.num_processes * self.repeat_count
+        return num_batches * self._shares.rows_per_process * self._shares.num_processes * self.repeat_count

@@ -23,7 +23,7 @@ class WaitingRollouts:
         minibatches (`list[Minibatch]`): The optimizer steps of the current generation batch, if it has several; each
             is used `num_iterations` times.
         slices (`list[list[Rollout]]`): The completions of the current generation batch by accumulation slot, if
-            optimizer steps take them as they come (`Step.is_sliced`).
+            optimizer steps take them as they come (`BatchSizes.is_sliced`).
     """
 
     unscheduled: list[Rollout] = field(default_factory=list)

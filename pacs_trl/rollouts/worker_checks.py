@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from trl.chat_template_utils import add_response_schema
 from trl.data_utils import is_conversational
 
+from ..data.columns import columns_of
 from ..errors import UserError
 from .model_config import name_of
 from .rollout_config import RolloutConfig
@@ -46,7 +47,7 @@ def check_user_code(args: RolloutConfig, model: Any, arguments: dict[str, Any]) 
     if arguments["rollout_func"] is not None or not isinstance(dataset, Dataset | None):
         refused = "rollout_func" if arguments["rollout_func"] is not None else "a streaming dataset"
         raise UserError(f"{what} does not support {refused}. Remove it, or use rollout_schedule: batch.")
-    if dataset is not None and "prompt" in dataset.column_names and not is_conversational(dataset[0]):
+    if dataset is not None and "prompt" in (columns_of(dataset) or ()) and not is_conversational(dataset[0]):
         raise UserError(
             f"{what} needs prompts that are lists of messages, and row 0 of train_dataset has text. Make it "
             '[{"role": "user", "content": TEXT}], or remove the key.'

@@ -153,7 +153,7 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
 
     class FieldParser(HfArgumentParser):
         def error(self, message):
-            message = re.sub(r"--(\w+)(/--[\w-]+)?", r"`\1`", message).removeprefix("argument ")
+            message = re.sub(r"--(\w+)(/--[\w-]+)*", r"`\1`", message).removeprefix("argument ")
             raise UserError(f"{message.rstrip('.')}. Correct or add the value.")
 
     dataclass_types: Any = parts  # classes, which the type of the parser's argument does not admit
@@ -178,7 +178,12 @@ def typed_values(settings: Mapping[str, Any], parts: Sequence[type], what: str) 
 
 def _as_declared(key: str, value: Any, hint: str) -> Any:
     """Return a value in the form of its field, where YAML or the command line has another. Raises a `ValueError` if
-    YAML has read text as a boolean, or a tuple has other entries than numbers."""
+    YAML has read text as a boolean, a tuple has other entries than numbers, or neither can have the value."""
+    if key == "parallelism_config" and value is not None:
+        raise UserError(
+            "`parallelism_config` is an object of accelerate, which a recipe cannot have. Remove the key, and write "
+            "sizes of data parallelism into the accelerate file (`accelerate launch --config_file`)."
+        )
     if isinstance(value, str) and "dict" in hint and value.lstrip().startswith("{"):  # YAML or JSON
         return parse_mapping(value, f"setting `{key}`")
     if isinstance(value, str) and key.endswith("_kwargs"):
@@ -187,8 +192,6 @@ def _as_declared(key: str, value: Any, hint: str) -> Any:
         return tuple(_number(entry, key) for entry in value)
     if any(isinstance(entry, bool) for entry in (value if isinstance(value, list) else [value])):
         _check_boolean(key, value, hint)
-    if value in ("true", "false") and "True" in hint:  # a choice of a `Literal`
-        return value.capitalize()
     return value
 
 

@@ -1,7 +1,7 @@
 """Checks of the values of settings: ranges, choices, and settings that would be ignored. Loads no library."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from typing import Any, Literal, get_args, get_origin
 
 from ..errors import UserError
@@ -15,32 +15,59 @@ def illegal_values(config: Any) -> list[str]:
     hints = type_hints(type(config))  # type: ignore[arg-type]  # of the cache
     messages = []
     for field in fields(config):
-        name, value = field.name, getattr(config, field.name)
-        legal = field.metadata.get("metavar") or RANGES.get(name)
-        literals = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
-        choices = field.metadata.get("choices") or literals or CHOICES.get(name)
-        is_required = name == "num_generations" or type(None) not in get_args(hints[name])  # TRL: a TypeError
-        is_missing = value is None and field.default is not None and is_required
-        is_number = isinstance(value, int | float)
-        turned_off = " 0 turns it off." if name in TURNED_OFF_BY_0 else ""
-        if problem := _wrong_number(hints[name], value):
-            messages.append(f"{name} must be {problem}, got {value!r}. Its default is {field.default!r}.")
-        elif legal is not None and (is_missing or (is_number and value not in legal)):
-            messages.append(f"{name} must be {legal}, got {value!r}. Its default is {field.default!r}.{turned_off}")
-        elif choices and not _is_among(value, choices) and not (value is None and field.default is None):
-            messages.append(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}.")
+        value, hint = getattr(config, field.name), hints[field.name]
+        problem = (
+            _type_problem(field, hint, value)
+            or _range_problem(field, hint, value)
+            or _choice_problem(field, hint, value)
+        )
+        if problem is not None:
+            messages.append(problem)
     return messages
 
 
-def _wrong_number(hint: Any, value: Any) -> str | None:
-    """Return what a value should be if its field holds numbers, and it is text, or has a fraction in a field of
+def _type_problem(field: Field, hint: Any, value: Any) -> str | None:
+    """Return an error message if a field holds numbers, and its value is text, or has a fraction in a field of
     integers."""
     types = {*(get_args(hint) or (hint,))} - {type(None)}
     if types == {int} and isinstance(value, float | str):
-        return "an integer"
-    if types == {float} and isinstance(value, str):
-        return "a number"
-    return None
+        kind = "an integer"
+    elif types == {float} and isinstance(value, str):
+        kind = "a number"
+    else:
+        return None
+    return f"{field.name} must be {kind}, got {value!r}. Its default is {field.default!r}."
+
+
+def _range_problem(field: Field, hint: Any, value: Any) -> str | None:
+    """Return an error message if a field has a range, and its value is outside, or is missing."""
+    legal = field.metadata.get("metavar") or RANGES.get(field.name)
+    if legal is None:
+        return None
+    is_outside = isinstance(value, int | float) and value not in legal
+    is_missing = value is None and not _may_be_none(field, hint)
+    if not (is_outside or is_missing):
+        return None
+    turned_off = " 0 turns it off." if field.name in TURNED_OFF_BY_0 else ""
+    return f"{field.name} must be {legal}, got {value!r}. Its default is {field.default!r}.{turned_off}"
+
+
+def _may_be_none(field: Field, hint: Any) -> bool:
+    """Return whether a field may be `None`: by its default or by its type. With `num_generations: None`, which the
+    type allows, TRL raises a `TypeError`."""
+    if field.default is None:
+        return True
+    return type(None) in get_args(hint) and field.name != "num_generations"
+
+
+def _choice_problem(field: Field, hint: Any, value: Any) -> str | None:
+    """Return an error message if a field has choices, and its value is neither among them nor `None` by default."""
+    literals = get_args(hint) if get_origin(hint) is Literal else ()
+    choices = field.metadata.get("choices") or literals or CHOICES.get(field.name)
+    is_unset = value is None and field.default is None
+    if not choices or is_unset or _is_among(value, choices):
+        return None
+    return f"{field.name} must be one of {', '.join(map(str, choices))}; got {value!r}."
 
 
 def _is_among(value: Any, choices: Collection[Any]) -> bool:

@@ -1,9 +1,10 @@
 """Settings as dataclass fields: default, help, and legal values in one place, which parsers, `--help`, and
 docs/settings.md print. Loads no library."""
 
+import argparse
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -49,6 +50,53 @@ def setting(default: Any, help: str, *, choices: Sequence[str] | None = None, **
     if bounds:
         metadata["metavar"] = Range(**bounds)
     return field(default=default, metadata=metadata)
+
+
+class Switch(argparse.Action):
+    """
+    Option of a parser for a field of the type `Literal[True, False, "auto"]`.
+
+    A field of the type `bool` is parsed by transformers, which knows one more way to write it than values:
+    `--no_NAME`. Here all of them work too: `--NAME`, `--NAME true`, `--NAME no`, `--no_NAME`, and `--NAME auto`.
+    """
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any):
+        self.negations = [f"--no_{dest}", f"--no-{dest.replace('_', '-')}"]
+        kwargs |= {"nargs": "?", "const": True, "type": switch_value}
+        super().__init__([*option_strings, *self.negations], dest, **kwargs)
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if option_string not in self.negations:
+            setattr(namespace, self.dest, values)
+        elif values is self.const:
+            setattr(namespace, self.dest, False)
+        else:
+            raise argparse.ArgumentError(self, f"{option_string} takes no value, got {values!r}")
+
+
+def switch_value(word: str) -> bool | str:
+    """Return what a word means as the value of a [`Switch`], in any case: a boolean if it is one of the words that
+    transformers' parser reads as booleans, else the word itself."""
+    word = word.lower()
+    if word in ("yes", "true", "t", "y", "1"):
+        return True
+    if word in ("no", "false", "f", "n", "0"):
+        return False
+    return word
+
+
+def switch(default: bool | str | None, help: str) -> Any:
+    """Return a dataclass field for one setting that is true, false, or `"auto"`; its type is a `Literal` of these."""
+    return field(default=default, metadata={"help": help, "action": Switch})
+
+
+def read_switches(config: Any) -> None:
+    """Replace 0 and 1 by booleans in the fields of a configuration that [`switch`] declares, as a [`Switch`] reads
+    them on a command line and TRL in its boolean settings."""
+    for each in fields(config):
+        value = getattr(config, each.name)
+        if each.metadata.get("action") is Switch and value in (0, 1):
+            setattr(config, each.name, bool(value))
 
 
 @cache

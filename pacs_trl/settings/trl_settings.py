@@ -101,6 +101,9 @@ REFUSED = {
     ),
 }
 
+# Sizes of accelerate's `ParallelismConfig` that are refused above 1. Those of data parallelism are legal.
+SPLITTING_SIZES = ("tp_size", "cp_size", "sp_size")
+
 # Settings that would be ignored without another one.
 NEEDS = {
     "vllm_structured_outputs_regex": "use_vllm",

@@ -27,6 +27,7 @@ from .minibatch import (
     longest_rollout,
     rollout_lengths,
     schedule_minibatch,
+    scheduled_completions,
     split_minibatch,
 )
 from .rollout import Rollout
@@ -47,12 +48,12 @@ class StepResult(NamedTuple):
     Attributes:
         loss (`float`): Its loss, including the KL term and the entropy bonus.
         metrics (`dict[str, float]`): Its metrics.
-        bonus_entropy (`float`): Mean entropy in nats of the tokens of the entropy bonus; 0 without one.
+        mean_bonus_entropy (`float`): Mean entropy in nats of the tokens of the entropy bonus; 0 without one.
     """
 
     loss: float
     metrics: dict[str, float]
-    bonus_entropy: float = 0.0
+    mean_bonus_entropy: float = 0.0
 
 
 class PassResults(NamedTuple):
@@ -62,17 +63,17 @@ class PassResults(NamedTuple):
     Attributes:
         values (`dict[str, torch.Tensor]`): Values by name, one per proxy of the minibatch, which is one per completion
             but for process labels; 0 for completions without a forward pass.
-        entropy (`float`): Summed entropy of the counted tokens, in nats.
+        entropy_sum (`float`): Summed entropy of the counted tokens, in nats.
         num_completions (`float`): Number of completions with a forward pass.
-        kl (`float`): Summed KL terms of the counted tokens.
-        bonus_entropy (`float`): Summed entropy of the tokens of the entropy bonus, in nats.
+        kl_sum (`float`): Summed KL terms of the counted tokens.
+        bonus_entropy_sum (`float`): Summed entropy of the tokens of the entropy bonus, in nats.
     """
 
     values: dict[str, torch.Tensor]
-    entropy: float
+    entropy_sum: float
     num_completions: float
-    kl: float
-    bonus_entropy: float
+    kl_sum: float
+    bonus_entropy_sum: float
 
 
 class MicroBatchResults:
@@ -90,36 +91,43 @@ class MicroBatchResults:
         self._accelerator = accelerator
         zeros = torch.zeros(len(names), minibatch.num_proxies, device=accelerator.device)
         self._values = dict(zip(names, zeros, strict=True))
-        self._sums = torch.zeros(4, device=accelerator.device)  # of PassResults, after `values`
+        sum_names = [name for name in PassResults._fields if name != "values"]
+        self._sums = {name: torch.zeros((), device=accelerator.device) for name in sum_names}
 
     def add(
         self,
         micro_batch: MicroBatch,
         entropies: torch.Tensor,
         values: dict[str, torch.Tensor],
-        kl: torch.Tensor | None = None,
-        bonus_entropy: torch.Tensor | None = None,
+        kl_sum: torch.Tensor | float = 0.0,
+        bonus_entropy_sum: torch.Tensor | float = 0.0,
     ) -> None:
-        """Add the results of a micro-batch: entropies `(B, T)`, the values by name, the summed KL terms, and the
-        summed entropy of the tokens of the entropy bonus. The filler of a process without completions adds nothing."""
+        """Add the results of a micro-batch: entropies `(B, T)`, the values by name, and sums of [`PassResults`]. The
+        filler of a process without completions adds nothing."""
         if not micro_batch.indices:
             return
         proxy_indices = self._minibatch.proxy_indices(micro_batch.indices)
         indices = torch.tensor(proxy_indices, device=self._accelerator.device)
         for name, all_values in self._values.items():
             all_values[indices] = values[name].detach().to(all_values.dtype)
-        entropy = entropies.detach().masked_fill(~micro_batch.loss_mask, 0.0).sum()
-        number = torch.full_like(entropy, len(micro_batch.rollouts))
-        sums = [torch.zeros_like(entropy) if x is None else x.detach().to(entropy.dtype) for x in (kl, bonus_entropy)]
-        self._sums += torch.stack([entropy, number, *sums])
+        sums: dict[str, torch.Tensor | float] = {
+            "entropy_sum": entropies.detach().masked_fill(~micro_batch.loss_mask, 0.0).sum(),
+            "num_completions": len(micro_batch.rollouts),
+            "kl_sum": kl_sum,
+            "bonus_entropy_sum": bonus_entropy_sum,
+        }
+        with torch.no_grad():
+            for name, value in sums.items():
+                self._sums[name] += value
 
     def reduce(self) -> PassResults:
         """Return the results of all processes, in one reduction."""
-        packed = torch.cat([*self._values.values(), self._sums])
+        packed = torch.cat([*self._values.values(), torch.stack([*self._sums.values()])])
         packed = self._accelerator.reduce(packed, reduction="sum").cpu()
-        values, sums = packed[: -len(self._sums)], packed[-len(self._sums) :].tolist()
-        rows = values.view(len(self._values), self._minibatch.num_proxies)
-        return PassResults(dict(zip(self._values, rows, strict=True)), *sums)
+        all_values, all_sums = packed[: -len(self._sums)], packed[-len(self._sums) :]
+        rows = all_values.view(len(self._values), self._minibatch.num_proxies)
+        values = dict(zip(self._values, rows, strict=True))
+        return PassResults(values, **dict(zip(self._sums, all_sums.tolist(), strict=True)))
 
 
 class UpdateDriver:
@@ -295,12 +303,20 @@ class UpdateDriver:
 
     def lower_max_tokens(self, minibatch: Minibatch) -> bool:
         """Halve `max_tokens`, or the size of the largest micro-batch of `minibatch`, whichever is smaller, but hold
-        its longest rollout. Return whether its micro-batches become smaller; all processes get the same result."""
+        its longest rollout. A minibatch without a scheduled completion counts with its passes over the skipped ones.
+        Return whether micro-batches become smaller; all processes get the same result."""
         limits, lengths = self.limits, rollout_lengths(minibatch.rollouts)
-        parts = [indices for micro_batches in minibatch.schedule for indices in micro_batches]
-        largest = max(micro_batch_size(indices, lengths, padded=limits.padded).tokens for indices in parts)
+        schedule = minibatch.schedule
+        if not minibatch.scheduled:
+            schedule = self.schedule_some(minibatch, minibatch.counted)
+        sizes = [
+            micro_batch_size(indices, lengths, padded=limits.padded).tokens
+            for micro_batches in schedule
+            for indices in micro_batches
+        ]
+        largest = max(sizes, default=0)
         current = min(limits.max_tokens or largest, largest)
-        size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in minibatch.scheduled]))
+        size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in scheduled_completions(schedule)]))
         if size >= current:
             return False
         self.limits = limits._replace(max_tokens=size, is_adaptive=True)
@@ -413,4 +429,4 @@ class UpdateDriver:
         for micro_batch in self.micro_batches(minibatch, self.schedule_some(minibatch, indices)):
             _, entropies = self.compute_logps(model, micro_batch).padded()
             results.add(micro_batch, entropies, {})
-        return results.reduce().entropy
+        return results.reduce().entropy_sum

@@ -54,6 +54,29 @@ class CompletionLogps(NamedTuple):
         return pad_sequence(self.logps, batch_first=True), pad_sequence(self.entropies, batch_first=True)
 
 
+class ModelInputs(NamedTuple):
+    """
+    Inputs of a forward pass, on the CPU: `N` tokens of packed rollouts in one row, or `B` rows of `T` padded tokens.
+
+    Attributes:
+        inputs (`dict[str, Any]`): Keyword arguments of the model.
+        language_model_inputs (`dict[str, Any]`): Keyword arguments of the language model inside a model that reads
+            images: those of packed attention, which an encoder of images would read too.
+        token_counts (int64 `np.ndarray` of shape `(1, N)` or `(B, T)`): Number of rollouts that each token belongs to;
+            0 for padding.
+        predicting_indices (int64 `np.ndarray`): Flat indices of the positions that predict the completion tokens, in
+            the order of the rollouts.
+        segment_lengths (`list[list[int]]`): [`PackedRollouts.blocks`]; of padded rollouts, their lengths without
+            padding, one in each list.
+    """
+
+    inputs: dict[str, Any]
+    language_model_inputs: dict[str, Any]
+    token_counts: np.ndarray
+    predicting_indices: np.ndarray
+    segment_lengths: list[list[int]]
+
+
 # Token ids of one prompt or completion, without padding.
 TokenIds = Sequence[int] | np.ndarray
 
@@ -201,31 +224,22 @@ class ForwardPass:
         has_filler: bool = False,
     ) -> tuple[Any, SplitByCompletion]:
         """Run the model, as [`ForwardPass.forward`] says; with `has_filler` the last prompt is the filler."""
-        # Inputs of the model
         prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
         completions = [np.asarray(ids, dtype=np.int64) for ids in completion_ids]
-        longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
-        if self.max_length is not None and longest > self.max_length:
-            raise UserError(
-                f"A prompt and its completion have {longest} tokens. Beyond {self.max_length} this model's log-probs "
-                "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
-                "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
-            )
-        images = images if images is not None and any(images) else None
-        input_completions = completions
-        if images:
-            input_completions = [self._without_placeholders(ids) for ids in completions]
-        lay_out = self._padded if self.packing is None else self._packed
-        inputs, token_weights, flat_indices, blocks = lay_out(prompts, input_completions, images)
+        self._check_lengths(prompts, completions)
+
+        # Inputs of the model
+        model_inputs = self._lay_out(prompts, completions, images)
+        token_counts = model_inputs.token_counts
         if has_filler and self.reads_routers:
-            token_weights = self._without_filler_tokens(token_weights, len(prompts[-1]) + len(completions[-1]))
+            token_counts = self._without_filler_tokens(token_counts, len(prompts[-1]) + len(completions[-1]))
         if self.on_pass is not None:
-            self.on_pass(blocks, len(flat_indices))
+            self.on_pass(model_inputs.segment_lengths, len(model_inputs.predicting_indices))
         uses_fused_head = logps and self.fused
         uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
-        to_language_model = self._on_device(inputs.pop("to_language_model", {}))
-        inputs = self._on_device(inputs)
+        language_model_inputs = self._on_device(model_inputs.language_model_inputs)
+        inputs = self._on_device(model_inputs.inputs)
         if uses_fused_head:
             inputs |= {"fused_lm_head": True, "shift_labels": labels}
         else:
@@ -233,7 +247,7 @@ class ForwardPass:
 
         # Hooks
         num_tokens = inputs["input_ids"].shape[1]
-        predicting = torch.from_numpy(flat_indices).to(self.device)
+        predicting = torch.from_numpy(model_inputs.predicting_indices).to(self.device)
         gathered_head = ExitStack()
 
         def at_predictions(states: torch.Tensor) -> torch.Tensor:
@@ -256,31 +270,47 @@ class ForwardPass:
         self.router_sums = None
         reading_routers: AbstractContextManager = nullcontext()
         if logps and self.reads_routers:
-            reading_routers = self._reading_routers(token_weights)
+            reading_routers = self._reading_routers(token_counts)
 
         with (
             self.autocast(),
             self.attention(),
             reading_routers,
             hook,
-            self._passing(to_language_model),
+            self._passing(language_model_inputs),
             gathered_head,
         ):
             outputs = model(**inputs)
         if uses_model_head:
-            vocabulary_logps = (outputs.logits.float() / self.temperature).log_softmax(dim=-1)
-            token_logps = vocabulary_logps.gather(2, labels[..., None])[..., 0]
-            entropy_logps = vocabulary_logps if self.entropies_have_gradient else vocabulary_logps.detach()
-            entropies = -(entropy_logps.exp() * entropy_logps).sum(dim=-1)
-            outputs = FusedCausalLMOutput(log_probs=token_logps, entropy=entropies)
+            outputs = self._with_logps(outputs.logits, labels)
         completion_lengths = [len(completion) for completion in completions]
         return outputs, lambda values: list(values[0].split(completion_lengths))
 
+    def _check_lengths(self, prompts: list[np.ndarray], completions: list[np.ndarray]) -> None:
+        """Raise a `ValueError` if a rollout is longer than `max_length`."""
+        longest = max(len(prompt) + len(completion) for prompt, completion in zip(prompts, completions, strict=True))
+        if self.max_length is not None and longest > self.max_length:
+            raise UserError(
+                f"A prompt and its completion have {longest} tokens. Beyond {self.max_length} this model's log-probs "
+                "depend on the longest sequence of a batch (rope_parameters in its config.json). Lower "
+                "max_completion_length, or leave out longer prompts (in a recipe: max_prompt_length)."
+            )
+
+    def _with_logps(self, logits: torch.Tensor, labels: torch.Tensor) -> FusedCausalLMOutput:
+        """Return what the fused head would return, from the logits of the model's head at the positions before `M`
+        completion tokens, `(1, M, V)`, and these tokens, `(1, M)`."""
+        vocabulary_logps = (logits.float() / self.temperature).log_softmax(dim=-1)
+        token_logps = vocabulary_logps.gather(2, labels[..., None])[..., 0]
+        entropy_logps = vocabulary_logps if self.entropies_have_gradient else vocabulary_logps.detach()
+        entropies = -(entropy_logps.exp() * entropy_logps).sum(dim=-1)
+        return FusedCausalLMOutput(log_probs=token_logps, entropy=entropies)
+
     @contextmanager
-    def _reading_routers(self, token_weights: np.ndarray) -> Iterator[None]:
-        """Let the backbone return the logits of its routers, and store their sums."""
-        config, num_rows = self.config.get_text_config(), token_weights.shape[0]
-        weights = torch.from_numpy(token_weights).flatten()
+    def _reading_routers(self, token_counts: np.ndarray) -> Iterator[None]:
+        """Let the backbone return the logits of its routers, and store their sums. `token_counts` are those of
+        [`ModelInputs`]."""
+        config, (num_rows, row_length) = self.config.get_text_config(), token_counts.shape
+        counts = torch.from_numpy(token_counts).flatten()
 
         def before_backbone(backbone, arguments, keywords):  # TRL's head would compute a loss of this pass alone
             return arguments, keywords | {"output_router_logits": True}
@@ -288,10 +318,10 @@ class ForwardPass:
         def after_backbone(backbone, arguments, output):
             layers = [
                 # without PEFT's virtual tokens
-                logits.reshape(num_rows, -1, logits.shape[-1])[:, -token_weights.shape[1] :].flatten(0, 1)
+                logits.reshape(num_rows, -1, logits.shape[-1])[:, -row_length:].flatten(0, 1)
                 for logits in output.router_logits
             ]
-            self.router_sums = router_sums(layers, weights.to(self.device), config.num_experts_per_tok)
+            self.router_sums = router_sums(layers, counts.to(self.device), config.num_experts_per_tok)
 
         with (
             self.backbone.register_forward_pre_hook(before_backbone, with_kwargs=True),
@@ -299,15 +329,15 @@ class ForwardPass:
         ):
             yield
 
-    def _without_filler_tokens(self, token_weights: np.ndarray, num_tokens: int) -> np.ndarray:
+    def _without_filler_tokens(self, token_counts: np.ndarray, num_tokens: int) -> np.ndarray:
         """Return how often each token counts, with 0 for those of the filler: the last row if rollouts are padded, and
         the last tokens if they are packed, because no other rollout has its prompt."""
-        weights = token_weights.copy()
+        counts = token_counts.copy()
         if self.packing is None:
-            weights[-1] = 0
+            counts[-1] = 0
         else:
-            weights[0, -num_tokens:] = 0
-        return weights
+            counts[0, -num_tokens:] = 0
+        return counts
 
     def _without_placeholders(self, completion: np.ndarray) -> np.ndarray:
         """Return a completion with padding in place of placeholders of images, which it has no images for."""
@@ -319,14 +349,14 @@ class ForwardPass:
         return {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
 
     @contextmanager
-    def _passing(self, to_language_model: dict[str, Any]) -> Iterator[None]:
-        """Pass inputs to the language model inside alone: encoders of images would read those of packed attention."""
-        if not to_language_model:
+    def _passing(self, language_model_inputs: dict[str, Any]) -> Iterator[None]:
+        """Pass more inputs to the language model inside the model, see [`ModelInputs`]."""
+        if not language_model_inputs:
             yield
             return
 
         def before_language_model(language_model, arguments, keywords):
-            return arguments, keywords | to_language_model
+            return arguments, keywords | language_model_inputs
 
         with self.model.get_decoder().register_forward_pre_hook(before_language_model, with_kwargs=True):
             yield
@@ -345,43 +375,69 @@ class ForwardPass:
         positions, _ = get_rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
         return positions[:, 0].numpy()
 
+    def _lay_out(
+        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
+    ) -> ModelInputs:
+        """Return the inputs of a forward pass over some rollouts, packed or padded."""
+        if images is not None and any(images):
+            completions = [self._without_placeholders(ids) for ids in completions]
+        else:
+            images = None
+        if self.packing is None:
+            return self._padded(prompts, completions, images)
+        return self._packed(prompts, completions, images)
+
     def _packed(
-        self, prompts: list, completions: list, images: Sequence[PromptImages | None] | None
-    ) -> tuple[dict, np.ndarray, np.ndarray, list]:
+        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
+    ) -> ModelInputs:
         positions = None
         if images:
             positions = [self._prompt_positions(*pair) for pair in zip(prompts, images, strict=True)]
         packed = PackedRollouts(
             prompts, completions, images=images, prompt_positions=positions, keeps_last_tokens=self.reads_routers
         )
-        position_ids = torch.from_numpy(packed.positions).unsqueeze(-2)
-        inputs: dict[str, Any] = {"input_ids": torch.from_numpy(packed.ids)[None], "attention_mask": None}
-        inputs |= {"position_ids": position_ids}
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(packed.ids)[None],
+            "attention_mask": None,
+            "position_ids": torch.from_numpy(packed.positions).unsqueeze(-2),
+        }
         kernel_inputs = packed.kernel_inputs()
         if self.state_modules:
             kernel_inputs["seq_idx"] = Segments(packed.groups, self.device)
+        language_model_inputs: dict[str, Any] = {}
         if images:
             inputs |= packed_image_inputs(packed.images, len(packed.ids), packed.starts)
-            inputs |= {"to_language_model": kernel_inputs}
+            language_model_inputs = kernel_inputs
         else:
             inputs |= kernel_inputs
-        return inputs, packed.multiplicities[None], packed.flat_indices, packed.blocks
+        return ModelInputs(
+            inputs,
+            language_model_inputs,
+            token_counts=packed.multiplicities[None],
+            predicting_indices=packed.flat_indices,
+            segment_lengths=packed.blocks,
+        )
 
     def _padded(
-        self, prompts: list, completions: list, images: Sequence[PromptImages | None] | None
-    ) -> tuple[dict, np.ndarray, np.ndarray, list]:
-        """Return the padded inputs, how often each token counts, the flat indices of the positions that predict
-        completion tokens, and lengths."""
+        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
+    ) -> ModelInputs:
         sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
         tokens = [torch.from_numpy(sequence) for sequence in sequences]
         ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
         mask = pad_sequence([torch.ones_like(sequence) for sequence in tokens], batch_first=True)
-        starts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
-        flat_indices = [np.arange(i, i + len(c)) for i, c in zip(starts, completions, strict=True)]
         inputs = {"input_ids": ids, "attention_mask": mask}
         if images:
             inputs |= padded_image_inputs(images, ids.shape[1])
-        return inputs, mask.numpy(), np.concatenate(flat_indices), [[len(sequence)] for sequence in sequences]
+        # A token is predicted one position earlier, the first one of a completion at the end of its prompt.
+        ends_of_prompts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
+        predicting = [np.arange(i, i + len(c)) for i, c in zip(ends_of_prompts, completions, strict=True)]
+        return ModelInputs(
+            inputs,
+            language_model_inputs={},
+            token_counts=mask.numpy(),
+            predicting_indices=np.concatenate(predicting),
+            segment_lengths=[[len(sequence)] for sequence in sequences],
+        )
 
 
 @contextmanager
@@ -404,7 +460,11 @@ def whole_head(head: torch.nn.Module) -> Iterator[None]:
 
 
 def _without_filler(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return values of completions without the last one, whose gradient stays, times 0."""
+    """Return the values of all completions but the last one, the filler.
+
+    Its values are added, times 0, to those of the first completion: with sharded weights all processes must also run
+    the backward pass of the encoder of images together, which a dropped output would not have.
+    """
     first, *others, filler = values
     return [first + 0.0 * filler.sum(), *others]
 

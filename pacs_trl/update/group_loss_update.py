@@ -41,9 +41,10 @@ class GroupObjective(ABC):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:
-        """Whether the proxies read `ref_logps`."""
-        return False
+    def proxy_reference(self) -> str | None:
+        """Policy whose log-probs `ref_logps` the proxies read: `"rollout"`, the policy at rollout time, `"snapshot"`,
+        an earlier policy, whose log-probs the trainer stores before each update, or `None`."""
+        return None
 
     @abstractmethod
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,8 @@ class AutogradObjective(GroupObjective):
     Attributes:
         function (`Callable`): The loss, `function(proxies, labels, num_generations=..., **settings)`: a scalar from
             the proxies and labels of some groups of equal size, both `(P * G,)`, with NaN as the label of a completion
-            without a verdict. A sum over groups with a gradient, divided by the number of groups with a label.
+            without a verdict. A sum over groups with a gradient, divided by the number of groups with scorable
+            completions.
         proxy (`str`): Kind of proxy, see [`sequence_proxies`]: `"log_ratio"`, `"mean_log_ratio"`, or `"mean_logp"`.
         settings (`Mapping`): Keyword arguments of `function`.
         kl_coef (`float`): Weight of the KL term.
@@ -89,8 +91,8 @@ class AutogradObjective(GroupObjective):
     kl_coef: float = 0.0
 
     @property
-    def has_reference(self) -> bool:
-        return self.proxy != "mean_logp"
+    def proxy_reference(self) -> str | None:
+        return None if self.proxy == "mean_logp" else "rollout"
 
     def proxies(self, logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return sequence_proxies(logps.detach(), ref_logps, mask, proxy=self.proxy)
@@ -105,10 +107,10 @@ class AutogradObjective(GroupObjective):
         return derivatives / (1 if self.proxy == "log_ratio" else num_tokens.clamp(min=1))
 
     def size(self, groups: Groups) -> int:
-        return int(groups.labeled.sum())
+        return int(groups.has_scorable.sum())
 
     def summarize(self, groups: Groups, proxies: torch.Tensor) -> tuple[float, dict[str, float]]:
-        is_uniform = ~groups.mixed[groups.labeled]
+        is_uniform = ~groups.mixed[groups.has_scorable]
         metrics = {
             "labels/uniform_group_fraction": is_uniform.float().mean().item(),
             "labels/mean": groups.labels[groups.scorable].float().mean().item(),
@@ -117,23 +119,14 @@ class AutogradObjective(GroupObjective):
 
 
 class GroupLossUpdate(PolicyUpdate[Minibatch]):
-    """
-    [`PolicyUpdate`] with a [`GroupObjective`].
-
-    Attributes:
-        reference_is_rollout_policy (`bool`): Whether the reference of the proxies is the policy at rollout time.
-            Otherwise the trainer stores `ref_logps` before each update.
-    """
+    """[`PolicyUpdate`] with a [`GroupObjective`]."""
 
     objective: GroupObjective
     needs_several_completions = True
-    reference_is_rollout_policy = True
 
     @property
     def logps_of_generating_policy(self) -> tuple[str, ...]:
-        if self.objective.has_reference and self.reference_is_rollout_policy:
-            return ("ref_logps",)
-        return ()
+        return ("ref_logps",) if self.objective.proxy_reference == "rollout" else ()
 
     # Extension points -----------------------------------------------------------------------------------------------
 
@@ -165,7 +158,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     # One optimizer step ---------------------------------------------------------------------------------------------
 
     def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
-        if not self.objective.has_reference:  # the mean log-prob of no token would be 0, the most probable completion
+        if self.objective.proxy_reference is None:
+            # The mean log-prob of no token would be 0, that of the most probable completion.
             rollouts = [
                 rollout if rollout.loss_mask.any() else replace(rollout, label=math.nan) for rollout in rollouts
             ]
@@ -178,12 +172,11 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     def run(self, model, minibatch: Minibatch, timing: UpdateTiming) -> StepResult:
         """Back-propagate the loss of an optimizer step. The rollouts need `ref_logps`, unless the proxies are zero or
         the objective has no reference."""
-        reads_completion_values = any(weights.num_values > 0 for weights in self.token_weights)
         with self.driver.forward_pass.attention():
             self._prepare_token_weights(model, minibatch)
 
             # 1. The proxies of the whole minibatch, unless micro-batches of whole groups yield them one by one.
-            needs_all_proxies = reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups
+            needs_all_proxies = self.reads_completion_values or self.shapes_coefficients or not minibatch.whole_groups
             all_proxies: torch.Tensor | None = None
             proxy_pass: PassResults | None = None  # the forward pass without gradient that computes them
             if timing.proxies_are_zero:
@@ -209,7 +202,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 )
 
             # 3. What the token weights need of the whole minibatch.
-            if reads_completion_values:
+            if self.reads_completion_values:
                 assert coefficients is not None  # `needs_all_proxies`, or all proxies are 0
                 measured = proxy_pass
                 if measured is None:  # the proxies are 0, and no forward pass was run
@@ -219,50 +212,57 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             # 4. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
             forwarded = schedule if proxy_pass is None else minibatch.schedule
-            skipped_entropy = self._skipped_entropy(model, minibatch, forwarded, timing)
+            skipped_entropy_sum = self._skipped_entropy(model, minibatch, forwarded, timing)
 
             # 5. The gradient.
             loads = self._measure_expert_loads(model, minibatch)
-            results, mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing, loads)
+            results, measured_mismatch = self._back_propagate(model, minibatch, schedule, coefficients, timing, loads)
 
         # 6. Loss and metrics.
         proxies = results.values["proxies"] if all_proxies is None else all_proxies
         entropy_pass = results if proxy_pass is None else proxy_pass
-        entropy = entropy_pass.entropy + skipped_entropy
-        result = self._with_router_loss(self._summarize(minibatch, results, proxies, entropy), loads)
-        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
-        return result._replace(metrics=metrics)
+        entropy_sum = entropy_pass.entropy_sum + skipped_entropy_sum
+        result = self._summarize(minibatch, results, proxies, entropy_sum, self._num_bonus_tokens(minibatch))
+        result = self._with_router_loss(result, loads)
+        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(measured_mismatch)
+        return result._replace(metrics=metrics | self._token_weight_metrics())
 
     def evaluate(self, model, minibatch: Minibatch, *, policy_is_reference: bool) -> StepResult:
-        """Compute loss and metrics as in [`run`], without gradient and token weights."""
+        """Compute loss and metrics as in [`run`], without gradient and token weights: the entropy bonus counts all
+        tokens."""
         timing = UpdateTiming(is_first_update=False, proxies_are_zero=policy_is_reference)
-        results = self._compute_proxies(model, minibatch, minibatch.schedule, timing, is_evaluation=True)
+        results = self._run_evaluation_passes(model, minibatch)
         proxies = results.values["proxies"]
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
-        skipped_entropy = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        result = self._summarize(minibatch, results, proxies, results.entropy + skipped_entropy)
+        skipped_entropy_sum = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
+        entropy_sum, num_tokens = results.entropy_sum + skipped_entropy_sum, max(minibatch.num_tokens, 1)
+        result = self._summarize(minibatch, results, proxies, entropy_sum, num_bonus_tokens=num_tokens)
         return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
-    def _compute_proxies(
-        self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming, *, is_evaluation: bool = False
-    ) -> PassResults:
-        """Compute the proxies of the completions of a schedule, and what else the caller reads: the values that token
-        weights need or, in an evaluation, the KL terms."""
-        value_names = [] if is_evaluation else self._completion_value_names
-        results = MicroBatchResults(["proxies", *value_names], minibatch, self.driver.accelerator)
+    def _compute_proxies(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> PassResults:
+        """Compute the proxies of the completions of a schedule, and the values that token weights need of them."""
+        names = ["proxies", *self._completion_value_names]
+        results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         for micro_batch in self.driver.micro_batches(minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
-            values, kl = {"proxies": self.proxies(logps, micro_batch)}, None
-            if is_evaluation:
-                kl = self._kl_terms(model, logps, micro_batch, old_logps=logps).sum()
-            else:
-                no_coefficients = logps.new_zeros(len(logps), 1)
-                tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
-                values |= self._completion_values(tokens)
-            bonus_entropy = entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum()
-            results.add(micro_batch, entropies, values, kl, bonus_entropy)
+            no_coefficients = logps.new_zeros(len(logps), 1)
+            tokens = self._token_values(micro_batch, logps, entropies, no_coefficients, timing)
+            values = {"proxies": self.proxies(logps, micro_batch)} | self._completion_values(tokens)
+            results.add(micro_batch, entropies, values)
+        return results.reduce()
+
+    @torch.no_grad()
+    def _run_evaluation_passes(self, model, minibatch: Minibatch) -> PassResults:
+        """Compute the proxies, KL terms, and entropies of an evaluation, whose entropy bonus counts all tokens."""
+        results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
+        for micro_batch in self.driver.micro_batches(minibatch, minibatch.schedule):
+            logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
+            proxies = self.proxies(logps, micro_batch)
+            kl = self._kl_terms(model, logps, micro_batch, old_logps=logps)
+            bonus_entropy_sum = entropies.masked_fill(~micro_batch.loss_mask, 0.0).sum()
+            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum(), bonus_entropy_sum)
         return results.reduce()
 
     def _back_propagate(
@@ -273,14 +273,14 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         coefficients: torch.Tensor | None,
         timing: UpdateTiming,
         loads: ExpertLoads | None,
-    ) -> tuple[PassResults, list]:
+    ) -> tuple[PassResults, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL term, the entropy bonus, and the loss of the
         routers. If `coefficients` is `None`, micro-batches must hold whole groups. Returns the results of the forward
-        passes, and the mismatch of each micro-batch."""
+        passes, and those of [`mismatch_ratios`] for each micro-batch."""
         results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
         num_tokens, num_bonus_tokens = max(minibatch.num_tokens, 1), self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
-        mismatch = []
+        measured_mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
@@ -293,20 +293,21 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
                 completion_coefficients = self.coefficients(minibatch, micro_batch.indices, proxies.cpu())
             token_coefficients = self.token_coefficients(micro_batch, completion_coefficients.to(logps.device))
             if measures_mismatch:
-                mismatch.append(self._measure_mismatch(logps, micro_batch))
+                measured_mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, token_coefficients, timing)
-            token_weights = [weights(tokens) for weights in self.token_weights]
-            weighted_logps = math.prod(token_weights, start=logps)
+            token_factors = [weights(tokens) for weights in self.token_weights]
+            weighted_logps = math.prod(token_factors, start=logps)
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
             policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
-            kl_loss = self.objective.kl_coef * kl.sum() / num_tokens
-            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
-            entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
+            kl_sum = kl.sum()
+            kl_loss = self.objective.kl_coef * kl_sum / num_tokens
+            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_factors)
+            entropy_loss = self._entropy_loss(bonus_entropy_sum, num_bonus_tokens)
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
-            results.add(micro_batch, entropies, {"proxies": proxies}, kl.sum(), bonus_entropy)
-        return results.reduce(), mismatch
+            results.add(micro_batch, entropies, {"proxies": proxies}, kl_sum, bonus_entropy_sum)
+        return results.reduce(), measured_mismatch
 
     def _skipped_entropy(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> float:
         """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by
@@ -318,14 +319,20 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         return self.driver.entropy_of(model, minibatch, skipped) if estimate is None else estimate
 
     def _summarize(
-        self, minibatch: Minibatch, results: PassResults, proxies: torch.Tensor, entropy: float
+        self,
+        minibatch: Minibatch,
+        results: PassResults,
+        proxies: torch.Tensor,
+        entropy_sum: float,
+        num_bonus_tokens: int,
     ) -> StepResult:
-        """Return the loss and the metrics of a minibatch from its proxies, and its summed entropy."""
+        """Return the loss and the metrics of a minibatch from its proxies, its summed entropy, and the number of
+        tokens that the entropy bonus counts."""
         loss, metrics = self.summarize(minibatch, proxies)
         num_tokens = minibatch.num_tokens
-        metrics["entropy"] = entropy / max(num_tokens, 1)
+        metrics["entropy"] = entropy_sum / max(num_tokens, 1)
         metrics["update/forwarded_fraction"] = results.num_completions / max(len(minibatch.rollouts), 1)
         if self.objective.kl_coef != 0:
-            metrics["kl"] = results.kl / max(num_tokens, 1)
+            metrics["kl"] = results.kl_sum / max(num_tokens, 1)
             loss += self.objective.kl_coef * metrics["kl"]
-        return self._with_entropy_bonus(minibatch, loss, metrics, results)
+        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy_sum, num_bonus_tokens)

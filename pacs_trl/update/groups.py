@@ -26,8 +26,8 @@ class Groups:
         members (list of `P` `list[int]`): Indices of the completions of each group, in order of first appearance.
         size (`int`): `G`, the number of completions of the largest group, at least 2.
         scorable (bool `torch.Tensor` of shape `(B,)`): See [`objective.scorable_completions`].
-        labeled, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable completions, and those among them
-            whose labels differ. Groups that are labeled but not mixed are *uniform*.
+        has_scorable, mixed (bool `torch.Tensor` of shape `(P,)`): Groups with scorable completions, and those among
+            them whose labels differ. Groups with scorable completions that are not mixed are *uniform*.
     """
 
     def __init__(self, labels: torch.Tensor, group_ids: Sequence[int]):
@@ -50,8 +50,8 @@ class Groups:
         label_grid = self._grid_labels.view(-1, self.size)
         lowest = label_grid.masked_fill(~scorable_grid, math.inf).amin(dim=1)
         highest = label_grid.masked_fill(~scorable_grid, -math.inf).amax(dim=1)
-        self.labeled = scorable_grid.any(dim=1)
-        self.mixed = self.labeled & (highest > lowest)
+        self.has_scorable = scorable_grid.any(dim=1)
+        self.mixed = self.has_scorable & (highest > lowest)
 
     def _to_grid(self, values: torch.Tensor, empty: float = 0.0) -> torch.Tensor:
         grid = values.new_full((len(self.members) * self.size,), empty)

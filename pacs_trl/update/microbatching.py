@@ -7,6 +7,7 @@ indices. Every process gets the same number of micro-batches, because each forwa
 the lengths, so all processes compute the same schedule without communication.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -166,14 +167,16 @@ def _parts_of_groups(
     groups = lengths.by_prompt([i for (i,) in units])
     num_parts = 1
     while num_parts < max(map(len, groups), default=1):
-        parts = []
+        parts: list[list[int]] = []
         for indices in groups:
+            num_parts_of_group = max(min(num_parts, len(indices)), math.ceil(len(indices) / max_rollouts))
+            parts_of_group: list[list[int]] = [[] for _ in range(num_parts_of_group)]
+            # Dealing the longest rollouts first, back and forth, balances the lengths.
             longest_first = sorted(indices, key=lambda i: -lengths.completions[i])
-            n = max(min(num_parts, len(indices)), -(-len(indices) // max_rollouts))
-            order = [*range(n), *reversed(range(n))]  # a back-and-forth order balances the lengths
-            parts += [
-                [rollout for k, rollout in enumerate(longest_first) if order[k % len(order)] == i] for i in range(n)
-            ]
+            back_and_forth = itertools.cycle([*parts_of_group, *reversed(parts_of_group)])
+            for rollout, part in zip(longest_first, back_and_forth, strict=False):
+                part.append(rollout)
+            parts += parts_of_group
         yield parts
         num_parts *= 2
 

@@ -38,13 +38,16 @@ class Minibatch:
     schedule: Schedule
     whole_groups: bool
 
+    # A completion has one proxy. A subclass may give it several, as process labels do: one for each labeled prefix.
+
     def proxy_indices(self, indices: list[int]) -> list[int]:
-        """Return the positions of some completions in the proxies and coefficients of the minibatch."""
+        """Return the positions of the proxies of some completions among all proxies and coefficients of the
+        minibatch."""
         return indices
 
     @property
     def num_proxies(self) -> int:
-        """Number of proxies of the minibatch: one per completion."""
+        """Number of proxies, and of coefficients, of the minibatch."""
         return len(self.rollouts)
 
     @property

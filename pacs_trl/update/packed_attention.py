@@ -3,7 +3,15 @@
 All bounds are tensors in the format of variable-length kernels: segment `i` of the packed sequence has
 `cu_seq_lens_q[i + 1] - cu_seq_lens_q[i]` queries and attends to `cu_seq_lens_k[i + 1] - cu_seq_lens_k[i]` keys: those
 of its tokens and, in front of them, those of a shared prompt. The causal mask aligns the last query of a segment with
-its last key, and a window of `W` lets a query attend to `W` keys, of which the last one is that of its token.
+its last key, and a window of `W` lets a query attend to `W` keys, of which the last one is that of its token. For a
+prompt of 3 tokens with branches of 2 and 4 tokens:
+
+    segment     tokens of its queries     tokens of its keys
+    prompt      0 1 2                     0 1 2
+    branch 1    3 4                       0 1 2  3 4
+    branch 2    5 6 7 8                   0 1 2  5 6 7 8
+
+    cu_seq_lens_q = [0, 3, 5, 9],  cu_seq_lens_k = [0, 3, 8, 15],  key_indices = the last column
 
 The operator chooses a kernel by device, dtype, and head size ([`kernel_of`]). All kernels return the log-sum-exp of
 the logits beside the output, and their backward passes start from these two. An attention sink is therefore the same
@@ -47,6 +55,9 @@ class LogitRule(NamedTuple):
     scale: float
     window: int | None = None  # number of keys that a query attends to, with that of its token
     softcap: float | None = None  # logits become softcap * tanh(logits / softcap)
+
+
+# The operator and its gradient ---------------------------------------------------------------------------------------
 
 
 @torch.library.custom_op("pacs_trl::packed_attention", mutates_args=())
@@ -103,7 +114,8 @@ def _attend_backward(
     gradients = kernel.backward(gradient, query, key, value, out, log_sum, bounds, rule)
     if sinks is None:
         return *gradients, query.new_empty(0)
-    share = torch.exp(sinks.to(log_sum.dtype)[None, :, None] - log_sum)  # the weight of the sink
+    # A sink has a weight like a key, and the value 0.
+    share = torch.exp(sinks.to(log_sum.dtype)[None, :, None] - log_sum)
     sink_gradient = -(share * (gradient * out).sum(dim=-1, dtype=log_sum.dtype)).sum(dim=(0, 2))
     return *gradients, sink_gradient.to(sinks.dtype)
 
@@ -179,6 +191,9 @@ def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule:
     return ExplicitTiles
 
 
+# Tiles --------------------------------------------------------------------------------------------------------------
+
+
 class Tile(NamedTuple):
     """Queries and consecutive keys. The first query is `offset` positions behind the first key; with an `offset` of
     `None`, every query attends to every key."""
@@ -191,6 +206,9 @@ class Tile(NamedTuple):
 def tiles_of(bounds: Bounds, window: int | None, block: int = sys.maxsize) -> tuple[list[Tile], list[Tile]]:
     """
     Split packed attention into tiles of at most `block` queries. Keys that a window puts out of reach are left out.
+
+    In the example of this module, the tiles of the same segment are those of tokens 0 to 2, 3 to 4, and 5 to 8 with
+    their own keys, and one tile has the queries of both branches, tokens 3 to 8, and the keys of the prompt.
 
     Returns:
         Tiles of queries and keys of the same segment, which contain each query once, and tiles of queries of branches
@@ -206,18 +224,20 @@ def _tiles(
 ) -> tuple[list[Tile], list[Tile]]:
     groups: list[list[slice]] = []  # segments: a prompt and its branches, or one that shares nothing
     for start, length, num_keys in zip(itertools.accumulate((0, *lengths)), lengths, key_lengths, strict=False):
-        if num_keys == length:
+        if num_keys == length:  # no keys of a prompt in front: a new prompt, or a segment that shares nothing
             groups.append([])
         groups[-1].append(slice(start, start + length))
     windowed_block = min(block, window, max(64, window // 4))  # such a tile has up to window + windowed_block keys
     same_segment: list[Tile] = []
     shared_prompt: list[Tile] = []
     for group in groups:
+        # Queries and keys of the same segment.
         for segment in group:
             size = block if segment.stop - segment.start <= window else windowed_block
             for queries in _blocks(segment, size):
                 first_key = max(segment.start, queries.start + 1 - window)
                 same_segment.append(Tile(queries, slice(first_key, queries.stop), queries.start - first_key))
+        # Queries of branches and keys of their prompt: of all branches together, where no window hides a key.
         prompt, *branches = group
         num_prompt = prompt.stop - prompt.start
         if all(num_prompt + branch.stop - branch.start <= window for branch in branches):
@@ -249,6 +269,11 @@ def _blocks(part: slice, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, part.stop))
 
 
+# Kernels ------------------------------------------------------------------------------------------------------------
+
+# Classes with the functions `forward` and `backward`, see `TiledKernel`.
+
+
 class TiledKernel:
     """A kernel that attends tile by tile, and merges the results of the same queries by their log-sum-exps. The
     backward pass of a tile starts from the merged output and log-sum-exp."""
@@ -269,6 +294,8 @@ class TiledKernel:
             inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
             prompt_out, prompt_sum = cls.attend(*inputs, tile.offset, rule)
             branch_out, branch_sum = out[:, :, part], log_sum[:, :, part]
+            # In the softmax over all keys, those of the prompt have the weight
+            # exp(prompt_sum) / (exp(prompt_sum) + exp(branch_sum)).
             share = torch.sigmoid(prompt_sum - branch_sum)[..., None]
             out[:, :, part] = torch.lerp(branch_out.to(share.dtype), prompt_out.to(share.dtype), share)
             log_sum[:, :, part] = torch.logaddexp(prompt_sum, branch_sum)
@@ -354,6 +381,7 @@ class ExplicitTiles(TiledKernel):
 
     @staticmethod
     def attend_backward(gradient, query, out, log_sum, key, value, offset, rule):
+        # With weights w, values v, the output o, and its gradient g, a logit has the gradient w * (g . v - g . o).
         capped, slope = _capped_logits(query, key, offset, rule)
         weights = (capped - _grouped(log_sum, key)[..., None]).exp_()
         gradient_of_groups = _grouped(gradient, key)

@@ -14,6 +14,7 @@ Each token is in the same chunk of a recurrence whatever else is in its micro-ba
 split into micro-batches by the rounding of sums only.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,19 +34,34 @@ KERNEL_CHUNK = 64  # of recurrences whose call does not say it
 
 
 class SegmentBatch(NamedTuple):
-    """`B` segments of similar length, padded to `T` tokens."""
+    """
+    `B` segments of similar length, padded to `T` tokens.
 
-    indices: torch.Tensor  # int64 (B, T): flat indices of the tokens; 0 for padding
-    is_padding: torch.Tensor  # bool (B, T)
-    first_states: torch.Tensor  # int64 (B,): of completions, which of the last states of all prompts they start from
+    Attributes:
+        indices (int64, shape `(B, T)`): Index in the micro-batch of each token; 0 for padding.
+        is_padding (bool, shape `(B, T)`): Whether a position is padding.
+        first_states (int64, shape `(B,)`): State that each completion starts from: its index among the last states of
+            all prompts, in the order of [`RecurrenceBatches.prompts`]. Empty for prompts, which start from no state.
+    """
+
+    indices: torch.Tensor
+    is_padding: torch.Tensor
+    first_states: torch.Tensor
 
 
 class RecurrenceBatches(NamedTuple):
-    """All segments of a micro-batch of `N` tokens."""
+    """
+    All segments of a micro-batch of `N` tokens.
+
+    Attributes:
+        prompts, completions (`list[SegmentBatch]`): Batches of prompts, and batches of completions.
+        outputs (int64, shape `(N,)`): Where the output of each token is, if the outputs of all batches, prompts first,
+            are flattened and concatenated.
+    """
 
     prompts: list[SegmentBatch]
     completions: list[SegmentBatch]
-    outputs: torch.Tensor  # int64 (N,): where each token is in all batches, flat and one behind the other
+    outputs: torch.Tensor
 
 
 class Segments:
@@ -53,17 +69,22 @@ class Segments:
     Prompts and completions of a packed micro-batch, in which each completion continues its prompt.
 
     Args:
-        groups (`list[tuple[int, list[int]]]`): Numbers of tokens in their order: of a prompt, and of the completions
-            behind it.
+        groups (`list[tuple[int, list[int]]]`): Number of tokens of each prompt, and of each completion behind it, in
+            the order of the micro-batch.
         device (`torch.device`): Device of the indices.
+
+    Attributes:
+        num_tokens (`int`): `N`, the number of tokens of the micro-batch.
+        prompts, completions (`list[np.ndarray]`): Indices in the micro-batch of the tokens of each segment.
+        prompt_of (`list[int]`): Index in `prompts` of the prompt of each completion.
     """
 
     def __init__(self, groups: list[tuple[int, list[int]]], device: torch.device):
         self.device = device
         self.num_tokens = sum(prompt + sum(completions) for prompt, completions in groups)
-        self.prompts: list[np.ndarray] = []  # flat indices of the tokens
+        self.prompts: list[np.ndarray] = []
         self.completions: list[np.ndarray] = []
-        self.prompt_of: list[int] = []  # of each completion
+        self.prompt_of: list[int] = []
         start = 0
         for number, (prompt, completions) in enumerate(groups):
             self.prompts.append(np.arange(start, start + prompt))
@@ -77,23 +98,24 @@ class Segments:
 
     def with_previous(self, num_previous: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
-        Put the tokens before it in front of each segment.
+        Return the sequence of `M` tokens in which each segment is preceded by the `num_previous` tokens before it: for
+        a completion the last ones of its prompt, and zeros where there are none.
 
         Returns:
-            Flat indices of the tokens of this longer sequence, int64 `(M,)`; which of them are in front of a prompt,
-            and therefore zeros, bool `(M,)`; and where each token of the micro-batch is in it, int64 `(N,)`.
+            Index in the micro-batch of each token of this sequence, int64 `(M,)`; which of its tokens are zeros, bool
+            `(M,)`; and index in this sequence of each token of the micro-batch, int64 `(N,)`.
         """
         if num_previous not in self._convolutions:
-            nothing = np.full(num_previous, -1)
-            parts: list[np.ndarray] = []
-            for prompt in self.prompts:
-                parts += [nothing, prompt]
+            zeros = np.full(num_previous, -1)
+            preceded = [(zeros, prompt) for prompt in self.prompts]
             for completion, number in zip(self.completions, self.prompt_of, strict=True):
-                before = np.concatenate([nothing, self.prompts[number]])
-                parts += [before[len(before) - num_previous :], completion]
-            inputs, outputs, end = np.concatenate(parts), np.empty(self.num_tokens, dtype=np.int64), 0
-            for previous, segment in zip(parts[::2], parts[1::2], strict=True):
-                start, end = end + len(previous), end + len(previous) + len(segment)
+                before = np.concatenate([zeros, self.prompts[number]])
+                preceded.append((before[len(before) - num_previous :], completion))
+            inputs = np.concatenate([part for pair in preceded for part in pair])
+            outputs, end = np.empty(self.num_tokens, dtype=np.int64), 0
+            for previous, segment in preceded:
+                start = end + len(previous)
+                end = start + len(segment)
                 outputs[segment] = np.arange(start, end)
             self._convolutions[num_previous] = (
                 self._tensor(inputs.clip(min=0)),
@@ -147,9 +169,10 @@ def _by_length(segments: list[np.ndarray], chunk: int) -> list[tuple[int, list[i
     a batch holds all segments whose numbers of chunks have the same three leading bits."""
     batches: dict[int, list[int]] = {}
     for number, segment in enumerate(segments):
-        chunks = -(-len(segment) // chunk)
-        step = 1 << max(chunks.bit_length() - 3, 0)
-        batches.setdefault(-(-chunks // step) * step * chunk, []).append(number)
+        num_chunks = math.ceil(len(segment) / chunk)
+        step = 1 << max(num_chunks.bit_length() - 3, 0)
+        padded_chunks = math.ceil(num_chunks / step) * step
+        batches.setdefault(padded_chunks * chunk, []).append(number)
     return sorted(batches.items())
 
 

@@ -117,15 +117,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         """Return the names of the values that later updates on a rollout read, and that must be stored before the
         policy changes; [`UpdateTiming`] has a table. If an earlier policy generated (`is_late`), its log-probs are
         stored with the rollouts already."""
-        reads_old_logps = "old_logps" in self.logps_of_generating_policy
         names = () if is_late else self.logps_of_generating_policy
-        if not self.token_weights:
+        # `old_logps` of an earlier policy, whose entropies are not known
+        has_earlier_logps = is_late and "old_logps" in self.logps_of_generating_policy
+        if not self.token_weights or has_earlier_logps:
             return names
-        if not reads_old_logps:  # token weights compare with the policy before the updates
-            return (*names, "old_logps", "old_entropies")
-        if is_late:  # `old_logps` are those of an earlier policy, whose entropies are not known
-            return names
-        return (*names, "old_entropies")
+        # Token weights compare with the policy before the updates, also where the objective does not.
+        return tuple(dict.fromkeys([*names, "old_logps", "old_entropies"]))
 
     # Extension point ------------------------------------------------------------------------------------------------
 
@@ -137,6 +135,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         return coefficients, {}
 
     # Token weights --------------------------------------------------------------------------------------------------
+
+    # They `prepare` before all passes of an optimizer step, and `begin` before its first backward pass.
+
+    @property
+    def reads_completion_values(self) -> bool:
+        """Whether a token weight needs a value of every completion before the first backward pass."""
+        return any(weights.num_values > 0 for weights in self.token_weights)
 
     def _prepare_token_weights(self, model, minibatch: Minibatch) -> None:
         for weights in self.token_weights:
@@ -205,14 +210,21 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
     # L = L_policy - entropy_coef * (mean entropy of the tokens of the optimizer step)
 
     def _bonus_entropy(
-        self, entropies: torch.Tensor, mask: torch.Tensor, token_weights: list[torch.Tensor]
+        self, entropies: torch.Tensor, mask: torch.Tensor, token_factors: list[torch.Tensor]
     ) -> torch.Tensor:
         """Return the summed entropy of the tokens of a micro-batch that the entropy bonus counts, differentiable:
-        counted ones that the token weights select. `token_weights` are their results, `(B, T)` each."""
-        for weights, is_selected in zip(self.token_weights, token_weights, strict=True):
+        counted ones that the token weights select. `token_factors` are the results of the token weights, `(B, T)`
+        each."""
+        for weights, factors in zip(self.token_weights, token_factors, strict=True):
             if weights.num_selected is not None:  # 1 for selected tokens, 0 for others
-                entropies = entropies * is_selected
+                entropies = entropies * factors
         return entropies.masked_fill(~mask, 0.0).sum()
+
+    def _entropy_loss(self, bonus_entropy_sum: torch.Tensor, num_bonus_tokens: int) -> torch.Tensor | float:
+        """Return the share of a micro-batch in the loss of the entropy bonus, differentiable."""
+        if not self.entropy_coef:
+            return 0.0
+        return -self.entropy_coef * bonus_entropy_sum / num_bonus_tokens
 
     def _num_bonus_tokens(self, minibatch: Minibatch) -> int:
         """Return the number of tokens of a minibatch that the entropy bonus counts, at least 1."""
@@ -220,12 +232,13 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         return max(min(numbers, default=minibatch.num_tokens), 1)
 
     def _with_entropy_bonus(
-        self, minibatch: Minibatch, policy_loss: float, metrics: dict[str, float], results: PassResults
+        self, policy_loss: float, metrics: dict[str, float], bonus_entropy_sum: float, num_bonus_tokens: int
     ) -> StepResult:
-        """Return the result of an optimizer step or an evaluation from its loss without the entropy bonus."""
+        """Return the result of an optimizer step or an evaluation from its loss without the entropy bonus, and from
+        the summed entropy and the number of the tokens that the bonus counts."""
         if not self.has_entropy_bonus:
             return StepResult(policy_loss, metrics)
-        mean_entropy = results.bonus_entropy / self._num_bonus_tokens(minibatch)
+        mean_entropy = bonus_entropy_sum / num_bonus_tokens
         loss = policy_loss - self.entropy_coef * mean_entropy
         return StepResult(loss, metrics | {"policy_loss": policy_loss}, mean_entropy)
 
@@ -250,11 +263,12 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
 
     # Mismatch between engine and trainer ----------------------------------------------------------------------------
 
-    def _mismatch_metrics(self, micro_batches: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-        """Return the metrics of [`mismatch_ratios`] of the micro-batches of this process, over all processes."""
-        if not micro_batches:
+    def _mismatch_metrics(self, measured: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+        """Return the metrics of [`mismatch_ratios`], of which `measured` has the result for each micro-batch of this
+        process, over all processes."""
+        if not measured:
             return {}
-        differences, ratios = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        differences, ratios = (torch.cat(parts) for parts in zip(*measured, strict=True))
         return mismatch_metrics(self._gather(differences), self._gather(ratios))
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:

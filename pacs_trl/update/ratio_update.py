@@ -41,8 +41,8 @@ class RatioObjective(ABC):
         summed losses and KL terms of their tokens are multiplied by; both `(B,)`."""
 
     @abstractmethod
-    def token_terms(self, tokens: TokenValues, token_weights: Sequence[torch.Tensor]) -> RatioTerms:
-        """Return the terms of a micro-batch; `token_weights` are the results of [`TokenWeights`], `(B, T)` each, which
+    def token_terms(self, tokens: TokenValues, token_factors: Sequence[torch.Tensor]) -> RatioTerms:
+        """Return the terms of a micro-batch; `token_factors` are the results of [`TokenWeights`], `(B, T)` each, which
         the losses of the tokens are multiplied by."""
 
     def token_metrics(
@@ -120,39 +120,38 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 )
 
             # 2. What the token weights and the loss of the routers need of the whole minibatch.
-            self._start_token_weights(model, minibatch, schedule, coefficients, timing)
+            self._prepare_token_weights(model, minibatch)
+            if self.reads_completion_values:
+                measured = self._measure_completion_values(model, minibatch, schedule, timing)
+                self._begin_token_weights(minibatch, coefficients, measured)
             loads = self._measure_expert_loads(model, minibatch)
 
             # 3. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
-            skipped_entropy = self._skipped_entropy(model, minibatch, schedule, timing)
+            skipped_entropy_sum = self._skipped_entropy(model, minibatch, schedule, timing)
 
             # 4. The gradient.
-            results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
+            results, measured_mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
 
         # 5. Loss and metrics.
-        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy), loads)
-        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(mismatch) | self._token_weight_metrics()
-        return result._replace(metrics=metrics)
+        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum), loads)
+        metrics = shaping_metrics | result.metrics | self._mismatch_metrics(measured_mismatch)
+        return result._replace(metrics=metrics | self._token_weight_metrics())
 
     @torch.no_grad()
     def evaluate(self, model, minibatch: RatioMinibatch, *, policy_is_reference: bool) -> StepResult:
-        """Compute loss and metrics as in [`run`]. Ratios are 1, because the weights are those that generated."""
+        """Compute loss and metrics as in [`run`]. Ratios are 1, because the weights are those that generated, and
+        `policy_is_reference` is not read, because there are no proxies."""
         timing = UpdateTiming(is_first_update=True)
         schedule, coefficients = minibatch.schedule, minibatch.coefficients
-        self._start_token_weights(model, minibatch, schedule, coefficients, timing)
-        loads = self._measure_expert_loads(model, minibatch)
-        results, mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
-        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy=0.0), loads)
-        return result._replace(metrics=result.metrics | self._mismatch_metrics(mismatch))
-
-    def _start_token_weights(
-        self, model, minibatch: RatioMinibatch, schedule: Schedule, coefficients: torch.Tensor, timing: UpdateTiming
-    ) -> None:
         self._prepare_token_weights(model, minibatch)
-        if self._completion_value_names:
+        if self.reads_completion_values:
             measured = self._measure_completion_values(model, minibatch, schedule, timing)
             self._begin_token_weights(minibatch, coefficients, measured)
+        loads = self._measure_expert_loads(model, minibatch)
+        results, measured_mismatch = self._run_passes(model, minibatch, schedule, coefficients, timing, loads)
+        result = self._with_router_loss(self._summarize(minibatch, schedule, results, skipped_entropy_sum=0.0), loads)
+        return result._replace(metrics=result.metrics | self._mismatch_metrics(measured_mismatch))
 
     @torch.no_grad()
     def _measure_completion_values(
@@ -175,15 +174,15 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         coefficients: torch.Tensor,
         timing: UpdateTiming,
         loads: ExpertLoads | None,
-    ) -> tuple[PassResults, list]:
+    ) -> tuple[PassResults, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL
         term, the entropy bonus, and the loss of the routers, unless gradients are disabled. Returns the results of the
-        forward passes, and the mismatch of each micro-batch."""
+        forward passes, and those of [`mismatch_ratios`] for each micro-batch."""
         names = ["surrogate_sums", "low_fraction", "high_fraction", "phi", "kl"]
         results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         num_bonus_tokens = self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
-        mismatch = []
+        measured_mismatch = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
@@ -195,17 +194,17 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             completion_coefficients = completion_coefficients.to(logps.device)[:, None]
             completion_scales = completion_scales.to(logps.device)[:, None]
             if measures_mismatch:
-                mismatch.append(self._measure_mismatch(logps, micro_batch))
+                measured_mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, completion_coefficients, timing)
-            token_weights = [weights(tokens) for weights in self.token_weights]
+            token_factors = [weights(tokens) for weights in self.token_weights]
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
-            terms = self.objective.token_terms(tokens, token_weights)
+            terms = self.objective.token_terms(tokens, token_factors)
             weighted_logps = (logps * terms.logp_weights).masked_fill(~micro_batch.loss_mask, 0.0)
             policy_loss = (completion_coefficients * weighted_logps).sum()
             kl_loss = self.objective.kl_coef * (completion_scales * kl).sum()
-            bonus_entropy = self._bonus_entropy(entropies, micro_batch.loss_mask, token_weights)
-            entropy_loss = -self.entropy_coef * bonus_entropy / num_bonus_tokens if self.entropy_coef else 0.0
+            bonus_entropy_sum = self._bonus_entropy(entropies, micro_batch.loss_mask, token_factors)
+            entropy_loss = self._entropy_loss(bonus_entropy_sum, num_bonus_tokens)
             router_loss = self._router_loss(loads, router_sums, micro_batch)
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             values = {
@@ -215,19 +214,19 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
                 "phi": terms.phi,
                 "kl": kl.sum(dim=1),
             }
-            results.add(micro_batch, entropies, values, kl.sum(), bonus_entropy)
-        return results.reduce(), mismatch
+            results.add(micro_batch, entropies, values, kl.sum(), bonus_entropy_sum)
+        return results.reduce(), measured_mismatch
 
     def _summarize(
-        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, skipped_entropy: float
+        self, minibatch: RatioMinibatch, schedule: Schedule, results: PassResults, skipped_entropy_sum: float
     ) -> StepResult:
-        """Return the loss of an optimizer step and its metrics. `skipped_entropy` is that of the counted tokens of the
-        completions without a forward pass."""
+        """Return the loss of an optimizer step and its metrics. `skipped_entropy_sum` is that of the counted tokens of
+        the completions without a forward pass."""
         policy_loss = (minibatch.coefficients * results.values["surrogate_sums"]).sum()
         kl_loss = self.objective.kl_coef * (minibatch.completion_scales * results.values["kl"]).sum()
         num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in minibatch.rollouts])
         metrics = {
-            "entropy": (results.entropy + skipped_entropy) / max(minibatch.num_tokens, 1),
+            "entropy": (results.entropy_sum + skipped_entropy_sum) / max(minibatch.num_tokens, 1),
             "update/forwarded_fraction": results.num_completions / max(len(minibatch.rollouts), 1),
         }
         # The weights of completions without a forward pass are 1, or the objective needs all completions.
@@ -237,8 +236,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         fractions = results.values["low_fraction"], results.values["high_fraction"]
         metrics |= self.objective.token_metrics(num_tokens, *fractions, phi)
         if self.objective.kl_coef != 0:
-            metrics["kl"] = results.kl / max(minibatch.num_tokens, 1)
-        return self._with_entropy_bonus(minibatch, (policy_loss + kl_loss).item(), metrics, results)
+            metrics["kl"] = results.kl_sum / max(minibatch.num_tokens, 1)
+        loss = (policy_loss + kl_loss).item()
+        return self._with_entropy_bonus(loss, metrics, results.bonus_entropy_sum, self._num_bonus_tokens(minibatch))
 
     def _skipped_entropy(self, model, minibatch: RatioMinibatch, schedule: Schedule, timing: UpdateTiming) -> float:
         """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by

@@ -53,26 +53,26 @@ class ExpertLoads(NamedTuple):
         return len(fractions) * (fractions * sums.probabilities).sum() / self.num_rows
 
 
-def router_sums(router_logits: Sequence[torch.Tensor], token_weights: torch.Tensor, top_k: int) -> RouterSums:
+def router_sums(router_logits: Sequence[torch.Tensor], token_counts: torch.Tensor, top_k: int) -> RouterSums:
     """
     Sum the outputs of the routers over layers and tokens.
 
     Args:
         router_logits (sequence of tensors `(N, E)`): Logits of each layer.
-        token_weights (shape `(N,)`): How often each token counts; 0 for padding.
+        token_counts (shape `(N,)`): How often each token counts; 0 for padding.
         top_k (`int`): Number of experts that a router selects.
     """
     selections, probabilities = [], []
     for logits in router_logits:
         layer_probabilities = logits.softmax(dim=-1).to(torch.promote_types(logits.dtype, torch.float32))
-        weights = token_weights.to(layer_probabilities)[:, None]
+        counts = token_counts.to(layer_probabilities)[:, None]
         selected = torch.zeros_like(layer_probabilities).scatter(
             1, layer_probabilities.topk(top_k, dim=-1).indices, 1.0
         )
-        selections.append((selected * weights).sum(dim=0).detach())
-        probabilities.append((layer_probabilities * weights).sum(dim=0))
+        selections.append((selected * counts).sum(dim=0).detach())
+        probabilities.append((layer_probabilities * counts).sum(dim=0))
     device = probabilities[0].device
-    num_rows = len(router_logits) * token_weights.to(probabilities[0]).sum()
+    num_rows = len(router_logits) * token_counts.to(probabilities[0]).sum()
 
     def total(parts: list[torch.Tensor]) -> torch.Tensor:  # layers may be on several devices
         return torch.stack([part.to(device) for part in parts]).sum(dim=0)

@@ -8,12 +8,13 @@ from ..errors import UserError
 
 
 @dataclass(frozen=True)
-class Step:
+class BatchSizes:
     """
     Sizes of a generation batch and of an optimizer step; attributes but `num_processes` are settings.
 
-    With `completions_per_step`, processes share an optimizer step unevenly, and the other settings say how many rows
-    each of them has room for.
+    Trainer accumulates an optimizer step in `gradient_accumulation_steps` accumulation slots, and a generation batch
+    has the completions of `steps_per_generation` slots. With `completions_per_step`, processes share an optimizer step
+    unevenly, and the other settings say how many completions each of them has room for.
     """
 
     per_device_train_batch_size: int
@@ -25,7 +26,7 @@ class Step:
     completions_per_step: int | None = None
 
     @classmethod
-    def of(cls, settings: Any, num_processes: int) -> "Step":
+    def of(cls, settings: Any, num_processes: int) -> "BatchSizes":
         """Return the sizes of a configuration."""
         values = {f.name: getattr(settings, f.name) for f in fields(cls) if f.name != "num_processes"}
         return cls(num_processes=num_processes, **values)
@@ -40,7 +41,7 @@ class Step:
         """Generation batches per optimizer step, without reuse."""
         return Fraction(self.gradient_accumulation_steps, self.steps_per_generation)
 
-    def for_processes(self, num_processes: int) -> "Step":
+    def for_processes(self, num_processes: int) -> "BatchSizes":
         """
         Return the sizes with which another number of processes has as many completions in an optimizer step and in a
         generation batch. A slot is at most as large as before, where slots can be filled.
@@ -75,21 +76,21 @@ class Step:
         )
 
     @property
-    def slot(self) -> int:
-        """Completions of one `per_device_train_batch_size` over all processes."""
+    def completions_per_slot(self) -> int:
+        """Completions of an accumulation slot, `per_device_train_batch_size` of each process."""
         return self.per_device_train_batch_size * self.num_processes
 
     @property
     def completions_per_generation(self) -> int:
         if self.completions_per_step is not None:
             return int(self.completions_per_step / self.generations_per_step)
-        return self.slot * self.steps_per_generation
+        return self.completions_per_slot * self.steps_per_generation
 
     @property
     def completions_per_update(self) -> int:
         if self.completions_per_step is not None:
             return self.completions_per_step
-        return self.slot * self.gradient_accumulation_steps
+        return self.completions_per_slot * self.gradient_accumulation_steps
 
     @property
     def prompts_per_generation(self) -> float:
@@ -120,7 +121,7 @@ class Step:
         has_whole_groups = self.completions_per_update % self.num_generations == 0
         return not has_whole_groups or not (is_part or (several_generations and self.num_iterations == 1))
 
-    def rollouts(self, optimizer_steps: int) -> int:
+    def num_generation_batches(self, optimizer_steps: int) -> int:
         """Return the number of generation batches for `optimizer_steps`; the last one may be used only in part."""
         slots_per_generation = self.steps_per_generation * self.num_iterations
         return -(-optimizer_steps * self.gradient_accumulation_steps // slots_per_generation)

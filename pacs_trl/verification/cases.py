@@ -166,38 +166,84 @@ def json_of_tests(value: Any) -> str | None:
         return None
 
 
-_PYTHON_LABELS = ("python", "python3", "py")
+# `python`, `py3`, `python3.12`, `python:solution.py`, and Pandoc's `{.python .numberLines}`.
+_PYTHON_LABEL = re.compile(r"\{?\s*\.?(?:python|py)(?:3(?:\.\w+)?)?(?=[\s:}]|$)", re.IGNORECASE)
 
 
-def last_program(text: str) -> str | None:
+def _is_python(label: str) -> bool:
+    return _PYTHON_LABEL.match(label) is not None
+
+
+def last_program(text: str, name: str | None = None) -> str | None:
     """Return the last closed block of a completion with the label of Python, else the last one without a label; `None`
     if there is none, or it is blank. An open block belongs to a truncated completion.
 
+    If a function or class is named, a last block that cannot define it is an example of its use or an output. The
+    program is then the last block that plainly defines the name, if there is one."""
+    blocks = _closed_blocks(text)
+    labelled = [content for label, content in blocks if _is_python(label)]
+    unlabelled = [content for label, content in blocks if not label or label.startswith(":")]
+    programs = unlabelled + labelled  # the last one is the program
+    program = programs[-1] if programs else ""
+    if name is not None and not _may_define(program, name):
+        program = next((earlier for earlier in reversed(programs) if _defines(earlier, name)), program)
+    return program if program.strip() else None
+
+
+def _closed_blocks(text: str) -> list[tuple[str, str]]:
+    """Return label and content of the closed blocks of a completion, in order. A plain block has an empty label.
+
     Fences are Markdown's, at least three backticks or tildes. But one with a label opens a block even inside another,
     which the model forgot to close, unless that is Python between longer or other fences."""
-    labelled: str | None = None
-    unlabelled: str | None = None
-    block: list[str] | None = None  # lines of the open block
+    blocks = []
+    lines: list[str] | None = None  # of the open block
     opening, label = "", ""
     for line in text.split("\n"):
         fence, info = _fence(line)
         is_as_long = fence.startswith(opening)
-        if fence and (block is None or info and (is_as_long or label not in _PYTHON_LABELS)):
-            opening, block = fence, []
-            label = re.split(r"[\s:]", info.lower(), maxsplit=1)[0]  # some models write `python:solution.py`
-        elif block is None:
+        opens_first = fence and lines is None
+        reopens = fence and info and (is_as_long or not _is_python(label))
+        closes = fence and not info and is_as_long
+        if opens_first or reopens:
+            opening, label, lines = fence, info, []
+        elif lines is None:
             continue
-        elif fence and is_as_long and not info:
-            content = textwrap.dedent("\n".join(block))
-            if label in _PYTHON_LABELS:
-                labelled = content
-            elif not label:
-                unlabelled = content
-            block = None
+        elif closes:
+            blocks.append((label, textwrap.dedent("\n".join(lines))))
+            lines = None
         else:
-            block.append(line)
-    program = unlabelled if labelled is None else labelled
-    return program if program and program.strip() else None
+            lines.append(line)
+    return blocks
+
+
+# An answer is the module `solution`, which examples of its use import, sometimes under other names.
+_IMPORT_OF_PROGRAM = re.compile(r"^from[ \t]+(?:solution|main|your_module)[ \t]+import\b.*", re.MULTILINE)
+# A class whose methods are tested, and what may define a name that does not stand in the program.
+_MAY_DEFINE_ANY = (
+    r"\bclass\s+Solution\b|\bimport[\s\\]*\*|\b(?:exec|eval|globals|locals|vars|setattr|__dict__|__getattr__)\b"
+)
+
+
+def _may_define(program: str, name: str) -> bool:
+    """Whether a program may define a name, in whatever form. One that only calls it, as in `print(name(1))`, or
+    imports it from the module of the answer, cannot."""
+    definition = rf"\b(?:def|class)[\s\\]+{name}\b"
+    use_without_call = rf"\b{name}\b(?!\()"
+    pattern = f"{definition}|{use_without_call}|{_MAY_DEFINE_ANY}"
+    return re.search(pattern, _IMPORT_OF_PROGRAM.sub("", program)) is not None
+
+
+_PLACEHOLDER = re.compile(r"(?:\bpass|\.\.\.)[ \t]*(?:#.*)?$|\braise[ \t]+NotImplementedError\b")
+
+
+def _defines(program: str, name: str) -> bool:
+    """Whether a program plainly defines a name at its top level, or as a method of the class `Solution`, and does not
+    end with a placeholder, as code to start from does."""
+    pattern = rf"^(?:async[ \t]+)?(?:def|class)[ \t]+{name}\b|^{name}[ \t]*=(?!=)"
+    if re.search(r"^class[ \t]+Solution\b", program, re.MULTILINE):
+        pattern += rf"|^[ \t]+def[ \t]+{name}\b"
+    last_line = program.rstrip().rpartition("\n")[2]
+    return re.search(pattern, program, re.MULTILINE) is not None and _PLACEHOLDER.search(last_line) is None
 
 
 def _fence(line: str) -> tuple[str, str]:
@@ -213,9 +259,25 @@ def _fence(line: str) -> tuple[str, str]:
 _PACKAGE = "pacs_trl.verification"
 
 
+# A docstring, comments, and the `__future__` imports after them, which are an error anywhere else.
+_BLANK = r"(?:\s|;|#[^\n]*\n)*"
+_QUOTES = ('"{3}', "'{3}", '"', "'")
+_DOCSTRING = "[rRuU]?(?:" + "|".join(rf"{quote}(?:(?!{quote})[^\\]|\\.)*{quote}" for quote in _QUOTES) + ")"
+_FUTURE_IMPORT = r"from[ \t]+__future__[ \t]+import\b(?:[ \t]*\([^()]*\)|[^\n;#]*)"
+_START_OF_PROGRAM = re.compile(rf"{_BLANK}(?:{_DOCSTRING}{_BLANK})?(?:{_FUTURE_IMPORT}{_BLANK})+", re.DOTALL)
+
+
+def _with_prelude(prelude: str, source: str) -> str:
+    """Return a program that begins with a prelude, but for `__future__` imports, which must stand before it."""
+    start = _START_OF_PROGRAM.match(source)
+    if start is None:
+        return f"{prelude}\n{source}"
+    return f"{start.group()}\n{prelude}\n{source[start.end() :]}"
+
+
 def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
     """Return a program with standard input and output: the source, or one that calls its function."""
-    source = f"{tests.prelude}\n{source}" if tests.prelude else source
+    source = _with_prelude(tests.prelude, source) if tests.prelude else source
     if tests.function is None:
         return source
     function, more = ("serve", "") if expected is PASSED else ("call", f", {tests.are_asserts}")

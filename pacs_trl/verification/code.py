@@ -186,7 +186,7 @@ class CodeVerifier(BaseVerifier):
             return Grade(Outcome.GOLD_UNPARSEABLE, error=str(error))
         if isinstance(completion, str) and len(completion) > MAX_CHARACTERS:
             return Grade(Outcome.TOO_LONG)
-        program = last_program(completion) if isinstance(completion, str) else None
+        program = last_program(completion, tests.function) if isinstance(completion, str) else None
         if program is None:
             return Grade(Outcome.NO_ANSWER)
         return self._key(text, program), (program, tests)

@@ -23,6 +23,8 @@ shift
 
 HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export HEAD NNODES="$SLURM_JOB_NUM_NODES"
+# One process per GPU of the job: those of `sbatch --gpus-per-node`.
+export GPUS=${GPUS:-${SLURM_GPUS_ON_NODE:-8}}
 # Seconds from SIGTERM to SIGKILL, instead of 30: an optimizer step takes longer.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1140
 

@@ -72,7 +72,7 @@ def test_adaptive_control_raises_the_coefficient_up_to_the_target_and_lowers_it_
 
     def run_with_given_entropy(model, minibatch, timing):
         applied.append(trainer.update.entropy_coef)
-        return run_update(model, minibatch, timing)._replace(bonus_entropy=entropies[len(applied) - 1])
+        return run_update(model, minibatch, timing)._replace(mean_bonus_entropy=entropies[len(applied) - 1])
 
     trainer.update.run = run_with_given_entropy
     trainer.train()

@@ -128,8 +128,8 @@ def test_groups_without_a_gradient_have_no_forward_pass(tmp_path, settings):
     passed = []
 
     class Counting(GRPOTrainer):
-        def _prepare_learning(self):
-            super()._prepare_learning()
+        def _set_up_update(self):
+            super()._set_up_update()
             score = self.forward_pass.compute_logps
 
             def counted(model, prompt_ids, completion_ids):

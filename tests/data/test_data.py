@@ -1,6 +1,7 @@
 """Named sets in their Hub column layout, files, prompts, filters and splits of `pacs_trl.data`."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pacs_trl.data import (
     load_training_data,
 )
 from pacs_trl.data.sets import ProblemSet, load_rows
+from pacs_trl.errors import UserError
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
 from pacs_trl.verification.cases import read_tests
@@ -118,6 +120,38 @@ class TestNamedSets:
         ):
             with pytest.raises(ValueError, match=f"Row 0 of .*{words}"):
                 load_tests(cell)
+
+
+def test_mappings_that_are_no_tests_are_dropped_with_the_reason(tmp_path, caplog):
+    rows = [{"question": "1+1", "answer": {"value": "2"}}, {"question": "", "answer": {}}, {"question": "1+2"}]
+    load(write_jsonl(tmp_path / "rows.jsonl", [*rows, {"question": "2+2", "answer": "4"}]))
+    assert "Dropped 3 of 4 rows" in caplog.text
+    assert "In 1 of them `answer` is a mapping" in caplog.text and "tests of a program" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["rows.JSONL", "rows.Json", "rows.PARQUET"])
+def test_the_case_of_a_file_suffix_does_not_matter(tmp_path, name):
+    path, rows = tmp_path / name, [{"question": "1+1", "answer": "2"}]
+    if name == "rows.PARQUET":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text(json.dumps(rows if name == "rows.Json" else rows[0]))
+    assert load(str(path))[0]["solution"] == ["2"] and load_benchmark(str(path)).problems[0].solution == "2"
+
+
+IGNORED = [
+    ({"dataset_name": "rows.jsonl", "dataset_split": "test"}, "dataset_split is for datasets on the Hub"),
+    ({"dataset_name": "mine:rows", "dataset_split": "test"}, "dataset_split is for datasets on the Hub"),
+    ({"dataset_name": "rows.jsonl", "dataset_path": "other.jsonl"}, "dataset_path is for the named sets deepscaler, "),
+    ({"dataset_name": "gsm8k", "dataset_size": 7}, "dataset_size is for dataset_name: reasoning_gym"),
+]
+
+
+@pytest.mark.parametrize(("settings", "remedy"), IGNORED)
+def test_a_setting_that_would_be_ignored_is_refused_with_what_it_is_for(settings, remedy):
+    with pytest.raises(UserError, match=f"would be ignored with .* Remove it: {remedy}") as refused:
+        DataArguments(**settings)
+    assert "None" not in str(refused.value)
 
 
 def test_a_file_is_split_into_training_and_evaluation():
@@ -235,12 +269,14 @@ class TestLengthSplitAndShuffle:
         tokenizer.chat_template += "{{ 'x' * num_extra }}"
         assert len(load_training_data(arguments, tokenizer, {"num_extra": 3})[0]) == 10
 
-    def test_a_key_that_the_template_would_ignore_is_refused(self, path):
+    def test_a_key_that_the_template_would_ignore_is_refused(self, path, tmp_path):
         tokenizer = build_tokenizer()
         for known in ("messages", "tools", None):  # in the template, a parameter, none
             check_chat_template_kwargs(tokenizer, known and {known: []})
         with pytest.raises(ValueError, match="enable_thinkng"):
             load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
+        text = write_jsonl(tmp_path / "text.jsonl", [{"prompt": "1+1", "solution": "2"}] * 2)  # without a template
+        load_training_data(DataArguments(dataset_name=text), tokenizer, {"enable_thinkng": False})
         tokenizer.chat_template = "{{ messages }}{% if enable_thinkng is defined %}x{% endif %}"
         load_training_data(DataArguments(dataset_name=path), tokenizer, {"enable_thinkng": False})
 
@@ -284,6 +320,29 @@ def test_other_formats_and_unknown_datasets_are_answered_with_what_is_read(tmp_p
         load("absent.csv")
     with pytest.raises(ValueError, match="Did you mean `openai/gsm8k`"):
         load("nobody/gsm8k_main")
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_of_a_dataset_is_refused(name):
+    with pytest.raises(UserError, match="dataset_name is empty"):
+        DataArguments(dataset_name=name)
+
+
+FOLDERS = {
+    "files with other columns": ({"a.jsonl": '{"question": "1", "answer": "1"}', "b.jsonl": '{"q": [1]}'}, {}),
+    "a damaged file": ({"a.jsonl": '{"question": "1",'}, {}),
+    "no such split": ({"a.jsonl": '{"question": "1", "answer": "1"}'}, {"dataset_split": "test"}),
+    "a split without a name": ({"a.jsonl": '{"question": "1", "answer": "1"}'}, {"dataset_split": ""}),
+    "no such configuration": ({"a.jsonl": '{"question": "1", "answer": "1"}'}, {"dataset_config": "main"}),
+}
+
+
+@pytest.mark.parametrize(("files", "settings"), FOLDERS.values(), ids=FOLDERS)
+def test_a_folder_that_cannot_be_loaded_is_named_with_the_reason(tmp_path, files, settings):
+    for name, line in files.items():
+        (tmp_path / name).write_text(line + "\n")
+    with pytest.raises(UserError, match=f"{re.escape(str(tmp_path))}.* could not be loaded: .*dataset_split"):
+        load(str(tmp_path), **settings)
 
 
 def test_training_and_evaluation_read_a_file_alike(tmp_path):

@@ -23,12 +23,12 @@ from support.sharding import (
 )
 
 from pacs_trl import GRPOTrainer, PACSTrainer, PPOTrainer, REALTrainer
-from pacs_trl.update.step_sizes import Step
+from pacs_trl.update.step_sizes import BatchSizes
 
 
 # Weights move by the gradient itself (plain gradient descent), or by one that rounding does not turn around.
 ADAM = {"optim": "adamw_torch", "adam_epsilon": 1e-2, "learning_rate": 3e-3}
-# Settings for eight processes; `Step.for_processes` makes those for other numbers.
+# Settings for eight processes; `BatchSizes.for_processes` makes those for other numbers.
 ONE_UPDATE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1}
 TWO_UPDATES = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
 FOUR_UPDATES = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "steps_per_generation": 4}
@@ -53,7 +53,7 @@ WITH_CRITIC = {"num_iterations": 2, "max_grad_norm": 0.5, "gae_lambda": 0.9, "lo
 def sized(settings: dict[str, Any], num_processes: int) -> dict[str, Any]:
     """The settings of a scenario for another number of processes."""
     sizes = {name: settings[name] for name in ONE_UPDATE}
-    step = Step(num_processes=8, num_generations=8, **sizes).for_processes(num_processes)
+    step = BatchSizes(num_processes=8, num_generations=8, **sizes).for_processes(num_processes)
     return settings | {name: getattr(step, name) for name in ONE_UPDATE} | {"num_generations": 8}
 
 
@@ -110,7 +110,7 @@ def evaluate(directory: Path, num_processes: int, **more_settings) -> dict[str, 
 
 def resumed(directory: Path, num_processes: int, checkpoint: str | None, **more_settings) -> dict[str, Any]:
     """A run of six steps with a snapshot that starts, or continues from a checkpoint."""
-    step = Step(num_processes=8, num_generations=8, **TWO_UPDATES).for_processes(num_processes)
+    step = BatchSizes(num_processes=8, num_generations=8, **TWO_UPDATES).for_processes(num_processes)
     trainer = build_trainer(
         directory,
         replay=Replay(num_generations=8),

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import trl
+from peft import LoraConfig, get_peft_model
 from support.problems import held_out
+from transformers import AutoModelForCausalLM
 
 from pacs_trl.cli import run as command
 from pacs_trl.data import PROMPT_INSTRUCTION
@@ -19,8 +21,8 @@ from pacs_trl.evaluation import pass_at_k
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.engines import TransformersEngine, identify_model
 from pacs_trl.evaluation.requests import Completion, render_prompt
-from pacs_trl.evaluation.results import read_results
-from pacs_trl.evaluation.run import evaluate, load_benchmarks, requests_to_generate
+from pacs_trl.evaluation.results import GradedSample, read_results, summarize
+from pacs_trl.evaluation.run import default_label, evaluate, load_benchmarks, requests_to_generate
 from pacs_trl.verification import Verifier
 from pacs_trl.verification.code import CodeVerifier
 
@@ -53,7 +55,8 @@ def test_results_agree_with_the_samples(run, arguments, sums):
         mean = sum(pass_at_k(8, p["c"], k) for p in entry["problems"]) / 12
         cell = entry["pass_at_k"][str(k)]
         assert cell["value"] == pytest.approx(mean, abs=1e-12) and cell["lower"] <= mean <= cell["upper"]
-    assert results["method"] == "guesser" and results["protocol"]["sampling"]["temperature"] == 1.0
+    assert results["method"] == "guesser" and not results["method_is_default"]
+    assert results["protocol"]["sampling"]["temperature"] == 1.0
     assert results == read_results(arguments["output_dir"])
 
 
@@ -64,6 +67,54 @@ def test_messages_without_text_are_refused_before_the_model_is_loaded(run, argum
     file.write_text("".join(json.dumps({"prompt": prompt, "answer": "2"}) + "\n" for prompt in ([turns[1]], turns)))
     with pytest.raises(ValueError, match="Problem 1 of own .*'system' without content"):
         run(arguments, benchmarks=str(file))
+
+
+def without_template(checkpoint, directory):
+    """A copy of a checkpoint, like a base model, that has no chat template."""
+    model = shutil.copytree(checkpoint, directory)
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    file = model / "tokenizer_config.json"
+    settings = {key: value for key, value in json.loads(file.read_text()).items() if key != "chat_template"}
+    file.write_text(json.dumps(settings))
+    return str(model)
+
+
+def test_text_prompts_need_no_chat_template(run, arguments, checkpoint, tmp_path, monkeypatch):
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
+    own = arguments | {"benchmarks": str(file), "model": without_template(checkpoint, tmp_path / "base")}
+    results = run(own, n=2, k="1")
+    assert results["benchmarks"]["own"]["instruction"] is None
+    assert results == read_results(own["output_dir"])
+    monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("generated again"))
+    assert run(own, n=2, k="1")["prompt_digest"] == results["prompt_digest"]
+
+
+def test_template_arguments_are_for_messages_only(run, arguments, tmp_path):
+    """As in training: text prompts are not rendered."""
+    file = tmp_path / "own.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
+    own = arguments | {"benchmarks": str(file), "chat_template_kwargs": {"enable_thinking": False}}
+    assert run(own, n=2, k="1")["benchmarks"]["own"]["instruction"] is None
+    with pytest.raises(ValueError, match="enable_thinking"):
+        run(own | {"benchmarks": arguments["benchmarks"]}, n=2, k="1")
+
+
+def test_template_arguments_are_those_of_the_template_of_a_processor(run, arguments, checkpoint, tmp_path):
+    """Models that read images have it in chat_template.json, and generation uses it."""
+    model = Path(without_template(checkpoint, tmp_path / "base"))
+    template = "{% if shout %}LOUD {% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    run(arguments, model=str(model), chat_template_kwargs={"shout": True}, n=2, k="1")
+    with pytest.raises(ValueError, match="would ignore shuot"):
+        run(arguments, model=str(model), chat_template_kwargs={"shuot": True}, n=2, k="1")
+
+
+def test_messages_need_a_chat_template_before_the_model_is_loaded(run, arguments, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("the model is loaded"))
+    with pytest.raises(ValueError, match="math_500 has messages.* no chat template. Evaluate .*`prompt`"):
+        run(arguments, model=without_template(checkpoint, tmp_path / "base"))
+    assert not Path(arguments["output_dir"]).exists()
 
 
 def test_samples_of_another_day_have_the_date_of_the_first_ones(run, arguments, checkpoint, tmp_path, monkeypatch):
@@ -101,6 +152,31 @@ def test_truncated_samples_are_graded_as_in_training(run, arguments, play):
     assert results["protocol"]["verifier"]["grade_truncated"] is False
 
 
+def test_results_state_the_settings_that_a_server_rejected(run, arguments, play):
+    def complete(request):
+        more = {"settings_not_sent": ["top_k", "min_p"]} if request.sample == 1 else {}
+        return Completion("1", 3, "stop", more=more)
+
+    play(complete)
+    changes = {"benchmarks": held_out(), "max_problems": 2, "k": "1"}
+    assert "settings_not_sent" not in run(arguments, n=1, **changes)["engine"]
+    for _ in range(2):  # the second run generates nothing
+        assert run(arguments, n=2, **changes)["engine"]["settings_not_sent"] == ["min_p", "top_k"]
+
+
+def test_the_command_prints_how_many_problems_each_k_excludes(arguments, monkeypatch, capsys):
+    """The first problem has two graded samples, the second has one, the third has none."""
+    graded = {("0", 0): 1.0, ("0", 1): 1.0, ("1", 0): 0.0, ("1", 1): None, ("2", 0): None, ("2", 1): None}
+    samples = [GradedSample(problem, outcome, 3, "stop") for (problem, _), outcome in graded.items()]
+    summary = summarize(["0", "1", "2"], samples, [1, 2])
+    results = {"benchmarks": {"own": {"title": "own"} | summary}}
+    monkeypatch.setattr("pacs_trl.evaluation.run.evaluate", lambda *args, **kwargs: results)
+    assert main(command_line(arguments)) == 0
+    printed = capsys.readouterr().out
+    assert "3 samples could not be graded" in printed
+    assert "fewer than k graded samples" in printed and "1 for k=1, 2 for k=2" in printed
+
+
 def test_programs_run_in_the_sandbox(arguments, verifier, play):
     """Every second sample is the program that solves its problem; the level stands in the results."""
 
@@ -134,9 +210,10 @@ def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(run, arguments, 
     play(complete)
     path = Path(__file__).parents[1] / "data" / "gpqa_diamond.jsonl"
     changes = {"benchmarks": f"gpqa_diamond={path}", "prompt_instruction": PROMPT_INSTRUCTION, "engine": "server"}
-    changes |= {"k": "1"}
+    changes |= {"k": "1", "batch_size": 64}
     for n in (3, 8):  # the second run adds samples to those of the first
         results = run(arguments | changes, n=n)
+    assert "the letter of the right option" in results["benchmarks"]["gpqa_diamond"]["instruction"]
     assert len(asked) == 3 * 8 and {len(orders) for orders in asked.values()} == {1}
     for problem, right in zip(results["benchmarks"]["gpqa_diamond"]["problems"], ("neutron", "23", "argon")):
         orders = [asked[problem["id"], sample][0] for sample in range(8)]
@@ -154,7 +231,7 @@ def test_a_group_with_a_hole_is_generated_again_as_a_whole(arguments):
     # 96 requests in groups of 20; the holes are in the second and in the last, which has 16.
     missing = requests_to_generate(args, benchmark, set(keys) - {keys[25], keys[95]})
     assert missing == everything[20:40] + everything[80:]
-    server = dataclasses.replace(args, engine="server")
+    server = dataclasses.replace(args, engine="server", batch_size=64)
     assert requests_to_generate(server, benchmark, set(keys) - {keys[25], keys[95]}) == [
         everything[25],
         everything[95],
@@ -191,7 +268,7 @@ def test_the_command_prints_truncation_before_pass_at_1_of_each_benchmark(argume
         ({"model": "./nothing", "benchmarks": "math_500"}, "./nothing"),
         ({"model": "ADAPTER"}, "'/no/base'"),
         ({"model": "SHARDS"}, "accelerate merge-weights"),
-        ({"model": "ADAPTER", "engine": "vllm"}, "ADAPTER"),
+        ({"model": "ADAPTER", "engine": "vllm", "batch_size": 64}, "ADAPTER"),
         ({"benchmarks": "chess"}, "chess"),
         ({"benchmarks": "math_500=/nowhere/rows.jsonl"}, "/nowhere/rows.jsonl"),
         ({"benchmarks": f"{held_out()},{held_out()}"}, "benchmarks"),
@@ -236,6 +313,64 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
             run(arguments, model=str(tmp_path / name))
 
 
+@pytest.mark.parametrize(
+    ("path", "label"),
+    [
+        ("outputs/pacs", "pacs"),
+        ("outputs/pacs/checkpoint-100", "pacs/checkpoint-100"),
+        ("outputs/pacs/seed-0/checkpoint-100", "pacs/seed-0/checkpoint-100"),
+        ("outputs/grpo/final_model", "grpo/final_model"),
+        ("models--org--base/snapshots/" + "0a" * 20, "models--org--base/snapshots/" + "0a" * 20),
+        ("model", "model"),
+    ],
+)
+def test_the_label_of_a_directory_tells_runs_apart(tmp_path, monkeypatch, path, label):
+    (tmp_path / path).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for given in (path, f"./{path}/", str(tmp_path / path)):
+        assert default_label(given) == label
+
+
+def test_the_label_of_a_directory_has_no_names_around_the_working_directory(tmp_path, monkeypatch):
+    work = tmp_path / "alice" / "work"
+    for path in (work / "model", tmp_path / "alice" / "model", tmp_path / "alice" / "pacs" / "checkpoint-1"):
+        path.mkdir(parents=True)
+    monkeypatch.chdir(work)
+    assert default_label(str(work / "model")) == "model"
+    assert default_label(str(tmp_path / "alice" / "model")) == "model"
+    assert default_label(str(tmp_path / "alice" / "pacs" / "checkpoint-1")) == "checkpoint-1"
+    assert default_label("../model") == "model"
+    assert default_label("../pacs/checkpoint-1") == "pacs/checkpoint-1"  # as it was given
+    monkeypatch.chdir("model")
+    assert default_label(".") == "model"
+
+
+def test_the_label_of_a_hub_id_is_its_name():
+    assert default_label("org/model") == "model"
+
+
+def test_an_adapter_is_its_content_and_that_of_its_base(run, arguments, checkpoint, boxing_model, tmp_path):
+    base = shutil.copytree(checkpoint, tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    boxing_model[1].save_pretrained(tmp_path / "adapter")
+    own = arguments | {"model": str(tmp_path / "adapter"), "n": 1, "k": "1"}
+    first = run(own)
+    store = store_path(own)
+    before, (header, *lines) = store.read_text(), store.read_text().splitlines()
+    other = copy.deepcopy(boxing_model[0])
+    other.model.norm.weight.data.mul_(1.001)
+    other.save_pretrained(base)
+    with pytest.raises(ValueError, match=r"model.base_digest: '\w{16}' != '\w{16}'"):
+        run(own)
+    header = json.loads(header)
+    assert header["settings"]["model"].pop("base_digest") == first["model"]["base_digest"]
+    store.write_text("\n".join([json.dumps(header), *lines]) + "\n")  # of an earlier version
+    with pytest.raises(ValueError, match=r"(?s)model.base_digest: None != '\w{16}'.*use another output directory"):
+        run(own)
+    assert len(before.splitlines()) == len(store.read_text().splitlines()) == 13
+
+
 def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint, checkpoint_with_code, tmp_path):
     """Its completions are those of the same weights in transformers, and the setting keeps stored samples."""
     plain = arguments | {"output_dir": str(tmp_path / "plain")}
@@ -252,9 +387,46 @@ def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint,
         run(own, trust_remote_code=True)
 
 
-def test_code_of_a_checkpoint_is_not_run_by_a_server(arguments):
-    with pytest.raises(ValueError, match="trust_remote_code would be ignored with engine 'server'"):
-        EvaluationArguments(**{**arguments, "engine": "server", "trust_remote_code": True})
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("server", {"trust_remote_code": True, "revision": "v1", "dtype": "float32", "max_model_len": 100}),
+        ("transformers", {"max_model_len": 100, "base_url": "http://x/v1"}),
+        ("vllm", {"base_url": "http://x/v1"}),
+    ],
+)
+def test_settings_of_another_engine_are_refused(engine, settings):
+    whole = {"model": "m", "benchmarks": "b", "output_dir": "o", "engine": engine}
+    for name, value in settings.items():
+        with pytest.raises(ValueError, match=rf"^{name}={value!r} would be ignored with engine '{engine}'.*remove"):
+            EvaluationArguments(**whole, **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("engine", "settings"),
+    [
+        ("server", {"batch_size": 8, "tensor_parallel_size": 2, "enforce_eager": True}),
+        ("transformers", {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "concurrency": 2}),
+        ("vllm", {"concurrency": 2, "batch_size": 8}),
+    ],
+)
+def test_settings_of_another_engine_that_change_no_result_are_warned_of(verifier, caplog, engine, settings):
+    whole = {"model": "org/none", "benchmarks": "none", "output_dir": "o", "engine": engine}
+    args = EvaluationArguments(**whole, **settings)
+    with pytest.raises(ValueError, match="benchmark"):
+        evaluate(args, verifier)  # warns first
+    (warning,) = (record.message for record in caplog.records)
+    assert all(name in warning for name in settings) and repr(engine) in warning
+    caplog.clear()
+    with pytest.raises(ValueError, match="benchmark"):
+        evaluate(EvaluationArguments(**whole), verifier)
+    assert not caplog.records
+
+
+def test_settings_that_the_engine_reads_or_that_have_their_default_are_kept():
+    whole = {"model": "m", "benchmarks": "b", "output_dir": "o"}
+    EvaluationArguments(**whole, engine="server", tensor_parallel_size=1, revision=None, batch_size=64, concurrency=2)
+    EvaluationArguments(**whole, engine="vllm", tools=["say"], batch_size=8)  # conversations at a time
 
 
 def test_a_full_disk_keeps_what_was_generated(run, arguments, tmp_path, capsys):
@@ -271,7 +443,12 @@ def test_a_full_disk_keeps_what_was_generated(run, arguments, tmp_path, capsys):
 
 
 def test_the_address_of_a_server_is_kept_without_its_password(arguments):
-    arguments = {**arguments, "engine": "server", "base_url": "http://user:s3cr3t@host:8000/v1?token=s3cr3t&a=1"}
+    arguments = {
+        **arguments,
+        "engine": "server",
+        "batch_size": 64,
+        "base_url": "http://user:s3cr3t@host:8000/v1?token=s3cr3t&a=1",
+    }
     assert identify_model(EvaluationArguments(**arguments))["server"] == "http://host:8000/v1?a=1"
 
 

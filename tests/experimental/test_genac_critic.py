@@ -11,6 +11,7 @@ from support.seeds import shifted
 from support.tolerances import rounding_atol
 
 from pacs_trl.baselines.gae import generalized_advantages
+from pacs_trl.errors import UserError
 from pacs_trl.experimental._critic import (
     CRITIC_PROMPTS,
     Actor,
@@ -19,11 +20,13 @@ from pacs_trl.experimental._critic import (
     answer_length,
     border_lambdas,
     critic_rewards,
+    problem_text,
     reinforce_losses,
     reinforce_weights,
     segment_starts,
     token_values,
 )
+from pacs_trl.experimental.genac import GenACConfig
 
 
 NAN = math.nan
@@ -157,6 +160,45 @@ def test_shipped_templates_say_the_state_and_condition_or_not(name):
     assert ("unknown" in CriticPrompt(name).render(STATE, ACTOR._replace(success_rate=None))) == conditioned
 
 
+def template(directory, text: str) -> str:
+    """Write a template, and return its path."""
+    path = directory / "template.txt"
+    path.write_text(text)
+    return str(path)
+
+
+def test_braces_that_are_no_placeholder_stay_in_a_template(tmp_path):
+    prompt = CriticPrompt(template(tmp_path, "{problem} \\boxed{n} {outcome} {response} <a>{score}</a>"))
+    assert prompt.render(State("1+1", "2", 1), ACTOR) == "1+1 \\boxed{n} {outcome} 2 <a>integer</a>"
+    assert prompt.parse("<a>7</a>") == 0.7
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("{problem} {response} Rate.", "{score}"),
+        ("{problem} {response} Rate: {score}", "{score}"),  # without tags
+        ("{problem} <a>{score}</a>", "{response}"),
+        ("{response} <a>{score}</a>", "{problem}"),
+        ("{problem} {respons} <a>{score}</a>", "{response}"),
+    ],
+)
+def test_a_template_without_a_placeholder_is_refused(tmp_path, text, missing):
+    path = template(tmp_path, text)
+    with pytest.raises(ValueError, match=f"critic_prompt=.*{missing}"):
+        GenACConfig(str(tmp_path), critic_prompt=path, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match=f"critic_prompt=.*{missing}"):
+        CriticPrompt(path)
+
+
+def test_a_problem_is_the_text_of_all_user_turns():
+    system = {"role": "system", "content": "Be brief."}
+    blocks = [{"type": "text", "text": "What is"}, {"type": "text", "text": "1+1?"}]
+    prompt = [system, {"role": "user", "content": "A question:"}, {"role": "user", "content": blocks}]
+    assert problem_text(prompt) == "A question:\nWhat is\n1+1?"
+    assert problem_text("1+1") == "1+1"
+
+
 @pytest.mark.parametrize(
     ("answer", "value"),
     [
@@ -194,3 +236,14 @@ def test_an_answer_ends_at_its_first_tag_or_end_token(text):
     first = next((n for n in range(1, end) if "</answer>" in TOKENIZER.decode(ids[:n])), end)
     assert answer_length(TOKENIZER, ids, "</answer>", {TOKENIZER.eos_token_id}) == first
     assert answer_length(TOKENIZER, ids, None, {TOKENIZER.eos_token_id}) == end
+
+
+@pytest.mark.parametrize("content", [None, "Réponse {problem} {response} <answer>{score}</answer>".encode("latin-1")])
+def test_a_critic_prompt_that_cannot_be_read_is_an_error_of_the_user(tmp_path, content):
+    path = tmp_path / "prompt.txt"
+    if content is not None:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="critic_prompt=.* cannot be read .*UTF-8"):
+            GenACConfig(str(tmp_path), critic_prompt=str(path), report_to="none", use_cpu=True)
+    with pytest.raises(UserError, match="critic_prompt=.* cannot be read .*UTF-8"):
+        CriticPrompt(str(path))

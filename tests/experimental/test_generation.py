@@ -1,12 +1,14 @@
 """Guided attempts, more completions of hard prompts, and other prompts in place of uniform groups: what is drawn,
 learnt and kept."""
 
+import copy
 import hashlib
 import os
 import random
 import signal
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -20,9 +22,10 @@ from support.seeds import shifted
 from transformers import AutoModelForCausalLM
 
 from pacs_trl.errors import FailedRun
+from pacs_trl.experimental._generation import ExtendingTrainer
 from pacs_trl.experimental.dars import DARSTrainer, additional_completions
 from pacs_trl.experimental.guidance import FEEDBACK as FEEDBACK_ON
-from pacs_trl.experimental.guidance import WRONG, GuidanceTrainer
+from pacs_trl.experimental.guidance import WRONG, GuidanceTrainer, with_hint
 from pacs_trl.rewards import math_reward
 from pacs_trl.verification import Outcome
 
@@ -143,6 +146,43 @@ def test_a_run_that_goes_on_from_any_step_is_bit_identical(tmp_path, model_path,
         assert_same_models(resumed, straight)
         for name in ("loss", "grad_norm", "num_tokens", "adaptive/additional", "guidance/solved", "refill/epochs"):
             assert history(resumed, name) == history(straight, name), name
+
+
+def test_completions_after_an_interrupted_extension_are_first_ones_again():
+    trainer = object.__new__(ExtendingTrainer)
+    trainer.accelerator = SimpleNamespace(num_processes=1, process_index=0)
+    trainer._metrics = {"train": {}}
+
+    def generate_more(examples, num_completions, groups):
+        assert trainer.source == "guidance"
+        raise KeyboardInterrupt
+
+    trainer.generate_more = generate_more
+    with pytest.raises(KeyboardInterrupt):
+        trainer.generate_for([(0, {"prompt": "1+1"})], "guidance")
+    assert trainer.source == "first"
+
+
+USER, ASSISTANT = ({"role": role, "content": "1+1"} for role in ("user", "assistant"))
+BLOCKS = {"role": "user", "content": [{"type": "text", "text": "1+1"}]}
+HINTED = USER | {"content": "1+1\n\nHint: two"}
+HINTED_PROMPTS = {
+    "text": ("1+1", "1+1\n\nHint: two"),
+    "one turn": ([USER], [HINTED]),
+    "two turns": ([USER, ASSISTANT, USER], [USER, ASSISTANT, HINTED]),
+    "ends with an assistant's turn": ([USER, ASSISTANT], [HINTED, ASSISTANT]),
+    "blocks": (
+        [BLOCKS],
+        [BLOCKS | {"content": [*BLOCKS["content"], {"type": "text", "text": "\n\nHint: two"}]}],
+    ),
+}
+
+
+@pytest.mark.parametrize(("prompt", "hinted"), HINTED_PROMPTS.values(), ids=HINTED_PROMPTS)
+def test_a_hint_is_at_the_end_of_the_last_user_turn(prompt, hinted):
+    before = copy.deepcopy(prompt)
+    assert with_hint(prompt, "two") == hinted
+    assert prompt == before
 
 
 def test_the_schedule_decides_from_the_first_draw(tmp_path, model_path):

@@ -160,8 +160,9 @@ def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     packed = ForwardPass._packed
 
     def shifted(self, *rows):
-        inputs, *others = packed(self, *rows)
-        return {**inputs, "position_ids": inputs["position_ids"].sort().values}, *others
+        model_inputs = packed(self, *rows)
+        inputs = model_inputs.inputs
+        return model_inputs._replace(inputs={**inputs, "position_ids": inputs["position_ids"].sort().values})
 
     monkeypatch.setattr(ForwardPass, "_packed", shifted)
     rows = compare_layouts("cpu", "tiny", "sdpa", 24)

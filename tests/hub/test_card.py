@@ -1,5 +1,6 @@
 """The model card: the same after training and after pushing, with a snippet and a command that run."""
 
+import ast
 import re
 import shlex
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from datasets import Dataset
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.utils import validate_repo_id
 from peft import LoraConfig
@@ -131,15 +133,61 @@ def test_names_break_neither_tables_nor_fences():
     assert build_card("name", training=facts).count("\n````") == 2
 
 
+def test_the_card_has_the_instruction_of_each_benchmark():
+    results = make_results("PACS", 0.5, ks=(1, 8))
+    one = build_card("name", results=results)
+    assert "with this prompt" in one and "\n\n```text\n<problem> Box it.\n```\n\nSampling" in one
+    for name, instruction in (("aime_2024", "Say A."), ("aime_2025", None)):
+        results["benchmarks"][name]["instruction"] = instruction
+    text = build_card("name", results=results)
+    for words in ("AIME 2024:\n\n```text\n<problem> Say A.\n```\n", "\n\nAIME 2025:\n\nthe prompts of the data\n\n"):
+        assert words in text
+    assert "MATH 500:\n\n```text\n<problem> Box it.\n```\n\nSampling" in text
+
+
 def test_the_use_of_a_model_is_shown_with_a_prompt_of_its_task():
     question = [{"role": "user", "content": 'Write "9" as a Roman numeral.'}]
     facts = training_facts(1) | {"example": {"prompt": question, "max_new_tokens": 16}}
     code = block(build_card("name", training=facts), "python")
-    assert 'prompt = [{"role": "user", "content": "Write \\"9\\" as a Roman numeral."}]\n' in code
+    assert "prompt = [{'role': 'user', 'content': 'Write \"9\" as a Roman numeral.'}]\n" in code
     assert "generator(prompt, max_new_tokens=16," in code
     facts["example"]["prompt"] = "IX + I ="
-    assert 'prompt = "IX + I ="\n' in block(build_card("name", training=facts), "python")
+    assert "prompt = 'IX + I ='\n" in block(build_card("name", training=facts), "python")
     assert "max_new_tokens=1024" in block(build_card("name"), "python")
+
+
+def test_the_prompt_of_a_card_is_a_python_literal():
+    prompt = [{"role": "user", "content": "π\n"}, {"role": "assistant", "content": None, "prefix": True}]
+    facts = training_facts(1) | {"example": {"prompt": prompt, "max_new_tokens": 16}}
+    (line,) = re.findall(r"^prompt = (.*)$", build_card("name", training=facts), re.MULTILINE)
+    assert ast.literal_eval(line) == prompt
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_shown"),
+    [
+        (None, False),
+        ({"dataset_name": "problems.jsonl"}, False),
+        ({"dataset_name": "org/problems"}, False),
+        ({"dataset_name": "deepscaler", "dataset_path": "problems.jsonl"}, False),
+        ({"dataset_name": "deepscaler"}, True),
+        ({"dataset_name": "reasoning_gym"}, True),
+    ],
+)
+@pytest.mark.parametrize("is_text", [False, True])
+def test_a_prompt_of_data_that_may_be_private_is_not_published(tmp_path, recipe, is_shown, is_text):
+    private = "Patient Jo: dose?"
+    rows = [{"prompt": private if is_text else [{"role": "user", "content": private}], "solution": "1"}] * 8
+    trainer = build_trainer(tmp_path, more={"train_dataset": Dataset.from_list(rows)}, max_completion_length=8)
+    trainer.recipe = recipe
+    trainer.save_model()
+    code = block((tmp_path / "README.md").read_text(), "python")
+    for content in (code, (tmp_path / "provenance.json").read_text()):
+        assert (private in content) == is_shown
+    shown = private if is_shown else "What is 37 + 5?"
+    (line,) = re.findall(r"^prompt = (.*)$", code, re.MULTILINE)
+    assert ast.literal_eval(line) == (shown if is_text else [{"role": "user", "content": shown}])
+    assert "max_new_tokens=8," in code
 
 
 def test_a_model_of_vllm_is_used_in_the_dtype_of_its_rollouts():

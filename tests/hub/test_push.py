@@ -1,6 +1,8 @@
 """Pushing to a Hub on this machine: allow-list, secrets, failures, dry run, and READMEs written by hand."""
 
 import json
+import re
+import shlex
 from functools import partial
 
 import pytest
@@ -10,7 +12,7 @@ from support.results_world import make_results
 from support.runs import build_trainer
 
 from pacs_trl.cli import run
-from pacs_trl.errors import FailedRun
+from pacs_trl.errors import FailedRun, UserError
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
 from pacs_trl.hub import push
 
@@ -41,7 +43,8 @@ def checkpoint(tmp_path):
     history = [{"step": step, "reward": 0.1 * step, "entropy": 0.4, "step_time": 1.0} for step in range(1, 6)]
     (directory / "trainer_state.json").write_text(json.dumps({"log_history": history}))
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    results = make_results("PACS", 0.5, benchmarks=("aime_2024", "math_500"), ks=(1, 8))
+    model = {"name": "run", "digest": checkpoint_digest(directory)}
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024", "math_500"), ks=(1, 8), model=model)
     (tmp_path / "results.json").write_text(json.dumps(results))
     return directory
 
@@ -68,7 +71,7 @@ def test_everything_arrives_and_nothing_is_written_here(checkpoint, hub):
     for path in ("model.safetensors", "config.json", "tokenizer.json", "trainer_state.json"):
         assert hub.files[REPO][path] == (checkpoint / path).read_bytes()
     assert hub.private[REPO] and hub.commits[REPO] == ["Upload model, card, recipe and results"]
-    assert hub.branches[REPO] == ["step-480"]
+    assert hub.branches[REPO] == hub.created[REPO] == ["step-480"]
     push_it(checkpoint, hub)
     assert len(hub.commits[REPO]) == 1  # nothing has changed
     # the card has the numbers and their conditions
@@ -104,6 +107,32 @@ def test_a_failed_push_says_what_is_where_and_is_resumed_by_the_next(checkpoint,
     assert sorted(hub.files[REPO]) == UPLOADED
 
 
+def test_the_command_after_a_failed_push_names_branch_and_message(checkpoint, hub, monkeypatch):
+    hub.fail_next["commit"] = [500]
+    with pytest.raises(FailedRun) as caught:
+        push_it(checkpoint, hub, revision="step-480", commit_message="Step 480")
+    (command,) = re.findall("`pacs-trl push (.*)`", str(caught.value))
+    monkeypatch.setattr("pacs_trl.hub.HfApi", lambda: HfApi(endpoint=hub.url, token="hf_x"))
+    assert main(shlex.split(command)) == 0
+    assert hub.branches[REPO] == ["step-480"] and hub.commits[REPO] == ["Step 480"]
+    assert sorted(hub.files[REPO]) == UPLOADED
+
+
+def test_the_main_branch_and_references_are_not_created(checkpoint, hub):
+    push_it(checkpoint, hub, revision="main")
+    assert hub.created[REPO] == [] and hub.branches[REPO] == ["main"]
+    hub.created[REPO] = ["refs%2Fpr%2F1"]
+    push_it(checkpoint, hub, revision="refs/pr/1", commit_message="Again", results=None)
+    assert hub.created[REPO] == ["refs%2Fpr%2F1"]
+
+
+def test_a_commit_is_no_branch(checkpoint, hub):
+    """The Hub would create a branch with the name of the commit."""
+    with pytest.raises(UserError, match=f"revision {'c' * 40} is a commit.* Name a branch"):
+        push_it(checkpoint, hub, revision="c" * 40)
+    assert hub.calls == []
+
+
 def test_a_failed_push_without_a_token_says_how_to_log_in(checkpoint, hub, monkeypatch):
     monkeypatch.setattr("pacs_trl.hub.get_token", lambda: None)
     hub.fail_next["create"] = [401]
@@ -128,18 +157,20 @@ def test_a_base_model_that_only_this_machine_has_is_warned_of(checkpoint, hub, c
     (checkpoint.parent / "recipe.yaml").write_text(yaml.safe_dump(RECIPE | {"model_name_or_path": base}))
     if adapter_base is not None:
         (checkpoint / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": adapter_base}))
-    push_it(checkpoint, hub)
+    push_it(checkpoint, hub, results=None)
     warnings = [record.message for record in caplog.records if record.name == "pacs_trl.hub"]
     assert [words in warning for warning in warnings] == [True] * (words is not None)
     card = ModelCard(hub.files[REPO]["README.md"].decode())
     assert card.data.base_model == ("Qwen/Qwen3-8B" if words is None else None)
 
 
-def test_scores_of_other_weights_are_refused(checkpoint, hub):
+def measured_on(checkpoint, **model):
+    """Write results of another model."""
     path = checkpoint.parent / "results.json"
-    results = json.loads(path.read_text())
-    results["model"] = {"name": "run", "digest": checkpoint_digest(checkpoint)}
-    path.write_text(json.dumps(results))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model": model}))
+
+
+def test_scores_of_other_weights_are_refused(checkpoint, hub):
     push_it(checkpoint, hub)
     (checkpoint / "model.safetensors").write_bytes(bytes(range(255, -1, -1)) * 200)
     for dry_run in (True, False):
@@ -148,19 +179,35 @@ def test_scores_of_other_weights_are_refused(checkpoint, hub):
     assert len(hub.commits[REPO]) == 1
 
 
+def test_scores_of_a_model_of_the_hub_are_refused(checkpoint, hub):
+    measured_on(checkpoint, name="Qwen/Qwen3-8B", revision="c189")
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="measured on Qwen/Qwen3-8B of the Hub.*--model"):
+            push_it(checkpoint, hub, dry_run=dry_run)
+    assert hub.calls == []
+
+
+def test_scores_of_a_server_are_uploaded_with_a_warning(checkpoint, hub, caplog):
+    measured_on(checkpoint, name="mine", server="http://localhost:8000/v1")
+    push_it(checkpoint, hub)
+    assert "server, whose weights cannot be compared" in caplog.text and "results.json" in hub.files[REPO]
+
+
 def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatch):
     """With the results and the recipe of its output directory."""
     directory = tmp_path / "trained"
     settings = {"push_to_hub": True, "hub_model_id": REPO, "hub_private_repo": True, "hub_token": "hf_x"}
+    settings["hub_revision"] = "first"
     trainer = build_trainer(directory, max_steps=5, save_strategy="steps", save_steps=1, **settings)
-    assert hub.private[REPO]  # created before any work
+    assert hub.private[REPO] and hub.created[REPO] == ["first"]  # before any work
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "is_world_process_zero", lambda: False)
         assert trainer.push_to_hub() is None  # only the first process pushes
     trainer.train()
     assert hub.commits[REPO] == []  # nothing before the end
     (directory / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8))
+    model = {"name": "trained", "server": "http://localhost:8000/v1"}
+    results = make_results("PACS", 0.5, benchmarks=("aime_2024",), ks=(1, 8), model=model)
     (directory / "results.json").write_text(json.dumps(results))
     files = trainer.push_to_hub(dataset_name="org/named", tags="sums")
     assert hub.commits[REPO] == ["End of training"]
@@ -177,7 +224,7 @@ def test_a_trainer_pushes_what_the_command_line_pushes(tmp_path, hub, monkeypatc
     trainer.create_model_card(tags=["more"])
     trainer.save_model()
     trainer.push_to_hub("Again", blocking=False, tags=["again"]).result()
-    assert hub.commits[REPO][1:] == ["Model save", "Again"]
+    assert hub.commits[REPO][1:] == ["Model save", "Again"] and set(hub.branches[REPO]) == {"first"}
     # A repository that this push makes, as transformers 5.23 has it.
     trainer.hub_model_id, trainer.args.hub_model_id, trainer.args.hub_private_repo = None, "org/other", False
     trainer.push_to_hub(private=True)

@@ -86,11 +86,11 @@ def test_training_state_equals_that_worked_by_hand():
 
 def test_seconds_of_decoding_equal_those_worked_by_hand():
     gpu = cost.H200._replace(bandwidth=1e12, bandwidth_share=0.5)
-    weights = 2 * SMALL.parameters * 100
+    weights = 1000 * 100
     cache = 8 * (10 * 100 + 100**2 / 2) * (2 * 3 * 2 * 16 * 2)  # all as long as can be
     needed = 8 * 110 * SMALL.kv_bytes_per_token
     for room, waves in ((1e12, 1), (needed / 2, 2)):  # half the cache that is needed: everything in two waves
-        seconds = cost.decoding_seconds(SMALL, 8, 10, 100, 100, kv_cache_bytes=room, gpu=gpu)
+        seconds = cost.decoding_seconds(SMALL, 8, 10, 100, 100, weight_bytes=1000, kv_cache_bytes=room, gpu=gpu)
         assert seconds == pytest.approx((waves * weights + cache) / 5e11)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pacs_trl.plan.cost import GIB, mean_square_length, model_shape
+from pacs_trl.plan.cost import GIB, H200, decoding_seconds, mean_square_length, model_shape
 
 
 PARAMETERS = model_shape("Qwen/Qwen3-4B").parameters
@@ -30,7 +30,7 @@ RUN = [
 def test_run(estimate_of, settings, optimizer_steps, rollouts):
     estimate = estimate_of(**settings)
     assert estimate.optimizer_steps() == optimizer_steps
-    assert estimate.step.rollouts(optimizer_steps) == rollouts
+    assert estimate.step.num_generation_batches(optimizer_steps) == rollouts
 
 
 def test_the_number_of_problems_follows_limits_and_splits(estimate_of):
@@ -87,6 +87,23 @@ def test_tensor_parallelism_of_a_colocated_engine_divides_its_weights(estimate_o
     assert limited.engine_needed == weights + 2 * cache
 
 
+def test_a_quantized_engine_has_more_room_for_keys_and_values(estimate_of):
+    """Of 32.8e9 weights 31.2e9 in layers with 0.5625 bytes. A decoding step reads these, and writes and reads them in
+    bfloat16; all other weights have two bytes."""
+    settings = LORA | CORRECTED | {"model_name_or_path": "Qwen/Qwen3-32B", "vllm_gpu_memory_utilization": 0.6}
+    costs = estimate_of(**settings, dtype="bfloat16", load_in_4bit=True).costs
+    layers = costs.shape.num_layers * costs.shape.layer_parameters
+    stored = 0.5625 * layers + 2 * (costs.shape.parameters - layers)
+    assert costs.engine_needed == pytest.approx(stored + costs.shape.kv_bytes_per_token * 2024)
+    seconds = decoding_seconds(
+        *(costs.shape, 8192 / 64, 256, 350, 1000),
+        weight_bytes=stored + 4 * layers,
+        kv_cache_bytes=0.6 * 141e9 - stored,
+        gpu=H200,
+    )
+    assert costs.generating(350) == pytest.approx(seconds)
+
+
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
     engine_process = {"use_vllm": False, "rollout_lag": 2}
@@ -139,15 +156,16 @@ def test_a_prompt_counts_once_in_a_micro_batch(estimate_of, settings, sharing, t
     computed = 255 / sharing + 1 + 500
     attended = (256**2 / sharing + 2 * 256 * 500 + mean_square_length(500, 1000)) / computed
     flops = model_shape("Qwen/Qwen3-4B").forward_flops(8192 * computed, attended)
+    without_head = 8192 * computed * 2 * (151_936 * 2560 - 2561)  # the critic of PPO has one output
+    saved = 5 * without_head if estimate.costs.critic else 0
     assert estimate.costs.tokens == tokens
-    assert estimate.costs.learning(500)[0] == pytest.approx(estimate.costs.forward_passes() * flops)
+    assert estimate.costs.learning(500)[0] == pytest.approx(estimate.costs.forward_passes() * flops - saved)
 
 
 BYTES_PER_WEIGHT = {
     16: [{}, GRPO, SNAPSHOT | OFFLOADED],
     20: [KL, GRPO | KL, SNAPSHOT],
-    32: [PPO, GENAC],
-    36: [PPO | KL],
+    32: [GENAC],  # with a critic that writes
 }
 
 
@@ -157,10 +175,26 @@ def test_training_state_has_16_bytes_per_trained_weight_and_4_per_copy(estimate_
     assert estimate_of(**settings).costs.state == pytest.approx(size * PARAMETERS / 64)
 
 
+def test_the_critic_of_ppo_has_one_output_per_token_and_the_optimizer_of_the_policy(estimate_of):
+    """16 bytes per weight, or 10 with 8-bit moments; the embedding of the policy keeps those of 32 bits."""
+    shape = model_shape("Qwen/Qwen3-8B")  # whose head is no copy of the embedding
+    embedding, outputs = shape.vocabulary * shape.hidden, shape.hidden + 1
+    settings = {"model_name_or_path": "Qwen/Qwen3-8B"}
+    costs = estimate_of(**PPO, **settings).costs
+    critic = shape.parameters - embedding + outputs
+    assert costs.critic == critic
+    assert costs.state == pytest.approx(16 * (shape.parameters + critic) / 64)
+    assert estimate_of(**PPO | KL, **settings).costs.state == pytest.approx(costs.state + 4 * shape.parameters / 64)
+    in_8_bits = estimate_of(**PPO, **settings, optim="adamw_bnb_8bit").costs.state
+    assert in_8_bits == pytest.approx((10 * (shape.parameters + critic) + 6 * embedding) / 64)
+    assert estimate_of(**PPO).costs.critic == PARAMETERS + 2560 + 1  # the head is the embedding
+    assert estimate_of(**GENAC, **settings).costs.critic == shape.parameters
+
+
 def test_checkpoint_size_is_printed(estimate_of):
     """12 bytes x 4.02e9 = 45.0 GiB with float32 weights, another 4 for a snapshot or a reference that follows."""
     followed = KL | {"sync_ref_model": True}
-    for settings, size in (({}, 12), (SNAPSHOT, 16), (KL, 12), (followed, 16), (PPO, 24)):
+    for settings, size in (({}, 12), (SNAPSHOT, 16), (KL, 12), (followed, 16), (GENAC, 24)):
         assert f"{size * PARAMETERS / GIB:.1f} GiB   on disk" in estimate_of(**settings).text(350)
 
 
@@ -168,9 +202,10 @@ def test_the_critic_has_a_size_of_its_own(estimate_of):
     """Of PPO both compute log-probs or values of 8192 rows of 256 + 350 tokens, and learn from them."""
     small, policy = model_shape("Qwen/Qwen3-0.6B"), model_shape("Qwen/Qwen3-4B")
     estimate = estimate_of(**PPO | {"critic_model_name_or_path": "Qwen/Qwen3-0.6B"})
-    assert estimate.costs.state == pytest.approx(16 * (PARAMETERS + small.parameters) / 64)
+    assert estimate.costs.state == pytest.approx(16 * (PARAMETERS + small.parameters + small.hidden + 1) / 64)
     attended = (256**2 + 2 * 256 * 350 + mean_square_length(350, 1000)) / 606
     flops = sum(5 * shape.forward_flops(8192 * 606, attended) for shape in (policy, small))
+    flops -= 5 * 8192 * 606 * 2 * (small.vocabulary * small.hidden - (small.hidden + 1))
     assert estimate.costs.learning(350)[0] == pytest.approx(flops)
 
 

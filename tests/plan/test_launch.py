@@ -25,6 +25,11 @@ FILES = [
     ((*ZERO, "deepspeed_config: {zero_stage: 5}"), "5"),
     ((*ZERO, "deepspeed_config: {zero_stag: 3}"), "zero_stag"),
     ((*ZERO, "deepspeed_config: {deepspeed_config_file: no/such.json}"), "deepspeed_config_file"),
+    ((*FSDP, "parallelism_config: {parallelism_config_tp_size: 2}"), "parallelism_config_tp_size=2"),
+    ((*FSDP, "parallelism_config: {parallelism_config_cp_size: 8}"), "parallelism_config_cp_size=8"),
+    ((*FSDP, "parallelism_config: {parallelism_config_sp_size: 8}"), "parallelism_config_sp_size=8"),
+    ((*FSDP, "parallelism_config: {tp_size: 2}"), "ignores tp_size"),
+    ((*FSDP, "parallelism_config: {parallelism_config_dp_replicate_size: 3}"), "dp_replicate_size=3 does not divide"),
 ]
 
 
@@ -45,6 +50,24 @@ def test_sharding_is_read_from_stages_and_versions(launch_file, stage, sharding)
     assert read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)[0].sharding == sharding
     for line, version in (("fsdp_config: {fsdp_version: 2}", 2), ("fsdp_config: {version: 2}", 2), ("", 1)):
         assert read_launch(launch_file(*FSDP, line), None)[0].fsdp_version == version
+
+
+def test_processes_that_only_share_data_may_be_grouped(launch_file):
+    sizes = "parallelism_config: {parallelism_config_dp_shard_size: 8, parallelism_config_tp_size: 1}"
+    assert read_launch(launch_file(*FSDP, "fsdp_config: {fsdp_version: 2}", sizes), None)[1] == []
+
+
+def test_a_replicated_state_is_divided_by_the_processes_of_a_replica(plan, launch_file):
+    """Two replicas on 8 processes need the memory per process of one replica on 4."""
+    version = "fsdp_config: {fsdp_version: 2}"
+    sizes = "parallelism_config: {parallelism_config_dp_replicate_size: 2, parallelism_config_dp_shard_size: 4}"
+
+    def state(count: int, *lines: str) -> str:
+        file = launch_file("distributed_type: FSDP", f"num_processes: {count}", version, *lines)
+        (line,) = [line for line in plan("--accelerate_config", file)[1].splitlines() if "training state  " in line]
+        return line
+
+    assert state(8, sizes) == state(4) != state(8)
 
 
 def test_files_and_numbers_that_do_not_fit():

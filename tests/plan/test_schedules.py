@@ -135,7 +135,8 @@ def test_an_engine_reads_what_the_cost_model_reads():
     engine = engine_on(shape, cost.H200)._replace(launch_seconds=0.0, compute_seconds=0.0)
     gpu = cost.H200._replace(bandwidth_share=0.83)
     room = engine.cache_tokens * shape.kv_bytes_per_token
-    expected = cost.decoding_seconds(shape, 64, 256, 1024, 1024, kv_cache_bytes=room, gpu=gpu)
+    memory = {"weight_bytes": 2 * shape.parameters, "kv_cache_bytes": room}
+    expected = cost.decoding_seconds(shape, 64, 256, 1024, 1024, **memory, gpu=gpu)
     assert generate([Group(256, [1024] * 8)] * 8, engine)[0] == pytest.approx(expected, rel=1e-3)
     assert default_slots(cost.H200) == 1024 and default_slots(cost.GPUS["l40s"]) == 256
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import yaml
 from support.optional_packages import matplotlib  # noqa: F401 (skips without it)
@@ -161,3 +162,28 @@ def test_the_legend_says_what_is_drawn():
     assert plots.note_on_lines([[short], [long]]) == plots.ONE_RUN and "runs" not in plots.ONE_RUN
     assert plots.note_on_lines([[short, short], [short]]) == plots.RUNS and "smoothed" not in plots.RUNS
     assert plots.note_on_lines([[long, long]]) == plots.RUNS + plots.SMOOTHED
+
+
+def test_the_report_has_the_instruction_of_each_benchmark(results_factory, tmp_path):
+    file = results_factory("PACS", 0.5) / "results.json"
+    build_report([file], tmp_path / "out")
+    assert "Prompts: the problem, then 'Box it.'; system turn" in (tmp_path / "out" / "tables.md").read_text()
+    document = json.loads(file.read_text())
+    document["benchmarks"]["aime_2024"]["instruction"] = None
+    document["benchmarks"]["aime_2025"]["instruction"] = ""
+    file.write_text(json.dumps(document))
+    build_report([file], tmp_path / "out")
+    prompts = (
+        "AIME 2024: those of the data; AIME 2025: the problem; MATH 500: the problem, then 'Box it.'; system turn"
+    )
+    assert f"Prompts: {prompts}" in (tmp_path / "out" / "tables.md").read_text()
+
+
+def test_a_step_without_a_value_leaves_no_gap_in_a_smoothed_curve():
+    values = np.arange(200.0)
+    expected = plots.smoothed(values)
+    values[100] = np.nan
+    curve = plots.smoothed(values)
+    assert curve[100] == pytest.approx(100) and not np.isnan(curve).any()
+    assert curve[:90] == pytest.approx(expected[:90]) and curve[111:] == pytest.approx(expected[111:])
+    assert np.isnan(plots.smoothed(np.array([1.0, np.nan, 3.0]))).tolist() == [False, True, False]

@@ -29,7 +29,7 @@ def test_runs_of_one_method_are_averaged_by_problem():
 def test_spread_over_runs_is_that_of_the_problems_that_all_have_graded():
     runs = [make_results("PACS", 0.5, seed=seed) for seed in range(3)]
     for number, run in enumerate(runs):
-        run["benchmarks"]["aime_2024"]["problems"][number]["ungraded"] = 1
+        run["benchmarks"]["aime_2024"]["problems"][number] |= {"ungraded": 128, "c": 0}
     by_run = [100 * pass_at_k(128, counts(run)[3:], 8).mean() for run in runs]
     cell = tables.pass_at_k_cells(runs, AIME, [8])[8]
     assert (cell.value, cell.spread) == pytest.approx((np.mean(by_run), np.std(by_run, ddof=1)))
@@ -72,11 +72,28 @@ def test_scores_that_are_all_zero_have_intervals():
     assert difference[:3] == pytest.approx((0.0, -cell.upper, cell.upper))
 
 
-def test_problems_that_could_not_be_graded_are_left_out():
+def test_a_problem_with_too_few_grades_for_the_largest_k_counts_for_smaller_ones():
+    result, other = make_results("PACS", 0.5), make_results("GRPO", 0.4)
+    result["benchmarks"]["aime_2024"]["problems"][0] |= {"ungraded": 1, "c": 7}
+    values = [pass_at_k(127, 7, 1), *pass_at_k(128, counts(result)[1:], 1)]
+    cells = tables.pass_at_k_cells([result], AIME, [1, 128])
+    assert cells[1].value == pytest.approx(100 * np.mean(values))
+    assert cells[128].value == pytest.approx(100 * pass_at_k(128, counts(result)[1:], 128).mean())
+    difference = tables.paired_difference([result], [other], AIME, [1, 128])
+    assert difference[1].value == pytest.approx(100 * np.mean(values - pass_at_k(128, counts(other), 1)))
+    both = [pass_at_k(128, counts(run)[1:], 128).mean() for run in (result, other)]
+    assert difference[128].value == pytest.approx(100 * (both[0] - both[1]))
+
+
+def test_samples_that_could_not_be_graded_are_left_out():
     result = make_results("PACS", 0.5)
-    result["benchmarks"]["aime_2024"]["problems"][0]["ungraded"] = 3
-    cell = tables.pass_at_k_cells([result], AIME, [1])[1]
-    assert cell.value == pytest.approx(100 * pass_at_k(128, counts(result)[1:], 1).mean())
+    problems = result["benchmarks"]["aime_2024"]["problems"]
+    problems[0] |= {"ungraded": 128, "c": 0}
+    problems[1] |= {"ungraded": 28, "c": 7}
+    values = [pass_at_k(100, 7, 1), *pass_at_k(128, counts(result)[2:], 1)]
+    assert tables.pass_at_k_cells([result], AIME, [1])[1].value == pytest.approx(100 * np.mean(values))
+    values = pass_at_k(128, counts(result)[2:], 101)  # more than 100 grades
+    assert tables.pass_at_k_cells([result], AIME, [101])[101].value == pytest.approx(100 * np.mean(values))
 
 
 def test_different_k_and_unknown_baselines_are_refused():

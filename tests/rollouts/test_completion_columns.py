@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.rollouts import addition_dataset, digit_reward
 from support.runs import build_trainer
+from transformers import TrainerCallback
 
 from pacs_trl.rollouts.completion_columns import align_columns, new_column, unify_types
 
@@ -30,6 +31,19 @@ def test_columns_of_several_types_are_text():
     assert unified(True, 2) == ["True", "2"]
     assert unified([1], {"a": 1}) == ["[1]", "{'a': 1}"]
     assert unified(2**70, 1) == [str(2**70), "1"]
+
+
+def test_tables_of_completions_go_on_after_a_log_that_has_failed(tmp_path):
+    """`log` disables them while it writes a log without new completions."""
+
+    class Full(TrainerCallback):
+        def on_log(self, args, state, control, **kwargs):
+            raise OSError("no space left")
+
+    trainer = build_trainer(tmp_path, log_completions=True, more={"callbacks": [Full()]})
+    with pytest.raises(OSError, match="no space left"):
+        trainer.log({})
+    assert trainer.log_completions
 
 
 @pytest.mark.parametrize("values", [["one"], "text", 5, None, {"a": 1}], ids=repr)

@@ -413,7 +413,7 @@ def test_a_signal_that_stops_the_wait_saves_the_last_step_and_how_many_groups_we
         assert before.positions + after.positions == [[0, 1], [2, 3], [5, 6]]
         again._source._taken_at = again.state.global_step
         again._source.put_back()
-        assert again._source.finish()["num_dropped"] == 1
+        assert again._source.state()["num_dropped"] == 1
 
 
 def test_evaluation_generates_with_the_current_weights(tmp_path, worker, caplog):

@@ -345,6 +345,37 @@ def test_states_are_compared_by_their_attributes():
         assert goals == goals[:1] * 3 + goals[3:4] * 3 and goals[0] != goals[3] and not starts.differing
 
 
+def test_functions_with_a_variable_that_is_not_assigned_yet_are_compared():
+    class WithEmptyCell:
+        def reset(self, **columns):
+            def find():
+                return found
+
+            self.find, self.number = find, 1
+            if self.number > 1:
+                found = 2
+            return "start"
+
+    class WithOneCell(Drawing):
+        """The cell of the first environment of a group is filled."""
+
+        count = itertools.count()
+
+        def reset(self, **columns):
+            def find():
+                return found
+
+            self.find = find
+            if next(WithOneCell.count) % 3 == 0:
+                found = 2
+            return "start"
+
+    starts, _, _ = reset_groups(WithEmptyCell)
+    assert not starts.differing
+    starts, _, _ = reset_groups(WithOneCell)
+    assert starts.differing.keys() == {0, 1} and "it holds the function" in starts.differing[0]
+
+
 @pytest.mark.parametrize(("default", "takes_seed"), [(None, True), (3, True), ("apple", False), (True, False)])
 def test_a_default_that_is_no_number_is_left_alone(default, takes_seed):
     class WithDefault:

@@ -345,6 +345,37 @@ def test_a_server_generates_beside_training_and_its_failure_stops_the_run(tmp_pa
         assert server.seeds == in_training[1:]
 
 
+def test_a_server_that_fails_when_it_gets_weights_does_not_lose_the_batch_that_has_arrived(
+    tmp_path, model_path, monkeypatch
+):
+    """The second batch has arrived when the server gets the weights for the third one. It is in the checkpoint, so the
+    run that resumes trains on it: not on one with newer weights."""
+    play_installed(monkeypatch.setattr)
+    with LoopbackVLLM(model_path) as server:
+
+        class FailingRequests(ServerRequests):
+            def write_weights(self, weight_copy, weights):
+                server.dead = self.trainer.state.global_step == 2
+                super().write_weights(weight_copy, weights)
+
+        def build(directory):
+            settings = server_settings(server.url) | {"save_strategy": "no"}
+            return trainer_of(tmp_path / directory, model=model_path, **settings)
+
+        straight = build("straight")
+        straight.train()
+        seeds, server.seeds = server.seeds, []
+        with monkeypatch.context() as patched:
+            patched.setattr(late_batches, "ServerRequests", FailingRequests)
+            with pytest.raises(FailedRun, match="stopped answering after optimizer step 2"):
+                build("stopped").train()
+        server.dead = False
+        resumed = build("stopped")
+        resumed.train(resume_from_checkpoint=True)
+        assert server.seeds == seeds
+        assert_same_models(straight, resumed)
+
+
 @pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
 @pytest.mark.slow
 def test_recomputed_logps_are_those_of_the_weights_that_the_server_had(

@@ -41,7 +41,10 @@ def test_distinct_names(names, distinct):
     assert distinct_names(names) == distinct
 
 
-@pytest.mark.parametrize("name", ["reward", "loss", "completions/mean_length", "rewards/reward/mean", "eval_reward"])
+REFUSED = ["reward", "loss", "completions/mean_length", "rewards/reward/mean", "rewards/reward/std", "eval_reward"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_metric_of_the_trainer_is_not_replaced(tmp_path, name):
     def reward(completions, log_metric, **kwargs):
         log_metric(name, 123.0)
@@ -69,7 +72,20 @@ def test_every_documented_metric_is_reserved():
     assert len(checked) > 50
     for name in checked:
         with pytest.raises(ValueError, match=re.escape(name)):
-            check_metric_name(name)
+            check_metric_name(name, [])
+
+
+def test_names_beside_those_of_the_trainer_are_logged(tmp_path):
+    names = ["rewards/format_rate", "rewards/other/mean", "completions/words", "tools/calls", "probability/mine"]
+
+    def reward(completions, log_metric, **kwargs):
+        for i, name in enumerate(names):
+            log_metric(name, i)
+        return digit_reward(completions)
+
+    trainer = build_trainer(tmp_path, reward=reward, max_steps=1)
+    trainer.train()
+    assert [trainer.state.log_history[0][name] for name in names] == [0, 1, 2, 3, 4]
 
 
 def test_every_metric_of_a_run_is_reserved(tmp_path):
@@ -77,4 +93,4 @@ def test_every_metric_of_a_run_is_reserved(tmp_path):
     trainer.train()
     for name in [*trainer.state.log_history[0], *trainer.state.log_history[-1]]:
         with pytest.raises(ValueError):
-            check_metric_name(name)
+            check_metric_name(name, trainer.reward_func_names)

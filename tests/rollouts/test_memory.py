@@ -2,7 +2,9 @@
 memory the device has."""
 
 import math
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -17,6 +19,9 @@ from pacs_trl.errors import FailedRun
 from pacs_trl.plan import cost
 from pacs_trl.rollouts import memory
 from pacs_trl.rollouts.memory import DeviceMemory, StartOfUpdate
+from pacs_trl.update.driver import UpdateDriver
+from pacs_trl.update.microbatching import MicroBatchConfig
+from pacs_trl.update.rollout import Rollout
 
 
 AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
@@ -163,6 +168,23 @@ def test_weights_that_are_packed_count_with_the_bytes_that_they_have(tmp_path, m
     assert plans[1].room - plans[0].room == pytest.approx(2 * STATE / 8, abs=1)
 
 
+def test_replicas_of_fsdp_need_the_memory_of_the_processes_of_one(tmp_path, monkeypatch):
+    """Two replicas on 8 processes leave the room of one replica on 4."""
+    on_device(monkeypatch, 1e9)
+    args = config(tmp_path, **AUTO)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+
+    def room(processes: int) -> float:
+        monkeypatch.setattr(type(args), "world_size", processes)
+        return memory.plan_memory(MODEL, args, None, 100).room
+
+    on_four, on_eight = room(4), room(8)
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
+    monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
+    assert room(8) == on_four < on_eight
+
+
 def test_an_optimizer_that_is_not_known_is_not_refused(tmp_path, monkeypatch, caplog):
     """Adafactor needs less than the two moments that are counted. The longest completion, 1,040 tokens, and all is
     computed again."""
@@ -213,6 +235,71 @@ def test_a_step_without_memory_is_repeated_with_the_same_result(tmp_path, capsys
             assert repeated[name] == pytest.approx(expected[name], rel=1e-4)
     assert work[0] == work[1]
     assert capsys.readouterr().out.count("Out of memory in optimizer step") == 1
+
+
+def test_a_step_in_which_no_completion_has_a_gradient_is_repeated(tmp_path):
+    """The passes that compute the entropy of skipped completions become smaller."""
+    entropies = []
+    for fails in (False, True):
+        trainer = without_gradient(tmp_path, GRPOTrainer)
+        if fails:
+            out_of_memory_once(trainer)
+        trainer.train()
+        entropies.append(trainer.state.log_history[0]["entropy"])
+    assert trainer.state.log_history[0]["update/forwarded_fraction"] == 0.0
+    assert trainer.update.driver.limits.max_tokens is not None
+    assert entropies[1] == pytest.approx(entropies[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("trainer_class", [PACSTrainer, GRPOTrainer])
+def test_a_step_without_gradient_that_never_fits_ends_the_run_with_what_to_set(tmp_path, trainer_class):
+    trainer = without_gradient(tmp_path, trainer_class)
+
+    def fail(texts, num_predicted):
+        raise torch.OutOfMemoryError
+
+    trainer.forward_pass.on_pass = fail
+    with pytest.raises(FailedRun, match="max_completion_length"):
+        trainer.train()
+
+
+@pytest.mark.parametrize("num_scheduled", [0, 1])
+def test_passes_over_skipped_completions_become_smaller_only_without_scheduled_ones(num_scheduled):
+    """A pass over four completions of 6 tokens has 4 x 6 and 4 of their prompt. One completion with a gradient, which
+    needs more memory than passes without, cannot be split."""
+    accelerator = SimpleNamespace(process_index=0, num_processes=1)
+    driver = UpdateDriver(
+        SimpleNamespace(packing="sdpa"), accelerator, MicroBatchConfig(num_processes=1, max_rollouts=4)
+    )
+    prompt, completion = np.zeros(4, dtype=np.int32), np.zeros(6, dtype=np.int32)
+    rollouts = [Rollout(prompt, completion, np.ones(6, dtype=bool), label=0.0, group=0) for _ in range(4)]
+    has_gradient = torch.arange(4) < num_scheduled
+    minibatch = driver.schedule_minibatch(rollouts, has_gradient, ignores_groups=True)
+    if num_scheduled > 0:
+        assert not driver.lower_max_tokens(minibatch) and driver.limits.max_tokens is None
+        return
+    assert driver.lower_max_tokens(minibatch) and driver.limits.max_tokens == 14
+    assert driver.schedule_some(minibatch, [0, 1, 2, 3]) == [[[0], [1], [2], [3]]]
+    assert not driver.lower_max_tokens(minibatch)
+
+
+def without_gradient(tmp_path, trainer_class):
+    """A trainer whose only step schedules no completion: all groups are uniform, or all completions lack a label."""
+    replay = Replay(unverifiable=1.0) if trainer_class is PACSTrainer else Replay(uniform_groups=4)
+    return build_trainer(tmp_path, replay=replay, trainer_class=trainer_class, startup_check=False, max_steps=1)
+
+
+def out_of_memory_once(trainer) -> None:
+    """Let the first pass of a trainer run out of memory, whether it has a gradient or not."""
+    is_first = True
+
+    def check(texts, num_predicted):
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            raise torch.OutOfMemoryError
+
+    trainer.forward_pass.on_pass = check
 
 
 def test_later_steps_of_a_rollout_have_smaller_micro_batches(tmp_path):

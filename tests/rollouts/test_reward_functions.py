@@ -4,6 +4,8 @@ import asyncio
 import signal
 import sys
 import threading
+from dataclasses import dataclass
+from functools import partial, wraps
 from types import SimpleNamespace
 
 import pytest
@@ -147,26 +149,72 @@ def test_functions_with_exactly_the_arguments_of_trl_are_called(tmp_path, lag):
     assert trainer.state.global_step == 2
 
 
+@dataclass
+class ParityReward:
+    """A reward function with fields, which is not hashable."""
+
+    odd: float = 1.0
+
+    def __call__(self, completions, **kwargs):
+        return [self.odd * reward for reward in digit_reward(completions)]
+
+
+@pytest.mark.parametrize("reward", [ParityReward(), [ParityReward()]], ids=["alone", "in a list"])
+def test_reward_functions_need_not_be_hashable(tmp_path, reward):
+    expected = build_trainer(tmp_path, reward=digit_reward)
+    expected.train()
+    trainer = build_trainer(tmp_path, reward=reward)
+    trainer.train()
+    assert_same_models(expected, trainer)
+    assert trainer.reward_func_names == ["ParityReward"]
+
+
 def test_a_column_with_the_name_of_the_argument_truncated_reaches_functions():
     """But not functions of this package, whose argument it is."""
-
-    def accepts(completions, truncated):
-        return truncated
-
-    def accepts_all(**kwargs):
-        return kwargs["truncated"]
-
-    def accepts_none(completions):
-        return None
-
-    arguments = {"completions": ["a"]}
-    for function in (accepts, accepts_all, math_reward):
-        assert with_truncated(function, arguments, [True])["truncated"] == [True]
-    assert with_truncated(accepts_none, arguments, [True]) == arguments
-    column = arguments | {"truncated": ["of the data"]}
-    for function in (accepts, accepts_all, accepts_none):
+    column = {"completions": ["a"], "truncated": ["of the data"]}
+    for function in (reads_truncated, passes_on, takes_completions):
         assert with_truncated(function, column, [True]) == column
-    assert with_truncated(math_reward, column, [True])["truncated"] == [True]
+    for function in OF_THE_PACKAGE:
+        assert with_truncated(function, column, [True])["truncated"] == [True]
+
+
+def reads_truncated(completions, truncated=None):
+    return [0.0 if cut else 1.0 for cut in truncated]
+
+
+def takes_completions(completions, solution):
+    return digit_reward(completions)
+
+
+def passes_on(completions, solution, **kwargs):
+    """Call another function with the columns of the dataset, as scripts for TRL do."""
+    names_of_trl = ("prompts", "completion_ids", "trainer_state", "log_extra", "log_metric")
+    columns = {name: value for name, value in kwargs.items() if name not in names_of_trl}
+    return takes_completions(completions, solution, **columns)
+
+
+@wraps(math_reward)
+def wrapped_math_reward(*args, **kwargs):
+    return math_reward(*args, **kwargs)
+
+
+OF_THE_PACKAGE = (math_reward, wrapped_math_reward, partial(math_reward, log_extra=None), partial(wrapped_math_reward))
+
+
+def test_functions_get_the_argument_truncated_if_they_have_such_a_parameter():
+    arguments = {"completions": ["a"]}
+    for function in (reads_truncated, partial(reads_truncated), *OF_THE_PACKAGE):
+        assert with_truncated(function, arguments, [True])["truncated"] == [True]
+    for function in (passes_on, takes_completions, partial(passes_on, solution=None)):
+        assert with_truncated(function, arguments, [True]) == arguments
+
+
+def test_functions_that_pass_on_all_keyword_arguments_get_those_of_trl(tmp_path):
+    expected = build_trainer(tmp_path, reward=digit_reward)
+    expected.train()
+    trainer = build_trainer(tmp_path, reward=passes_on)
+    trainer.train()
+    assert_same_models(expected, trainer)
 
 
 def test_missing_rewards_may_be_nan(tmp_path):

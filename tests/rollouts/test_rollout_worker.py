@@ -26,8 +26,9 @@ from trl.experimental.async_grpo import async_rollout_worker
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer
 from pacs_trl.rewards import VerificationArguments, math_reward
+from pacs_trl.rollouts.prompt_order import PromptOrder
 from pacs_trl.rollouts.request_seeds import request_seed
-from pacs_trl.rollouts.rollout_worker import PromptOrder, RolloutLoop, RolloutWorker, VersionedLogp
+from pacs_trl.rollouts.rollout_worker import RolloutLoop, RolloutWorker, VersionedLogp
 
 
 pytestmark = needs("aiohttp")
@@ -452,7 +453,7 @@ def test_a_run_trains_conversations_with_an_environment_as_its_worker_had_them(t
     with server_of(tiny_model()) as server:
         settings |= server_settings(server.url)
         trainer = build_trainer(tmp_path, reward=digit_reward, trainer_class=GRPOTrainer, more=more, **settings)
-        spy_on(trainer, "_create_source", lambda source: spy_on(source, "_take", groups.extend))
+        spy_on(trainer, "_create_source", lambda source: spy_on(source, "_take_groups", groups.extend))
         spy_on(trainer, "_generate_rollouts", lambda taken, inputs: rollouts.extend(taken))
         trainer.train()
     (log,) = [log for log in trainer.state.log_history if "reward" in log]

@@ -1,18 +1,22 @@
 """Settings declare their default, help, and legal values once."""
 
 import math
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal
 
 import pytest
+import trl
 from transformers import HfArgumentParser
 from trl import TrlParser
 
+from pacs_trl import GRPOConfig, RLOOConfig
+from pacs_trl.errors import UserError
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.methods import method_names
 from pacs_trl.recipe import config_class, settings_classes
+from pacs_trl.settings import read_settings, typed_values
 from pacs_trl.settings.checks import illegal_values
-from pacs_trl.settings.fields import Range, setting
+from pacs_trl.settings.fields import Range, setting, switch
 from pacs_trl.settings.help import (
     DEFAULT_METHOD,
     PAGE,
@@ -99,6 +103,82 @@ def test_legal_values_are_written_in_words():
         "share": "float, above 0 and at most 1, default 0.5",
         "name": "'x' | 'y', default None",
     }
+
+
+@dataclass
+class Switched:
+    speed: Literal[True, False, "auto"] = switch("auto", "Whether to.")
+    memory_use: Literal["auto", True, False] | None = switch(None, "Whether to save it.")
+
+
+WORDS = {
+    (): "auto",
+    ("--speed",): True,
+    ("--speed", "true"): True,
+    ("--speed=Yes",): True,
+    ("--speed", "1"): True,
+    ("--speed", "FALSE"): False,
+    ("--speed", "0"): False,
+    ("--no_speed",): False,
+    ("--no-speed",): False,
+    ("--speed", "Auto"): "auto",
+}
+
+
+@pytest.mark.parametrize(("words", "value"), WORDS.items(), ids=map(" ".join, WORDS))
+def test_switches_are_written_as_booleans_or_auto(words, value, tmp_path):
+    (parsed,) = TrlParser(Switched).parse_args_and_config(words)
+    assert parsed == Switched(value) and type(parsed.speed) is type(value)
+    assert replace(parsed, memory_use=True) == Switched(value, True)
+    assert asdict(parsed) == {"speed": value, "memory_use": None}
+    assert typed_values(read_settings(words), [Switched], "tests") == {"speed": value, "memory_use": None}
+
+
+def test_switches_are_written_in_yaml_too(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    for written, value in {"true": True, "no": False, "auto": "auto", '"False"': False, "AUTO": "auto"}.items():
+        path.write_text(f"speed: {written}\nmemory_use: {written}\n")
+        words = ["--config", str(path)]
+        assert TrlParser(Switched).parse_args_and_config(words) == (Switched(value, value),)
+        assert typed_values(read_settings(words), [Switched], "tests") == asdict(Switched(value, value))
+        assert TrlParser(Switched).parse_args_and_config([*words, "--no-memory-use"])[0].memory_use is False
+
+
+@pytest.mark.parametrize("words", [["--speed", "fast"], ["--no_speed", "auto"]], ids=" ".join)
+def test_other_words_are_no_values_of_switches(words, capsys):
+    with pytest.raises(SystemExit):
+        TrlParser(Switched).parse_args_and_config(words)
+    assert "argument --speed" in capsys.readouterr().err
+
+
+def test_an_error_names_a_switch_once():
+    with pytest.raises(UserError, match="^`memory_use`: invalid choice: 'fast'"):
+        typed_values({"memory_use": "fast"}, [Switched], "tests")
+
+
+@pytest.mark.parametrize(("ours", "trls"), [(GRPOConfig, trl.GRPOConfig), (RLOOConfig, trl.RLOOConfig)])
+def test_command_lines_of_trl_set_the_same_values(ours, trls):
+    """Each option of TRL's configuration, in each form that TRL's parser accepts."""
+    parser, expected = TrlParser(ours), TrlParser(trls)
+    for action in expected._actions:
+        lines = [[option] for option in action.option_strings]
+        lines += [[action.option_strings[0], word] for word in ("true", "False", "1", "none", "0.5", "group", "{}")]
+        for line in lines:
+            try:
+                value = vars(expected.parse_args(line))[action.dest]
+            except (SystemExit, KeyError):  # a word that is no value, and --help
+                continue
+            if line == ["--num_generations", "none"]:  # refused by either when it trains
+                continue
+            assert vars(_parse(parser, line))[action.dest] == value, line
+
+
+def _parse(parser: TrlParser, words: list[str]) -> Any:
+    """Parse a command line without ending the process; unlike TRL's, some settings have choices."""
+    for action in parser._actions:
+        if action.dest in ("loss_type", "importance_sampling_level"):
+            action.choices = None
+    return parser.parse_args(words)
 
 
 @pytest.mark.parametrize("parser", [TrlParser, HfArgumentParser])

@@ -15,16 +15,17 @@ class LoopbackHub(Loopback):
     Start with `with LoopbackHub() as hub`; `hub.url` is its address.
 
     - `files[repo][path]` is the content after the commits so far, `commits[repo]` their messages, `branches[repo]`
-      where to.
+      where to, `created[repo]` the branches that were created besides `main`. A commit to another one fails.
     - `calls` lists every call in order.
     - `fail_next[kind]` is a list of HTTP statuses to answer the next calls of a kind with; 0 drops the connection in
-      the middle of the request body. Kinds: create, readme, validate, preupload, commit.
+      the middle of the request body. Kinds: create, branch, readme, validate, preupload, commit.
     """
 
     def __init__(self):
         self.files: dict[str, dict[str, bytes]] = {}
         self.commits: dict[str, list[str]] = {}
         self.branches: dict[str, list[str]] = {}
+        self.created: dict[str, list[str]] = {}
         self.private: dict[str, bool] = {}
         self.calls: list[str] = []
         self.fail_next: dict[str, list[int]] = {}
@@ -42,7 +43,7 @@ class LoopbackHub(Loopback):
             kind, answer = path, lambda body: (200, {"id": "user/name", "sha": "0" * 40, "siblings": []})
         else:
             _, _, _, user, name, kind, branch = path.split("/")
-            answer = {"preupload": self._preupload, "commit": self._commit}[kind]
+            answer = {"branch": self._branch, "preupload": self._preupload, "commit": self._commit}[kind]
             answer = self._of_repository(answer, f"{user}/{name}", branch)
         self.calls.append(kind)
         failures = self.fail_next.get(kind, [])
@@ -56,7 +57,7 @@ class LoopbackHub(Loopback):
         call.reply(*(answer(body) if status is None else (status, {"error": "told to fail"})))
 
     def _of_repository(self, answer, repo, branch):
-        if repo in self.files:
+        if repo in self.files and (answer == self._branch or branch in ("main", *self.created[repo])):
             return lambda body: (200, answer(repo, branch, body))
         return lambda body: (404, {"error": "Repository not found"})
 
@@ -71,9 +72,13 @@ class LoopbackHub(Loopback):
         repo = f"{request.get('organization') or 'user'}/{request['name']}"
         if repo in self.files:
             return 409, {"error": "You already created this model repo", "url": f"{self.url}/{repo}"}
-        self.files[repo], self.commits[repo], self.branches[repo] = {}, [], []
+        self.files[repo], self.commits[repo], self.branches[repo], self.created[repo] = {}, [], [], []
         self.private[repo] = request.get("visibility") == "private" or bool(request.get("private"))
         return 200, {"url": f"{self.url}/{repo}"}
+
+    def _branch(self, repo, branch, body):
+        self.created[repo].append(branch)
+        return {}
 
     def _preupload(self, repo, branch, body):
         answers = []

@@ -65,17 +65,17 @@ class ScriptedEngine:
     before_decoding = staticmethod(lambda number: None)
     calls: list[SimpleNamespace] = []  # of all engines of a test
 
-    def __init__(self, trainer, num_slots: int):
-        assert num_slots == 1
+    def __init__(self, trainer, num_weight_copies: int):
+        assert num_weight_copies == 1
         self.model, self.weights = trainer.accelerator.unwrap_model(trainer.model_wrapped), {}
 
-    def write_weights(self, slot: int, weights: Mapping[str, torch.Tensor] | None) -> None:
+    def write_weights(self, weight_copy: int, weights: Mapping[str, torch.Tensor] | None) -> None:
         self.weights = trainable_weights(self.model) if weights is None else weights
 
-    def weights_of(self, slot: int) -> Mapping[str, torch.Tensor]:
+    def weights_of(self, weight_copy: int) -> Mapping[str, torch.Tensor]:
         return self.weights
 
-    def decode(self, slot, groups, num_groups, version, stream):
+    def decode(self, weight_copy, groups, num_groups, version, stream):
         groups = copy.deepcopy(groups)
         self.calls.append(SimpleNamespace(positions=[group.position for group in groups], version=version))
         type(self).before_decoding(len(self.calls))

@@ -37,7 +37,7 @@ def test_groups_of_any_order_are_scored_as_worked_by_hand():
     groups = Groups(torch.tensor([1.0, 1.0, 0.0, 1.0, NAN, 1.0]), [7, 3, 7, 9, 7, 9])
     assert groups.members == [[0, 2, 4], [1], [3, 5]] and groups.size == 3
     assert groups.scorable.tolist() == [True, False, True, True, False, True]
-    assert groups.labeled.tolist() == [True, False, True] and groups.mixed.tolist() == [True, False, False]
+    assert groups.has_scorable.tolist() == [True, False, True] and groups.mixed.tolist() == [True, False, False]
     assert groups.expand(groups.mixed).tolist() == [True, False, True, False, True, False]
     # group 7: 3 - 1 and back; group 3 has nothing to compare with; group 9: 6 - 4 and back
     scores = groups.apply(group_scores, torch.tensor([3.0, 9.0, 1.0, 6.0, 50.0, 4.0]), score_estimator="rloo")

@@ -7,7 +7,9 @@ label or row.
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -26,7 +28,13 @@ from support.rollouts import Replay, rows_of_update
 from support.runs import Recorder, build_trainer
 from support.seeds import shifted
 
-from pacs_trl.update.token_weights import TokenWeights
+from pacs_trl.pacs_trainer import PACSObjective
+from pacs_trl.update.driver import UpdateDriver
+from pacs_trl.update.forward_pass import CompletionLogps
+from pacs_trl.update.group_loss_update import GroupLossUpdate
+from pacs_trl.update.microbatching import MicroBatchConfig
+from pacs_trl.update.rollout import Rollout
+from pacs_trl.update.token_weights import HighEntropyTokens, Mismatch, TokenWeights
 
 
 pytestmark = pytest.mark.trains
@@ -270,6 +278,35 @@ def test_mismatch_is_logged_also_without_correction(tmp_path):
     assert entry["sampling/importance_sampling_ratio/min"] < 1.0 < entry["sampling/importance_sampling_ratio/max"]
     # weights lie between 0.2 and 2
     assert 0.5 < entry["sampling/sampling_logp_difference/max"] <= math.log(5.0) + 1e-4
+
+
+def test_an_evaluation_has_the_same_entropy_bonus_before_and_after_a_training_step():
+    """It counts all tokens: those that a token weight selects are of the training step. Every token has one nat."""
+
+    def compute_logps(model, prompt_ids, completion_ids):
+        ones = [torch.ones(len(ids)) for ids in completion_ids]
+        return CompletionLogps([-values for values in ones], ones)
+
+    accelerator = SimpleNamespace(process_index=0, device=torch.device("cpu"), reduce=lambda sums, reduction: sums)
+    forward_pass = SimpleNamespace(packing="sdpa", router_sums=None, compute_logps=compute_logps)
+    driver = UpdateDriver(forward_pass, accelerator, MicroBatchConfig(num_processes=1, max_rollouts=8))
+    selecting = HighEntropyTokens(0.2)
+    update = GroupLossUpdate(
+        driver, PACSObjective(), Mismatch("token_truncate"), token_weights=[selecting], has_entropy_bonus=True
+    )
+    update.entropy_coef = 0.1
+    rollouts = [
+        Rollout(np.zeros(4, dtype=np.int32), np.zeros(10, dtype=np.int32), np.ones(10, dtype=bool), label, group=0)
+        for label in (0.0, 1.0)
+    ]
+    minibatch = update.schedule_evaluation(rollouts)
+    results = []
+    for num_selected in (None, 2):  # of 20 tokens; `prepare` of the step sets it
+        selecting.num_selected = num_selected
+        results.append(update.evaluate(None, minibatch, policy_is_reference=True))
+    before, after = results
+    assert before.mean_bonus_entropy == after.mean_bonus_entropy == pytest.approx(1.0)
+    assert before.loss == after.loss == pytest.approx(math.log(2) - 0.1)
 
 
 class _Saved:

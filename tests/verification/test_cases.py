@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pacs_trl.verification.cases import ProblemTests, is_expected, json_of_tests, last_program, read_tests
+from pacs_trl.verification.cases import ProblemTests, is_expected, json_of_tests, last_program, read_tests, runnable
 
 
 def expected_of(compare, expected, output, function=None):
@@ -56,11 +56,66 @@ class TestLastProgram:
     def test_the_last_block_of_python_is_the_program(self, completion, program):
         assert last_program(completion) == program
 
+    @pytest.mark.parametrize(("completion", "program"), CASES["named_blocks"])
+    def test_the_last_block_is_the_program_unless_it_only_calls_the_tested_function(self, completion, program):
+        assert last_program(completion, "f") == program
+
     def test_time_is_linear(self):
         assert last_program("```python\n" * 20_000) is None
+        calls = ("f()" * 60_000, "f()\n" * 45_000, "print(f" + "(" * 190_000, "import " + " " * 190_000 + "f()")
+        imports = ("from solution import " * 9_000, "from main import f\n" * 10_000, "import\\\n" * 20_000)
+        others = ("f " * 90_000, "def " * 45_000, "def" + "\n" * 190_000, "class " * 30_000, "pass " * 38_000)
+        ends = (
+            "pass" + " " * 190_000 + "x",
+            "pass " * 38_000 + "x",
+            "raise " + " " * 190_000 + "x",
+            "... " * 45_000 + "x",
+        )
+        stubs = tuple(f"def f():\n    {end}" for end in ends)
+        for program in calls + imports + others + stubs:
+            completion = f"```\n{program}\n```\n```\n1\n```"
+            assert last_program(completion, "f").strip() in (program.strip(), "1")
+            assert last_program(f"```\n{program}\n```", "f").strip() == program.strip()
         assert last_program("`" * 200_000) is None
         assert last_program("~" * 200_000 + "`") is None
         assert last_program("```" + " " * 200_000 + "`") is None
+
+
+PRELUDE = "from math import sqrt\nresult = sqrt(16)"
+FUTURE = "from __future__ import annotations"
+
+
+class TestPrelude:
+    @pytest.mark.parametrize(
+        "source",
+        [
+            "answer = result",
+            f"{FUTURE}\nanswer = result",
+            f"# -*- coding: utf-8 -*-\n\n{FUTURE}\n{FUTURE}  # twice\nanswer = result",
+            "from __future__ import (annotations,\n  division)\nanswer = result",
+            f"{FUTURE}; answer = result",
+            f"{FUTURE};answer = result",
+            f'"""A program \\""" that\n{FUTURE}\n"""\n{FUTURE}\nanswer = result',
+            f"'A program'\n# comment\n{FUTURE}\nanswer = result",
+            f"r'''A\nprogram'''\n{FUTURE}\r\nanswer = result",
+            f'"""A program"""\nanswer = result\ntext = """\n{FUTURE}\n"""',
+            f'text = """\n{FUTURE}\n"""\nanswer = result',
+            "from __future__ import annotations as _\nanswer = result",
+        ],
+    )
+    def test_a_prelude_stands_before_the_program_and_after_its_future_imports(self, source):
+        names = {}
+        exec(runnable(ProblemTests(None, (), prelude=PRELUDE), source), names)
+        assert names["answer"] == 4
+        assert names.get("text", FUTURE).strip() == FUTURE
+
+    def test_a_program_that_does_not_parse_stands_after_the_prelude(self):
+        assert runnable(ProblemTests(None, (), prelude=PRELUDE), "def") == f"{PRELUDE}\ndef"
+
+    def test_time_is_linear(self):
+        for start in ("\n", "#\n", ";", '"', '""" ', "\\", FUTURE + "\n", "from __future__ import (", "'\\"):
+            source = start * (200_000 // len(start))
+            assert source[-100:] in runnable(ProblemTests(None, (), prelude=PRELUDE), source)
 
 
 STDIN = {"type": "stdin_stdout", "cases": [{"input": "1", "output": "2"}]}

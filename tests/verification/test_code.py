@@ -40,6 +40,23 @@ class TestOutcomes:
         assert grade.outcome.label == float(outcome == "CORRECT")
         assert grade.share == grade.outcome.label or tests == "add"  # the first case may pass
 
+    def test_a_program_with_future_imports_runs_after_a_prelude(self, verifier):
+        future = "from __future__ import annotations\n"
+        programs = [
+            f"{future}print(total(map(int, input().split())))",
+            f"{future}def add(a, b):\n    return total((a, b))",
+        ]
+        tests = [kind | {"prelude": "total = sum"} for kind in (SUM, ADD)]
+        code = "assert add(1, 2) == total([3])"
+        tests.append({"type": "asserts", "code": code, "entry_point": "add", "prelude": "total = sum"})
+        grades = verifier.grade_detailed([block(programs[0]), block(programs[1]), block(programs[1])], tests)
+        assert [grade.outcome for grade in grades] == [Outcome.CORRECT] * 3, grades
+
+    def test_the_block_that_defines_the_function_is_tested(self, verifier):
+        program = "def add(a, b):\n    return a + b"
+        completions = [f"```\n{program}\n```\nOutput:\n```\n3\n```", f"{block(program)}\n{block('print(add(1, 2))')}"]
+        assert verifier.grade(completions, [ADD, ADD]) == [1.0, 1.0]
+
     @pytest.mark.parametrize("character", ["\ud800", "\0"])  # half a character
     def test_characters_that_no_program_may_have(self, verifier, character):
         (grade,) = verifier.grade_detailed([block(f"print('{character}')")], [SUM])

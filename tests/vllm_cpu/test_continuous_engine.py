@@ -75,7 +75,7 @@ def test_each_token_has_the_log_prob_of_the_weights_that_it_is_noted_with(tmp_pa
 
     def create_source():
         source = create()
-        spy_on(source, "_take", take)
+        spy_on(source, "_take_groups", take)
         return source
 
     trainer._create_source = create_source
@@ -116,7 +116,7 @@ def test_each_completion_has_the_log_probs_of_the_adapter_with_which_it_began(tm
             wait_until_ready(process, url)
             settings = {"max_steps": 12, "learning_rate": 3e-2, "vllm_sync_adapter": True}
             trainer = trainer_of(tmp_path / "run", checkpoint, url, callbacks=[recorder], lora=LORA, **settings)
-            spy_on(trainer, "_create_source", lambda source: spy_on(source, "_take", groups.append))
+            spy_on(trainer, "_create_source", lambda source: spy_on(source, "_take_groups", groups.append))
             trainer.train()
             served = [entry["id"] for entry in requests.get(f"{url}/v1/models", timeout=10).json()["data"]]
         finally:

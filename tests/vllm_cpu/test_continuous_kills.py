@@ -37,8 +37,8 @@ EVENTS = [
     (SharedMemoryTransfer, "load"),
     (SharedMemoryTransfer, "resume"),
     (RolloutWorker, "start"),
-    (ContinuousRollouts, "_take"),
-    (ContinuousRollouts, "finish"),
+    (ContinuousRollouts, "_take_groups"),
+    (ContinuousRollouts, "state"),
     (ExactUpdateTrainer, "training_step"),
     (ExactUpdateTrainer, "_save_checkpoint"),
 ]
@@ -90,7 +90,7 @@ def train_and_kill(argv: list[str], kill: dict, notes: Path) -> None:
 
         setattr(owner, name, call)
 
-    start_worker, take = RolloutWorker.start, ContinuousRollouts._take
+    start_worker, take = RolloutWorker.start, ContinuousRollouts._take_groups
 
     def start_and_note(self):
         start_worker(self)
@@ -105,7 +105,7 @@ def train_and_kill(argv: list[str], kill: dict, notes: Path) -> None:
             file.write(json.dumps(line) + "\n")
         return groups
 
-    RolloutWorker.start, ContinuousRollouts._take = start_and_note, take_and_note
+    RolloutWorker.start, ContinuousRollouts._take_groups = start_and_note, take_and_note
     for owner, name in EVENTS:
         with_note(owner, name)
     count_groups_too(note)

@@ -234,34 +234,62 @@ def _sorted_letters(sequence: Sequence) -> list[str]:
 
 
 def _is_equal_sequence(gold: Any, answer: Any) -> bool:
-    if not (isinstance(gold, Sequence) and isinstance(answer, Sequence)):
-        if isinstance(gold, Sequence) and len(gold.items) == 1 and gold.brackets in ("{}", "[]"):
-            return is_equal(gold.items[0], answer)
-        if isinstance(answer, Sequence) and len(answer.items) == 1 and answer.brackets in ("{}", "[]"):
-            return is_equal(gold, answer.items[0])
-        if isinstance(gold, Sequence) and isinstance(answer, Leaf) and (named := _NAMED.match(answer.text)):
-            return _sorted_letters(gold) == sorted(answer.text) or is_equal(gold, read_value(named[1], True))
-        if isinstance(gold, Leaf) and isinstance(answer, Sequence) and (named := _NAMED.match(gold.text)):
-            return _sorted_letters(answer) == sorted(gold.text) or is_equal(read_value(named[1], True), answer)
-        if isinstance(gold, Sequence) and not gold.items:
-            return isinstance(answer, Leaf) and is_same_words("emptyset", answer.text)
-        if isinstance(answer, Sequence) and not answer.items:
-            return isinstance(gold, Leaf) and is_same_words(gold.text, "emptyset")
+    """Whether two values are equal, one or both of which are sequences."""
+    if isinstance(gold, Sequence) and isinstance(answer, Sequence):
+        return _is_same_sequence(gold, answer)
+    if isinstance(gold, Sequence):
+        return _is_sequence_without_brackets(gold, answer)
+    return _is_value_in_sequence(gold, answer)
+
+
+def _has_single_item(sequence: Sequence) -> bool:
+    """Whether a sequence is a value in the brackets of a set or list, as `\\{5\\}`."""
+    return len(sequence.items) == 1 and sequence.brackets in ("{}", "[]")
+
+
+def _is_sequence_without_brackets(gold: Sequence, answer: Any) -> bool:
+    """Whether an answer is the only item of a sequence, its letters, its point with a name, or the empty set."""
+    if _has_single_item(gold):
+        return is_equal(gold.items[0], answer)
+    if not isinstance(answer, Leaf):
         return False
-    if gold.brackets == "{}" != answer.brackets and len(gold.items) == 1:
+    if named := _NAMED.match(answer.text):
+        return _sorted_letters(gold) == sorted(answer.text) or is_equal(gold, read_value(named[1], True))
+    return not gold.items and is_same_words("emptyset", answer.text)
+
+
+def _is_value_in_sequence(gold: Any, answer: Sequence) -> bool:
+    """Whether a gold is the only item of a sequence, its letters, its point with a name, or the empty set."""
+    if _has_single_item(answer):
+        return is_equal(gold, answer.items[0])
+    if not isinstance(gold, Leaf):
+        return False
+    if named := _NAMED.match(gold.text):
+        return _sorted_letters(answer) == sorted(gold.text) or is_equal(read_value(named[1], True), answer)
+    return not answer.items and is_same_words(gold.text, "emptyset")
+
+
+def _is_same_sequence(gold: Sequence, answer: Sequence) -> bool:
+    """Whether two sequences have equal items, in any order if both are lists or sets."""
+    is_set_of_one = gold.brackets == "{}" and len(gold.items) == 1
+    if is_set_of_one and answer.brackets != "{}":
         return is_equal(gold.items[0], answer)
     golds, answers = _flat(gold), _flat(answer)
-    if gold.brackets in _UNORDERED:
-        if answer.brackets in _UNORDERED:
-            return _is_permutation(_distinct(golds, gold), _distinct(answers, answer))
-        return gold.brackets == "" and answer.brackets in ("()", "[]") and _all_equal(golds, answers)
-    if answer.brackets in ("", "\u00b1"):
-        is_interval = len(golds) == 2 and gold.brackets != "()"
-        return not is_interval and _all_equal(golds, answers)
-    if answer.brackets != gold.brackets:
-        is_interval = len(golds) == 2 or "{}" in (gold.brackets, answer.brackets)
-        return not is_interval and _all_equal(golds, answers)
-    return _all_equal(golds, answers)
+    if gold.brackets in _UNORDERED and answer.brackets in _UNORDERED:
+        return _is_permutation(_distinct(golds, gold), _distinct(answers, answer))
+    return _brackets_agree(gold.brackets, answer.brackets, len(golds)) and _all_equal(golds, answers)
+
+
+def _brackets_agree(gold: str, answer: str, num_items: int) -> bool:
+    """Whether items in the brackets of an answer, at least one pair of which orders them, may be those in the brackets
+    of a gold. Two items may be the ends of an interval, whose brackets count."""
+    if gold == answer:
+        return True
+    if gold in _UNORDERED:
+        return gold == "" and answer in ("()", "[]")
+    if answer in ("", "\u00b1"):
+        return gold == "()" or num_items != 2
+    return answer != "{}" and num_items != 2
 
 
 def _flat(sequence: Sequence) -> tuple:

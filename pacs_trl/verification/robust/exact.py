@@ -48,8 +48,12 @@ def rational_value(expression: Any) -> Fraction | None:
         base, exponent = arguments
         if exponent.denominator != 1 or base == 0 and exponent < 0:
             return None
-        if base in (0, 1, -1):
-            return base ** (exponent.numerator % 2 if exponent else 0) if base == -1 or not exponent else base
+        if exponent == 0:
+            return Fraction(1)
+        if base in (0, 1):
+            return base
+        if base == -1:
+            return base ** (exponent.numerator % 2)
         _refuse_large(_bits(base) * abs(exponent.numerator))
         return base**exponent.numerator
     if any(argument.denominator != 1 or argument < 0 for argument in arguments):

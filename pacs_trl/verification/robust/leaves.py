@@ -13,6 +13,7 @@ from sympy import Basic, Derivative, Expr, Integral, Limit, Product, Sum
 
 from ..numerals import MAX_EXPONENT
 from .notation import CURRENCY_UNITS
+from .number_words import english_number
 from .units import Unit, is_unit_word, read_unit
 
 
@@ -71,6 +72,11 @@ WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
+_OTHER_VALUES = ("squared", "cubed", "is wrong", "is incorrect")
+# As in "3 boys and 4 girls", of which normalized text has a comma for "and".
+_SECOND_COUNT = re.compile(
+    r"[a-z]+(?: [a-z]+)?, (?:(?P<digits>\d{1,9})|(?P<numeral>[a-z]+))(?: [a-z]+)? (?P<unit>[a-z]+s)"
+)
 _BINOMIAL = re.compile(r"(?<![A-Za-z\\])C\s*\((\d+),\s*(\d+)\)")
 # Combinations and arrangements of `n` things as written in Chinese: `C_{10}^{3}` and `A_{5}^{2}`.
 _SELECTIONS = re.compile(r"(?<![A-Za-z\\])([CA])\s*_\s*\{?(\d{1,4})\}?\s*\^\s*\{?(\d{1,4})\}?")
@@ -158,6 +164,8 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
     if clock is not None:
         return clock
     number = _NUMBER.match(text)
+    if number and _is_other_value(text[number.end() :]):
+        return Leaf(compact)
     if number and (leaf := _read_quantity(text, compact, number)) is not None:
         return leaf
     if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*)+", text) or WORDS.match(text) and not _is_product_of_letters(text):
@@ -187,6 +195,19 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
     expression = _BINOMIAL.sub(r"\\binom{\1}{\2}", expression)
     expression = _SELECTIONS.sub(_selections, expression)
     return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
+
+
+def _is_other_value(words: str) -> bool:
+    """Whether the words after a number make another value of it: "squared" or "is wrong" alone, or a second count, as
+    in "3 boys and 4 girls". But "2 hours and 30 minutes" is one quantity."""
+    words = _TEXT.sub(r"\1", words).strip()
+    if words in _OTHER_VALUES:
+        return True
+    second = _SECOND_COUNT.fullmatch(words)
+    if second is None or is_unit_word(second["unit"]):
+        return False
+    count = int(second["digits"]) if second["digits"] else english_number(second["numeral"])
+    return count is not None and count > 0
 
 
 def _is_product_of_letters(text: str) -> bool:

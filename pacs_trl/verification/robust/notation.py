@@ -184,6 +184,8 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\colon(?![A-Za-z])|\{:\}"), ":"),
     (re.compile(r"(?<=\d)(?:st|nd|rd|th|\^\s*\{?\s*\\text\s*\{\s*(?:st|nd|rd|th)\s*\}\s*\}?)(?![A-Za-z])"), ""),
     (re.compile(r"^\\?#(?=\d)"), ""),
+    (re.compile(r"(?<!\d)(?<!\d\s)\\text\s*\{\s*([\u20ac\u00a3\u00a5\u20b9])\s*\}\s*(?=\d)"), r"\1"),
+    (re.compile(r"(?<=\d)\s*\\text\s*\{\s*(?:remainder|[Rr])\s*\}\s*(?=\d+$)"), r"\\text{ R }"),
     (re.compile(r"\\(?:degree|degrees|textdegree|circ)(?![A-Za-z])"), r"\\circ "),
     (re.compile(r"(?<=\d)\s*\^\s*(?:o(?![A-Za-z])|\{\s*o\s*\}|\{?\s*\\text\s*\{\s*o\s*\}\s*\}?)"), r"^{\\circ}"),
     (re.compile(r"(?<!\^)(?<!\^\{)\\circ\s*(?![A-Za-z(])"), r"^{\\circ}"),

@@ -78,9 +78,16 @@ _SET_BUILDER = re.compile(
 _CONDITION = re.compile(
     r"[\s,]*(?:\\cdot\s*)?\(?\s*([kmn])\s*\\in\s*(?:\\mathbb\{[ZN]\}|[ZN])(?:\^?\{?[*+]\}?)?\s*\)?$"
 )
+# Where a function is defined, and from which number on a formula holds.
+_FOR_ALL = re.compile(
+    r"^(?P<definition>[A-Za-z]\s*\((?P<variable>[a-z])\)\s*=.*?)[\s,]*"
+    r"(?:\\text\s*\{\s*,?\s*for\s+(?:all|every|any|each)(?:\s+real)?\s*\}|\\forall(?![A-Za-z]))\s*(?P=variable)"
+    r"(?:\s*\\in\s*\\mathbb\{R\})?$"
+)
+_FROM_FIRST_NUMBER = re.compile(r"\s*\\text\s*\{\s*,?\s*for(?:\s+all)?\s*\}\s*([kmn])\s*\\geq\s*[01]$")
 _RESIDUE = re.compile(
-    r"^(.+?)\s*(?:\\cdot\s*)?(?:\\[pb]?mod(?![A-Za-z])|\(\s*(?:\\text\s*\{\s*mod\s*\}|mod(?![A-Za-z])))"
-    r"\s*\{?\s*(\w+)\s*\}?\s*\)?$"
+    r"^(.+?)\s*(?:\\cdot\s*)?(?:\\[pb]?mod(?![A-Za-z])|\(\s*(?:\\text\s*\{\s*mod\s*\}|mod(?![A-Za-z]))"
+    r"|\\text\s*\{\s*\(?\s*mod(?![A-Za-z]))\s*\{?\s*(\w+)\s*(?:\}?\s*\)?|\)?\s*\})$"
 )
 _BASED = re.compile(
     r"\(?([0-9A-Fa-f]+)\)?\s*(?:_\s*\{?\s*\(?|(?:\\text\s*\{\s*)?(?:in\s+)?base\s*\}?)\s*(?:\\text\s*\{\s*)?"
@@ -150,8 +157,11 @@ def _with_usual_brackets(text: str) -> str:
 
 
 def _without_condition(text: str) -> str:
-    """Return a text without the set of its parameter, as in `k\\pi, k \\in \\mathbb{Z}`."""
-    condition = _CONDITION.search(text)
+    """Return a text without the set of its parameter, as in `k\\pi, k \\in \\mathbb{Z}`, without the real line as the
+    domain of a function, and without the numbers from 0 or 1 on, as in `2^n - 1 \\text{ for } n \\geq 1`."""
+    if for_all := _FOR_ALL.match(text):
+        return for_all["definition"]
+    condition = _CONDITION.search(text) or _FROM_FIRST_NUMBER.search(text)
     return text[: condition.start()] if condition and condition[1] in text[: condition.start()] else text
 
 
