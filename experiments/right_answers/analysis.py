@@ -129,7 +129,8 @@ def pilot_table(task: str, records: Sequence[Record]) -> list[str]:
 
 def rate_table(records: Sequence[Record]) -> list[str]:
     """Return the table of pass@64 of all runs after their last update by learning rate, that of the pilot first: for a
-    task on which no arm reaches the level, so that the runs of the pilot have as many updates as the others."""
+    task on which not all arms reach the level, so that nearly all runs of the pilot have as many updates as the
+    others."""
     rows = []
     for arm in [arm for arm in ARMS if any(record["arm"] == arm for record in records)]:
         cells = []
@@ -202,8 +203,9 @@ def task_tables(task: str, records: Sequence[Record], level: float) -> list[str]
     """Return the lines of the tables of a task: pilot, at pass@1 = `level`, after the last update, and differences."""
     lines: list[str] = []
     if pilot := [record for record in records if record["seed"] == PILOT_SEED]:
-        is_reached = any(at_level(record["points"], LEVELS[task]) for record in pilot)
-        lines += pilot_table(task, records) if is_reached else rate_table(records)
+        arms_at_level = {record["arm"] for record in pilot if at_level(record["points"], LEVELS[task])}
+        all_reach_it = arms_at_level == {record["arm"] for record in pilot}
+        lines += pilot_table(task, records) if all_reach_it else rate_table(records)
     runs = reported_runs(records)
     if not runs:
         return [*lines, "No run with a reported seed yet.", ""]
