@@ -32,7 +32,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from accelerate.utils import gather_object
+from accelerate.utils import broadcast_object_list, gather_object
 from trl.data_utils import is_conversational
 from trl.generation.vllm_client import VLLMClient
 from trl.trainer.utils import is_async_callable
@@ -75,6 +75,9 @@ class ServerRequests:
         """Send the current weights. All processes must call this, and none may have a request in flight."""
         if self.sent_step != self.trainer.state.global_step:
             self.vllm.sync_weights()
+            # With `vllm_sync_adapter` this is an adapter under a new name, which the first process has given it.
+            (model_name,) = broadcast_object_list([self.client.model], from_process=0)
+            self.client.model = model_name
             self.sent_step = self.trainer.state.global_step
 
     def generate(self, weight_copy: int, prompt_ids: list[list[int]], seed: int) -> dict[str, list[list]]:

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from support.late_runs import trainer_of
 from support.processes import on_two
 from support.rollouts import addition_dataset
 from support.runs import build_trainer
+from support.scripted_worker import server_of
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
+from transformers import AutoModelForCausalLM
 
 
 def train_until_it_stops(directory, model, url):
@@ -42,3 +45,17 @@ def test_both_processes_stop_if_the_server_does_not_take_the_weights(tmp_path, m
         outputs = on_two(train_until_it_stops, tmp_path, model_path, server.url, outputs=tmp_path)
     for output in outputs:
         assert "did not take the weights after optimizer step 0" in output and "500" in output
+
+
+def train_late_adapters(directory, model, url):
+    play_installed(setattr)
+    settings = server_settings(url) | {"vllm_sync_adapter": True, "save_strategy": "no"}
+    trainer_of(directory / "run", lora=True, model=model, per_device_train_batch_size=4, **settings).train()
+
+
+def test_both_processes_generate_with_the_adapters_of_a_lag(tmp_path, model_path):
+    """Also the one that did not send them to the server, which generates with the base model for other requests."""
+    with server_of(AutoModelForCausalLM.from_pretrained(model_path)) as server:
+        on_two(train_late_adapters, tmp_path, model_path, server.url, outputs=tmp_path)
+    names = [request["model"].rpartition("-")[2] for request in server.requests]
+    assert sorted(names) == ["1", "1", "1", "1", "2", "2"]
