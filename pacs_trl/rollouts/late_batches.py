@@ -256,6 +256,15 @@ class LateBatches:
         self._engine_free_since = time.perf_counter()
         self._tokenizer = copy.deepcopy(trainer.processing_class)  # threads must not share one
         self._early = {i: function for i, function in enumerate(trainer.reward_funcs) if self._is_early(function)}
+        if trainer.use_vllm:
+            self._keep_batches_of_all_processes()
+
+    def _keep_batches_of_all_processes(self) -> None:
+        """Keep the batches of a checkpoint that had arrived on all processes. When a server failed, or a signal stopped
+        the run, some processes may not have had theirs: all request them again, with new weights, which the processes
+        send to the server together."""
+        arrived_everywhere = set.intersection(*gather_object([set(self.arrived)]))
+        self.arrived = {number: batch for number, batch in self.arrived.items() if number in arrived_everywhere}
 
     def _is_early(self, function: Callable) -> bool:
         """Whether a reward function is called when its batch arrives, in another thread than the main one."""

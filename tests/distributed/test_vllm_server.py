@@ -1,5 +1,10 @@
 """A vLLM server that dies: the process that speaks to it and the one that does not stop alike, and save together."""
 
+import re
+import threading
+import time
+from pathlib import Path
+
 import pytest
 import torch
 from support.late_runs import trainer_of
@@ -9,6 +14,8 @@ from support.runs import build_trainer
 from support.scripted_worker import server_of
 from support.vllm_server import LoopbackVLLM, play_installed, server_settings
 from transformers import AutoModelForCausalLM
+
+from pacs_trl.errors import FailedRun
 
 
 def train_until_it_stops(directory, model, url):
@@ -47,15 +54,42 @@ def test_both_processes_stop_if_the_server_does_not_take_the_weights(tmp_path, m
         assert "did not take the weights after optimizer step 0" in output and "500" in output
 
 
-def train_late_adapters(directory, model, url):
+def fail_and_resume_with_a_lag(directory, model, url):
+    """The server answers one of the two requests for the second batch, and fails."""
     play_installed(setattr)
     settings = server_settings(url) | {"vllm_sync_adapter": True, "save_strategy": "no"}
-    trainer_of(directory / "run", lora=True, model=model, per_device_train_batch_size=4, **settings).train()
+
+    def build():
+        return trainer_of(directory / "run", lora=True, model=model, per_device_train_batch_size=4, **settings)
+
+    stopped = build()
+    with pytest.raises(FailedRun, match="the engine is dead"):
+        stopped.train()
+    rank = stopped.accelerator.process_index
+    states = torch.load(directory / "run" / "checkpoint-2" / f"pacs_state_{rank}.pt")
+    print("arrived:", sorted(states["late_batches"]))
+    Path(directory, f"stopped.{rank}").touch()
+    while not Path(directory, "server-runs").exists():
+        time.sleep(0.01)
+    resumed = build()
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 6
 
 
-def test_both_processes_generate_with_the_adapters_of_a_lag(tmp_path, model_path):
-    """Also the one that did not send them to the server, which generates with the base model for other requests."""
+def test_both_processes_resume_with_a_lag_and_generate_with_the_adapters(tmp_path, model_path):
+    """Also the process whose batch had arrived, and the one that did not send adapters to the server, which generates
+    with the base model for requests that name none."""
     with server_of(AutoModelForCausalLM.from_pretrained(model_path)) as server:
-        on_two(train_late_adapters, tmp_path, model_path, server.url, outputs=tmp_path)
+        server.fail_generation = 3
+
+        def restart_server():
+            while len(list(tmp_path.glob("stopped.*"))) < 2:
+                time.sleep(0.01)
+            server.dead, server.fail_generation = False, None
+            Path(tmp_path, "server-runs").touch()
+
+        threading.Thread(target=restart_server, daemon=True).start()
+        outputs = on_two(fail_and_resume_with_a_lag, tmp_path, model_path, server.url, outputs=tmp_path, seconds=240)
+    assert sorted(re.findall("arrived: .*", "".join(outputs)), key=len) == ["arrived: []", "arrived: [1]"]
     names = [request["model"].rpartition("-")[2] for request in server.requests]
-    assert sorted(names) == ["1", "1", "1", "1", "2", "2"]
+    assert sorted(names) == ["1"] * 4 + ["2"] * 4
