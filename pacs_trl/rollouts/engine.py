@@ -18,7 +18,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,6 +36,7 @@ from ..update.forward_pass import ForwardPass
 from ..update.peft_models import without_peft
 from ..update.reference import reshard
 from .adapter_checks import max_lora_rank
+from .background import in_background
 from .checkpoint import next_call_seed, next_seeds
 from .engine_weights import (
     FIXED_TEXT,
@@ -182,8 +182,8 @@ class CountingClient:
                 for i, row in zip(itertools.chain(*by_number[number]), answer[name], strict=True):
                     merged[name][i] = row
 
-        with ThreadPoolExecutor(max_workers=len(by_number)) as executor:
-            list(executor.map(request, by_number))
+        for answer in [in_background(request, number) for number in by_number]:
+            answer.result()
         return merged | {"prompt_ids": list(prompts)}
 
     def load_adapter(self, path: str) -> None:

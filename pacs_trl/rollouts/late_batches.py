@@ -23,7 +23,6 @@ import inspect
 import itertools
 import json
 import logging
-import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
@@ -41,6 +40,7 @@ from ..errors import FailedRun, UserError, without_exit
 from ..rewards import FUNCTIONS
 from ..update.rollout import Rollout
 from ..update.step_sizes import BatchSizes
+from .background import in_background
 from .checkpoint import indices_of_generation
 from .engine import CountingClient, ServerFailure
 from .engine_process import EngineProcess
@@ -260,9 +260,9 @@ class LateBatches:
             self._keep_batches_of_all_processes()
 
     def _keep_batches_of_all_processes(self) -> None:
-        """Keep the batches of a checkpoint that had arrived on all processes. When a server failed, or a signal stopped
-        the run, some processes may not have had theirs: all request them again, with new weights, which the processes
-        send to the server together."""
+        """Keep the batches of a checkpoint that had arrived on all processes. When a server failed, or a signal
+        stopped the run, some processes may not have had theirs: all request them again, with new weights, which the
+        processes send to the server together."""
         arrived_everywhere = set.intersection(*gather_object([set(self.arrived)]))
         self.arrived = {number: batch for number, batch in self.arrived.items() if number in arrived_everywhere}
 
@@ -306,7 +306,7 @@ class LateBatches:
             self.engine.write_weights(self._weight_copy(number), stopped.get("weights"))
         self.stopped.pop(number, None)
         generate = self._generation_of(number, stopped)
-        self._last = _in_background(self._generate_and_grade, weights_step, generate, self._last)
+        self._last = in_background(self._generate_and_grade, weights_step, generate, self._last)
         self._in_flight[number] = InFlight(weights_step, self._last)
 
     def _weight_copy(self, number: int) -> int:
@@ -351,7 +351,7 @@ class LateBatches:
         async def generate(prompt_ids: list[list[int]]) -> dict[str, list[list]]:
             seed = request_seed(f"{stream}/{number}", next(calls))
             prompt_ids = check_prompts(prompt_ids, trainer.model.config)
-            return await asyncio.wrap_future(_in_background(self.engine.generate, weight_copy, prompt_ids, seed))
+            return await asyncio.wrap_future(in_background(self.engine.generate, weight_copy, prompt_ids, seed))
 
         try:
             with without_exit("rollout_func"):
@@ -432,17 +432,3 @@ def replay(result: Any, **arguments: Any) -> list[float | None]:
 
 async def _result_of(awaitable: Awaitable) -> Any:
     return await awaitable
-
-
-def _in_background(function: Callable, *arguments: Any) -> Future:
-    """Call a function in a thread that does not keep the interpreter from ending."""
-    future: Future = Future()
-
-    def run():
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return future

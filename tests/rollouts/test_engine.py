@@ -1,14 +1,17 @@
 """The engine that replaces TRL's, with a stand-in that generates from prompt and seed alone."""
 
 import itertools
+import threading
 from types import SimpleNamespace
 
 from support.fake_llm import SamplingParams, play_colocated
+from support.processes import start
 from support.rollouts import addition_dataset, digit_reward
 from support.runs import build_trainer
 from support.seeds import shifted
 
-from pacs_trl.rollouts.engine import SeededLLM
+from pacs_trl.rollouts.background import in_background
+from pacs_trl.rollouts.engine import CountingClient, SeededLLM
 from pacs_trl.rollouts.request_seeds import request_seed
 
 
@@ -51,3 +54,25 @@ def test_a_rollout_function_gets_seeds_too_of_which_an_evaluation_takes_none(tmp
     seeds = [params.seed for _, params in trainer.vllm_generation.llm.requests]
     expected = [request_seed(f"{shifted(42)}/0/1", i) for i in range(16)]
     assert len(set(seeds[:8])) == 8 and not set(seeds[:8]) & set(expected) and seeds[8:] == expected
+
+
+def request_and_end():
+    """Send a request for two completions of each of two prompts, whose answer never comes."""
+    is_sent = threading.Event()
+
+    def generate(**request):
+        is_sent.set()
+        threading.Event().wait()
+
+    client = CountingClient(SimpleNamespace(generate=generate))
+    in_background(client.generate, [[1], [1], [2], [2]])
+    assert is_sent.wait(60)
+
+
+def test_a_request_in_flight_does_not_keep_the_process_from_ending(tmp_path):
+    """After a signal, when the last optimizer step is saved."""
+    process = start(request_and_end, output=tmp_path / "out")
+    process.join(100)
+    exit_code = process.exitcode
+    process.kill()
+    assert exit_code == 0, (tmp_path / "out").read_text()[-3000:]
