@@ -24,6 +24,7 @@ from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic
 from ..data.columns import is_in_memory
 from ..evaluation.requests import SamplingSettings
 from ..rollouts.engine import ServerFailure, stop_without_engine
+from ..rollouts.engine_weights import WrongWeights
 from ..rollouts.request_seeds import request_seed
 from ..rollouts.timing import PARTS
 from ..settings.checks import ignored_settings
@@ -266,7 +267,7 @@ class GenACTrainer(ActorCriticTrainer):
                     answers = self._answers_of_engine(prompts + padding)
                 else:
                     answers = self._answers_of_model(prompts + padding, seeds)
-        except ServerFailure as failure:
+        except (ServerFailure, WrongWeights) as failure:
             stop_without_engine(self, failure)
         return answers[: len(prompts)]
 

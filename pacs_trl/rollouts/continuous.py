@@ -70,7 +70,7 @@ class ContinuousRollouts:
 
     def send_weights(self) -> None:
         """Send the current weights to the server, unless it has them. All processes must call this. Raises a
-        [`ServerFailure`] or a [`FailedRun`], as [`ServerConnection.send_weights`] does."""
+        [`ServerFailure`] or [`WrongWeights`], as [`ServerConnection.send_weights`] does."""
         self._server.send_weights(self._worker)
 
     # Rollouts of a step ---------------------------------------------------------------------------------------------

@@ -44,6 +44,7 @@ from .engine_weights import (
     LogpComparison,
     SharedIterator,
     WakeCheck,
+    WrongWeights,
     merged_parameters,
     save_adapter,
     whole_adapter,
@@ -409,7 +410,7 @@ class AdapterSync(LogpComparison):
         self.directory = tempfile.TemporaryDirectory(prefix="vllm_adapter_", dir=parent)
 
     def send(self) -> None:
-        """Send the adapter. Raises a [`FailedRun`] on all processes if an engine rejects it or does not use it."""
+        """Send the adapter. Raises [`WrongWeights`] on all processes if an engine rejects it or does not use it."""
         engine, problem = self.engine, None
         try:
             if engine.mode == "colocate" or engine.accelerator.is_main_process:
@@ -418,7 +419,7 @@ class AdapterSync(LogpComparison):
             logger.exception("vLLM did not answer with the adapter.")
             problem = f"did not answer with the trained adapter ({error})"
         if problems := [text for text in gather_object([problem]) if text]:
-            raise FailedRun(
+            raise WrongWeights(
                 f"vLLM {problems[0]}. Fix the problem, or remove vllm_sync_adapter to send all weights, and continue "
                 "with `--resume_from_checkpoint last`."
             )
@@ -440,10 +441,12 @@ class AdapterSync(LogpComparison):
         )
 
 
-def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure) -> NoReturn:
+def stop_without_engine(trainer: "ResumableTrainer", failure: ServerFailure | WrongWeights) -> NoReturn:
     """Save the state after the last optimizer step, and raise a [`FailedRun`], on all processes: the vLLM server, or
-    the engine process of a run without vLLM, has failed."""
+    the engine process of a run without vLLM, has failed, or generates with other weights."""
     trainer.undo_step_and_save()
+    if isinstance(failure, WrongWeights):
+        raise FailedRun(str(failure)) from failure
     state, cause = failure.args
     args, step = trainer.args, trainer.state.global_step
     if isinstance(failure, WorkerFailure):

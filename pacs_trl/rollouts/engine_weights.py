@@ -129,6 +129,11 @@ class SharedIterator(Iterator[tuple[str, torch.Tensor]]):
             return next(self._weights)
 
 
+class WrongWeights(FailedRun):
+    """An engine did not get the trained weights, or does not generate with them. Raised on all processes in the middle
+    of an optimizer step; [`~engine.stop_without_engine`] saves the state after the last one."""
+
+
 class LogpComparison:
     """
     Comparison of the log-probs that an engine and the trainer give to a fixed text, at temperature 1.
@@ -182,7 +187,7 @@ class WakeCheck(LogpComparison):
 
     def run(self, llm: Any, model: nn.Module) -> None:
         """Compare the log-probs of `llm`, a [`SeededLLM`] that is awake, with those of `model`. Raises a
-        [`FailedRun`] on all processes, which must call this together, if one engine has other weights."""
+        [`WrongWeights`] on all processes, which must call this together, if one engine has others."""
         logps = llm.prompt_logps(self.prompt_ids), self.trainer_logps(model)
         self.seen = self.seen or [logps, logps]
         # Rounding may grow while a model learns, and a run that is right must not stop; lost weights are off by more.
@@ -190,7 +195,7 @@ class WakeCheck(LogpComparison):
         differences = [pair for pair in gather_object([difference]) if pair is not None]
         if differences:
             off, mismatch = differences[0]
-            raise FailedRun(
+            raise WrongWeights(
                 "vLLM does not generate with the trained weights after sleep mode: its log-probs of a fixed text "
                 f"differ from the trainer's by {off:.2g} nats per token, and after the first start by {mismatch:.2g}. "
                 "Set vllm_enable_sleep_mode: false and a smaller vllm_gpu_memory_utilization, and continue with "

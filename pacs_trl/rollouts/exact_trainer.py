@@ -43,6 +43,7 @@ from .adapter_checks import max_lora_rank
 from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
 from .copied_settings import check_changes, copied_settings
 from .engine import ServerFailure, stop_without_engine
+from .engine_weights import WrongWeights
 from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef
 from .late_batches import LateBatches, use_engine_logps
 from .layer_compilation import compile_policy_and_reference, compiles_layers
@@ -391,7 +392,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         try:
             with conversations:
                 rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
-        except ServerFailure as failure:
+        except (ServerFailure, WrongWeights) as failure:
             stop_without_engine(self, failure)
         if self.args.is_asynchronous and not self._keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)

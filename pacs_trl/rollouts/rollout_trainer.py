@@ -37,6 +37,7 @@ from .argument_checks import check_arguments, check_config_class
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
+from .engine_weights import WrongWeights
 from .entropy_bonus import reset_entropy_coef
 from .evaluation import BenchmarkEvaluation
 from .generation_keys import check_generation_config, end_token_ids
@@ -441,7 +442,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         try:
             with self.timer.part("generation"), readable_calls(self._tokenizer):
                 generated = super()._generate(prompts)
-        except ServerFailure as failure:
+        except (ServerFailure, WrongWeights) as failure:
             stop_without_engine(self, failure)
         prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images = generated
         if self._reads_images:  # TRL would process the images again, once for each completion

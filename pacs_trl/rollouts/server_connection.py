@@ -11,9 +11,8 @@ from accelerate.utils import broadcast_object_list
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-from ..errors import FailedRun
 from .engine import raise_on_all
-from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, save_adapter, whole_adapter
+from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WrongWeights, save_adapter, whole_adapter
 from .protocols import ContinuousTrainer
 from .rollout_worker import RolloutWorker
 from .server_adapters import ServerAdapters
@@ -54,8 +53,8 @@ class ServerConnection:
     def send_weights(self, worker: RolloutWorker | None) -> None:
         """Send the current weights to the server, unless it has them, and compare log-probs of a fixed text. All
         processes must call this. `worker` is the one whose completions the server generates, if it has started, on
-        the first process. Raises a [`ServerFailure`] if the server does not answer, and a [`FailedRun`] if it computes
-        with other weights."""
+        the first process. Raises a [`ServerFailure`] if the server does not answer, and [`WrongWeights`] if it does
+        not compute with these."""
         trainer, step = self.trainer, self.trainer.state.global_step
         if self.sent_step == step:
             return
@@ -227,7 +226,7 @@ class ServerConnection:
             what, first = "weights", "after the first transfer"
             if trainer.args.vllm_sync_adapter:
                 what, first = "adapter", "without the adapter"
-            raise FailedRun(
+            raise WrongWeights(
                 f"The vLLM server does not generate with the trained {what}: its log-probs of a fixed text differ "
                 f"from the trainer's by {off:.2g} nats per token, and {first} by {mismatch:.2g}. "
                 "Start the server with the precision and quantization of training (dtype), and continue with "

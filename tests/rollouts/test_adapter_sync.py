@@ -103,7 +103,8 @@ def test_an_engine_must_answer_as_the_trainer(target, change, message):
 
 
 def test_a_run_with_a_server(tmp_path, monkeypatch):
-    """The server reads each adapter; one that answers with the base model stops the run."""
+    """The server reads each adapter. One that answers with the base model, or rejects an adapter, stops the run, whose
+    last step is saved."""
     play_installed(monkeypatch.setattr)
     path = str(tmp_path / "model")
     tiny_model().save_pretrained(path)
@@ -126,6 +127,9 @@ def test_a_run_with_a_server(tmp_path, monkeypatch):
         server.prompt_logps = lambda ids, adapter: prompt_logps(ids, None)
         with pytest.raises(FailedRun, match="does not generate with the trained adapter"):
             train()
-        server.answers["/v1/load_lora_adapter"] = 400
+        assert (tmp_path / "run" / "checkpoint-1").is_dir()
+        server.prompt_logps, last = prompt_logps, len(server.seeds) + 1  # generation of the second step
+        server.wait = lambda number: number == last and server.answers.update({"/v1/load_lora_adapter": 400})
         with pytest.raises(FailedRun, match="did not answer with the trained adapter .status 400.*as told"):
             train()
+        assert (tmp_path / "run" / "checkpoint-2").is_dir()

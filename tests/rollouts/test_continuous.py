@@ -285,11 +285,12 @@ def test_a_server_that_does_not_use_an_adapter_stops_the_run(tmp_path, worker):
 
 def test_a_server_with_other_weights_than_it_was_sent_stops_the_run(tmp_path, worker):
     with server_of(tiny_model()) as server:
-        trainer, _ = trainer_of(tmp_path, server, max_steps=4)
+        trainer, _ = trainer_of(tmp_path, server, max_steps=4, save_strategy="no")
         load = server._load_weights
         server._load_weights = lambda weights: load(iter([])) if server.num_updates == 2 else load(weights)
         with pytest.raises(FailedRun, match="does not generate with the trained weights"):
             trainer.train()
+    assert (tmp_path / f"checkpoint-{trainer.state.global_step}").is_dir()
 
 
 def test_a_server_that_fails_while_it_takes_weights_stops_the_run_without_a_traceback(tmp_path, worker, caplog):
