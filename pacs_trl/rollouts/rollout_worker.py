@@ -187,6 +187,7 @@ class RolloutLoop(_AsyncRolloutLoop):
         self._started: Counter[int] = Counter()  # conversations, by position
         self._turns: Counter[int] = Counter()  # that have not ended, by the version with which they began
         self._num_in_progress = 0  # conversations of admitted groups
+        self._num_read = 0  # tokens that requests have read
         pools: dict[str | None, list[Any]] = {}
         if self.environment_factories is not None:
             pools = self._environment_pool
@@ -285,6 +286,7 @@ class RolloutLoop(_AsyncRolloutLoop):
             payload = payload | {"max_tokens": room, "seed": seed, "stream": True} | self._generation_kwargs
             async for choice in self._stream(path, payload):
                 version = self.model_version if self.lora_name is None else conversation.version
+                self._num_read += len(choice["token_ids"])
                 ids += choice["token_ids"]
                 logps += [VersionedLogp(logp, version) for logp in choice["logprobs"]["token_logprobs"]]
         conversation.num_requests += 1
@@ -329,12 +331,21 @@ class RolloutLoop(_AsyncRolloutLoop):
         while True:
             asked = self._shared.asked
             if self._shared.drained != asked:
-                for _ in range(3):
-                    await asyncio.sleep(0.005)  # requests read what has arrived
+                if self.lora_name is None:
+                    await self._read_all()
                 versions = [version for version, num_turns in self._turns.items() if num_turns > 0]
                 self._shared.oldest = min([*versions, self.model_version])
                 self._shared.drained = asked
             await asyncio.sleep(0.005)
+
+    async def _read_all(self) -> None:
+        """Wait until requests have read all tokens that the server, which is paused, has sent: until none has read
+        another one in three rounds of the event loop. In each, every request reads a part of what has arrived."""
+        num_read = -1
+        while self._num_read != num_read:
+            num_read = self._num_read
+            for _ in range(3):
+                await asyncio.sleep(0.005)
 
     # Rewards --------------------------------------------------------------------------------------------------------
 

@@ -177,6 +177,28 @@ def test_each_token_has_the_version_of_the_weights_that_sampled_it(server):
     assert sum(group.num_mixed for group in groups) > 0
 
 
+def test_tokens_that_are_read_late_have_the_version_that_sampled_them(server, monkeypatch):
+    """Those that a paused server had sent: the event loop may be busy, and read them in many rounds."""
+    has_begun = threading.Event()
+
+    async def stream_slowly(self, path, payload):
+        has_begun.set()
+        for token in (65, 66, 67, 68, 69, 70, 71, TOKENIZER.eos_token_id):
+            await asyncio.sleep(0.006)
+            yield {"token_ids": [token], "logprobs": {"token_logprobs": [-1.0]}}
+
+    monkeypatch.setattr(RolloutLoop, "_stream", stream_slowly)
+    with Loop(**arguments_of(server, num_generations=1)) as loop:
+        loop.shared.admitted = 1
+        assert has_begun.wait(20)
+        loop.shared.asked = 1
+        while loop.shared.drained != 1:
+            time.sleep(0.001)
+        loop.shared.value = 1
+        (group,) = loop.take(1)
+    assert group.versions == [[0] * 8]
+
+
 def test_a_group_that_is_graded_slowly_does_not_keep_others_waiting(server):
     with Loop(**arguments_of(server, reward_funcs=[slow_for_the_first])) as loop:
         loop.shared.admitted = 4
