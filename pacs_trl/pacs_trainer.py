@@ -207,6 +207,7 @@ class PACSTrainer(ExactUpdateTrainer):
         if every is not None and step > 0 and step % every == 0:
             self._snapshot.renew()
             if self.args.reset_optimizer_on_reference_reset:
+                assert self.optimizer is not None  # created before the first step
                 self.optimizer.state.clear()
 
     def _save_run(self, directory: Path) -> None:

@@ -59,7 +59,8 @@ class SurrogateObjective(RatioObjective):
         scaled_advantages = -tokens.coefficients[:, 0]
         combined_weights = math.prod(token_factors, start=torch.ones_like(tokens.logps))
         if self.off_policy_threshold is not None:
-            combined_weights = combined_weights * self._off_policy_mask(tokens, scaled_advantages)
+            is_kept = self._off_policy_mask(tokens, scaled_advantages, self.off_policy_threshold)
+            combined_weights = combined_weights * is_kept
         return surrogate.ratio_terms(
             tokens.logps,
             tokens.old_logps,
@@ -67,7 +68,7 @@ class SurrogateObjective(RatioObjective):
             tokens.mask,
             self.ratio_loss,
             token_weights=combined_weights,
-            log_correction=None if self.mismatch is None else self._log_correction(tokens),
+            log_correction=None if self.mismatch is None else self._log_correction(tokens, self.mismatch),
             function=self._ratio_function,
         )
 
@@ -76,19 +77,18 @@ class SurrogateObjective(RatioObjective):
         """The function that is used instead of that of `ratio_loss.loss_type`; `None` if there is none."""
         return None
 
-    def _off_policy_mask(self, tokens: TokenValues, scaled_advantages: torch.Tensor) -> torch.Tensor:
+    def _off_policy_mask(self, tokens: TokenValues, scaled_advantages: torch.Tensor, threshold: float) -> torch.Tensor:
         """Return which completions are kept, as in TRL. Without an engine that reports log-probs the policy at rollout
         time is compared; a completion for which such an engine reports none is kept."""
+        assert tokens.has_sampling_logps is not None
         sampling_logps = torch.where(tokens.has_sampling_logps, tokens.sampling_logps, tokens.old_logps)
-        return surrogate.off_policy_mask(
-            tokens.logps, sampling_logps, scaled_advantages, tokens.mask, self.off_policy_threshold
-        )
+        return surrogate.off_policy_mask(tokens.logps, sampling_logps, scaled_advantages, tokens.mask, threshold)
 
-    def _log_correction(self, tokens: TokenValues) -> torch.Tensor:
+    def _log_correction(self, tokens: TokenValues, mismatch: Mismatch) -> torch.Tensor:
         """Return the log of the mismatch correction of each completion, `(B, 1)`."""
-        weights = correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, self.mismatch)
+        weights = correction_weights(tokens.old_logps, tokens.sampling_logps, tokens.mask, mismatch)
         log_weights = weights.log().clamp(math.log(1e-8), 20.0)
-        if self.mismatch.mode.startswith("token_"):
+        if mismatch.mode.startswith("token_"):
             return log_weights.masked_fill(~tokens.mask, 0.0).sum(dim=1, keepdim=True)
         return log_weights[:, :1]
 

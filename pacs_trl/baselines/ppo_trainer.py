@@ -41,17 +41,17 @@ def critic_path(policy: str | PreTrainedModel, args: ActorCriticConfig) -> str:
     )
 
 
-def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, architecture: type | None = None, **more: Any):
-    """Load a critic from [`critic_path`] for training, in float32; by default with the `architecture` of the
-    checkpoint. `model_init_kwargs` apply to it too, except `revision` if `critic_model_name_or_path` is set. `more`
-    are further arguments of `from_pretrained`."""
+def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, **more: Any):
+    """Load a critic from [`critic_path`] for training, in float32. `model_init_kwargs` apply to it too, except
+    `revision` if `critic_model_name_or_path` is set. `more` are further arguments of TRL's `create_model_from_path`:
+    `architecture`, by default that of the checkpoint, and those of `from_pretrained`."""
     kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
     if args.critic_model_name_or_path is not None:
         kwargs.pop("revision", None)
     if not isinstance(policy, str):
         kwargs.setdefault("attn_implementation", policy.config._attn_implementation)
-    critic = create_model_from_path(critic_path(policy, args), architecture=architecture, **kwargs)
+    critic = create_model_from_path(critic_path(policy, args), **kwargs)
     if args.critic_model_name_or_path is None and not isinstance(policy, str) and args.process_index == 0:
         _check_weights_of_path(policy, critic)
     if args.disable_dropout:
@@ -68,10 +68,10 @@ def _check_weights_of_path(policy: PreTrainedModel | PeftModel, critic: PreTrain
     base = without_peft(policy)
     loaded = dict(critic.base_model.named_parameters())
     for name, weight in base.base_model.named_parameters():
-        expected = loaded.get(name.replace(".base_layer", "").replace(".original_module", ""))
-        if expected is None or not weight.is_floating_point():  # of an adapter, or quantized
+        loaded_weight = loaded.get(name.replace(".base_layer", "").replace(".original_module", ""))
+        if loaded_weight is None or not weight.is_floating_point():  # of an adapter, or quantized
             continue
-        expected = expected.detach().to(weight.device)
+        expected = loaded_weight.detach().to(weight.device)
         same = weight.shape == expected.shape and (
             torch.equal(weight, expected.to(weight.dtype)) or torch.equal(weight, expected.bfloat16().to(weight.dtype))
         )
@@ -87,6 +87,9 @@ class ActorCriticTrainer(RolloutTrainer):
     """[`RolloutTrainer`] with a critic, configured by an [`ActorCriticConfig`]."""
 
     args: ActorCriticConfig
+    critic: Any  # the model that estimates values, wrapped like the policy
+    _last_logps: torch.Tensor  # of the tokens of the last forward pass, without gradient
+    _step_sums: dict[str, Any]  # metrics of an optimizer step, summed over its tokens
     _critic_has_values = False  # whether the critic has one output per token instead of logits
     _equal_settings = ("world_size",)
     optimizer_settings = ("learning_rate",)  # the optimizer of the critic is created with the trainer
@@ -250,8 +253,7 @@ class ActorCriticTrainer(RolloutTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._last_logps: torch.Tensor | None = None
-        self._step_sums: dict[str, Any] = {}  # metrics of an optimizer step, summed over its tokens
+        self._step_sums = {}
 
     # The critic: its optimizer is of the type of the policy's, and its gradient is clipped to the same maximum norm.
 
@@ -339,7 +341,7 @@ class PPOTrainer(ActorCriticTrainer):
         """Load a critic with one output per token: a causal language model with a new value head, or a saved critic
         with the saved head."""
         set_seed(args.seed)  # for the initialization of the value head
-        return load_critic(policy, args, AutoModelForTokenClassification, num_labels=1)
+        return load_critic(policy, args, architecture=AutoModelForTokenClassification, num_labels=1)
 
     @torch.no_grad()
     def _value_tokens(self, inputs, batch):

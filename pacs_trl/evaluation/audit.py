@@ -44,7 +44,7 @@ _HAS_TESTS = "`--golds` {!r} is a set of programs, which has tests. Use `--progr
 _USED_OPTIONS = {
     "completions": {"completion_column", "solution_column", "true_column", "protocols"},
     "golds": {"solution_column", "protocols", "max_problems"},
-    "programs": {"reference_column", "max_problems"},
+    "programs": {"solution_column", "reference_column", "max_problems"},
 }
 
 # Forms of completions that graders read differently.
@@ -61,7 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     subject.add_argument("--golds", help="data set whose gold answers are checked (name, NAME=FILE, FILE or Hub id)")
     subject.add_argument("--programs", help="set of programming problems (name, NAME=FILE or FILE)")
     parser.add_argument("--completion_column", default="completion", help="text, messages, or a list of completions")
-    parser.add_argument("--solution_column", help="gold answer; by default `solution`; with --golds as in training")
+    parser.add_argument(
+        "--solution_column", help="gold answer or tests; with --completions by default `solution`, else as in training"
+    )
     parser.add_argument("--true_column", help="labels by hand: 1 or true, 0 or false; null if unknown")
     parser.add_argument(
         "--protocols",
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="exit status 1 if a larger share of completions, golds, or programs is listed; 1.0, the default, never",
     )
     parser.add_argument("--reference_column", default="gold_standard_solution", help="--programs: solutions")
-    parser.add_argument("--max_problems", type=int, help="--golds and --programs: number of problems")
+    parser.add_argument("--max_problems", type=at_least_one, help="--golds and --programs: number of problems")
     args = parser.parse_args(argv)
     _refuse_ignored_options(parser, args)
     if args.programs:
@@ -98,6 +100,12 @@ def _refuse_ignored_options(parser: Parser, args: argparse.Namespace) -> None:
     for name in sorted(set().union(*_USED_OPTIONS.values()) - _USED_OPTIONS[subject]):
         if getattr(args, name) != parser.get_default(name):
             raise UserError(f"`--{name}` would be ignored with `--{subject}`. Remove it.")
+
+
+def at_least_one(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1.")
+    return int(text)
 
 
 def share(text: str) -> float:
@@ -222,7 +230,7 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
     entry = (TRAINING_SETS | BENCHMARKS).get(name)
     if entry is not None and entry.answer_in == "tests":
         raise UserError(_HAS_TESTS.format(args.golds))
-    rows = load_rows(name, entry or ProblemSet(name, title=name), path or None)[: args.max_problems or None]
+    rows = load_rows(name, entry or ProblemSet(name, title=name), path or None)[: args.max_problems]
     if entry is None:
         columns = require_columns(args.golds, rows, {"solution_column": args.solution_column})
         entry = choose_columns(ProblemSet(name, title=name), columns, None, args.solution_column)
@@ -266,10 +274,14 @@ def _audit_programs(args: argparse.Namespace) -> tuple[int, int]:
     if name not in TRAINING_SETS and not path:
         known = ", ".join(name for name, entry in TRAINING_SETS.items() if entry.answer_in == "tests")
         raise UserError(f"`--programs` {args.programs!r} is not a set of programs. Name one of {known}, or a file.")
-    entry = TRAINING_SETS.get(name) or replace(ProblemSet(""), answer_in="tests")
-    rows = load_rows(name, entry, path or None)[: args.max_problems or None]
-    columns = {"solution_column": entry.solution_column, "reference_column": args.reference_column}
-    require_columns(args.programs, rows, columns)
+    entry = TRAINING_SETS.get(name)
+    rows = load_rows(name, entry or ProblemSet(name), path or None)[: args.max_problems]
+    columns = require_columns(args.programs, rows, {"reference_column": args.reference_column})
+    if entry is None:
+        entry = choose_columns(ProblemSet(name, title=name), columns, None, args.solution_column)
+    elif args.solution_column:
+        entry = replace(entry, solution_column=args.solution_column)
+    require_columns(args.programs, rows, {"solution_column": entry.solution_column})
     tests, problems = [], []  # `None` and the reason, where tests cannot be read
     for row in rows:
         cell = row.get(entry.solution_column)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
-from datasets import IterableDataset
+from datasets import Dataset, IterableDataset
 
 from ..errors import UserError
 from ..pacs_config import PACSConfig
@@ -90,11 +90,10 @@ class DARSConfig(PACSConfig):
     supports_rollout_lag = False
     supports_images = False
 
-    adaptive_rollouts: str | None = setting(
+    adaptive_rollouts: Schedule | None = setting(
         None,
         'DARS schedule of additional completions for hard prompts, `"equal_treatment"` or '
         '`"hardness_weighted"`. With `None` every prompt has `num_generations`.',
-        choices=["equal_treatment", "hardness_weighted"],
     )
     max_generations: int | None = setting(
         None, 'Maximum number of completions of a prompt. The authors use 32 (`"equal_treatment"`) and 64.', least=2
@@ -128,6 +127,8 @@ class DARSConfig(PACSConfig):
 class DARSTrainer(ExtendingTrainer):
     """[`PACSTrainer`] with additional completions of hard prompts, and other prompts in place of uniform groups."""
 
+    args: DARSConfig
+    train_dataset: Dataset  # refill refuses a stream
     _name = "DARS"
     _paper = {
         "title": "Depth-Breadth Synergy in RLVR: Unlocking LLM Reasoning Gains with Adaptive Exploration",
@@ -154,10 +155,11 @@ class DARSTrainer(ExtendingTrainer):
     def _extend_hard_groups(self) -> None:
         """Generate by the mean of the known labels of each group; groups without a label stay as they are."""
         size, args = self.num_generations, self.args
+        schedule, most = args.adaptive_rollouts, args.max_generations
+        assert schedule is not None and most is not None  # a schedule needs a maximum, see `DARSConfig.errors`
         groups = {group: labels for group, rows in self.groups.items() if (labels := known_labels(rows))}
         correct = [size * sum(labels) / len(labels) for labels in groups.values()]
-        schedule = {"schedule": args.adaptive_rollouts, "max_generations": args.max_generations}
-        wanted = [additional_completions(number, size, **schedule) for number in correct]
+        wanted = [additional_completions(c, size, schedule=schedule, max_generations=most) for c in correct]
         granted = within_budget(wanted, [-number for number in correct], args.adaptive_rollouts_budget)
         numbers = dict(zip(groups, granted, strict=True))
         slots = [(group, self.examples[group]) for group, number in numbers.items() for _ in range(number)]

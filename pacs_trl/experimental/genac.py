@@ -23,7 +23,7 @@ from ..baselines.ppo_config import ActorCriticConfig
 from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic, padded
 from ..data.columns import is_in_memory
 from ..evaluation.requests import SamplingSettings
-from ..rollouts.engine import ServerFailure, stop_without_engine
+from ..rollouts.engine import Engine, ServerFailure, stop_without_engine
 from ..rollouts.engine_weights import WrongWeights
 from ..rollouts.request_seeds import request_seed
 from ..rollouts.timing import PARTS
@@ -129,6 +129,9 @@ class GenACTrainer(ActorCriticTrainer):
     """
 
     args: GenACConfig
+    vllm_generation: Engine
+    _success_rate: float | None  # smoothed; part of the critic's prompt
+    _critic_loss: torch.Tensor  # of an optimizer step so far
     _saved_attributes = (*ActorCriticTrainer._saved_attributes, "_success_rate", "_num_answers")
     _name = "GenAC"
     _config_class = GenACConfig
@@ -249,6 +252,7 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _generate_answers(self, states: Sequence[State]) -> list[Answer]:
         """Return the critic's answer about each state."""
+        assert self.max_completion_length is not None  # refused by `GenACConfig.errors`
         actor = _critic.Actor(self._actor_name, self.max_completion_length, self._success_rate)
         texts = [self._prompt.render(state, actor) for state in states]
         prompts = _critic.question_ids(self._critic_tokenizer, texts, self.chat_template_kwargs)
@@ -277,9 +281,11 @@ class GenACTrainer(ActorCriticTrainer):
             top_p=1.0,
             max_new_tokens=self.args.critic_max_new_tokens,
         )
-        checkpointing = {"gradient_checkpointing_kwargs": self.args.gradient_checkpointing_kwargs}
+        checkpointing = self.args.gradient_checkpointing_kwargs
         with (
-            unwrap_model_for_generation(self.critic, self.accelerator, **checkpointing) as critic,
+            unwrap_model_for_generation(
+                self.critic, self.accelerator, gradient_checkpointing_kwargs=checkpointing
+            ) as critic,
             self._dist.summon_full_params(self.critic, recurse=False),
         ):
             return _critic.generate_answers(
@@ -387,6 +393,6 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self._success_rate: float | None = None  # smoothed; part of the critic's prompt
+        self._success_rate = None
         self._num_answers = 0  # of all processes; seeds without vLLM
         self._critic_loss = torch.zeros((), device=self.accelerator.device)

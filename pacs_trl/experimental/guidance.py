@@ -115,6 +115,7 @@ def with_hint(prompt: str | list[dict], hint: str) -> str | list[dict]:
 class GuidanceTrainer(ExtendingTrainer):
     """[`PACSTrainer`] with guided attempts for groups without a correct completion."""
 
+    args: GuidanceConfig
     _name = "guidance"
     _paper = {
         "title": "Agent-RLVR: Training Software Engineering Agents via Guidance and Environment Rewards",
@@ -132,7 +133,7 @@ class GuidanceTrainer(ExtendingTrainer):
                 raise UserError(NEEDS_CONVERSATIONS)
         elif environment is not None:
             raise UserError("guidance='hint' and environment_factory both change the prompt. Remove one of them.")
-        elif "hint" not in (columns or ["hint"]):
+        elif columns and "hint" not in columns:
             raise UserError(
                 f"guidance='hint' needs a column `hint`, and the training set has {', '.join(columns)}. Add the "
                 "column (empty where there is no hint), or set guidance='feedback'."
@@ -188,11 +189,12 @@ class GuidanceTrainer(ExtendingTrainer):
         label; none that leaves no room for a completion."""
         rollouts, example = self.groups[group], self.examples[group]
         labels, half = known_labels(rollouts), len(rollouts) // 2
+        prompts: list[Any]
         if not labels or max(labels) > CORRECT:
             return []
         if self.args.guidance == "feedback":
             # a truncated completion that is masked has neither a label nor its token ids
-            ids = [rollout.completion_ids for rollout in rollouts if not math.isnan(rollout.label)][:half]
+            ids = [rollout.completion_ids.tolist() for rollout in rollouts if not math.isnan(rollout.label)][:half]
             texts = self.processing_class.batch_decode(ids, skip_special_tokens=True)
             attempts = zip(texts, self.are_truncated(ids), strict=True)
             prompts = [self._with_feedback(example, *attempt) for attempt in attempts]

@@ -15,7 +15,7 @@ Shapes: `M` positions of all completions in sequence, `B` completions, `G` compl
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from ..errors import UserError
 from ..objective import ClassWeighting, class_weights
 from ..pacs_config import PACSConfig
-from ..pacs_trainer import PACSTrainer, critic_metrics
+from ..pacs_trainer import PACSObjective, PACSTrainer, critic_metrics
 from ..rollouts.reward_functions import with_result
 from ..update.group_loss_update import GroupLossUpdate
 from ..update.groups import Groups
@@ -95,8 +95,8 @@ class Prefixes:
         received = torch.zeros(len(all_labels), dtype=torch.float64).index_add(
             0, self._counterparts, self._shares.flatten()
         )
-        self._own_share = 1 - received
-        self._own_share[self._own_share.abs() < 1e-9] = 0  # seven times 1/7 is not 1
+        self._remaining_share = 1 - received
+        self._remaining_share[self._remaining_share.abs() < 1e-9] = 0  # seven times 1/7 is not 1
         self._num_scorable = max(int(groups.scorable.sum()), 1)
         others = self.labels[self.compared].masked_fill(~self._is_other, math.nan)
         grid = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
@@ -129,9 +129,9 @@ class Prefixes:
         scores = self.scores(proxies)
         residuals = self.weights.to(scores) * (torch.sigmoid(scores) - self.targets.to(scores)) / self._num_scorable
         differences = (residuals[self.compared] - residuals[:, None]) * self._shares.to(residuals)
-        # `e_m - sum_u e_u / n_u`, written as `e_m * own_share + sum_u (e_m - e_u) / n_u` with an `own_share` of
-        # `1 - sum_u 1 / n_u`, so that equal residuals cancel exactly.
-        kept = residuals * self._own_share.to(residuals)
+        # `e_m - sum_u e_u / n_u`, written as `e_m * remaining_share + sum_u (e_m - e_u) / n_u` with a
+        # `remaining_share` of `1 - sum_u 1 / n_u`, so that equal residuals cancel exactly.
+        kept = residuals * self._remaining_share.to(residuals)
         return kept.index_add_(0, self._counterparts, differences.flatten())
 
 
@@ -182,7 +182,7 @@ def rows_and_ends(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
 class PrefixMinibatch(Minibatch):
     """[`Minibatch`] with proxies and coefficients of all prefixes."""
 
-    prefixes: Prefixes | None = None
+    prefixes: Prefixes = field(kw_only=True)
 
     def proxy_indices(self, indices: list[int]) -> list[int]:
         starts = self.prefixes.starts
@@ -195,6 +195,8 @@ class PrefixMinibatch(Minibatch):
 
 class PrefixUpdate(GroupLossUpdate):
     """[`GroupLossUpdate`] on prefixes, for minibatches in which a completion has more than one label."""
+
+    objective: PACSObjective
 
     def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
         minibatch = super().schedule_minibatch(rollouts)

@@ -189,6 +189,9 @@ class RLPRTrainer(PACSTrainer):
     """[`PACSTrainer`] whose reward functions may use probabilities of reference answers, and whose labels may be
     filtered by their spread."""
 
+    args: RLPRConfig
+    _spreads: list[float]  # `history` of `filter_by_spread`
+    _without_reasoning: dict[str, float]  # by key, of the training set under the initial policy
     _name = "RLPR"
     _paper = {"title": "RLPR: Extrapolating RLVR to General Domains without Verifiers", "id": "2506.18254"}
     _config_class = RLPRConfig
@@ -285,4 +288,4 @@ class RLPRTrainer(PACSTrainer):
     def _reset_run(self) -> None:
         super()._reset_run()
         self._spreads = [0.0]
-        self._without_reasoning: dict[str, float] = {}  # by key, of the training set under the initial policy
+        self._without_reasoning = {}

@@ -151,6 +151,7 @@ class STEERConfig(PACSConfig):
 class STEERTrainer(PACSTrainer):
     """[`PACSTrainer`] with [`SteerWeights`]; the first update on a rollout needs one more forward pass."""
 
+    args: STEERConfig
     _name = "STEER"
     _paper = {"title": "Rethinking Entropy Interventions in RLVR: An Entropy Change Perspective", "id": "2510.10150"}
     _config_class = STEERConfig

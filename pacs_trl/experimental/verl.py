@@ -18,7 +18,7 @@ import torch
 from ..pacs_config import PACSConfig
 from ..pacs_trainer import PACSTrainer
 from ..settings.fields import setting
-from ..update.forward_pass import ForwardPass
+from ..update.forward_pass import ForwardPass, TokenIds
 from ..update.group_loss_update import GroupLossUpdate
 from ..update.minibatch import MicroBatch, Minibatch
 from ..update.policy_update import PolicyUpdate
@@ -85,7 +85,7 @@ def rank_velocity_and_acceleration(hidden_states: torch.Tensor, stride: int) -> 
 
 
 def hidden_states(
-    forward_pass: ForwardPass, model, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
+    forward_pass: ForwardPass, model, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds]
 ) -> list[torch.Tensor]:
     """Return the final hidden states, after the last norm, of the tokens of each completion, `(C, D)`. Arguments as of
     [`ForwardPass.compute_logps`]."""
@@ -217,6 +217,8 @@ class VERLConfig(PACSConfig):
 class VERLTrainer(PACSTrainer):
     """[`PACSTrainer`] with [`verl_coefficients`]; an optimizer step needs one more forward pass."""
 
+    args: VERLConfig
+    verl_means: list[float] | None  # running means of `verl_coefficients`
     _name = "VERL"
     _paper = {
         "title": "Beyond the Exploration-Exploitation Trade-off: A Hidden State Approach for LLM Reasoning in RLVR",
@@ -228,9 +230,10 @@ class VERLTrainer(PACSTrainer):
 
     def create_update(self) -> PolicyUpdate:
         update = super().create_update()
+        assert isinstance(update, VERLUpdate)
         update.trainer = self
         return update
 
     def _reset_run(self) -> None:
         super()._reset_run()
-        self.verl_means: list[float] | None = None
+        self.verl_means = None

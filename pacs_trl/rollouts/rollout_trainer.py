@@ -26,7 +26,7 @@ from ..data.prompt_date import prints_date, with_date
 from ..data.tool_calls import messages_for_table, readable_calls
 from ..errors import FailedRun, UserError
 from ..rewards import math_reward
-from ..update.forward_pass import ForwardPass, logps_in_batches
+from ..update.forward_pass import ForwardPass, TokenIds, logps_in_batches
 from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
@@ -581,9 +581,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         return {"compute_logps": self.compute_logps}
 
     @torch.no_grad()
-    def compute_logps(
-        self, prompt_ids: Sequence[Sequence[int]], completion_ids: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
+    def compute_logps(self, prompt_ids: Sequence[TokenIds], completion_ids: Sequence[TokenIds]) -> list[torch.Tensor]:
         """
         Compute the log-probs of completions under the current policy, without gradient. All processes must call this
         method equally often; the number of completions may differ and may be 0.

@@ -172,6 +172,13 @@ class TestGolds:
             main(["--golds", golds, "--solution_column", "gold"])
 
 
+@pytest.mark.parametrize("number", ["0", "-1", "1.5"])
+def test_numbers_of_problems_that_would_leave_some_out_silently_are_refused(number, capsys):
+    with pytest.raises(SystemExit):
+        main(["--golds", "gsm8k", "--max_problems", number])
+    assert "--max_problems" in capsys.readouterr().err.splitlines()[-1]
+
+
 class TestPrograms:
     """`--programs`: the reference solutions of a set against its tests."""
 
@@ -196,8 +203,18 @@ class TestPrograms:
         assert "row 1 (1): gold_unparseable: These tests are for 'cpp'" in capsys.readouterr().out
         with pytest.raises(ValueError, match="reference_column"):
             main(["--programs", str(file)])
+        with pytest.raises(ValueError, match="solution_column.*'tests'"):
+            main(["--programs", str(file), "--reference_column", "code", "--solution_column", "tests"])
         with pytest.raises(ValueError, match="programs.*verifiable_coding"):
             main(["--programs", "codes"])
+
+    @pytest.mark.parametrize(("column", "settings"), [("solution", []), ("tests", ["--solution_column", "tests"])])
+    def test_columns_of_tests_are_those_of_training(self, tmp_path, capsys, confined, column, settings):
+        tests = {"type": "stdin_stdout", "cases": [{"input": "1", "output": "1"}]}
+        file = tmp_path / "own.jsonl"
+        file.write_text(json.dumps({"prompt": "?", column: tests, "gold_standard_solution": "print(input())"}))
+        main(["--programs", str(file), *settings])
+        assert "correct                    1" in capsys.readouterr().out
 
 
 def test_errors_of_a_grader_are_counted_against_true_labels(tmp_path, capsys):
