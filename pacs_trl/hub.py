@@ -26,7 +26,7 @@ from huggingface_hub import (
     get_session,
     get_token,
 )
-from huggingface_hub.errors import RemoteEntryNotFoundError, RevisionNotFoundError
+from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError, RevisionNotFoundError
 from huggingface_hub.utils import build_hf_headers, filter_repo_objects, hf_raise_for_status, httpx, validate_repo_id
 
 from .data import TRAINING_SETS
@@ -109,7 +109,10 @@ def push(
     """
     if repo_id.count("/") != 1 or not all(repo_id.split("/")):
         raise UserError(f"The repository must be USER/NAME, got {repo_id!r}. Set --repo.")
-    validate_repo_id(repo_id)
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise UserError(f"{str(error).rstrip('.')}. Set --repo.") from error
     check_branch(revision)
     upload = collect_upload(model_dir, results, recipe)
     contents = upload.contents

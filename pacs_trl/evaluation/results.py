@@ -215,6 +215,15 @@ def _without_instruction(protocol: dict[str, Any]) -> dict[str, Any]:
     return protocol | {"prompt": prompt}
 
 
+def require_different_evaluations(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
+    """Check that no file, or copy of it, is named twice: it would count as two runs without any spread. A `ValueError`
+    names both."""
+    for i, (name, result) in enumerate(zip(names, results, strict=True)):
+        if result in results[:i]:
+            other_name = names[results.index(result)]
+            raise UserError(f"{other_name} and {name} are one evaluation. Name it once.")
+
+
 def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that files with one label are runs of one method: they name the same model, or a user has chosen the
     label. A `ValueError` names two files that only share the default label of different models; of files of earlier

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
-from ..evaluation.results import prompts_of, read_json, read_results, require_chosen_labels, require_same_protocol
+from ..evaluation.results import (
+    prompts_of,
+    read_json,
+    read_results,
+    require_chosen_labels,
+    require_different_evaluations,
+    require_same_protocol,
+)
 from ..settings import Parser, render
 from ..settings.names import make_directory, require_matplotlib
 from . import tables
@@ -16,12 +23,14 @@ def build_report(paths: Sequence[Path], output_dir: Path, *, baseline: str | Non
     Write `tables.md` and the pass@k figure of results files or their directories, and return the files written.
 
     All tables compare with the method `baseline`; without it the first one does, with the method of the first file.
-    Raises a `ValueError` if a file cannot be read, the files were measured with different protocols, or models share a
-    label that no one chose.
+    Raises a `ValueError` if a file cannot be read, two files are one evaluation, files were measured with different
+    protocols, or models share a label that no one chose.
     """
     results = [read_results(path) for path in paths]
-    require_same_protocol(results, [str(path) for path in paths])
-    require_chosen_labels(results, [str(path) for path in paths])
+    file_names = [str(path) for path in paths]
+    require_different_evaluations(results, file_names)
+    require_same_protocol(results, file_names)
+    require_chosen_labels(results, file_names)
     names = tables.benchmarks(results)
     before = baseline or results[0]["method"]
     pass_at_k = {name: tables.benchmark_table(results, name, baseline) for name in names}
@@ -85,9 +94,11 @@ def training_histories(pairs: Sequence[str]) -> dict[str, list[list[dict[str, An
     histories: dict[str, list[list[dict[str, Any]]]] = {}
     for pair in pairs:
         method, separator, directory = pair.partition("=")
+        if not separator:
+            raise UserError(f"--training {pair!r} has no method. Write METHOD=DIR, DIR that of a run.")
         run = Path(directory)
         states = [*run.glob("trainer_state.json"), *run.glob("checkpoint-*/trainer_state.json")]
-        if not states or not separator:
+        if not states:
             raise UserError(f"--training {pair!r} has no trainer_state.json. Write METHOD=DIR, DIR that of a run.")
         # The state of the run is older than its newest checkpoint if the run goes on with more steps.
         newest = max(map(read_log_history, states), key=lambda history: history[-1]["step"] if history else 0)

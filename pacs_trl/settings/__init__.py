@@ -133,6 +133,10 @@ def read_settings(argv: Sequence[str]) -> dict[str, Any]:
     path = words.pop("config", None)
     if path == []:
         raise UserError("--config needs a file. Write --config RECIPE.yaml.")
+    if path is not None and len(path) > 1:
+        raise UserError(
+            f"{path[1]!r} after --config {path[0]} has no key. Write settings as --key value, and name one recipe."
+        )
     settings = {} if path is None else read_mapping(path[0], "recipe")
     for key, values in words.items():
         if not values:

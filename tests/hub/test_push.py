@@ -126,6 +126,12 @@ def test_the_main_branch_and_references_are_not_created(checkpoint, hub):
     assert hub.created[REPO] == ["refs%2Fpr%2F1"]
 
 
+@pytest.mark.parametrize("repo", ["user/a b", "user/-a", "user/a..b"])
+def test_a_name_that_the_hub_refuses_is_a_mistake_of_the_user(checkpoint, capsys, repo):
+    assert main(["--model", str(checkpoint), "--repo", repo, "--dry_run"]) == 2
+    assert "Set --repo." in capsys.readouterr().err
+
+
 def test_a_commit_is_no_branch(checkpoint, hub):
     """The Hub would create a branch with the name of the commit."""
     with pytest.raises(UserError, match=f"revision {'c' * 40} is a commit.* Name a branch"):

@@ -55,6 +55,15 @@ def test_a_report_has_tables_curves_and_training_figures(results_factory, tmp_pa
     assert text.count("| PACS | 128 | 2 |") == 3 and "012345678" in text
 
 
+def test_one_evaluation_is_no_two_runs(results_factory, tmp_path):
+    """Twice the same completions would have a standard deviation of 0 over runs."""
+    directory = results_factory("PACS", 0.5)
+    paths = [directory, results_factory("Base", 0.4), directory / "results.json"]
+    with pytest.raises(ValueError, match=f"{directory} and {paths[2]} are one evaluation. Name it once"):
+        build_report(paths, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(("newest", "last_step"), [(40, 60), (60, 60), (80, 80)])
 def test_an_extended_run_has_the_history_of_its_newest_checkpoint(tmp_path, newest, last_step):
     for folder, step in ((".", 60), ("checkpoint-20", 20), (f"checkpoint-{newest}", newest)):
@@ -87,7 +96,7 @@ def test_a_report_begins_with_before_and_after(results_factory, tmp_path):
     ("argv", "message"),
     [
         ([], "--training"),
-        (["--training", "PACS"], "METHOD=DIR"),
+        (["--training", "PACS"], "'PACS' has no method. Write METHOD=DIR"),
         (["--training", "PACS=nowhere"], "trainer_state.json"),
         *((["--training", f"PACS={name}"], f"{name}/trainer_state.json") for name in ("empty", "stepless", "broken")),
     ],
