@@ -20,9 +20,9 @@ from matplotlib.figure import Figure
 from experiments.figures import save
 from experiments.right_answers.runs import (
     ARMS,
+    FIRST_LONG_ARMS,
     LEADING_ARMS,
     LEVELS,
-    LONG_ARMS,
     LONG_RECORDS,
     LONG_UPDATES,
     PILOT_SEED,
@@ -55,6 +55,7 @@ PAIRS = (  # of the hypotheses: the first arm minus the second
     ("UCPO", "GRPO"),
     ("PACS, kept, beta 1", "PACS, kept, beta 0.1"),
     ("GRPO, KL 0.1", "PACS, kept, beta 1"),
+    ("PACS, kept, beta 0.3", "PACS, kept, beta 0.1"),
 )
 
 Record = dict[str, Any]
@@ -262,7 +263,7 @@ def main() -> None:
         task_records = [record for record in read_records() if record["task"] == task]
         if reported_runs(task_records):
             draw(task_records, LEADING_ARMS, RECORDS.parent / f"{task}.png")
-    draw(read_records(LONG_RECORDS), LONG_ARMS, LONG_RECORDS.parent / "sums_long.png")
+    draw(read_records(LONG_RECORDS), FIRST_LONG_ARMS, LONG_RECORDS.parent / "sums_long.png")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m experiments.right_answers.runs            # every missing run of the plan, in the order of the plan
     python -m experiments.right_answers.runs --tasks between        # of these tasks only, one process for each core
-    python -m experiments.right_answers.runs long       # five arms on `sums` at one rate, 100 updates
+    python -m experiments.right_answers.runs long       # all arms on `sums` at one rate, 100 updates
     python -m experiments.right_answers.runs rates      # base rates of the tasks
     python -m experiments.right_answers.analysis        # tables from the records
 
@@ -65,7 +65,8 @@ RATES = (1e-5, 5e-6, 2e-5)
 PILOT_SEED, SEEDS = 100, range(5)  # runs of the pilot end at the level, and their seed is not used again
 
 LONG_RECORDS = RECORDS.parent / "long_records"
-LONG_ARMS = ("PACS, kept, beta 0.1", "PACS, rollout", "GRPO, KL 0.1", "GRPO", "PACS, kept, beta 1")
+FIRST_LONG_ARMS = ("PACS, kept, beta 0.1", "PACS, rollout", "GRPO, KL 0.1", "GRPO", "PACS, kept, beta 1")
+LONG_ARMS = (*FIRST_LONG_ARMS, *(arm for arm in ARMS if arm not in FIRST_LONG_ARMS))
 LONG_UPDATES, LONG_EVERY = 100, 10
 
 Point = dict[str, float]
