@@ -100,11 +100,27 @@ def test_without_an_accelerate_file_the_commands_start_ddp(commands):
 def test_commands_of_a_run_with_a_server_start_it(commands):
     file = ("--accelerate_config", f"{CONFIGS}/fsdp2.yaml", "--num_processes")
     printed = commands("recipes/qwen3-4b/pacs_async.yaml", *file, "4", "--nodes", "1")
-    assert printed["server.sh"] == "recipes/launch/server.sh Qwen/Qwen3-4B"
+    assert printed["server.sh"] == "GPUS=4 recipes/launch/server.sh Qwen/Qwen3-4B"
     assert printed["accelerate.sh"].endswith(' --vllm_server_host "$SERVER"')
     both = "recipes/launch/four_plus_four.sh recipes/qwen3-4b/pacs_async.yaml Qwen/Qwen3-4B"
     assert both in printed["four_plus_four.sh"]
-    assert "four_plus_four.sh" not in commands("recipes/qwen3-4b/pacs_async.yaml", *file, "8", "--nodes", "1")
+    node_more = commands("recipes/qwen3-4b/pacs_async.yaml", *file, "8", "--nodes", "1")
+    assert node_more["server.sh"] == "GPUS=8 recipes/launch/server.sh Qwen/Qwen3-4B"
+    assert "four_plus_four.sh" not in node_more
+
+
+@pytest.mark.parametrize(
+    ("model", "processes", "gpus"),
+    [("Qwen/Qwen3-4B", "12", 4), ("Qwen/Qwen3-4B", "3", 4), ("Qwen/Qwen3-4B", "8", 8)]
+    + [("Qwen/Qwen2.5-7B", "8", 4), ("Qwen/Qwen2.5-0.5B-Instruct", "8", 2)],
+)
+def test_the_server_has_the_gpus_of_the_estimate_over_which_vllm_can_split_it(capsys, model, processes, gpus):
+    """vLLM refuses a number that does not divide the heads: 32, 28, and 14."""
+    recipe = ["--config", "recipes/qwen3-4b/pacs_async.yaml", "--model_name_or_path", model, "--nodes", "1"]
+    plan([*recipe, "--accelerate_config", f"{CONFIGS}/fsdp2.yaml", "--num_processes", processes])
+    printed = capsys.readouterr().out
+    assert f"GPUS={gpus} recipes/launch/server.sh {model}\n" in printed
+    assert f"on the server's {gpus} GPUs (simulated)" in printed
 
 
 def test_the_server_gets_adapters_where_the_run_sends_them(capsys):
@@ -112,13 +128,16 @@ def test_the_server_gets_adapters_where_the_run_sends_them(capsys):
     plan(["--config", "recipes/qwen3-4b/pacs_async.yaml", "--num_processes", "4", "--nodes", "1", *lora])
     printed = capsys.readouterr().out
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 vllm serve Qwen/Qwen3-4B --enable-lora --max-lora-rank 16 " in printed
+    assert "--tensor-parallel-size 4\n" in printed
     assert "server.sh" not in printed and "four_plus_four.sh" not in printed  # which replace all weights
 
 
 def test_the_server_listens_where_the_run_looks_for_it(commands):
     recipe = ("recipes/qwen3-4b/pacs_async.yaml", "--num_processes", "4", "--nodes", "1")
     port = commands(*recipe, "--vllm_server_port", "8123")
-    assert port["server.sh"].startswith("PORT=8123 recipes/launch/server.sh ") and "four_plus_four.sh" not in port
+    assert (
+        port["server.sh"].startswith("GPUS=4 PORT=8123 recipes/launch/server.sh ") and "four_plus_four.sh" not in port
+    )
     address = commands(*recipe, "--vllm_server_base_url", "http://node9:8123")
     assert "$SERVER" not in address["accelerate.sh"]
 
@@ -130,7 +149,7 @@ def test_a_server_whose_address_is_set_is_named_once(capsys, setting):
     recipe = ["--config", "recipes/qwen3-4b/pacs_async.yaml", "--accelerate_config", f"{CONFIGS}/fsdp2.yaml"]
     plan([*recipe, "--num_processes", "4", "--nodes", "1", option, value])
     printed = capsys.readouterr().out
-    assert "This starts the server, on the node 10.0.0.5:\n  recipes/launch/server.sh " in printed
+    assert "This starts the server, on the node 10.0.0.5:\n  GPUS=4 recipes/launch/server.sh " in printed
     assert f"accelerate.sh recipes/qwen3-4b/pacs_async.yaml {option} {value}\n" in printed
     assert "$SERVER" not in printed and "four_plus_four.sh" not in printed
 
@@ -166,6 +185,9 @@ def test_continuous_rollouts_have_one_server_on_the_machine_of_the_trainer(capsy
     plan(["--config", "recipes/qwen3-4b/pacs_continuous.yaml", "--num_processes", "4", "--nodes", "1"])
     printed = capsys.readouterr().out
     assert printed.count("vllm serve") == 1 and "--worker-extension-cls" in printed
+    header = Path("recipes/qwen3-4b/pacs_continuous.yaml").read_text()
+    gpus = "CUDA_VISIBLE_DEVICES=4,5,6,7 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-4B --tensor-parallel-size 4"
+    assert f"  {gpus} --max-model-len 9216 " in printed and f"#   {gpus} --max-model-len 9216 " in header
     assert "server.sh" not in printed and "four_plus_four.sh" not in printed and "$SERVER" not in printed
 
 

@@ -55,7 +55,7 @@ from ..update.context_length import context_lengths
 from . import read_plan_arguments
 from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
-from .launch import Launch, launch_commands, read_launch
+from .launch import Launch, gpus_of_server, launch_commands, read_launch
 from .models import adapter_error
 from .workload import FSDP_RECOMPUTES, mean_completion
 
@@ -98,13 +98,12 @@ def print_plan(
     data = recipe.data.dataset_name
     print(f"{options.config}: {recipe.run.method}, {recipe.model_name}, {data}")
     print(f"Launched as {launch.description}.")
-    if options.nodes is not None:
-        conflicts += print_commands(options.config, recipe, launch, options.nodes, _overrides(options))
-
     estimate = Estimate(recipe, launch, GPUS[options.gpu], prompts)
+    if options.nodes is not None:
+        conflicts += print_commands(options.config, estimate, options.nodes, _overrides(options))
     if recipe.training.rollout_schedule == "continuous" and recipe.training.use_vllm:
         is_known = prompts.lengths or recipe.data.max_prompt_length
-        conflicts += print_continuous_server(recipe, estimate.longest if is_known else None)
+        conflicts += print_continuous_server(estimate, estimate.longest if is_known else None)
     more_conflicts, notes = find_conflicts(estimate)
     conflicts += more_conflicts + _output_errors(recipe.training)
     if is_data_file(data) and not Path(data).is_file():
@@ -151,10 +150,12 @@ def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> li
     return []
 
 
-def print_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str]) -> list[str]:
-    """Print the commands that launch a recipe with its `overrides` on some nodes; return what prevents it."""
+def print_commands(path: str, estimate: Estimate, nodes: int, overrides: Sequence[str]) -> list[str]:
+    """Print the commands that launch an estimated recipe with its `overrides` on some nodes; return what prevents
+    it."""
+    recipe, launch, server_gpus = estimate.recipe, estimate.launch, estimate.server_gpus
     try:
-        commands = launch_commands(path, recipe, launch, nodes, overrides)
+        commands = launch_commands(path, recipe, launch, nodes, overrides, server_gpus=server_gpus)
     except UserError as error:
         return [str(error)]
     for heading, lines in commands.items():
@@ -164,9 +165,11 @@ def print_commands(path: str, recipe: Recipe, launch: Launch, nodes: int, overri
     return []
 
 
-def print_continuous_server(recipe: Recipe, longest: int | None) -> list[str]:
-    """Print the command that starts the vLLM server of a run with continuous rollouts; `longest` are the tokens of the
-    longest prompt and a completion of it, if they are known. Return what prevents it."""
+def print_continuous_server(estimate: Estimate, longest: int | None) -> list[str]:
+    """Print the command that starts the vLLM server of a run with continuous rollouts, on GPUs of the trainer's node
+    that do not train; `longest` are the tokens of the longest prompt and a completion of it, if they are known. Return
+    what prevents it."""
+    recipe = estimate.recipe
     training, on_cpu = recipe.training, not recipe.training.needs_gpu
     dtype = recipe.model.dtype or "float32"
     if training.bf16 or training.fp16:
@@ -175,7 +178,15 @@ def print_continuous_server(recipe: Recipe, longest: int | None) -> list[str]:
         rank = max_lora_rank(training, None, adapter_config(recipe.model))
     except UserError as error:
         return [str(error)]
-    command = continuous_server_command(training, recipe.model_name, dtype, rank, on_cpu=on_cpu, longest=longest)
+    command = continuous_server_command(
+        training,
+        recipe.model_name,
+        dtype,
+        rank,
+        on_cpu=on_cpu,
+        longest=longest,
+        gpus=gpus_of_server(estimate.num_gpus, estimate.num_heads),
+    )
     print("This starts the server, on the machine of the trainer, with this package in its environment:")
     print(f"  {command}")
     return []

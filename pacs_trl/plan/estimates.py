@@ -15,7 +15,7 @@ from ..settings import render
 from ..settings.names import looks_like_path
 from . import cost
 from .cost import GIB, H200, Execution, Gpu, ModelShape, Passes, Recomputation
-from .launch import Launch
+from .launch import Launch, gpus_of_server
 from .models import empty_model, local_config, shape_of_model
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
@@ -45,7 +45,6 @@ from .workload import (
 _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
 
-_GPUS_PER_NODE = 8
 _SIMULATED_STEPS = 20  # optimizer steps of continuous generation
 
 
@@ -64,8 +63,8 @@ class Estimate:
     What a run does on a launch. What that costs, `costs`, needs the shapes of its models.
 
     Attributes:
-        num_gpus, server_gpus (`int`): GPUs that train, and those of a vLLM server: the rest of the trainer's last node
-            of eight GPUs, or one node more.
+        num_gpus, server_gpus (`int`): GPUs that train, and those of a vLLM server, see [`~launch.gpus_of_server`].
+        num_heads (`int`, *optional*): Heads of attention of the policy, if its shape is known.
         schedule (`str`): How generation and training follow each other: `"in turn"`, `"one batch late"`, or
             `"continuous"`.
         dtype (`str`): Dtype of the loaded weights. Under mixed precision FSDP and DeepSpeed train float32 copies of
@@ -104,12 +103,10 @@ class Estimate:
         self._set_costs()
 
     def _set_gpus_and_schedule(self) -> None:
-        """Set the GPUs that train and serve, and how generation and training follow each other."""
+        """Set the GPUs that train, and how generation and training follow each other."""
         training = self.training
         self.num_gpus = self.launch.num_processes
         self.has_server = training.use_vllm and training.vllm_mode == "server"
-        gpus_on_last_node = self.num_gpus % _GPUS_PER_NODE
-        self.server_gpus = _GPUS_PER_NODE - gpus_on_last_node if self.has_server else 0
         self.schedule = "one batch late" if training.rollout_lag else "in turn"
         if training.rollout_schedule == "continuous":
             self.schedule = "continuous"
@@ -168,7 +165,7 @@ class Estimate:
         self.sharing = self._sharing()
 
     def _set_costs(self) -> None:
-        """Set the models whose shapes are unknown, and the costs if there is none."""
+        """Set the models whose shapes are unknown, the GPUs of a server, and the costs if all shapes are known."""
         training, policy = self.training, self.recipe.model_name
         shape, approximated = cost.model_shape(policy), None
         if shape is None and self.model is not None:
@@ -177,6 +174,8 @@ class Estimate:
         critic_shape = shape if self.critic_name == policy else cost.model_shape(self.critic_name)
         if critic_shape is not None and training.critic_scores_tokens:
             critic_shape = critic_shape.with_value_head()
+        self.num_heads = None if shape is None else shape.num_heads
+        self.server_gpus = len(gpus_of_server(self.num_gpus, self.num_heads)) if self.has_server else 0
         self.unknown = [policy] if shape is None else []
         if self.critic_name not in (None, policy) and critic_shape is None:
             self.unknown.append(self.critic_name)

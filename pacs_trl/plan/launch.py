@@ -18,6 +18,7 @@ from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
 from ..settings.trl_settings import SPLITTING_SIZES
 
 
+_GPUS_PER_NODE = 8
 _SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full", "DEEPSPEED": ""}
 _ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
 # What recipes/launch/torchrun.sh sets for FSDP, apart from what is false.
@@ -156,8 +157,16 @@ def _variables_of_torchrun(kind: str, section: dict[str, Any], precision: str) -
     return " ".join(variables)
 
 
+def gpus_of_server(num_processes: int, num_heads: int | None) -> list[int]:
+    """Return the GPUs of a node over which a vLLM server splits a model: as many as divide the heads of attention
+    (`None` if they are not known), of those that the trainer leaves free on its last node, or of one node more."""
+    first = num_processes % _GPUS_PER_NODE
+    sizes = [n for n in (1, 2, 4, 8) if first + n <= _GPUS_PER_NODE and (num_heads is None or num_heads % n == 0)]
+    return list(range(first, first + max(sizes)))
+
+
 def launch_commands(
-    path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = ()
+    path: str, recipe: Recipe, launch: Launch, nodes: int, overrides: Sequence[str] = (), *, server_gpus: int
 ) -> dict[str, list[str]]:
     """
     Return the commands of `recipes/launch` that start a recipe as it was planned, in the shell of this repository, by
@@ -169,6 +178,7 @@ def launch_commands(
         launch ([`Launch`]): Processes and sharding.
         nodes (`int`): Number of nodes, which must divide the processes.
         overrides (`Sequence[str]`): Words of the command line that override keys of the recipe.
+        server_gpus (`int`): GPUs of the vLLM server of a run that has one.
     """
     if nodes < 1 or launch.num_processes % nodes:
         raise UserError(
@@ -179,7 +189,7 @@ def launch_commands(
     gpus = launch.num_processes // nodes
     place = f"NNODES={nodes} NODE_RANK=$NODE_RANK HEAD=$HEAD GPUS={gpus}" if nodes > 1 else f"GPUS={gpus}"
     settings = shlex.join([path, *overrides])
-    server_command, node = _server_command(recipe), _node_of_server(training)
+    server_command, node = _server_command(recipe, server_gpus), _node_of_server(training)
     server = "" if server_command is None or node is not None else ' --vllm_server_host "$SERVER"'
 
     # Scripts of schedulers keep the completions of an optimizer step, which a plan may not do.
@@ -209,7 +219,7 @@ def launch_commands(
         slurm = f"sbatch --nodes {nodes} --gpus-per-node {gpus} recipes/launch/slurm.sh"
         commands["Or this, once, as a job of Slurm:"] = [f"{variable}{slurm} {settings}{batch}{server}"]
     starts_server = server and not training.vllm_sync_adapter and training.vllm_server_port == DEFAULT_PORT
-    if starts_server and file is not None and nodes == 1 and gpus == 4:
+    if starts_server and file is not None and nodes == 1 and gpus == server_gpus == 4:
         words = shlex.join([path, recipe.model_name, *overrides])
         command = f"{variable}recipes/launch/four_plus_four.sh {words}{batch}"
         commands["Or this, which starts both the server and the run on one node:"] = [command]
@@ -224,8 +234,8 @@ def _node_of_server(training: RolloutConfig) -> str | None:
     return training.vllm_server_host if training.vllm_server_host != default else None
 
 
-def _server_command(recipe: Recipe) -> str | None:
-    """Return the command that starts the vLLM server of a run on eight GPUs of a node of its own, or `None` if there
+def _server_command(recipe: Recipe, num_gpus: int) -> str | None:
+    """Return the command that starts the vLLM server of a run on some GPUs of a node of its own, or `None` if there
     is none; `plan` prints another one for the server of continuous rollouts, which runs beside the trainer."""
     training = recipe.training
     if not (training.use_vllm and training.vllm_mode == "server") or training.rollout_schedule == "continuous":
@@ -234,9 +244,9 @@ def _server_command(recipe: Recipe) -> str | None:
     rank = max_lora_rank(training, None, adapter_config(recipe.model))
     if rank is not None:  # adapters are sent instead of weights
         option = f" --port {port}" if port != DEFAULT_PORT else ""
-        return f"{serve_command(recipe.model_name, rank)} --tensor-parallel-size 8{option}"
-    variable = f"PORT={port} " if port != DEFAULT_PORT else ""
-    return f"{variable}recipes/launch/server.sh {shlex.quote(recipe.model_name)}"
+        return f"{serve_command(recipe.model_name, rank)} --tensor-parallel-size {num_gpus}{option}"
+    variables = f"GPUS={num_gpus} " + (f"PORT={port} " if port != DEFAULT_PORT else "")
+    return f"{variables}recipes/launch/server.sh {shlex.quote(recipe.model_name)}"
 
 
 def _accelerate_file(recipe: Recipe, launch: Launch) -> str | None:

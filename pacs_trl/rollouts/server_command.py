@@ -1,5 +1,6 @@
 """The vLLM server of a run: its address, and the shell command that starts it."""
 
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -51,6 +52,7 @@ def continuous_server_command(
     *,
     on_cpu: bool,
     longest: int | None = None,
+    gpus: Sequence[int] = (),
 ) -> str:
     """
     Return the shell command that starts the vLLM server of a run with `rollout_schedule: continuous` on the machine of
@@ -62,6 +64,8 @@ def continuous_server_command(
         on_cpu (`bool`): Whether it is vLLM for CPUs. There the batch of a step must hold all completions as a whole,
             and the server would take nearly all memory for its cache.
         longest (`int`, *optional*): Tokens of the longest prompt and a completion of it, if they are known.
+        gpus (`Sequence[int]`): Those that share the model, if the server is not on a CPU; without them vLLM takes the
+            first one.
     """
     context = args.vllm_max_model_length or longest
     environment, server = "VLLM_SERVER_DEV_MODE=1", f"vllm serve {model}"
@@ -71,6 +75,9 @@ def continuous_server_command(
         server = f"python -m vllm.entrypoints.openai.api_server --model {model} --enforce-eager --max-num-seqs {slots}"
         if context is not None:
             server += f" --max-num-batched-tokens {slots * context}"
+    elif gpus:
+        environment = f"CUDA_VISIBLE_DEVICES={','.join(map(str, gpus))} {environment}"
+        server += f" --tensor-parallel-size {len(gpus)}"
     if context is not None:
         server += f" --max-model-len {context}"
     if (port := urlsplit(server_url(args)).port) not in (None, DEFAULT_PORT):

@@ -216,6 +216,7 @@ def test_the_server_of_continuous_rollouts_is_that_of_the_recipe(capsys, name):
 def test_the_server_of_a_recipe_for_gpus_is_vllm_for_gpus(plan):
     settings = {"rollout_schedule": "continuous", "use_vllm": True, "vllm_mode": "server", "max_prompt_length": 24}
     _, output = plan(**settings, max_staleness=1, steps_per_generation=4)
-    assert "  VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-4B --max-model-len 1024 --dtype bfloat16" in output
+    server = "CUDA_VISIBLE_DEVICES=1,2,3,4 VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-4B --tensor-parallel-size 4"
+    assert f"  {server} --max-model-len 1024 --dtype bfloat16" in output
     _, output = plan(**settings, max_staleness=1, steps_per_generation=4, bf16=False, fp16=True)
     assert "--dtype float16" in output
