@@ -37,7 +37,7 @@ from .packing import (
     warn_of_soft_cap,
 )
 from .packing_name import renamed_packing
-from .peft_models import without_peft
+from .peft_models import reads_whole_rows, without_peft
 from .prompt_images import PromptImages, packed_image_inputs, padded_image_inputs
 from .router_loss import RouterSums, router_sums
 
@@ -125,7 +125,7 @@ class ForwardPass:
         reads_images: bool = False,
     ):
         packing = packing if padding_free is None else renamed_packing(padding_free, stacklevel=3)
-        prompt_learning = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+        needs_rows = reads_whole_rows(model)
         base = without_peft(model)
         self.model = base
         self.config: PreTrainedConfig = base.config
@@ -134,12 +134,12 @@ class ForwardPass:
         self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
         self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
         self.state_modules = state_modules(base)
-        self.packing = packing_backend(base) if packing != "never" and not prompt_learning else None
+        self.packing = packing_backend(base) if packing != "never" and not needs_rows else None
         text_config = self.config.get_text_config()
         if packing != "never" and self.packing is None and has_packed_layers(base):
-            cause = "Prompt learning adds virtual tokens to each of them: use LoRA instead."
+            other_adapter = "The adapter reads each of them as a row of its own: use plain LoRA instead."
             other_attention = f"Set attn_implementation to sdpa, not {text_config._attn_implementation}."
-            warn_of_padding(cause if prompt_learning else other_attention)
+            warn_of_padding(other_adapter if needs_rows else other_attention)
         self.reads_images = reads_images
         if reads_images and not packs_images(self.config):
             self.packing = None

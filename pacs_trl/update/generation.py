@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import LoraModel, PeftModel
+from peft import LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import DynamicCache
 
 from .context_length import attention_windows
 from .packed_states import state_modules
 from .packing import packing_backend
-from .peft_models import without_peft
+from .peft_models import reads_whole_rows, without_peft
 
 
 @contextmanager
@@ -28,13 +28,13 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
     Args:
         model: The unwrapped model; its parameters must not be sharded.
         fast (`bool`): Whether to merge LoRA adapters, except into weights that several layers share, and to prefill
-            equal prompts once.
+            equal prompts once. Adapters that read whole rows ([`reads_whole_rows`]) generate without either.
         dtype (`torch.dtype`, *optional*): Dtype of the weights during generation, to which they are
             [`rounded`]; by default that of the weights.
     """
     trained_weights = [(parameter, parameter.data) for parameter in model.parameters()]
     base = without_peft(model)
-    has_virtual_tokens = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
+    fast = fast and not reads_whole_rows(model)  # no weights hold such an adapter, and no cache of the base model
     layers = _mergeable_layers(model, base) if fast else []
     try:
         for layer in layers:
@@ -43,7 +43,7 @@ def faster_generation(model: Any, *, fast: bool, dtype: torch.dtype | None) -> I
             for seed, (parameter, _) in enumerate(trained_weights):
                 if parameter.is_floating_point():  # quantized weights are packed into integers
                     parameter.data = rounded(parameter.data, dtype, seed)
-        if fast and not has_virtual_tokens:  # the cache of a prompt would lack them
+        if fast:
             model.generate = partial(generate_sharing_prompts, base, model.generate)
         yield
     finally:

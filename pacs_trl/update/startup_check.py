@@ -8,13 +8,16 @@ is longer than the window; if it has recurrences, of a prompt that is longer tha
 of a prompt with an image.
 
 Packed layers could also read the sequence in front, which half precision may hide. All other sequences are therefore
-replaced, which must leave the log-probs of the last one as they are."""
+replaced, which must leave the log-probs of the last one as they are.
+
+Weights that start at zero, as those of adapters do, would hide what they read: the check fills them meanwhile."""
 
 import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +29,7 @@ from .context_length import attention_windows, context_lengths
 from .forward_pass import ForwardPass
 from .generation import undisturbed
 from .prompt_images import PromptImages, padded_image_inputs
+from .reference import local_shard, only_shards, reshard
 
 
 logger = logging.getLogger(__name__)
@@ -41,6 +45,8 @@ MOST_GRAPHS = 16  # of compiled layers in the passes of the check; more do not t
 # Tolerance in nats of what a packed sequence changes by with its neighbors, in any precision: the same products are
 # computed. Those of experts round otherwise with other numbers of tokens.
 NEIGHBOR_TOLERANCE, EXPERTS_TOLERANCE = 1e-3, 0.02
+
+FILLING = 0.02  # standard deviation of what fills weights that are zero
 
 _CHUNKS = (64, 256)  # lengths of the chunks of recurrences: of delta rules, and of state-space layers
 
@@ -79,7 +85,7 @@ def choose_forward_pass(
     has_experts = any("expert" in name for name, _ in forward_pass.model.named_parameters())
     neighbor_tolerance = min(EXPERTS_TOLERANCE if has_experts else NEIGHBOR_TOLERANCE, tolerance)
     differences: dict[str, str] = {}
-    with undisturbed(model, forward_pass.device):
+    with undisturbed(model, forward_pass.device), zeros_filled(model):
         model.eval()
         expected_logps = [
             [
@@ -92,7 +98,7 @@ def choose_forward_pass(
         if (change := (first[:SAME] - second[:SAME]).abs().mean().item()) > tolerance:
             raise UserError(
                 f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
-                "the tokens behind it. Use a causal language model."
+                "the tokens behind it. Use a causal language model, and an adapter that is causal too."
             )
         packings = dict.fromkeys([forward_pass.packing, None])  # the cheaper one first, and the fused head
         heads = [True, False] if forward_pass.fused and not values else [forward_pass.fused]
@@ -182,6 +188,25 @@ def compile_layers(
         return "they do not trace with dynamic shapes: sequences of other lengths made new graphs"
     forward_pass.compiled_layers = compiled_layers
     return None
+
+
+@contextmanager
+def zeros_filled(model: torch.nn.Module) -> Iterator[None]:
+    """Fill trained weights of which all are zero (on this process) with small random numbers inside the context."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    reshard(model)
+    with torch.no_grad(), only_shards(parameters):
+        zeros = [shard for parameter in parameters if not (shard := local_shard(parameter)).any()]
+        generator = torch.Generator().manual_seed(0)  # the same numbers in all processes with the same weights
+        for shard in zeros:
+            shard.copy_(FILLING * torch.randn(shard.shape, generator=generator))
+    try:
+        yield
+    finally:
+        reshard(model)
+        with torch.no_grad(), only_shards(parameters):
+            for shard in zeros:
+                shard.zero_()
 
 
 def disable_noise(*models: torch.nn.Module | None) -> None:

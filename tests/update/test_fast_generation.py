@@ -50,6 +50,18 @@ def test_completions_are_the_same_and_weights_come_back(with_adapter):
         assert torch.equal(model.generate(**prompts(), generation_config=GREEDY), plain)
 
 
+def test_activated_lora_generates_as_without():
+    """peft cannot merge it, and a cache of the base model would lack it."""
+    inputs = prompts()
+    inputs["input_ids"][:, 5:7] = torch.tensor([8, 9])
+    config = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[8, 9], init_lora_weights=False)
+    model = get_peft_model(tiny_model(), config)
+    with torch.no_grad():
+        plain = model.generate(**inputs, generation_config=GREEDY)
+        with faster_generation(model, fast=True, dtype=None):
+            assert torch.equal(model.generate(**inputs, generation_config=GREEDY), plain)
+
+
 ADAPTERS_OF_TIED_WEIGHTS = [
     {"target_modules": ["q_proj", "embed_tokens"]},
     {"target_modules": ["q_proj", "lm_head"]},

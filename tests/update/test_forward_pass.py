@@ -79,6 +79,20 @@ def test_virtual_tokens_before_the_prompt_are_skipped():
             torch.testing.assert_close(row_logps, expected, **TIGHT)
 
 
+def test_activated_lora_starts_at_the_invocation_tokens_of_each_prompt():
+    """It looks for the last ones of a row, which packed rollouts share."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], alora_invocation_tokens=[8, 9], init_lora_weights=False)
+    model = get_peft_model(with_fused_head(tiny_model()), config).eval()
+    prompts, completions = [[5, 8, 9, 6], [5, 8, 9, 6], [7, 8, 9]], [[20, 21, 22], [23, 24], [30, 31, 32, 33]]
+    forward_pass = ForwardPass(model, CPU)
+    with torch.no_grad(), forward_pass.attention():
+        logps, _ = forward_pass.compute_logps(model, prompts, completions)
+        for row_logps, prompt, completion in zip(logps, prompts, completions, strict=True):
+            logits = model(input_ids=torch.tensor([prompt + completion])).logits[0, -len(completion) - 1 : -1]
+            expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+            torch.testing.assert_close(row_logps, expected, **TIGHT)
+
+
 @pytest.mark.parametrize("rows", [(PROMPTS, COMPLETIONS), SHARED], ids=["all differ", "shared"])
 @pytest.mark.parametrize("packing", ["auto", "never"])
 @pytest.mark.parametrize("checkpointing", [False, True])

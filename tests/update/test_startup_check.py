@@ -153,6 +153,31 @@ def test_models_whose_states_leak_are_padded(monkeypatch, caplog, model_type, dt
     assert "by other sequences beside it" in warning
 
 
+class ReadsEarlierTokens(torch.nn.Module):
+    """A layer with an adapter that starts at zero, and reads the layer's inputs at all earlier tokens of a row."""
+
+    def __init__(self, layer: torch.nn.Linear):
+        super().__init__()
+        self.layer = layer
+        self.adapter = torch.nn.Linear(layer.in_features, layer.out_features, bias=False)
+        torch.nn.init.zeros_(self.adapter.weight)
+
+    def forward(self, inputs):
+        return self.layer(inputs) + self.adapter(inputs.cumsum(dim=1))
+
+
+def test_what_an_adapter_reads_is_seen_before_it_has_an_effect(caplog):
+    model = tiny_model()
+    projection = ReadsEarlierTokens(model.model.layers[0].mlp.up_proj)
+    model.model.layers[0].mlp.up_proj = projection
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    forward_pass = chosen(model)
+    assert (forward_pass.packing, forward_pass.fused) == (None, True) and "by other sequences" in caplog.text
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    torch.nn.init.normal_(projection.adapter.weight)  # as training may
+    assert_exact(forward_pass, model)
+
+
 def test_sequences_of_the_check_are_longer_than_chunks():
     model, lengths = build("qwen3_5_text"), []
     model.config.max_position_embeddings = 1000
