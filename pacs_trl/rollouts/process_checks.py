@@ -6,7 +6,9 @@ from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
+from datasets.fingerprint import Hasher
 
+from ..data.columns import is_in_memory
 from ..errors import UserError
 from .dataset_checks import check_number_of_prompts
 from .rollout_config import RolloutConfig
@@ -54,7 +56,7 @@ def check_whole_weights(args: RolloutConfig, is_sharded: bool) -> None:
         )
 
 
-def check_dataset_size(dataset: Any, args: RolloutConfig) -> None:
+def check_dataset(dataset: Any, args: RolloutConfig) -> None:
     """Raise a `ValueError` if the training set differs between processes or is too small for a generation batch. All
     processes must call this. Streaming datasets are skipped."""
     if not hasattr(dataset, "__len__"):
@@ -65,4 +67,17 @@ def check_dataset_size(dataset: Any, args: RolloutConfig) -> None:
             f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
             "the same data with the same seed, or groups would be incomplete."
         )
+    if args.world_size > 1 and is_in_memory(dataset) and len(set(gather_object([_prompt_hash(dataset)]))) > 1:
+        raise UserError(
+            "Processes disagree on the prompts of the training set or on their order, so that groups would mix "
+            "prompts. Load the same data on all processes, and pass a seed to `shuffle`."
+        )
     check_number_of_prompts(len(dataset), args)
+
+
+def _prompt_hash(dataset: Any) -> str:
+    """Return a hash of at most two thousand prompts, evenly spaced, that is equal in all processes that have them; of
+    whole rows, if they have no prompt."""
+    positions = range(0, len(dataset), max(1, len(dataset) // 1000))
+    columns = ["prompt"] if "prompt" in dataset.column_names else dataset.column_names
+    return Hasher.hash(dataset.select_columns(columns).select(positions)[:])

@@ -50,7 +50,7 @@ from .model_checks import check_model, check_model_type
 from .model_config import config_of, name_of
 from .nothing_to_learn import NothingToLearnCallback
 from .overrides import following_overrides
-from .process_checks import check_dataset_size, check_whole_weights, shared_turns_error
+from .process_checks import check_dataset, check_whole_weights, shared_turns_error
 from .prompt_lengths import check_lengths
 from .publication import Publication
 from .resumable_trainer import ResumableTrainer
@@ -186,7 +186,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             raise UserError(error)
         check_lora_targets(self.model)
         check_whole_weights(self.args, is_sharded)
-        check_dataset_size(self.train_dataset, self.args)
+        check_dataset(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)
             if self.rollout_func is None:  # which generates in a way of its own

@@ -97,6 +97,11 @@ def different_datasets(rank, directory):
     return message_of(lambda: build_trainer(directory, more={"train_dataset": dataset}, **HALF))
 
 
+def shuffled_datasets(rank, directory):
+    dataset = addition_dataset(32).shuffle(seed=rank)
+    return message_of(lambda: build_trainer(directory, more={"train_dataset": dataset}, **HALF))
+
+
 def label_out_of_range(rank, directory):
     def reward(completions, **kwargs):
         return [2.0 * rank] * len(completions)
@@ -240,6 +245,7 @@ DDP |= {
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,
+    "shuffled datasets": shuffled_datasets,
     "label out of range": label_out_of_range,
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,
