@@ -100,6 +100,19 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     os.replace(temporary, path)
 
 
+def check_results_are_kept(path: Path, benchmarks: Sequence[str]) -> None:
+    """Raise a `ValueError` if a results file has a benchmark that is not among `benchmarks`, whose results would take
+    its place."""
+    if not path.is_file():
+        return
+    overwritten = [name for name in read_json(path)["benchmarks"] if name not in benchmarks]
+    if overwritten:
+        raise UserError(
+            f"{path} has results of {', '.join(overwritten)}, which would be overwritten. Name all benchmarks in one "
+            "evaluation, which uses the stored samples, or set another output_dir."
+        )
+
+
 class Document(dict):
     """A JSON object of the file `where`; a missing field raises a `ValueError` that names both."""
 

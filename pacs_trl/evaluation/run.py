@@ -35,7 +35,7 @@ from .arguments import EvaluationArguments, read_evaluation
 from .benchmarks import LoadedBenchmark, Problem, load_benchmark
 from .engines import identify_model, load_processor, start_engine
 from .requests import Request, render_prompt, sample_seed
-from .results import RESULTS_SCHEMA, GradedSample, summarize, write_results
+from .results import RESULTS_SCHEMA, GradedSample, check_results_are_kept, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, identifying_facts, read_samples
 
 
@@ -121,6 +121,8 @@ def evaluate(
 
         tools = load_tools(args)
     make_directory(args.output_dir, "output_dir")
+    results_file = Path(args.output_dir) / "results.json"
+    check_results_are_kept(results_file, [benchmark.name for benchmark in benchmarks])
     entries: dict[str, Any] = {}
     settings_not_sent: set[str] = set()
     with ExitStack() as stack:
@@ -161,7 +163,8 @@ def evaluate(
     results = _results(args, model, prompt_digest, verifier, entries)
     if settings_not_sent:
         results["engine"]["settings_not_sent"] = sorted(settings_not_sent)
-    write_results(Path(args.output_dir) / "results.json", results)
+    check_results_are_kept(results_file, list(entries))  # of an evaluation that ran beside this one
+    write_results(results_file, results)
     return results
 
 

@@ -60,6 +60,18 @@ def test_results_agree_with_the_samples(run, arguments, sums):
     assert results == read_results(arguments["output_dir"])
 
 
+def test_results_of_benchmarks_that_are_not_named_again_are_kept(run, arguments, sums, tmp_path, monkeypatch):
+    first = run(arguments)
+    other = shutil.copy(sums, tmp_path / "other.jsonl")
+    both = f"{arguments['benchmarks']},other={other}"
+    with monkeypatch.context() as patch:
+        patch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("the model is loaded"))
+        with pytest.raises(ValueError, match="has results of math_500, which would be overwritten. Name all"):
+            run(arguments, benchmarks=f"other={other}")
+    assert read_results(arguments["output_dir"]) == first
+    assert [*run(arguments, benchmarks=both)["benchmarks"]] == ["math_500", "other"]
+
+
 def test_messages_without_text_are_refused_before_the_model_is_loaded(run, arguments, tmp_path, monkeypatch):
     monkeypatch.setattr("pacs_trl.evaluation.run.start_engine", lambda args: pytest.fail("the model is loaded"))
     file = tmp_path / "own.jsonl"
