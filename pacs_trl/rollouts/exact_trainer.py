@@ -53,10 +53,11 @@ from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
 from .process_checks import check_on_first_process
 from .process_count import divide_batches
+from .recomputation_checks import check_recomputation_of_routers
 from .repeatable_rollouts import RepeatableRollouts
 from .request_seeds import request_seed
 from .rollout_trainer import RolloutTrainer
-from .router_checks import check_checkpointing_of_routers, trains_routers
+from .router_checks import trains_routers
 from .server_checks import check_server_of_continuous
 from .sources import ConversationSource, RolloutSource
 from .step_memory import StepMemory, backward_cost
@@ -170,7 +171,7 @@ class ExactUpdateTrainer(RolloutTrainer):
 
     def _resolve_auto_settings(self, model, args, arguments):
         if trains_routers(config_of(model, args), args):
-            check_checkpointing_of_routers(args)
+            check_recomputation_of_routers(args)
         if args.rollout_schedule == "continuous" and args.use_vllm:
             rank = max_lora_rank(args, model, arguments["peft_config"])
             check = partial(check_server_of_continuous, args, model, self._longest_sequence, rank)
@@ -200,7 +201,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         self._copied_settings = copied_settings(self)
         self._keeps_generating_policy = self.args.keeps_generating_policy
         if self.aux_loss_enabled:  # TRL sets use_reentrant for adapters with ZeRO-3, and recomputation is chosen now
-            check_checkpointing_of_routers(self.args)
+            check_recomputation_of_routers(self.args)
         self.update = self.create_update()
         self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
         self.forward_pass.reads_routers = self.aux_loss_enabled

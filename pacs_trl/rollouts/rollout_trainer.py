@@ -53,6 +53,7 @@ from .overrides import following_overrides
 from .process_checks import check_dataset, check_whole_weights, shared_turns_error
 from .prompt_lengths import check_lengths
 from .publication import Publication
+from .recomputation_checks import check_recomputation_of_shared_keys
 from .resumable_trainer import ResumableTrainer
 from .reward_functions import (
     bind_arguments,
@@ -186,6 +187,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             raise UserError(error)
         check_lora_targets(self.model)
         check_whole_weights(self.args, is_sharded)
+        check_recomputation_of_shared_keys(self.model.config, self.args)
         check_dataset(self.train_dataset, self.args)
         if not self.use_vllm:
             check_generation_config(self.model, self.args)

@@ -39,15 +39,6 @@ def trains_routers(config: PreTrainedConfig, args: RolloutConfig) -> bool:
     return "router_logits" in (getattr(backbone, "_can_record_outputs", None) or {})
 
 
-def check_checkpointing_of_routers(args: RolloutConfig) -> None:
-    """Raise a `ValueError` if recomputation would cut the gradient of the loss of the routers."""
-    if args.gradient_checkpointing is True and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        raise UserError(
-            "The loss of the routers in a mixture of experts has no gradient with use_reentrant: true in "
-            "gradient_checkpointing_kwargs. Set use_reentrant: false, or router_aux_loss_coef: 0.0."
-        )
-
-
 def returns_router_logits(model: PreTrainedModel | PeftModel, args: RolloutConfig) -> bool:
     """Return whether a mixture of experts returns the logits of its routers, which their loss needs. If not, raise a
     `ValueError` for an explicit coefficient, and warn if that of the model is left out."""
