@@ -24,6 +24,7 @@ from experiments.right_answers.runs import (
     LEADING_ARMS,
     LEVELS,
     LONG_RECORDS,
+    LONG_TASKS,
     LONG_UPDATES,
     PILOT_SEED,
     RATES,
@@ -39,7 +40,7 @@ from experiments.studies import markdown, mean_difference
 from pacs_trl.report import plots
 
 
-LONG_LEVEL = 0.05  # pass@1 at which the runs of 100 updates are compared
+LONG_LEVELS = {"sums": 0.05, "multiples": 0.2}  # pass@1 at which the runs of 100 updates are compared
 SCALES = {
     "pass@1": (100, 1),
     "pass@64": (100, 1),
@@ -248,9 +249,11 @@ def all_tables(level: float | None = None) -> list[str]:
     for task in TASKS:
         if task_records := [record for record in records if record["task"] == task]:
             lines += [f"## {task}", "", *task_tables(task, task_records, level or LEVELS[task])]
-    if long_records := read_records(LONG_RECORDS):
-        title = f"## sums, {LONG_UPDATES} updates"
-        lines += [title, "", *task_tables("sums", long_records, level or LONG_LEVEL)]
+    long_records = read_records(LONG_RECORDS)
+    for task in LONG_TASKS:
+        if task_records := [record for record in long_records if record["task"] == task]:
+            title = f"## {task}, {LONG_UPDATES} updates"
+            lines += [title, "", *task_tables(task, task_records, level or LONG_LEVELS[task])]
     return lines
 
 
@@ -259,11 +262,11 @@ def main() -> None:
     parser.add_argument("--level", type=float, help="pass@1 at which arms are compared, instead of that of the plan")
     args = parser.parse_args()
     print("\n".join(all_tables(args.level)))
-    for task in TASKS:
-        task_records = [record for record in read_records() if record["task"] == task]
-        if reported_runs(task_records):
-            draw(task_records, LEADING_ARMS, RECORDS.parent / f"{task}.png")
-    draw(read_records(LONG_RECORDS), FIRST_LONG_ARMS, LONG_RECORDS.parent / "sums_long.png")
+    for folder, arms, suffix in ((RECORDS, LEADING_ARMS, ""), (LONG_RECORDS, FIRST_LONG_ARMS, "_long")):
+        for task in TASKS:
+            task_records = [record for record in read_records(folder) if record["task"] == task]
+            if reported_runs(task_records):
+                draw(task_records, arms, RECORDS.parent / f"{task}{suffix}.png")
 
 
 if __name__ == "__main__":

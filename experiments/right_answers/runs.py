@@ -2,7 +2,7 @@
 
     python -m experiments.right_answers.runs            # every missing run of the plan, in the order of the plan
     python -m experiments.right_answers.runs --tasks between        # of these tasks only, one process for each core
-    python -m experiments.right_answers.runs long       # all arms on `sums` at one rate, 100 updates
+    python -m experiments.right_answers.runs long       # all arms on `sums` and `multiples` at one rate, 100 updates
     python -m experiments.right_answers.runs rates      # base rates of the tasks
     python -m experiments.right_answers.analysis        # tables from the records
 
@@ -66,7 +66,8 @@ PILOT_SEED, SEEDS = 100, range(5)  # runs of the pilot end at the level, and the
 
 LONG_RECORDS = RECORDS.parent / "long_records"
 FIRST_LONG_ARMS = ("PACS, kept, beta 0.1", "PACS, rollout", "GRPO, KL 0.1", "GRPO", "PACS, kept, beta 1")
-LONG_ARMS = (*FIRST_LONG_ARMS, *(arm for arm in ARMS if arm not in FIRST_LONG_ARMS))
+LATER_LONG_ARMS = tuple(arm for arm in ARMS if arm not in FIRST_LONG_ARMS)
+LONG_TASKS = ("sums", "multiples")
 LONG_UPDATES, LONG_EVERY = 100, 10
 
 Point = dict[str, float]
@@ -273,9 +274,15 @@ def plan(records: list[dict[str, Any]], tasks: Sequence[str] = tuple(TASKS)) -> 
 
 
 def long_plan(seeds: Sequence[int] = SEEDS) -> list[Run]:
-    """Return the runs of 100 updates: `sums`, on which arms lost correct answers, all at the lowest rate of the
-    pilot."""
-    return [Run("sums", arm, min(RATES), seed) for seed in seeds for arm in LONG_ARMS]
+    """Return the runs of 100 updates, all at the lowest rate of the pilot: of the tasks on which arms lost correct
+    answers within 30 and did not saturate."""
+    return [
+        Run(task, arm, min(RATES), seed)
+        for task in LONG_TASKS
+        for arms in (FIRST_LONG_ARMS, LATER_LONG_ARMS)
+        for seed in seeds
+        for arm in arms
+    ]
 
 
 def train_and_record(run: Run, updates: int, every: int, folder: Path) -> None:

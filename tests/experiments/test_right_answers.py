@@ -17,7 +17,6 @@ from experiments.right_answers.gated import GatedGRPOTrainer, expected_gains
 from experiments.right_answers.runs import (
     ARMS,
     LEADING_ARMS,
-    LONG_ARMS,
     PILOT_SEED,
     RATES,
     RECORDS,
@@ -170,8 +169,9 @@ def test_the_plan_waits_for_the_pilot_and_takes_its_best_rate():
 
 def test_long_runs_differ_only_in_arm_and_seed():
     runs = long_plan([3, 4])
-    assert {(run.task, run.rate) for run in runs} == {("sums", min(RATES))}
-    assert [(run.seed, run.arm) for run in runs] == [(seed, arm) for seed in (3, 4) for arm in LONG_ARMS]
+    assert {run.rate for run in runs} == {min(RATES)}
+    every = {(task, arm, seed) for task in ("sums", "multiples") for arm in ARMS for seed in (3, 4)}
+    assert {(run.task, run.arm, run.seed) for run in runs} == every and len(runs) == len(every)
     assert {run.arm for run in plan([])} == set(ARMS) - {"PACS, kept, beta 1"}  # that arm has long runs alone
 
 
