@@ -11,6 +11,7 @@ Whatever a program returns is compared as a plain value, which it has to choose 
 For confined processes, hence the standard library only.
 """
 
+import ast
 import builtins
 import importlib
 import io
@@ -21,13 +22,17 @@ from collections.abc import Iterator
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
-from .exchange import Connection, decode, encode, update_arguments
+from .exchange import Connection, decode, encode, refuse, update_arguments
 
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
 _TYPES = {kind.__name__: kind for kind in _PLAIN_TYPES}
 # Such a method of an object that is no plain value could read from its arguments what is expected.
 _METHODS_OF_PLAIN_TYPES = {name for kind in _PLAIN_TYPES for name in dir(kind)}
+
+
+class ProgramEnded(Exception):
+    """The process of the program has ended."""
 
 
 class AssertsConnection(Connection):
@@ -89,7 +94,10 @@ class AssertsConnection(Connection):
 
     def request(self, operation: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, or raise the exception that it reports."""
-        reply = self.exchange([operation, self.hand_over(list(args)), self.hand_over(kwargs)])
+        try:
+            reply = self.exchange([operation, self.hand_over(list(args)), self.hand_over(kwargs)])
+        except (EOFError, OSError) as error:
+            raise ProgramEnded from error
         self.has_called = self.has_called or operation == "call"
         if "raises" not in reply:
             return reply
@@ -385,19 +393,43 @@ class _Names(dict):
         return importlib.import_module(name) if is_module else getattr(sys.modules["solution"], name)
 
 
-def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
-    """Run asserts, also `check(candidate)` and `test...()`, on the program that is connected to standard input, and
-    print "passed", "no call", or "failed". The exit code is 1 after exceptions other than a failed assert."""
+def run_calls(calls: str, name: str) -> NoReturn:
+    """Call a function of the program that is connected to standard input with each list of arguments, encoded and as
+    JSON. Write a line of JSON per call: its value as the program encoded it, or the class of an exception.
+
+    The program gets the arguments of a call after it has answered the one before: what is expected of one may be
+    among the arguments of the next."""
     connection = AssertsConnection()
-    names = _Names(__name__="asserts")
+    function = connection.name_object(name, name)
+    for arguments in json.loads(calls):
+        try:
+            reply = connection.request("call", (function, *decode(arguments, refuse)), {})
+            result = {"value": reply["value"]}
+        except ProgramEnded:
+            os._exit(1)
+        except Exception as error:
+            result = {"raises": type(error).__name__}
+        print(json.dumps(result), flush=True)
+    os._exit(0)
+
+
+def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
+    """Run asserts, also `check(candidate)` and `test...()`, on the program that is connected to standard input.
+
+    Write a line per assert at the top level, and a last one for all others: "passed", "failed", the class of another
+    exception, or "no call" if they passed without a call. A failed assert at the top level does not end the process;
+    the exit code is 1 after an exception in another statement, and if the program has ended."""
+    connection, reports = AssertsConnection(), _Reports()
+    names = _Names({"__name__": "asserts", _REPORTS: reports})
     sys.stdout = sys.stderr = io.StringIO()
     module = connection.objects[""] = Namespace(connection, "", name="")
     sys.modules["solution"] = module  # type: ignore[assignment]
+    exit_code = 0
     try:
         exec(prelude, names)
         names_before = dict(names)
         names[name] = function = connection.name_object(name, name)
-        exec(compile(code, "asserts.py", "exec"), names)
+        exec(compile(_with_reports(code), "asserts.py", "exec"), names)
         tests = {key: value for key, value in names.items() if key not in names_before}
         for key, test in tests.items():
             if not isinstance(test, FunctionType):
@@ -408,12 +440,44 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
             elif key == "check" or key.startswith("test"):
                 test()
         connection.ask("_ping", "")  # fails if the program has ended, in whatever an assert has caught
-        report = "passed" if connection.has_called else "no call"
-        exit_code = 0
+        tests_nothing = reports.all_passed and not connection.has_called
+        reports.write("no call" if tests_nothing else "passed")
+    except AssertionError:
+        reports.write("failed")
     except BaseException as error:
-        report = "failed"
-        exit_code = 0 if isinstance(error, AssertionError) else 1
-        if not isinstance(error, EOFError | OSError):  # else the program has written why it ended
+        exit_code = 1
+        if not isinstance(error, ProgramEnded):  # else the program has written why it ended
             os.write(2, f"\n{type(error).__name__}".encode())
-    os.write(1, report.encode())
     os._exit(exit_code)
+
+
+_REPORTS = "<reports>"  # among the names of asserts, none of theirs
+
+
+def _with_reports(code: str) -> ast.Module:
+    """Return asserts, each of those at the top level in the context of `_Reports`."""
+    tree = ast.parse(code)
+    context = ast.withitem(ast.Name(_REPORTS, ast.Load()))
+    tree.body = [ast.With([context], [part]) if isinstance(part, ast.Assert) else part for part in tree.body]
+    return ast.fix_missing_locations(tree)
+
+
+class _Reports:
+    """Results of asserts, which standard output gets, a line each; the context of an assert, which writes its result
+    and catches its exception."""
+
+    all_passed = True
+
+    def write(self, result: str) -> None:
+        self.all_passed = self.all_passed and result == "passed"
+        os.write(1, f"{result}\n".encode())
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
+        if isinstance(error, ProgramEnded) or not isinstance(error, Exception | None):
+            return False
+        is_failed_assert = isinstance(error, AssertionError)
+        self.write("passed" if kind is None else "failed" if is_failed_assert else kind.__name__)
+        return True

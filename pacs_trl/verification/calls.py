@@ -15,24 +15,28 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .exchange import Connection, decode, encode, refuse, update_arguments
+from .exchange import Connection, decode, encode, update_arguments
 
 
-def call(source: str, name: str, is_exact: bool) -> None:
-    """Call a function of a program with the arguments on standard input, and print its value, both as JSON."""
+# Opened before the confinement, which may forbid opening a file for writing.
+DEVNULL = os.open(os.devnull, os.O_RDWR)
+
+
+def call(source: str, name: str) -> None:
+    """Call a function of a program with the arguments on standard input, and write its value to standard output, both
+    as JSON. What the program prints goes nowhere."""
     arguments = json.load(sys.stdin)
-    if is_exact:
-        arguments = decode(arguments, refuse)
-    value = getattr(_load(source, name), name)(*arguments)
-    if is_exact:
-        value = encode(value, _encode_as_data)
-    print("\n" + json.dumps(value), file=sys.__stdout__, flush=True)
+    with os.fdopen(os.dup(1), "w") as output:
+        os.dup2(DEVNULL, 1)
+        value = getattr(_load(source, name), name)(*arguments)
+        output.write(json.dumps(value))
 
 
 def serve(source: str, name: str) -> NoReturn:
     """Run a program, and answer the asserts, which are connected to standard input."""
     connection = ProgramConnection()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for file in (0, 1):
+        os.dup2(DEVNULL, file)
     module = _load(source, name)
     connection.objects.update(vars(module), **{"": module})
     with suppress(EOFError, OSError):
@@ -58,11 +62,6 @@ def _data(value: Any) -> Any:
         return str.__str__(value)
     kinds: tuple[Any, ...] = (int, float, bytes, tuple, list, set, frozenset, dict)
     return next((kind(value) for kind in kinds if isinstance(value, kind)), None)
-
-
-def _encode_as_data(value: Any) -> Any:
-    data = _data(value)
-    return {"object": 0} if data is None else encode(data, _encode_as_data)
 
 
 def _ping(_: Any) -> None:

@@ -7,7 +7,10 @@ Pure functions in linear time, which run in the trainer. Tests are a mapping
     {"type": "asserts", "code": "assert add(1, 2) == 3", "entry_point": "add"}
 
 or its JSON, the form of datasets. Optional keys: `compare` (see [`ProblemTests`]), `prelude` (source before every
-program and before asserts), `language` ("python"). Asserts of the form `f(literals) == literal` become cases.
+program and before asserts), `language` ("python").
+
+Asserts depend on each other, for a program may have state: one process of the program answers all in order, and a
+second one asks (`asserts.py`). Values are compared here if all have the form `f(literals) == literal`, else there.
 """
 
 import ast
@@ -16,7 +19,7 @@ import math
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal, InvalidOperation
 from typing import Any, Literal, NamedTuple, get_args
@@ -29,7 +32,7 @@ Compare = Literal["floats", "tokens", "lines"]
 
 # Absolute and relative tolerance of numbers.
 TOLERANCE = 1e-6
-# Longer outputs, as a multiple of the expected length and in characters, are wrong without being parsed.
+# Longer answers, as a multiple of the expected length and in characters, are wrong without being parsed.
 _MAX_FACTOR, _MIN_LIMIT = 4, 1 << 16
 PASSED = object()
 
@@ -42,11 +45,11 @@ class ProblemTests(NamedTuple):
         function (`str`, *optional*): Function (or method of `Solution`) to call; `None` for programs with standard
             input and output.
         cases (`tuple[tuple[str, Any], ...]`): Input text (arguments as JSON) and expected output (text or value). For
-            asserts of another form: source that runs them, and `PASSED`.
+            asserts that are compared by the second process: source that runs all of them, and `PASSED`.
         compare (`str`): `"tokens"`: equal tokens (values); `"floats"`: the same, but decimal fractions within 1e-6;
             `"lines"`: LiveCodeBench's rule, equal lines, or lines of equal decimal numbers (values).
         prelude (`str`): Source before the program.
-        are_asserts (`bool`): Whether values are compared exactly, as asserts do.
+        are_asserts (`bool`): Whether one process answers all cases, and values are compared exactly.
     """
 
     function: str | None
@@ -54,6 +57,19 @@ class ProblemTests(NamedTuple):
     compare: Compare = "floats"
     prelude: str = ""
     are_asserts: bool = False
+
+    @property
+    def is_script(self) -> bool:
+        """Whether the second process compares."""
+        return any(expected is PASSED for _, expected in self.cases[:1])
+
+    def cases_of_next_process(self, num_done: int) -> tuple[tuple[str, Any], ...]:
+        """Return the cases that one process runs after the first `num_done`."""
+        return self.cases[num_done:] if self.are_asserts else self.cases[num_done : num_done + 1]
+
+
+class ProgramError(ValueError):
+    """The class of an exception that a program raised in an assert."""
 
 
 class UnusableTests(ValueError):
@@ -114,25 +130,31 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     try:
         tree = ast.parse(code)
         ast.parse(prelude)
-        read = [(_case_from_assert(statement, name), statement) for statement in tree.body]
-        cases = [case for case, _ in read if case]
-        tree.body = [statement for case, statement in read if not case]
+        read = [_case_from_assert(statement, name) for statement in tree.body if not _has_no_effect(statement)]
+        cases = [case for case in read if case]
         source = ast.unparse(tree)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         raise UnusableTests(f"Asserts do not parse ({error}): {code!r:.80}. Correct or remove them.") from error
     running = [node for part in tree.body if not isinstance(part, ast.ClassDef) for node in ast.walk(part)]
-    has_rest = any(isinstance(node, ast.Assert | ast.Raise) for node in running)
-    has_rest = has_rest and re.search(rf"\bcheck\b|\b{name}\b", source) is not None
-    if not cases and not has_rest:
+    num_tests = sum(isinstance(node, ast.Assert | ast.Raise) for node in running)
+    if num_tests == 0 or re.search(rf"\bcheck\b|\b{name}\b", source) is None:
         raise UnusableTests(f"No assert that runs calls {name}: {code!r:.80}. Correct `entry_point` or `code`.")
     imported = {alias.name for node in running if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
     if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
         raise UserError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
-    if has_rest:
-        run_rest = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
-        cases.append((run_rest, PASSED))
+    if None in read:
+        script = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
+        at_top_level = sum(isinstance(statement, ast.Assert) for statement in tree.body)
+        all_others = int(num_tests > at_top_level)
+        cases = [(script, PASSED)] * (at_top_level + all_others)
     return ProblemTests(name, tuple(cases), "tokens", prelude, are_asserts=True)
+
+
+def _has_no_effect(statement: ast.stmt) -> bool:
+    """Whether asserts of calls with literals are the same without this statement: an import, or a docstring."""
+    is_literal = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_literal or isinstance(statement, ast.Import | ast.ImportFrom)
 
 
 def _case_from_assert(statement: Any, name: str) -> tuple[str, Any] | None:
@@ -275,34 +297,63 @@ def _with_prelude(prelude: str, source: str) -> str:
     return f"{start.group()}\n{prelude}\n{source[start.end() :]}"
 
 
-def runnable(tests: ProblemTests, source: str, expected: Any = None) -> str:
+def runnable(tests: ProblemTests, source: str) -> str:
     """Return a program with standard input and output: the source, or one that calls its function."""
     source = _with_prelude(tests.prelude, source) if tests.prelude else source
     if tests.function is None:
         return source
-    function, more = ("serve", "") if expected is PASSED else ("call", f", {tests.are_asserts}")
-    return f"from {_PACKAGE}.calls import {function}\n{function}({source!r}, {tests.function!r}{more})"
+    function = "serve" if tests.are_asserts else "call"
+    return f"from {_PACKAGE}.calls import {function}\n{function}({source!r}, {tests.function!r})"
 
 
-def is_expected(tests: ProblemTests, expected: Any, output: str) -> bool:
-    """Whether an output is the expected one. Raises a `ValueError` if the return value of a function cannot be
-    parsed, or the asserts do not test it."""
+def input_of(tests: ProblemTests, cases: Sequence[tuple[str, Any]]) -> str:
+    """Return the input of the process that answers these cases: text, or the source that the second one runs."""
+    inputs = [text for text, _ in cases]
+    if not tests.are_asserts or tests.is_script:
+        return inputs[0]
+    calls = f"[{', '.join(inputs)}]"
+    return f"from {_PACKAGE}.asserts import run_calls\nrun_calls({calls!r}, {tests.function!r})"
+
+
+def answers_in(tests: ProblemTests, output: str) -> list[str]:
+    """Return the answers in what a process wrote: everything, or a line per assert. Raises [`UnusableTests`] if
+    asserts do not call the program."""
+    if not tests.are_asserts:
+        return [output]
+    answers = output.split("\n")[:-1]
+    if tests.is_script and "no call" in answers:
+        raise UnusableTests("No assert calls the function when they run. Correct `code`.")
+    return answers
+
+
+def is_expected(tests: ProblemTests, expected: Any, answer: str) -> bool:
+    """Whether an answer is the expected one. Raises a `ValueError` if the return value of a function cannot be
+    parsed, and a [`ProgramError`] for an exception in an assert."""
     if expected is PASSED:
-        if output == "no call" and len(tests.cases) == 1:
-            raise UnusableTests("No assert calls the function when they run. Correct `code`.")
-        return output in ("passed", "no call")
+        if answer not in ("passed", "failed"):
+            raise ProgramError(answer)
+        return answer == "passed"
     try:
         size = len(expected if tests.function is None else repr(expected))
-        if len(output) > _MAX_FACTOR * size + _MIN_LIMIT:
+        if len(answer) > _MAX_FACTOR * size + _MIN_LIMIT:
             return False
         if tests.function is None:
-            return _equal_texts(expected, output, tests.compare)
-        value = json.loads(output.strip().rpartition("\n")[2])
+            return _equal_texts(expected, answer, tests.compare)
+        value = json.loads(answer)
         if tests.are_asserts:
-            return decode(value, refuse) == expected
+            if "raises" in value:
+                raise ProgramError(value["raises"])
+            return decode(value["value"], _decode_as_data) == expected
         return _equal_values(expected, value, tolerant=tests.compare == "floats")
     except (RecursionError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
         raise UserError("a value nested too deeply, or no value") from error
+
+
+def _decode_as_data(kind: str, content: Any) -> Any:
+    """Decode an instance of a subclass of a standard type as that type."""
+    if kind == "object" and content[1]:
+        return decode(content[1][0], _decode_as_data)
+    return refuse(kind)
 
 
 def _equal_texts(expected: str, output: str, compare: Compare) -> bool:

@@ -24,7 +24,17 @@ from typing import Any, ClassVar, NamedTuple
 
 from ..errors import UserError
 from . import MAX_CHARACTERS, BaseVerifier, ChildProcess, Grade, Outcome
-from .cases import PASSED, ProblemTests, UnusableTests, is_expected, last_program, read_tests, runnable
+from .cases import (
+    ProblemTests,
+    ProgramError,
+    UnusableTests,
+    answers_in,
+    input_of,
+    is_expected,
+    last_program,
+    read_tests,
+    runnable,
+)
 from .confinement import LAYERS, landlock_version, missing_layers
 
 
@@ -75,6 +85,24 @@ print(json.dumps({
     "rlimits": not can(bytearray, limit),
 }))
 """
+
+
+def _results_of(tests: ProblemTests, cases: Sequence[tuple[str, Any]], execution: Execution) -> list:
+    """Return outcome and error of the cases that a process completed, and of one in which it failed: the last one if
+    it failed afterwards. Without the rest of a script its other asserts fail too. Raises [`UnusableTests`]."""
+    results = []
+    for (_, expected), answer in zip(cases, answers_in(tests, execution.output), strict=False):
+        try:
+            is_right = is_expected(tests, expected, answer)
+            results.append((Outcome.CORRECT if is_right else Outcome.WRONG, ""))
+        except ValueError as error:
+            results.append((Outcome.ERROR, str(error) if isinstance(error, ProgramError) else "no value"))
+    failure = execution.outcome or Outcome.ERROR, execution.error or "no value"
+    if execution.outcome is not None or len(results) < len(cases):
+        results = [*results[: len(cases) - 1], failure]
+    if tests.is_script:
+        results += [failure] * (len(cases) - len(results))
+    return results
 
 
 class ProgramProcess(ChildProcess):
@@ -132,8 +160,8 @@ class CodeVerifier(BaseVerifier):
 
     Args:
         num_workers (`int`, *optional*): Programs that run in parallel. Defaults to [`default_num_workers`].
-        timeout_seconds (`float`): Wall-clock limit per case.
-        cpu_seconds (`float`): CPU time per case; normally this limit acts first.
+        timeout_seconds (`float`): Wall-clock limit per case, or list of asserts.
+        cpu_seconds (`float`): CPU time per case, or list of asserts; normally this limit acts first.
         memory_limit_mb (`int`): Address space of a program, in MiB; Python needs 60.
         output_limit_mb (`int`): Largest output, and largest file, in MiB.
         isolation (`str`): Weakest accepted confinement: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or
@@ -196,26 +224,23 @@ class CodeVerifier(BaseVerifier):
         return self._in_parallel(self._grade_one, jobs)
 
     def _grade_one(self, program: str, tests: ProblemTests) -> Grade:
-        passed, seconds, first_failure = 0, 0.0, None
-        for text, expected in tests.cases:
-            execution = self._run(runnable(tests, program, expected), text, expected is PASSED)
+        source, seconds = runnable(tests, program), 0.0
+        results: list[tuple[Outcome, str]] = []  # outcome and error of each case
+        failures: list[tuple[Outcome, str]] = []
+        while len(results) < len(tests.cases) and not (failures and self.stop_early):
+            cases = tests.cases_of_next_process(len(results))
+            execution = self._run(source, input_of(tests, cases), tests.are_asserts)
             seconds += execution.seconds
-            outcome, error = execution.outcome, execution.error
-            if outcome is None:
-                try:
-                    is_right = is_expected(tests, expected, execution.output)
-                    outcome = Outcome.CORRECT if is_right else Outcome.WRONG
-                except UnusableTests as unusable:
-                    return Grade(Outcome.GOLD_UNPARSEABLE, seconds, error=str(unusable))
-                except ValueError:
-                    outcome, error = Outcome.ERROR, "no value"
-            passed += outcome is Outcome.CORRECT
-            if outcome is not Outcome.CORRECT and first_failure is None:
-                first_failure = outcome, error
-                if self.stop_early:
-                    break
-        outcome, error = first_failure or (Outcome.CORRECT, "")
-        return Grade(outcome, seconds, passed / len(tests.cases), error)
+            try:
+                results += _results_of(tests, cases, execution)
+            except UnusableTests as unusable:
+                return Grade(Outcome.GOLD_UNPARSEABLE, seconds, error=str(unusable))
+            failures = [result for result in results if result[0] is not Outcome.CORRECT]
+        outcome, error = failures[0] if failures else (Outcome.CORRECT, "")
+        if failures and self.stop_early:
+            results = results[: results.index(failures[0])]
+        num_passed = sum(outcome is Outcome.CORRECT for outcome, _ in results)
+        return Grade(outcome, seconds, num_passed / len(tests.cases), error)
 
     def _run(self, program: str, text: str, has_asserts: bool = False) -> Execution:
         if self._stopping:

@@ -142,7 +142,9 @@ class Worker:
         program, *streams = files
         for target, file in enumerate(streams):  # input, output, messages
             os.dup2(file, target)
-        confinement.close_other_files(program, confine, *([] if self.ruleset is None else [self.ruleset]))
+        confinement.close_other_files(
+            program, confine, calls.DEVNULL, *([] if self.ruleset is None else [self.ruleset])
+        )
         confinement.set_limits(
             *(self.settings[name] for name in ("cpu_seconds", "memory_limit_mb", "output_limit_mb")),
             bound_processes=not self.has_seccomp,

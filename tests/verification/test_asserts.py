@@ -86,15 +86,51 @@ def test_forms_of_asserts(verifier, program, code, wrong):
     assert [grade.outcome.label for grade in grades] == [1.0, 1.0, 0.0], grades
 
 
-def test_literals_become_cases_and_the_rest_keeps_its_order():
-    code = 'import math\nassert f(1, "a") == {1: (2,)}, "why"\nx = [1]\nassert f(x) == 2\nassert f({1}, -1.5) == set()'
-    first, second, rest = read_tests(asserts(code)).cases
-    assert first == ('[1, "a"]', {1: (2,)}) and second == ('[{"set": [1]}, -1.5]', set())
-    assert rest[1] is PASSED and "x = [1]\\nassert f(x) == 2" in rest[0] and '"why"' not in rest[0]
+COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
+PUSH = "items = []\ndef push(x): items.append(x)\ndef f(): return items.pop()"
+KEEPS = "def f(x, kept=[]):\n    kept.append(x)\n    return kept"
+FOO = "class Foo:\n    n = 0\n    def inc(self): self.n += 1\n    def x(self): return self.n\nf = Foo"
+LIMIT = "LIMIT = 3\ndef f(x): return x < LIMIT"
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "label"),
+    [
+        (COUNT, "assert f() == 1\nassert f() == 2", 1.0),
+        (COUNT, "assert f() == 1\nassert f() == 1", 0.0),
+        (COUNT, "assert f() == 1\nassert [f()] == [2]\nassert f() == 3", 1.0),
+        (PUSH, "push(3)\npush(4)\nassert f() == 4\nassert f() == 3", 1.0),
+        (PUSH, "push(3)\npush(4)\nassert f() == 3\nassert f() == 4", 0.0),
+        (
+            PUSH,
+            "assert push(3) is None\nassert f() == 3\ntry:\n    f()\n    assert False\nexcept IndexError: pass",
+            1.0,
+        ),
+        (KEEPS, "assert f(1) == [1]\nassert f(2) == [2]", 0.0),
+        (KEEPS, "assert f(1) == [1]\nassert f(2, []) == [2]", 1.0),
+        (KEEPS, "assert f(1) == [1]\ndef test():\n    assert f(2) == [2]", 0.0),
+        (FOO, "check = Foo()\ncheck.inc()\nassert check.x() == 1", 1.0),
+        (FOO, "check = Foo()\nassert check.x() == 1", 0.0),
+        (LIMIT, "import solution\nassert f(5) == False\nsolution.LIMIT = 9\nassert f(5) == True", 1.0),
+        ("from functools import cache\nf = cache(len)", "f('a')\nf.cache_clear()\nassert f('ab') == 2", 1.0),
+    ],
+)
+def test_asserts_run_in_order_in_one_process(verifier, program, code, label):
+    (grade,) = verifier.grade_detailed([block(program)], [asserts(code)])
+    assert grade.outcome.label == label, grade
+
+
+def test_calls_with_literals_become_cases_and_other_asserts_a_script():
+    code = 'import math\nassert f(1, "a") == {1: (2,)}, "why"\nassert f({1}, -1.5) == set()'
+    tests = read_tests(asserts(code))
+    assert tests.cases == (('[1, "a"]', {1: (2,)}), ('[{"set": [1]}, -1.5]', set()))
+    assert not tests.is_script and tests.cases_of_next_process(1) == tests.cases[1:]
+    script = read_tests(asserts(f"{code}\nx = [1]\nassert f(x) == 2"))
+    assert script.is_script and script.cases == ((script.cases[0][0], PASSED),) * 3
+    assert "x = [1]\\nassert f(x) == 2" in script.cases[0][0]
     others = "f(1) != 2|g(1) == 2|f(x=1) == 2|f(y) == 2|f(1) == y|f(1) == 2 == 2|2|f(1) == ..."
     for other in others.split("|"):
-        ((_, expected),) = read_tests(asserts(f"assert {other}\nassert f(1)")).cases
-        assert expected is PASSED
+        assert read_tests(asserts(f"assert f(0) == 0\nassert {other}")).is_script
 
 
 def test_the_share_counts_cases_and_the_rest_and_nothing_expected_is_told(verifier):
@@ -102,8 +138,41 @@ def test_the_share_counts_cases_and_the_rest_and_nothing_expected_is_told(verifi
     with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as all_cases:
         (grade,) = all_cases.grade_detailed([block("def f(x): return x")], [asserts(code)])
     assert (grade.outcome, grade.share) == (Outcome.WRONG, 1 / 3) and "7919" not in str(grade)
+    (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("assert f(2) == 2\n" + code)])
+    assert grade.share == 1 / 4  # up to the first that fails
     (grade,) = verifier.grade_detailed([block("def f(x): return x")], [asserts("if 0:\n    assert f(3)")])
     assert grade.outcome is Outcome.GOLD_UNPARSEABLE and "No assert calls" in grade.error
+
+
+def test_a_call_that_ends_the_process_fails_alone_in_the_share():
+    code = "\n".join(f"assert f({x}) == {x}" for x in range(5))
+    program = "import os\ndef f(x):\n    if x == 1: x / 0\n    if x == 3: os._exit(0)\n    return x"
+    tests = [asserts(code), asserts(code + "\nassert f(4) in (4, 5)")]
+    with CodeVerifier(num_workers=1, isolation="rlimits", stop_early=False) as all_cases:
+        calls, script = all_cases.grade_detailed([block(program)] * 2, tests)
+    assert (calls.outcome, calls.error, calls.share) == (Outcome.ERROR, "ZeroDivisionError", 3 / 5)
+    # A script does not go on without its program.
+    assert (script.outcome, script.error, script.share) == (Outcome.ERROR, "ZeroDivisionError", 2 / 6)
+
+
+@pytest.mark.parametrize("compared", ["== False", "in (False,)"])
+def test_a_program_does_not_see_later_calls(verifier, compared):
+    """Else it could find what is expected among the arguments of the next call."""
+    program = """
+import gc, os, sys
+def f(x):
+    frame, seen = sys._getframe(), [*gc.get_objects(), *map(text_of, (0, 3, 4, 5))]
+    while frame := frame.f_back:
+        seen += frame.f_locals.values()
+    return "".join(["543", "21"]) in str(seen)
+def text_of(file):
+    try:
+        return os.pread(file, 9999, 0)
+    except OSError:
+        return ""
+"""
+    (grade,) = verifier.grade_detailed([block(program)], [asserts(f"assert f(1) {compared}\nassert f(54321) == True")])
+    assert grade.outcome is Outcome.CORRECT, grade
 
 
 @pytest.mark.parametrize(
