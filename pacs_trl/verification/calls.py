@@ -48,6 +48,7 @@ def serve(source: str, name: str) -> NoReturn:
 def _load(source: str, name: str) -> ModuleType:
     """Run a program as the module `solution`, and return it with its function, which may be a method of `Solution`."""
     sys.modules["solution"] = module = ModuleType("solution")
+    module.__file__ = os.path.abspath("solution.py")
     exec(compile(source, "solution.py", "exec"), module.__dict__)
     function = getattr(module, name, None) or getattr(getattr(module, "Solution", object)(), name, None)
     if function is None:

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import zoneinfo
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -112,7 +113,9 @@ class ProgramProcess(ChildProcess):
         self.settings = settings
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.settimeout(settings["timeout_seconds"] + 60.0)  # if it stalls, the trainer must not
-        settings = settings | {"connection": theirs.fileno(), "folder": tempfile.gettempdir()}
+        # Their folders are found here, because that looks up the user, and programs would inherit what it opens.
+        places = {"folder": tempfile.gettempdir(), "time_zones": zoneinfo.TZPATH}
+        settings = settings | {"connection": theirs.fileno()} | places
         flags = ["-s", "-S", "-X", "utf8"]  # as `python -I -S`, except for the variable that fixes the order of sets
         with theirs:  # only the worker keeps this end open
             super().__init__(

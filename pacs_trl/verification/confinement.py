@@ -173,7 +173,8 @@ def landlock_ruleset(readable: Sequence[str]) -> int:
 
 
 def readable_places() -> list[str]:
-    """Return the standard library without installed packages, folders of loaded shared libraries, and random bytes."""
+    """Return the standard library without installed packages, locales and types of files, which it reads, folders of
+    loaded shared libraries, and random bytes."""
     library = os.path.dirname(os.__file__)
     places = [entry.path for entry in os.scandir(library) if entry.name not in ("site-packages", "dist-packages")]
     with open("/proc/self/maps") as maps:
@@ -184,7 +185,8 @@ def readable_places() -> list[str]:
         for path in mapped
         if not path.startswith(library) and "-packages" not in path
     }
-    return [*places, *sorted(libraries), "/dev/urandom", "/dev/random", "/etc/ld.so.cache"]
+    system = ["/usr/lib/locale", "/etc/mime.types", "/dev/urandom", "/dev/random", "/etc/ld.so.cache"]
+    return [*places, *sorted(libraries), *system]
 
 
 # --- Limits ---

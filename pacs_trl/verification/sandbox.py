@@ -41,12 +41,14 @@ unicodedata
 
 class Worker:
     """Runs programs from a connection one at a time. `settings` are `parent_pid`, `folder` (in which each program gets
-    one), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and `output_limit_mb`."""
+    one), `time_zones` (folders), `layers`, `cpu_seconds`, `timeout_seconds`, `memory_limit_mb`, and
+    `output_limit_mb`."""
 
     def __init__(self, connection: socket.socket, settings: dict[str, Any]):
         self.connection, self.settings = connection, settings
         has_landlock = "landlock" in settings["layers"]
-        self.ruleset = confinement.landlock_ruleset(confinement.readable_places()) if has_landlock else None
+        readable = confinement.readable_places() + settings["time_zones"]
+        self.ruleset = confinement.landlock_ruleset(readable) if has_landlock else None
         self.has_seccomp = "seccomp" in settings["layers"]
         # Orphans of a program become children of this process, which kills them.
         confinement.prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
@@ -191,6 +193,7 @@ def remove(folder: str) -> None:
 def run_program(source: bytes) -> NoReturn:
     """Run a program as `python solution.py` would, in this process, and end it."""
     module = ModuleType("__main__")
+    module.__file__ = os.path.abspath("solution.py")
     sys.modules["__main__"], sys.argv = module, ["solution.py"]
     code = 1
     try:
@@ -205,9 +208,7 @@ def run_program(source: bytes) -> NoReturn:
                 print(stop.code, file=sys.stderr)
         except BaseException as error:
             traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
-        while others := [t for t in threading.enumerate() if not t.daemon and t is not threading.current_thread()]:
-            for thread in others:  # as at the exit of any interpreter
-                thread.join()
+        threading._shutdown()  # type: ignore[attr-defined]  # as at the exit of any interpreter: ends pools, joins threads
         atexit._run_exitfuncs()
         try:
             sys.stdout.flush()

@@ -73,6 +73,20 @@ class TestOutcomes:
         grades = verifier.grade_detailed([block("print(3)")] * 5, unreadable)
         assert [grade.outcome.label for grade in grades] == [None] * 5 and "cpp" in grades[0].error
 
+    def test_a_program_reads_what_the_system_has_for_the_standard_library(self, verifier):
+        program = """
+import locale, mimetypes, zoneinfo
+zones = sorted(zoneinfo.available_timezones())
+print(zones, [zoneinfo.ZoneInfo(zone).key for zone in zones[:9]], mimetypes.guess_type("a.png"))
+try:
+    print(locale.setlocale(locale.LC_ALL, "C.UTF-8"))
+except locale.Error as error:
+    print(error)
+"""
+        python = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env={})
+        (execution,) = verifier.run([program], [""])
+        assert (execution.output, execution.messages) == (python.stdout, "")
+
     def test_order_of_sets_is_the_same_in_every_process(self, verifier):
         program = "print(*{'a', 'b', 'c', 'd', 'e', 'f'})"
         assert len({execution.output for execution in verifier.run([program] * 6, [""] * 6)}) == 1
