@@ -35,6 +35,7 @@ TOLERANCE = 1e-6
 # Longer answers, as a multiple of the expected length and in characters, are wrong without being parsed.
 _MAX_FACTOR, _MIN_LIMIT = 4, 1 << 16
 PASSED = object()
+OUTPUT_LIMIT_MB = 8  # of the output of a program, by default
 
 
 class ProblemTests(NamedTuple):
@@ -73,7 +74,7 @@ class ProgramError(ValueError):
 
 
 class UnusableTests(ValueError):
-    """Tests for a language other than Python, or asserts that cannot be run."""
+    """Tests for a language other than Python, asserts that cannot be run, or an output that is too long."""
 
 
 def _read_mapping(value: Any) -> Mapping:
@@ -170,6 +171,22 @@ def _case_from_assert(statement: Any, name: str) -> tuple[str, Any] | None:
         return None
 
 
+def refuse_long_outputs(tests: ProblemTests, output_limit_mb: int) -> None:
+    """Raise [`UnusableTests`] if no program may write what is expected."""
+    expected = [value for _, value in tests.cases if value is not PASSED]
+    if tests.function is None:
+        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in expected]
+    elif tests.are_asserts:  # one process writes all values
+        sizes = [sum(len(json.dumps(encode(value, refuse))) for value in expected)]
+    else:
+        sizes = [len(json.dumps(value)) for value in expected]
+    if (size := max(sizes)) > output_limit_mb << 20:
+        raise UnusableTests(
+            f"The expected output has {size / (1 << 20):.1f} MiB, and a program may write {output_limit_mb}. Remove "
+            "the problem, or raise output_limit_mb of CodeVerifier."
+        )
+
+
 def json_of_tests(value: Any) -> str | None:
     """Return tests as JSON, from a mapping or JSON in the form above, or from the `verification_info` of open-r1's
     sets; `None` without a case, or if they cannot be read. Raises [`UnusableTests`]."""
@@ -180,7 +197,7 @@ def json_of_tests(value: Any) -> str | None:
                 return None
             cases = [{"input": case["input"], "output": case["output"]} for case in cases]
             value = {"type": "stdin_stdout", "cases": cases}
-        read_tests(value)
+        refuse_long_outputs(read_tests(value), OUTPUT_LIMIT_MB)
         return json.dumps(value, ensure_ascii=False)
     except UnusableTests:
         raise

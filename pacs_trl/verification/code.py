@@ -26,6 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import UserError
 from . import MAX_CHARACTERS, BaseVerifier, ChildProcess, Grade, Outcome
 from .cases import (
+    OUTPUT_LIMIT_MB,
     ProblemTests,
     ProgramError,
     UnusableTests,
@@ -34,6 +35,7 @@ from .cases import (
     is_expected,
     last_program,
     read_tests,
+    refuse_long_outputs,
     runnable,
 )
 from .confinement import LAYERS, landlock_version, missing_layers
@@ -41,8 +43,14 @@ from .confinement import LAYERS, landlock_version, missing_layers
 
 logger = logging.getLogger(__name__)
 
-_read_tests_cached = lru_cache(maxsize=256)(read_tests)  # the completions of a prompt share their tests
 _LIMITS = ("cpu_seconds", "timeout_seconds", "memory_limit_mb", "output_limit_mb")
+
+
+@lru_cache(maxsize=256)  # the completions of a prompt share their tests
+def _read_tests(text: str, output_limit_mb: int) -> ProblemTests:
+    tests = read_tests(text)
+    refuse_long_outputs(tests, output_limit_mb)
+    return tests
 
 
 class Execution(NamedTuple):
@@ -188,7 +196,7 @@ class CodeVerifier(BaseVerifier):
     cpu_seconds: float = 2.0
     timeout_seconds: float = 6.0
     memory_limit_mb: int = 512
-    output_limit_mb: int = 8
+    output_limit_mb: int = OUTPUT_LIMIT_MB
     isolation: str = "landlock+seccomp"
     stop_early: bool = True
 
@@ -212,7 +220,7 @@ class CodeVerifier(BaseVerifier):
     ) -> Grade | tuple[bytes, tuple[str, ProblemTests]]:
         try:
             text = solution if isinstance(solution, str) else json.dumps(solution)
-            tests = _read_tests_cached(text)
+            tests = _read_tests(text, self.output_limit_mb)
         except (TypeError, ValueError, RecursionError) as error:  # a set, a circle, depth, or unreadable tests
             return Grade(Outcome.GOLD_UNPARSEABLE, error=str(error))
         if isinstance(completion, str) and len(completion) > MAX_CHARACTERS:

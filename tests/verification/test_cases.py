@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pacs_trl.verification.cases import ProblemTests, is_expected, json_of_tests, last_program, read_tests, runnable
+from pacs_trl.verification.cases import (
+    ProblemTests,
+    is_expected,
+    json_of_tests,
+    last_program,
+    read_tests,
+    refuse_long_outputs,
+    runnable,
+)
 
 
 def expected_of(compare, expected, output, function=None):
@@ -154,6 +162,20 @@ class TestReading:
     def test_malformed_tests_are_refused(self, value, key):
         with pytest.raises(ValueError, match=key):
             read_tests(value)
+
+    @pytest.mark.parametrize(
+        "tests",
+        [
+            STDIN | {"cases": [*STDIN["cases"], {"input": "", "output": "é" * (5 << 20)}]},
+            {"type": "function", "name": "f", "cases": [{"input": [], "output": "é" * (2 << 20)}]},  # \u00e9 in JSON
+            {"type": "asserts", "entry_point": "f", "code": f"assert f(1) == '{'x' * (5 << 20)}'\n" * 2},
+        ],
+        ids=["text", "value", "asserts"],
+    )
+    def test_an_output_that_no_program_may_write_is_refused(self, tests):
+        with pytest.raises(ValueError, match=r"MiB.*write 8.*output_limit_mb"):
+            json_of_tests(tests)
+        refuse_long_outputs(read_tests(tests), 13)
 
     def test_columns_of_data_sets_become_tests(self):
         info = {"language": "python", "test_cases": [{"type": "stdin_stdout", "input": "1", "output": "2"}]}

@@ -87,6 +87,14 @@ except locale.Error as error:
         (execution,) = verifier.run([program], [""])
         assert (execution.output, execution.messages) == (python.stdout, "")
 
+    def test_an_expected_output_above_the_limit_is_no_verdict(self):
+        tests = SUM | {"cases": [{"input": "", "output": "x" * (2 << 20)}]}
+        program = block("print('x' * (2 << 20))")
+        for limit, outcome in ((1, Outcome.GOLD_UNPARSEABLE), (3, Outcome.CORRECT)):
+            with CodeVerifier(num_workers=1, isolation="rlimits", output_limit_mb=limit) as verifier:
+                (grade,) = verifier.grade_detailed([program], [tests])
+            assert grade.outcome is outcome and ("output_limit_mb" in grade.error) == (limit == 1)
+
     def test_order_of_sets_is_the_same_in_every_process(self, verifier):
         program = "print(*{'a', 'b', 'c', 'd', 'e', 'f'})"
         assert len({execution.output for execution in verifier.run([program] * 6, [""] * 6)}) == 1
