@@ -148,6 +148,18 @@ def numbered(prompts, trainer):
     return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], "completion_ids": ids, "logprobs": None}
 
 
+def empty_completions(rank, directory):
+    """Only the second process generates completions without a token: three of the 16 of a batch."""
+
+    def emptied(generation, rows):
+        for row in rows[9:12]:
+            row.completion_ids = []
+        return rows
+
+    logs = record(directory, HALF, {"edit": emptied})["logs"]
+    return logs[0]["completions/empty_ratio"]
+
+
 def held_out(rank, directory, **how):
     """An evaluation on five prompts with four completions each: two processes repeat three prompts."""
 
@@ -242,6 +254,7 @@ DDP |= {
     "experts": experts,
     "held out": held_out,
     "zero proxies": zero_proxies,
+    "empty completions": empty_completions,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,

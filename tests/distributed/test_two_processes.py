@@ -60,6 +60,10 @@ def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(ddp):
     assert both(ddp, "zero proxies") == [[0.0, 0.0]] * 2
 
 
+def test_empty_completions_of_all_processes_are_counted(ddp):
+    assert both(ddp, "empty completions") == [3 / 16] * 2
+
+
 def test_step_is_skipped_on_both_processes(ddp):
     for result in both(ddp, "not finite"):
         before, skipped, after = result["weights"]
