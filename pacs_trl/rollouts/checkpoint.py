@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 import yaml
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
@@ -458,14 +458,19 @@ def load_converted_weights(model: Any, directory: Path) -> bool:
     return True
 
 
-def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: str | bool) -> str:
-    """Return the checkpoint to resume from: the named one, or the last complete one in `output_dir` if the argument is
-    `True`. Raises a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
+def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: str | bool | None) -> str | None:
+    """Return the checkpoint to resume from: the named one, the last complete one in `output_dir` if the argument is
+    `True`, or `None`. All processes must call this. Raises a `ValueError` if the checkpoint is incomplete or not that
+    of the other processes, or comes from another trainer or another kind of model."""
+    checkpoint = None
     if resume_from_checkpoint is True:
         checkpoint = last_resumable_checkpoint(trainer.args.output_dir)
-    else:
+    elif resume_from_checkpoint:
         checkpoint = str(resume_from_checkpoint)
+    _check_same_checkpoint(checkpoint)
     if checkpoint is None:
+        if not resume_from_checkpoint:
+            return None
         raise UserError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
     if not _part(trainer, Path(checkpoint), 0).is_file():
@@ -486,6 +491,18 @@ def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: st
     adapters: dict[str, PeftConfig] = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint
+
+
+def _check_same_checkpoint(checkpoint: str | None) -> None:
+    """Raise a `ValueError` on all processes, which must all call this, if they would resume from checkpoints with
+    different names."""
+    names = gather_object(["no checkpoint" if checkpoint is None else Path(checkpoint).name])
+    if len(set(names)) > 1:
+        examples = ", ".join(f"{name} (rank {names.index(name)})" for name in dict.fromkeys(names))
+        raise UserError(
+            f"Processes would continue from different checkpoints: {examples}. Put output_dir on a file system that "
+            "all nodes share, and name the checkpoint in resume_from_checkpoint."
+        )
 
 
 @contextmanager

@@ -66,9 +66,8 @@ class ResumableTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         checkpoint.check_fixed(self)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
-        self._prepare_memory(resume_from_checkpoint or None)
+        resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
+        self._prepare_memory(resume_from_checkpoint)
         self._source.close()  # which an evaluation may have connected to a server
         with (
             watching_ranks(limit=self.args.ddp_timeout, output_dir=self.args.output_dir),

@@ -102,6 +102,11 @@ def shuffled_datasets(rank, directory):
     return message_of(lambda: build_trainer(directory, more={"train_dataset": dataset}, **HALF))
 
 
+def different_checkpoints(rank, directory):
+    last = [directory / "checkpoint-4", None][rank]
+    return message_of(lambda: build_trainer(directory, **HALF).train(resume_from_checkpoint=last))
+
+
 def label_out_of_range(rank, directory):
     def reward(completions, **kwargs):
         return [2.0 * rank] * len(completions)
@@ -259,6 +264,7 @@ DDP |= {
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,
     "shuffled datasets": shuffled_datasets,
+    "different checkpoints": different_checkpoints,
     "label out of range": label_out_of_range,
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,
