@@ -231,12 +231,24 @@ def check_same_model(checkpoint: str, config: PreTrainedConfig) -> None:
 
 
 # LoRA settings that must be equal in a checkpoint and in the run that resumes from it.
-_ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+_ADAPTER_SETTINGS = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "layers_to_transform",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
+# Those that peft may replace when it adds an adapter to a model: names by which "all-linear" is meant, and those of
+# fused experts.
+_RESOLVED_ADAPTER_SETTINGS = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
 
-def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
+def check_same_adapter(checkpoint: str, adapter: PeftConfig | None, *, is_in_model: bool = True) -> None:
     """Raise a `ValueError` unless a checkpoint has the adapter that the run trains, `None` if it trains the whole
-    model. `target_modules` that are a string are not compared, because peft resolves them with the model."""
+    model. Settings that peft resolves with the model are compared if the adapter `is_in_model`."""
     file = Path(checkpoint, ADAPTER_CONFIG_NAME)
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
@@ -250,9 +262,8 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
         )
     if saved is None or adapter is None:
         return
-    current = {name: getattr(adapter, name, None) for name in _ADAPTER_SETTINGS}
-    if isinstance(current["target_modules"], str) or current["target_modules"] is None:
-        del current["target_modules"]
+    names = _ADAPTER_SETTINGS + (_RESOLVED_ADAPTER_SETTINGS if is_in_model else ())
+    current = {name: getattr(adapter, name, None) for name in names}
     check_same_settings(checkpoint, _with_sorted_lists(saved), _with_sorted_lists(current))
     bases = [saved["base_model_name_or_path"], adapter.base_model_name_or_path]
     if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
