@@ -294,6 +294,7 @@ def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
+        "prompt_hash": trainer._prompt_hash,
         "processes": process_count.facts_to_save(sizes, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
@@ -319,6 +320,7 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
+    _warn_of_other_prompts(trainer, directory, state.get("prompt_hash"))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
     now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
@@ -333,6 +335,18 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
     return saved
+
+
+def _warn_of_other_prompts(trainer: "ResumableTrainer", directory: Path, saved_hash: str | None) -> None:
+    """Log a warning, on the first process, if a run resumes with another training set, as far as that is known."""
+    hashes = {saved_hash, trainer._prompt_hash}
+    if None not in hashes and len(hashes) > 1 and trainer.accelerator.is_main_process:
+        logger.warning(
+            "%s was written with other prompts in the training set, or in another order, so this run continues with "
+            "other prompts than without a stop. Resume with the data that the run was started with, unless this is "
+            "meant.",
+            directory,
+        )
 
 
 def _read_state(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any]:

@@ -372,6 +372,21 @@ def test_a_checkpoint_graded_with_other_verification_settings_is_refused(tmp_pat
         assert f"{name}: {getattr(saved, name)!r} in the checkpoint, {value!r} now" in str(error.value)
 
 
+def test_other_prompts_are_noticed_and_the_same_ones_are_not(tmp_path, checkpoint, caplog):
+    prompts = addition_dataset(64)
+    for dataset, is_noticed in (
+        (prompts, False),
+        (prompts.shuffle(seed=1), True),
+        (prompts.to_iterable_dataset(), False),
+    ):
+        caplog.clear()
+        trainer = trainer_of(tmp_path, max_steps=2, save_strategy="no")
+        trainer.train_dataset = dataset
+        with caplog.at_level(logging.WARNING):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert ("other prompts in the training set" in caplog.text) == is_noticed
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path, checkpoint):
     copy = tmp_path / "checkpoint-2"
     with pytest.raises(ValueError, match="'.*checkpoint-2' does not exist"):
