@@ -103,7 +103,7 @@ def main(
         reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
     peft_config, tokenizer = _checked_model(recipe)
     if checkpoint is not None:
-        check_same_adapter(checkpoint, peft_config)
+        check_same_adapter(checkpoint, peft_config, is_in_model=False)
     with without_exit("The environment"):
         train_dataset, eval_dataset = _datasets(recipe, tokenizer, reward_funcs, environment)
     processing_class = tokenizer

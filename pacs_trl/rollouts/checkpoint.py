@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as distributed_checkpoint
 import yaml
-from accelerate.utils import set_seed
+from accelerate.utils import gather_object, set_seed
 from peft import PeftConfig, PeftModel
 from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
@@ -231,12 +231,24 @@ def check_same_model(checkpoint: str, config: PreTrainedConfig) -> None:
 
 
 # LoRA settings that must be equal in a checkpoint and in the run that resumes from it.
-_ADAPTER_SETTINGS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
+_ADAPTER_SETTINGS = (
+    "r",
+    "lora_alpha",
+    "lora_dropout",
+    "bias",
+    "layers_to_transform",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
+# Those that peft may replace when it adds an adapter to a model: names by which "all-linear" is meant, and those of
+# fused experts.
+_RESOLVED_ADAPTER_SETTINGS = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
 
 
-def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
+def check_same_adapter(checkpoint: str, adapter: PeftConfig | None, *, is_in_model: bool = True) -> None:
     """Raise a `ValueError` unless a checkpoint has the adapter that the run trains, `None` if it trains the whole
-    model. `target_modules` that are a string are not compared, because peft resolves them with the model."""
+    model. Settings that peft resolves with the model are compared if the adapter `is_in_model`."""
     file = Path(checkpoint, ADAPTER_CONFIG_NAME)
     saved = json.loads(file.read_text()) if file.is_file() else None
     if (saved is None) != (adapter is None):
@@ -250,9 +262,8 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None) -> None:
         )
     if saved is None or adapter is None:
         return
-    current = {name: getattr(adapter, name, None) for name in _ADAPTER_SETTINGS}
-    if isinstance(current["target_modules"], str) or current["target_modules"] is None:
-        del current["target_modules"]
+    names = _ADAPTER_SETTINGS + (_RESOLVED_ADAPTER_SETTINGS if is_in_model else ())
+    current = {name: getattr(adapter, name, None) for name in names}
     check_same_settings(checkpoint, _with_sorted_lists(saved), _with_sorted_lists(current))
     bases = [saved["base_model_name_or_path"], adapter.base_model_name_or_path]
     if all(bases) and Path(bases[0]).name != Path(bases[1]).name:
@@ -283,6 +294,7 @@ def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
+        "prompt_hash": trainer._prompt_hash,
         "processes": process_count.facts_to_save(sizes, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
@@ -308,6 +320,7 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
     check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
+    _warn_of_other_prompts(trainer, directory, state.get("prompt_hash"))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
     now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
@@ -322,6 +335,18 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     if directory.resolve().parent == Path(trainer.args.output_dir).resolve():
         trainer._saved_step = trainer.state.global_step
     return saved
+
+
+def _warn_of_other_prompts(trainer: "ResumableTrainer", directory: Path, saved_hash: str | None) -> None:
+    """Log a warning, on the first process, if a run resumes with another training set, as far as that is known."""
+    hashes = {saved_hash, trainer._prompt_hash}
+    if None not in hashes and len(hashes) > 1 and trainer.accelerator.is_main_process:
+        logger.warning(
+            "%s was written with other prompts in the training set, or in another order, so this run continues with "
+            "other prompts than without a stop. Resume with the data that the run was started with, unless this is "
+            "meant.",
+            directory,
+        )
 
 
 def _read_state(trainer: "ResumableTrainer", directory: Path) -> dict[str, Any]:
@@ -458,14 +483,19 @@ def load_converted_weights(model: Any, directory: Path) -> bool:
     return True
 
 
-def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: str | bool) -> str:
-    """Return the checkpoint to resume from: the named one, or the last complete one in `output_dir` if the argument is
-    `True`. Raises a `ValueError` if it is incomplete, or comes from another trainer or another kind of model."""
+def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: str | bool | None) -> str | None:
+    """Return the checkpoint to resume from: the named one, the last complete one in `output_dir` if the argument is
+    `True`, or `None`. All processes must call this. Raises a `ValueError` if the checkpoint is incomplete or not that
+    of the other processes, or comes from another trainer or another kind of model."""
+    checkpoint = None
     if resume_from_checkpoint is True:
         checkpoint = last_resumable_checkpoint(trainer.args.output_dir)
-    else:
+    elif resume_from_checkpoint:
         checkpoint = str(resume_from_checkpoint)
+    _check_same_checkpoint(checkpoint)
     if checkpoint is None:
+        if not resume_from_checkpoint:
+            return None
         raise UserError(f"There is no complete checkpoint in {trainer.args.output_dir}. Start a new run.")
     check_complete(checkpoint)
     if not _part(trainer, Path(checkpoint), 0).is_file():
@@ -486,6 +516,18 @@ def checkpoint_to_resume(trainer: "ResumableTrainer", resume_from_checkpoint: st
     adapters: dict[str, PeftConfig] = trainer.model.peft_config if isinstance(trainer.model, PeftModel) else {}
     check_same_adapter(checkpoint, adapters.get("default"))
     return checkpoint
+
+
+def _check_same_checkpoint(checkpoint: str | None) -> None:
+    """Raise a `ValueError` on all processes, which must all call this, if they would resume from checkpoints with
+    different names."""
+    names = gather_object(["no checkpoint" if checkpoint is None else Path(checkpoint).name])
+    if len(set(names)) > 1:
+        examples = ", ".join(f"{name} (rank {names.index(name)})" for name in dict.fromkeys(names))
+        raise UserError(
+            f"Processes would continue from different checkpoints: {examples}. Put output_dir on a file system that "
+            "all nodes share, and name the checkpoint in resume_from_checkpoint."
+        )
 
 
 @contextmanager

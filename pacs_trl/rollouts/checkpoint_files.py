@@ -77,9 +77,7 @@ def _is_truncated(file: Path) -> bool:
 def last_checkpoint(output_dir: str | Path) -> str | None:
     """Return the last complete checkpoint in `output_dir`, or `None`; the directory need not exist. Incomplete
     checkpoints, left by a process that was killed while writing, are skipped with a warning."""
-    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
-    for step in sorted((int(match[1]) for match in steps if match), reverse=True):
-        checkpoint = Path(output_dir) / f"checkpoint-{step}"
+    for checkpoint in _from_last_to_first(output_dir):
         if (wrong := defect(checkpoint)) is None:
             return str(checkpoint)
         logger.warning("%s is not complete: %s. It is skipped; the run will write it again.", checkpoint, wrong)
@@ -91,8 +89,16 @@ def last_resumable_checkpoint(output_dir: str | Path) -> str | None:
     weights alone."""
     if (last := last_checkpoint(output_dir)) is None or has_state(last):
         return last
-    others = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime, reverse=True)
-    return next((str(path) for path in others if has_state(path) and defect(path) is None), last)
+    checkpoints = _from_last_to_first(output_dir)
+    return next((str(path) for path in checkpoints if has_state(path) and defect(path) is None), last)
+
+
+def _from_last_to_first(output_dir: str | Path) -> list[Path]:
+    """Return the checkpoints in `output_dir`, the one after the most optimizer steps first. Copies have other
+    modification times."""
+    steps = (re.fullmatch(r"checkpoint-(\d+)", path.name) for path in Path(output_dir).glob("checkpoint-*"))
+    numbers = sorted((int(match[1]) for match in steps if match), reverse=True)
+    return [Path(output_dir) / f"checkpoint-{number}" for number in numbers]
 
 
 def has_state(checkpoint: str | Path) -> bool:

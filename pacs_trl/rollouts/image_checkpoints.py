@@ -59,7 +59,8 @@ def prepare_for_text(
         tokenizer = processing_class
     arguments["processing_class"] = accepting_text(tokenizer)
     if (peft_config := arguments["peft_config"]) is not None:
-        arguments["peft_config"] = lora_of_language_model(peft_config, model, config)
+        trusts = args.trust_remote_code
+        arguments["peft_config"] = lora_of_language_model(peft_config, model, config, trust_remote_code=trusts)
 
 
 def has_images(args: RolloutConfig, arguments: dict[str, Any]) -> bool:
@@ -98,7 +99,8 @@ def prepare_for_images(
     if processor.chat_template is None:
         processor.chat_template = processor.tokenizer.chat_template
     if args.freeze_vision_tower and arguments["peft_config"] is not None:
-        arguments["peft_config"] = lora_of_language_model(arguments["peft_config"], model, config)
+        peft_config, trusts = arguments["peft_config"], args.trust_remote_code
+        arguments["peft_config"] = lora_of_language_model(peft_config, model, config, trust_remote_code=trusts)
 
 
 def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) -> None:
@@ -168,24 +170,28 @@ class _AdaptsModules(Protocol):
     exclude_modules: Collection[str] | str | None
 
 
-def _model_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+def _model_without_weights(config: PreTrainedConfig, trust_remote_code: bool) -> PreTrainedModel:
     """Return a model on the meta device: of the architecture that the configuration names, if transformers has it."""
     architecture = getattr(transformers, (config.architectures or [""])[0], None)
     with torch.device("meta"):
         if architecture is None:
-            return AutoModelForImageTextToText.from_config(config)
+            return AutoModelForImageTextToText.from_config(config, trust_remote_code=trust_remote_code)
         return architecture(config)
 
 
 def lora_of_language_model(
-    peft_config: PeftConfig, model: str | PreTrainedModel | PeftModel, config: PreTrainedConfig
+    peft_config: PeftConfig,
+    model: str | PreTrainedModel | PeftModel,
+    config: PreTrainedConfig,
+    *,
+    trust_remote_code: bool = False,
 ) -> PeftConfig:
     """Return a LoRA configuration that also excludes all modules outside of the language model: encoders of images
     often have layers of the same names."""
     if not isinstance(peft_config, _AdaptsModules):
         return peft_config
     if isinstance(model, str):
-        model = _model_without_weights(config)
+        model = _model_without_weights(config, trust_remote_code)
     names_outside = names_outside_language_model(model)
     is_outside = re.compile("|".join(rf"{re.escape(name)}(\..*)?" for name in names_outside)).fullmatch
     inside = [f".{name}" for name, _ in model.named_modules() if not is_outside(name)]

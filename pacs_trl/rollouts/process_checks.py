@@ -67,7 +67,7 @@ def check_dataset(dataset: Any, args: RolloutConfig) -> None:
             f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
             "the same data with the same seed, or groups would be incomplete."
         )
-    if args.world_size > 1 and is_in_memory(dataset) and len(set(gather_object([_prompt_hash(dataset)]))) > 1:
+    if args.world_size > 1 and len(set(gather_object([prompt_hash(dataset)]))) > 1:
         raise UserError(
             "Processes disagree on the prompts of the training set or on their order, so that groups would mix "
             "prompts. Load the same data on all processes, and pass a seed to `shuffle`."
@@ -75,9 +75,11 @@ def check_dataset(dataset: Any, args: RolloutConfig) -> None:
     check_number_of_prompts(len(dataset), args)
 
 
-def _prompt_hash(dataset: Any) -> str:
-    """Return a hash of at most two thousand prompts, evenly spaced, that is equal in all processes that have them; of
-    whole rows, if they have no prompt."""
+def prompt_hash(dataset: Any) -> str | None:
+    """Return a hash of at most two thousand prompts, evenly spaced, that is equal in all processes and runs that have
+    them in this order; of whole rows, if they have no prompt. It is `None` for a dataset that is not in memory."""
+    if not is_in_memory(dataset):
+        return None
     positions = range(0, len(dataset), max(1, len(dataset) // 1000))
     columns = ["prompt"] if "prompt" in dataset.column_names else dataset.column_names
     return Hasher.hash(dataset.select_columns(columns).select(positions)[:])

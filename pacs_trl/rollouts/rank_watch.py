@@ -6,6 +6,7 @@ each rank therefore writes a sign of life to the store of the process group and 
 missing, all ranks end with exit code 1, and the first of them that lives says which rank ended and why.
 """
 
+import itertools
 import json
 import os
 import re
@@ -32,6 +33,8 @@ INTERVAL = 2.0  # seconds between signs of life
 # one whose code does not let the thread run for that long.
 SILENCE = 60.0
 GRACE = 10.0  # seconds in which the main thread may end by itself, before its process does
+
+_RUN_NUMBERS = itertools.count()  # of the runs of this process, which all ranks start together
 
 _COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|broken pipe|process group", re.IGNORECASE)
 
@@ -70,11 +73,13 @@ class RankWatch:
         rank, num_ranks (`int`): Index of this rank, and number of ranks.
         limit (`float`): Seconds that a call of a user's code may take.
         output_dir (`str`): Directory of the run, whose last checkpoint the message names.
+        run (`int`): Number of the run; the store keeps the last signs of earlier runs.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, *, limit: float, output_dir: str):
+    def __init__(self, store: Any, rank: int, num_ranks: int, *, limit: float, output_dir: str, run: int = 0):
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._limit, self._output_dir = limit, output_dir
+        self._prefix = f"pacs_trl/rank_watch/{run}"  # of keys in the store
         self._machine = _machine()
         self._count = 0
         self._failure: str | None = None  # of this rank
@@ -176,7 +181,7 @@ class RankWatch:
 
     def _is_first_to_tell(self) -> bool:
         try:
-            return self._store.add("pacs_trl/rank_watch/told", 1) == 1
+            return self._store.add(f"{self._prefix}/told", 1) == 1
         except (RuntimeError, OSError):  # the store has ended, and with it the rank that holds it
             return True
 
@@ -194,7 +199,7 @@ class RankWatch:
         )
 
     def _key(self, rank: int) -> str:
-        return f"pacs_trl/rank_watch/{rank}"
+        return f"{self._prefix}/{rank}"
 
 
 def check_shared_folder(accelerator: Any, output_dir: str) -> None:
@@ -236,6 +241,7 @@ def watching_ranks(*, limit: float, output_dir: str) -> Iterator[None]:
         dist.get_world_size(),
         limit=limit,
         output_dir=output_dir,
+        run=next(_RUN_NUMBERS),
     )
     watch.start()
     try:

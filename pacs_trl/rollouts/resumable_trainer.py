@@ -22,6 +22,7 @@ from . import checkpoint
 from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
+from .process_checks import prompt_hash
 from .process_count import remove_parts_of_missing_processes, seed_process
 from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
@@ -44,6 +45,7 @@ class ResumableTrainer(GRPOTrainer):
     chat_template_kwargs: dict[str, Any]
     _buffered_inputs: Any
     _longest_sequence: int | None
+    _prompt_hash: str | None  # of the training set
     _source: RolloutSource
     _logged_loss: LoggedLoss
     _step_start: StepStart
@@ -66,9 +68,8 @@ class ResumableTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         checkpoint.check_fixed(self)
-        if resume_from_checkpoint:
-            resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
-        self._prepare_memory(resume_from_checkpoint or None)
+        resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
+        self._prepare_memory(resume_from_checkpoint)
         self._source.close()  # which an evaluation may have connected to a server
         with (
             watching_ranks(limit=self.args.ddp_timeout, output_dir=self.args.output_dir),
@@ -135,6 +136,7 @@ class ResumableTrainer(GRPOTrainer):
         self._reset_run()
         if self.args.save_strategy != "no":
             check_shared_folder(self.accelerator, self.args.output_dir)
+        self._prompt_hash = prompt_hash(self.train_dataset)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             saved = checkpoint.load_state(self, Path(resume_from_checkpoint))

@@ -204,6 +204,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
             check_golds(self.train_dataset)
         self._forward_passes_are_chosen = False
         self._extra_of_completions: list[dict] | None = None  # `Rollout.extra` of this process, if any
+        self._num_empty = 0  # completions of this process without a token, in the batch that is generated
         self._generates_more = False  # whether `generate_more` generates, not a generation batch
         self._continued_groups: list[int] | None = None  # groups that get more completions, of each completion
         self._start_report = GroupStartReport(self.record_metrics, self.args.group_comparison)
@@ -441,6 +442,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         return tokenized
 
     def _generate(self, prompts):
+        self._num_empty = 0
         try:
             with self.timer.part("generation"), readable_calls(self._tokenizer):
                 generated = super()._generate(prompts)
@@ -450,6 +452,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if self._reads_images:  # TRL would process the images again, once for each completion
             images = None
         self.timer.work["generated"] += sum(map(len, completion_ids))
+        self._record_empty_ratio(len(completion_ids))
         return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
@@ -476,8 +479,8 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         return {"completion_ids": completion_ids, "logprobs": logprobs}
 
     def _end_empty(self, completion_ids, logprobs, env_mask=None) -> None:
-        """Append the end-of-sequence token to empty completions, in place, and log their fraction. Engines that strip
-        this token return empty completions."""
+        """Append the end-of-sequence token to empty completions, in place, and count them. Engines that strip this
+        token return empty completions."""
         empty = [i for i, ids in enumerate(completion_ids) if len(ids) == 0]
         for i in empty:
             completion_ids[i] = [self._tokenizer.eos_token_id]
@@ -485,7 +488,13 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
                 logprobs[i] = [None]
             if env_mask is not None:
                 env_mask[i] = [1]
-        self.record_metrics({"completions/empty_ratio": len(empty) / max(len(completion_ids), 1)})
+        self._num_empty += len(empty)
+
+    def _record_empty_ratio(self, num_completions: int) -> None:
+        """Record the share of empty completions in a batch, of which this process has `num_completions`."""
+        counts = torch.tensor([[self._num_empty, num_completions]], device=self.accelerator.device)
+        total_empty, total = self.accelerator.gather(counts).sum(dim=0).tolist()
+        self.record_metrics({"completions/empty_ratio": total_empty / total})
 
     def record_metrics(self, metrics: Mapping[str, float]) -> None:
         """Record values that are averaged and logged with the next log of training, or of the running evaluation."""

@@ -17,7 +17,8 @@ class ServerAdapters:
     """
     Args:
         client (`VLLMClient`): Client of the server.
-        parent (`str`): Folder that the server can read, for the files of adapters.
+        parent (`str`): Folder of this run that the server can read, for the files of adapters. Those of a run that was
+            killed are removed.
 
     Attributes:
         name (`str`): The adapter of version 3 is `NAME-v3`, as in TRL; no other run has the same name.
@@ -26,6 +27,8 @@ class ServerAdapters:
     def __init__(self, client: VLLMClient, parent: str):
         self.name = f"pacs_trl-{secrets.token_hex(4)}"
         self._client = client
+        for leftover in Path(parent).glob("vllm_adapters_*"):
+            shutil.rmtree(leftover, ignore_errors=True)
         self._folder = tempfile.TemporaryDirectory(prefix="vllm_adapters_", dir=parent)
         self._loaded: list[int] = []  # versions, in ascending order
         self._unloaded: list[int] = []  # whose files are left

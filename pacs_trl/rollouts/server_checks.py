@@ -21,6 +21,7 @@ from .server_command import EXTENSION, num_adapters, serve_command, server_url, 
 
 logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_TRIES = 2.0  # of questions to a vLLM server
+_SECONDS_TO_ANSWER = 60.0  # of a vLLM server that may be busy
 _CONTINUOUS_VERSIONS = ("0.31.",)  # of vLLM, tested with `rollout_schedule: continuous`
 
 
@@ -83,6 +84,12 @@ def check_server(args: RolloutConfig, model: str, lora_rank: int | None = None) 
             )
 
 
+def server_config(url: str) -> dict[str, Any]:
+    """Return the configuration of a vLLM server. TRL's client would wait forever for one that hangs."""
+    answer = httpx.get(f"{url}/server_info", params={"config_format": "json"}, timeout=_SECONDS_TO_ANSWER)
+    return answer.raise_for_status().json()["vllm_config"]
+
+
 def shares_memory(config: dict[str, Any], url: str) -> bool:
     """Return whether a server can load weights from memory of this process: it has our worker extension, and its
     address is one of this machine. Others get weights by NCCL."""
@@ -116,10 +123,10 @@ def check_server_of_continuous(
     version = answer.json().get("version", "") if answer.is_success else ""
     if not version.startswith(_CONTINUOUS_VERSIONS):
         refuse(f"has version {version or 'unknown'}, and rollout_schedule: continuous is tested with 0.31 only")
-    answer = httpx.get(f"{url}/server_info", params={"config_format": "json"}, timeout=10)
-    if answer.status_code != 200:
+    try:
+        config = server_config(url)
+    except httpx.HTTPStatusError:
         refuse("has no development endpoints, with which weights are replaced")
-    config = answer.json()["vllm_config"]
     parallel, scheduler, served = config["parallel_config"], config["scheduler_config"], config["model_config"]
     backend = (config.get("weight_transfer_config") or {}).get("backend")
     if lora_rank is not None:

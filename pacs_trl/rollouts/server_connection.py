@@ -16,7 +16,7 @@ from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WrongW
 from .protocols import ContinuousTrainer
 from .rollout_worker import RolloutWorker
 from .server_adapters import ServerAdapters
-from .server_checks import shares_memory
+from .server_checks import server_config, shares_memory
 from .server_command import server_url
 from .server_watch import Failure, ServerWatch, failure_of
 from .weight_transfer import SharedMemoryTransfer
@@ -94,7 +94,7 @@ class ServerConnection:
         failure, uses_nccl = None, False
         if self.is_main:
             try:
-                config = self._client.get_server_info()
+                config = server_config(self._client.server_url)
                 self.num_slots = config["scheduler_config"]["max_num_seqs"]
                 sends_all = not trainer.args.vllm_sync_adapter
                 uses_nccl = sends_all and not shares_memory(config, self._client.server_url)

@@ -31,7 +31,7 @@ class ServerWatch:
 
     Attributes:
         client (`httpx.Client`): Client of the server.
-        version (`str`): Name of the weights that the server has, unique to this run.
+        version (`str`): Name of the weights that the server has, unique to this run; empty if it is not known.
         checked_at (`float`): Time of the last check that succeeded, in seconds since the epoch.
         failure ([`Failure`], *optional*): That of the first check that failed.
     """
@@ -51,11 +51,13 @@ class ServerWatch:
 
     @contextmanager
     def replacing(self, version: int) -> Iterator[str]:
-        """Check nothing inside the context, in which the server gets the weights with this version."""
+        """Check nothing inside the context, in which the server gets the weights with this version and their name,
+        and nothing afterwards if that fails: which weights the server has is not known then."""
         with self._lock:
-            self.version = f"{self._run}/{version}"
-            yield self.version
-            self._replaced_at = time.time()
+            self.version = ""
+            name = f"{self._run}/{version}"
+            yield name
+            self.version, self._replaced_at = name, time.time()
 
     def check(self) -> Failure | None:
         """Check now, and return the first failure. A server that is only busy fails after minutes."""

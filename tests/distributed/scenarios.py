@@ -102,6 +102,11 @@ def shuffled_datasets(rank, directory):
     return message_of(lambda: build_trainer(directory, more={"train_dataset": dataset}, **HALF))
 
 
+def different_checkpoints(rank, directory):
+    last = [directory / "checkpoint-4", None][rank]
+    return message_of(lambda: build_trainer(directory, **HALF).train(resume_from_checkpoint=last))
+
+
 def label_out_of_range(rank, directory):
     def reward(completions, **kwargs):
         return [2.0 * rank] * len(completions)
@@ -146,6 +151,18 @@ def numbered(prompts, trainer):
     texts = [f"{prompt[-1]['content']}{'x' * (i % 4)}" for i, prompt in enumerate(prompts)]
     ids = [TOKENIZER(text)["input_ids"] + [TOKENIZER.eos_token_id] for text in texts]
     return {"prompt_ids": trainer._tokenize_prompts(prompts)[0], "completion_ids": ids, "logprobs": None}
+
+
+def empty_completions(rank, directory):
+    """Only the second process generates completions without a token: three of the 16 of a batch."""
+
+    def emptied(generation, rows):
+        for row in rows[9:12]:
+            row.completion_ids = []
+        return rows
+
+    logs = record(directory, HALF, {"edit": emptied})["logs"]
+    return logs[0]["completions/empty_ratio"]
 
 
 def held_out(rank, directory, **how):
@@ -242,10 +259,12 @@ DDP |= {
     "experts": experts,
     "held out": held_out,
     "zero proxies": zero_proxies,
+    "empty completions": empty_completions,
     "not finite": not_finite,
     "too few tokens": too_few_tokens,
     "different datasets": different_datasets,
     "shuffled datasets": shuffled_datasets,
+    "different checkpoints": different_checkpoints,
     "label out of range": label_out_of_range,
     "resumed": resumed,
     "resumed snapshot": resumed_snapshot,

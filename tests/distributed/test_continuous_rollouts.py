@@ -165,7 +165,7 @@ def start_and_fail(directory, model, url):
         trainer = trainer_of(directory / failure, model, url, **settings)
         with pytest.MonkeyPatch.context() as patch:
             if failure == "no answer" and is_main:
-                patch.setattr(server_connection.VLLMClient, "get_server_info", fail(Exception("Request failed: 500")))
+                patch.setattr(server_connection, "server_config", fail(Exception("Request failed: 500")))
             if failure == "full memory" and is_main:
                 patch.setattr(SharedMemoryTransfer, "stage", fail(OSError("no space")))
             if failure == "no worker" and is_main:

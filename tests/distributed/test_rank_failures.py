@@ -1,6 +1,7 @@
 """One of four ranks dies, hangs, or cannot write: the others end with one message that names it."""
 
 import errno
+import itertools
 import os
 import signal
 import sys
@@ -10,7 +11,8 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
-from support.processes import start
+import torch
+from support.processes import on_two, run_and_save, start
 from support.rollouts import digit_reward
 from support.runs import build_trainer
 from torch.distributed import DistError, HashStore, TCPStore
@@ -131,6 +133,7 @@ def test_an_error_that_reads_like_one_of_a_collective_operation_is_told_if_all_o
     fake |= {"DistError": DistError, "distributed_c10d": group}
     with (
         patch.multiple(rank_watch, dist=SimpleNamespace(**fake), SILENCE=0.1, INTERVAL=0.1),
+        patch.object(rank_watch, "_RUN_NUMBERS", itertools.count()),
         pytest.raises(RuntimeError, match="server timed out"),
         rank_watch.watching_ranks(limit=6, output_dir="absent"),
     ):
@@ -138,6 +141,27 @@ def test_an_error_that_reads_like_one_of_a_collective_operation_is_told_if_all_o
     other = rank_watch.RankWatch(store, 0, 2, limit=6, output_dir="absent")
     other._read()
     assert "has failed with RuntimeError: server timed out" in other._problem()
+
+
+def train_again(directory: Path) -> int:
+    """Train after a run that has failed on both ranks. Rank 1 begins when rank 0 has looked for its signs of life."""
+
+    def raises(completions, **kwargs):
+        raise ValueError("no such column")
+
+    with patch.multiple(rank_watch, INTERVAL=0.1, GRACE=0.1):
+        with pytest.raises(ValueError, match="no such column"):
+            build_trainer(directory / "failed", reward=raises).train()
+        trainer = build_trainer(directory / "again")
+        if os.environ["RANK"] == "1":
+            time.sleep(1.0)
+        trainer.train()
+    return trainer.state.global_step
+
+
+def test_ranks_train_again_after_a_run_that_has_failed(tmp_path):
+    on_two(run_and_save, train_again, (tmp_path,), tmp_path, outputs=tmp_path)
+    assert [torch.load(tmp_path / f"result.{rank}") for rank in range(2)] == [2, 2]
 
 
 @pytest.mark.slow

@@ -60,6 +60,10 @@ def test_proxies_are_exactly_zero_while_the_policy_has_not_moved(ddp):
     assert both(ddp, "zero proxies") == [[0.0, 0.0]] * 2
 
 
+def test_empty_completions_of_all_processes_are_counted(ddp):
+    assert both(ddp, "empty completions") == [3 / 16] * 2
+
+
 def test_step_is_skipped_on_both_processes(ddp):
     for result in both(ddp, "not finite"):
         before, skipped, after = result["weights"]
@@ -74,6 +78,7 @@ def test_step_is_skipped_on_both_processes(ddp):
         ("too few tokens", "max_tokens_per_micro_batch=30 cannot hold .* 36 tokens"),
         ("different datasets", r"disagree on the number of prompts in the training set: \[32, 33\]"),
         ("shuffled datasets", "disagree on the prompts of the training set or on their order"),
+        ("different checkpoints", r"different checkpoints: checkpoint-4 \(rank 0\), no checkpoint \(rank 1\)"),
         ("label out of range", r"must lie in \[0, 1\], but completion 8 .* has 2: reward=2"),
     ],
 )

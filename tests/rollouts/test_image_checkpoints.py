@@ -12,7 +12,7 @@ from support.image_checkpoints import IMAGE_TOKENS, image_model, image_tokenizer
 from support.rollouts import addition_dataset, digit_reward
 from support.runs import config
 from support.scripted import run_recipe
-from transformers import AutoModelForImageTextToText, Qwen2Config
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2Config
 
 from pacs_trl import GRPOConfig, GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.data.text_tokenizer import load_text_tokenizer
@@ -21,6 +21,7 @@ from pacs_trl.evaluation.requests import Request, SamplingSettings
 from pacs_trl.rollouts.image_checkpoints import (
     context_of_language_model,
     has_language_model_inside,
+    lora_of_language_model,
     names_outside_language_model,
 )
 from pacs_trl.update.packing import packing_backend
@@ -28,6 +29,18 @@ from pacs_trl.update.packing import packing_backend
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in IMAGE_TOKENS if name not in ("qwen2_5_vl", "gemma3")]
 OUTSIDE = ("visual", "vision", "projector", "connector")
+
+
+REMOTE_CODE = """
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+class RemoteConfig(Gemma3Config):
+    model_type = "remote_gemma3"
+
+class RemoteModel(Gemma3ForConditionalGeneration):
+    config_class = RemoteConfig
+"""
+AUTO_MAP = {"AutoConfig": "remote_code.RemoteConfig", "AutoModelForImageTextToText": "remote_code.RemoteModel"}
 
 
 def train(directory: Path, model, *, trainer=GRPOTrainer, settings=GRPOConfig, resume=None, more=None, **args):
@@ -169,3 +182,14 @@ def test_tool_loop_finds_the_context_of_the_language_model():
     with context_of_language_model(model.config):
         assert model.config.max_position_embeddings == model.config.text_config.max_position_embeddings
     assert "max_position_embeddings" not in model.config.to_dict()
+
+
+def test_the_layers_of_a_model_with_code_of_its_own_are_known_before_it_is_loaded(tmp_path):
+    entries = image_model("gemma3", image_tokenizer("gemma3")).config.to_dict()
+    entries |= {"model_type": "remote_gemma3", "architectures": ["RemoteModel"], "auto_map": AUTO_MAP}
+    (tmp_path / "remote_code.py").write_text(REMOTE_CODE)
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    config = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
+    adapter = LoraConfig(target_modules="all-linear")
+    adapted = lora_of_language_model(adapter, str(tmp_path), config, trust_remote_code=True)
+    assert "vision_tower" in adapted.exclude_modules and "q_proj" in adapted.target_modules

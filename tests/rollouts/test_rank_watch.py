@@ -39,6 +39,18 @@ def test_a_problem_names_the_host():
     assert f"on {socket.gethostname()})" in problem_of_other_rank(state="failed", failure="an error")
 
 
+def test_a_run_does_not_read_how_an_earlier_one_ended():
+    store = HashStore()
+    first, second = (
+        rank_watch.RankWatch(store, rank, 2, limit=6, output_dir="absent", run=run) for rank, run in ((1, 0), (0, 1))
+    )
+    first.fail(ValueError("no such column"))
+    assert first._is_first_to_tell()
+    second._read()
+    assert second._problem() is None
+    assert second._is_first_to_tell()
+
+
 def test_without_proc_a_machine_is_its_hostname(monkeypatch):
     def no_file(*args):
         raise FileNotFoundError

@@ -4,6 +4,7 @@ Completions are sampled here, not replayed: the state of the random number gener
 that wait in the middle of a generation, the reference and the optimizer all have to come back.
 """
 
+import copy
 import errno
 import json
 import logging
@@ -18,6 +19,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
+from support.experts import tiny_experts
 from support.models import assert_same_models, tiny_model, trainable_weights
 from support.processes import start
 from support.rollouts import addition_dataset, digit_reward
@@ -344,6 +346,7 @@ OTHER = {
     **{"pacs_beta": 2.0, "score_estimator": "dr_grpo", "reference": "snapshot", "class_weighting": "none", "seed": 1},
     **{"num_generations": 8, "steps_per_generation": 2, "temperature": 1.0, "max_completion_length": 8, "top_p": 0.9},
     **{"generation_kwargs": {"no_repeat_ngram_size": 2}, "reward_weights": [0.5], "learning_rate": 1e-3},
+    "optim_args": "momentum=0.9",
 }
 
 
@@ -367,6 +370,21 @@ def test_a_checkpoint_graded_with_other_verification_settings_is_refused(tmp_pat
         trained(tmp_path, resume=str(checkpoint), max_steps=3)
     for name, value in others.items():
         assert f"{name}: {getattr(saved, name)!r} in the checkpoint, {value!r} now" in str(error.value)
+
+
+def test_other_prompts_are_noticed_and_the_same_ones_are_not(tmp_path, checkpoint, caplog):
+    prompts = addition_dataset(64)
+    for dataset, is_noticed in (
+        (prompts, False),
+        (prompts.shuffle(seed=1), True),
+        (prompts.to_iterable_dataset(), False),
+    ):
+        caplog.clear()
+        trainer = trainer_of(tmp_path, max_steps=2, save_strategy="no")
+        trainer.train_dataset = dataset
+        with caplog.at_level(logging.WARNING):
+            trainer.train(resume_from_checkpoint=str(checkpoint))
+        assert ("other prompts in the training set" in caplog.text) == is_noticed
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(tmp_path, checkpoint):
@@ -397,6 +415,8 @@ def test_adapters_do_not_resume_as_whole_models_nor_as_other_adapters(tmp_path, 
         (LoraConfig(r=8, target_modules="all-linear"), "r: 4"),
         (LoraConfig(r=4, lora_alpha=1, target_modules="all-linear"), "lora_alpha: 8"),
         (LoraConfig(r=4, target_modules=["q_proj"]), "target_modules"),
+        (LoraConfig(r=4, alpha_pattern={"q_proj": 32}, target_modules="all-linear"), "alpha_pattern: {}"),
+        (LoraConfig(r=4, bias="all", target_modules="all-linear"), "bias: 'none'"),
     ):
         with pytest.raises(ValueError, match=key):
             trained(tmp_path / "again", resume=adapter, max_steps=2, model=get_peft_model(tiny_model(), other))
@@ -414,6 +434,19 @@ def test_adapters_do_not_resume_as_whole_models_nor_as_other_adapters(tmp_path, 
     with caplog.at_level(logging.WARNING):
         check_same_adapter(adapter, base.peft_config["default"])
     assert "a/one" in caplog.text and "models/other" in caplog.text
+
+
+@pytest.mark.parametrize("targets", [["gate_proj", "up_proj", "down_proj"], "all-linear"])
+def test_an_adapter_of_fused_experts_is_the_one_that_it_was_made_from(tmp_path, targets):
+    """peft replaces names of experts, which transformers fuses, and adds patterns for them."""
+    adapter = LoraConfig(r=4, target_modules=targets)
+    model = get_peft_model(tiny_experts(), copy.deepcopy(adapter))
+    model.save_pretrained(tmp_path)
+    check_same_adapter(str(tmp_path), adapter, is_in_model=False)
+    check_same_adapter(str(tmp_path), model.peft_config["default"])
+    adapter.lora_alpha = 1
+    with pytest.raises(ValueError, match="lora_alpha: 8 in the checkpoint, 1 now"):
+        check_same_adapter(str(tmp_path), adapter, is_in_model=False)
 
 
 def test_a_model_with_fewer_layers_or_of_another_family_is_not_resumed(tmp_path):

@@ -5,6 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from huggingface_hub.utils import httpx
 from support.continuous_refusals import SETTINGS, assert_continuous_is_refused
 from support.models import LORA, tiny_model
 from support.runs import build_trainer, config
@@ -161,6 +162,12 @@ def test_the_server_needs_the_precision_of_training(tmp_path, model_path):
 def test_a_server_without_development_mode_is_refused(tmp_path, server, model_path):
     server.answers["/server_info"] = 404
     assert_continuous_is_refused(tmp_path, server, model_path, "has no development endpoints.*VLLM_SERVER_DEV_MODE=1")
+
+
+def test_a_server_that_hangs_is_not_waited_for_forever(monkeypatch):
+    monkeypatch.setattr(server_checks, "_SECONDS_TO_ANSWER", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(httpx.ReadTimeout):
+        server_checks.server_config(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
 
 def test_a_version_of_vllm_that_was_not_tested_is_refused(tmp_path, server, model_path):
