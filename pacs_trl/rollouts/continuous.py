@@ -16,18 +16,16 @@ generates again.
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
 from ..rewards import shared_arguments
 from .checkpoint import prompt_order
+from .early_rewards import replaying
 from .engine import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
-from .late_batches import replay
 from .prompt_order import PromptOrder
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
@@ -35,7 +33,7 @@ from .rollout_worker import GradedGroup, RolloutWorker
 from .server_command import server_url
 from .server_connection import ServerConnection
 from .server_watch import Failure, in_one_line
-from .stop_on_signal import StopOnSignal
+from .stop_on_signal import is_to_stop
 
 
 logger = logging.getLogger(__name__)
@@ -92,7 +90,7 @@ class ContinuousRollouts:
                     started = time.perf_counter()
                 groups = self._take_groups() if self._wait_for_groups(self.groups_per_step) else None
             except ServerFailure as error:
-                if not self._is_to_stop():  # a signal to all processes of a job ends the server, too
+                if not is_to_stop(self.trainer):  # a signal to all processes of a job ends the server, too
                     failure = error
         failure, groups = broadcast_object_list([failure, groups], from_process=0)
         if failure is not None:
@@ -128,15 +126,9 @@ class ContinuousRollouts:
         images_of_tools: list[list] = [[] for _ in self._completions]
         return masks, messages, completion_ids, logprobs, num_calls, num_failures, images_of_tools
 
-    @contextmanager
-    def early_rewards(self) -> Iterator[None]:
-        trainer = self.trainer
-        functions = trainer.reward_funcs
-        trainer.reward_funcs = [partial(replay, self._graded(i)) for i in range(len(functions))]
-        try:
-            yield
-        finally:
-            trainer.reward_funcs = functions
+    def early_rewards(self) -> AbstractContextManager[None]:
+        num_functions = len(self.trainer.reward_funcs)
+        return replaying(self.trainer, {function: self._graded(function) for function in range(num_functions)})
 
     def _graded(self, function: int) -> dict[str, list]:
         """Return the rewards of a reward function, and what it logged, for the completions of this process."""
@@ -168,15 +160,11 @@ class ContinuousRollouts:
             if len(self.waiting) >= number and watch.check() is None:
                 if all(group.enqueued_at <= watch.checked_at for group in self.waiting[:number]):
                     return True
-            if self._is_to_stop():
+            if is_to_stop(self.trainer):
                 deadline = deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= deadline:
                     return False
             self._receive(timeout=0.2)
-
-    def _is_to_stop(self) -> bool:
-        signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
-        return self.trainer.control.should_training_stop or any(c.received for c in signal_callbacks)
 
     def _failure(self) -> ServerFailure | None:
         """Return the failure of server or worker, if there is one. Groups that a server delivered after its last
