@@ -111,7 +111,7 @@ class GroupStarts:
         if cls not in self._subclasses:
 
             @wraps(cls.reset)
-            def reset(environment: Any, *args: Any, **row: Any) -> Any:
+            def reset(environment: Any, /, *args: Any, **row: Any) -> Any:
                 reset_for_group = self._replacements.pop(id(environment), None)
                 if reset_for_group is None:
                     return cls.reset(environment, *args, **row)

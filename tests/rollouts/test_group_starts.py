@@ -293,6 +293,25 @@ def test_frozen_classes_and_slots_start_a_group_alike():
     assert first.numbers == second.numbers and first.numbers is not second.numbers
 
 
+def test_columns_may_have_the_names_of_parameters_of_this_package():
+    """TRL forwards a column `environment` where a run has one environment only."""
+
+    class Slots:
+        __slots__ = ("columns",)
+
+        def reset(self, **columns):
+            self.columns = columns
+
+    class Attributes:
+        def reset(self, **columns):
+            self.columns = columns
+
+    row = {"environment": "sums", "reset": "yes", "cls": "A"}
+    for cls in (Slots, Attributes):
+        _, (first, *_), _ = reset_groups(cls, rows=(row,))
+        assert first.columns == row
+
+
 @pytest.mark.parametrize(
     ("observation", "words"),
     [(7, "returned 7. It must return text"), (["a"], r"returned \['a'\]"), ({"a": 1}, "{'a': 1}")],
