@@ -19,7 +19,8 @@ from support.runs import build_trainer
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSTrainer, RLOOTrainer
 from pacs_trl.data.environments import prepare_environments
-from pacs_trl.rollouts.group_starts import GroupStarts, keeps_state_in_memory
+from pacs_trl.rollouts.environment_state import keeps_state_in_memory
+from pacs_trl.rollouts.group_starts import GroupStarts
 
 
 TOKENIZER = build_tokenizer(tools=True)
