@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from ..rewards import shared_arguments
 from .checkpoint import prompt_order
 from .early_rewards import replaying
-from .engine import ServerFailure, WorkerFailure
+from .engine_failures import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
 from .prompt_order import PromptOrder
 from .protocols import ContinuousTrainer

@@ -38,7 +38,7 @@ from ..update.step_sizes import BatchSizes
 from .background import in_background
 from .checkpoint import indices_of_generation
 from .early_rewards import EarlyRewards, replaying
-from .engine import ServerFailure
+from .engine_failures import ServerFailure
 from .engine_process import EngineProcess
 from .interruption import PATIENCE, Stopped
 from .protocols import LateTrainer

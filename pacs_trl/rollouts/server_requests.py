@@ -3,7 +3,7 @@
 from accelerate.utils import broadcast_object_list
 from trl.generation.vllm_client import VLLMClient
 
-from .engine import CountingClient
+from .engine_proxies import CountingClient
 from .protocols import ServedTrainer
 from .server_command import server_url
 
