@@ -207,7 +207,8 @@ class RolloutLoop(_AsyncRolloutLoop):
         self._num_in_progress = 0  # conversations of admitted groups
         self._resets_with_seed: dict[str | None, bool] = {}  # by the name of an environment
         if self.environment_factories is not None:
-            for name, environments in self._environment_pool.items():
+            pools: dict[str | None, list[Any]] = self._environment_pool
+            for name, environments in pools.items():
                 self._resets_with_seed[name] = takes_seed(environments[0].reset)
 
         # Requests
@@ -465,10 +466,12 @@ class RolloutLoop(_AsyncRolloutLoop):
 def _environment_rewards(rewards: list[tuple[type, float] | None], environment_class: type) -> list[float | None]:
     """Return the reward that its environment gave each completion, and `None` for those of other classes. `rewards`
     are class and reward of the environment of each completion."""
-    values = []
+    values: list[float | None] = []
     for class_and_reward in rewards:
-        is_of_class = class_and_reward is not None and class_and_reward[0] is environment_class
-        values.append(class_and_reward[1] if is_of_class else None)
+        if class_and_reward is not None and class_and_reward[0] is environment_class:
+            values.append(class_and_reward[1])
+        else:
+            values.append(None)
     return as_numbers(values, environment_class.__name__, len(values))
 
 
