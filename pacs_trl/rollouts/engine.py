@@ -182,8 +182,8 @@ class Engine(VLLMGeneration):
     def _whole_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         model = self.model
         reshard(model)  # after forward passes some parameters are gathered copies, which TRL does not expect
-        is_tuner = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
-        if not is_tuner or self._dist.fsdp_version == 1 or getattr(without_peft(model), "is_quantized", False):
+        has_adapter = isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
+        if not has_adapter or self._dist.fsdp_version == 1 or getattr(without_peft(model), "is_quantized", False):
             yield from super()._iter_named_params()
             return
         weights = merged_parameters(without_peft(model), self.accelerator.device, self._dist.gather_params)
@@ -250,8 +250,12 @@ class Engine(VLLMGeneration):
 
 @contextmanager
 def engine_with_lora(args: Any, model: Any, peft_config: Any) -> Iterator[None]:
-    """With `vllm_sync_adapter`, enable LoRA in the engine that TRL constructs inside, or do without the NCCL group of
-    its client, which sends all weights; also with `rollout_schedule: continuous`. TRL has no settings for either."""
+    """
+    Change the engine, or the client of a server, that TRL constructs inside the context. TRL has no settings for it.
+
+    With `vllm_sync_adapter` a colocated engine can load LoRA adapters. A client has no NCCL group, which sends all
+    weights, with `vllm_sync_adapter` and with `rollout_schedule: continuous`.
+    """
     rank = max_lora_rank(args, model, peft_config)  # `None` without `vllm_sync_adapter`
     is_continuous = args.use_vllm and args.rollout_schedule == "continuous"
     if rank is None and not is_continuous:
