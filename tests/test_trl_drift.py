@@ -227,7 +227,7 @@ def test_trainer_still_calls_the_hooks():
 
 
 def test_the_rollout_loop_overrides_methods_of_trl():
-    added = {"_takes_seed", "_stream", "_acknowledge", "_read_all", "_grader", "_grade"}
+    added = {"_takes_seed", "_stream", "_acknowledge", "_read_all", "_checked", "_grade"}
     for name, method in vars(RolloutLoop).items():
         if inspect.isfunction(method) and name != "__init__" and name not in added:
             theirs = inspect.signature(vars(_AsyncRolloutLoop)[name]).parameters

@@ -23,7 +23,8 @@ from ..baselines.ppo_config import ActorCriticConfig
 from ..baselines.ppo_trainer import ActorCriticTrainer, critic_path, load_critic, padded
 from ..data.columns import is_in_memory
 from ..evaluation.requests import SamplingSettings
-from ..rollouts.engine import Engine, ServerFailure, stop_without_engine
+from ..rollouts.engine import Engine
+from ..rollouts.engine_failures import ServerFailure, stop_without_engine
 from ..rollouts.engine_weights import WrongWeights
 from ..rollouts.request_seeds import request_seed
 from ..rollouts.timing import PARTS

@@ -16,18 +16,16 @@ generates again.
 
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import AbstractContextManager
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 
 from ..rewards import shared_arguments
 from .checkpoint import prompt_order
-from .engine import ServerFailure, WorkerFailure
+from .early_rewards import replaying
+from .engine_failures import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
-from .late_batches import replay
 from .prompt_order import PromptOrder
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
@@ -35,7 +33,7 @@ from .rollout_worker import GradedGroup, RolloutWorker
 from .server_command import server_url
 from .server_connection import ServerConnection
 from .server_watch import Failure, in_one_line
-from .stop_on_signal import StopOnSignal
+from .stop_on_signal import is_to_stop
 
 
 logger = logging.getLogger(__name__)
@@ -52,9 +50,9 @@ class ContinuousRollouts:
     """
 
     def __init__(self, trainer: ContinuousTrainer):
-        self.trainer, args = trainer, trainer.args
+        self.trainer = trainer
         self.is_main = trainer.accelerator.is_main_process
-        self.groups_per_step = args.generation_batch_size // args.num_generations
+        self.groups_per_step = trainer.args.generation_batch_size // trainer.args.num_generations
         self.waiting: list[GradedGroup] = []
         self.missing: list[int] = []
         self.next_position = 0
@@ -62,8 +60,9 @@ class ContinuousRollouts:
         self._taken_at = -1
         self._num_dropped = 0  # groups, since those of a step were taken
         self._num_dropped_before = 0  # those that the step `_taken_at` has counted
-        self._completions: list[tuple[GradedGroup, int]] = []  # those of this process in the current step
-        self._num_delivered = 0  # by the current worker
+        # Completions of this process in the current step: the group, and the index of the completion in it.
+        self._completions: list[tuple[GradedGroup, int]] = []
+        self._num_delivered = 0  # groups, by the current worker
         self._server = ServerConnection(trainer)
         self._worker: RolloutWorker | None = None
         self._order: PromptOrder | None = None
@@ -80,7 +79,19 @@ class ContinuousRollouts:
         completions of this process. Groups come in the order in which they were finished, so of `rows` only the number
         is used. Raises a [`ServerFailure`] on all processes if server or worker has failed, and [`Stopped`] if a
         signal stops the run first."""
-        trainer, num_rows = self.trainer, len(rows)
+        groups = self._next_groups()
+        completions = [(group, i) for group in groups for i in range(len(group.completions))]
+        first = self.trainer.accelerator.process_index * len(rows)
+        self._completions = completions[first : first + len(rows)]
+        order, dataset = self._prompt_order(), self.trainer.train_dataset
+        row_by_position = {group.position: dataset[order[group.position]] for group, _ in self._completions}
+        return [
+            independent_copy(row_by_position[group.position]) | {"prompt": group.prompts[i]}
+            for group, i in self._completions
+        ]
+
+    def _next_groups(self) -> list[GradedGroup]:
+        """Return the groups of the next optimizer step on all processes. Raises what [`next_rows`] raises."""
         self.send_weights()
         started = time.perf_counter()
         failure: ServerFailure | None = None
@@ -90,24 +101,18 @@ class ContinuousRollouts:
                 if self._worker is None:
                     self._start_worker()
                     started = time.perf_counter()
-                groups = self._take_groups() if self._wait_for_groups(self.groups_per_step) else None
+                if self._wait_for_groups(self.groups_per_step):
+                    groups = self._take_groups()
             except ServerFailure as error:
-                if not self._is_to_stop():  # a signal to all processes of a job ends the server, too
+                if not is_to_stop(self.trainer):  # a signal to all processes of a job ends the server, too
                     failure = error
         failure, groups = broadcast_object_list([failure, groups], from_process=0)
         if failure is not None:
             raise failure
         if groups is None:
             raise Stopped
-        trainer.record_metrics({"async/learner_wait": time.perf_counter() - started})
-        completions = [(group, i) for group in groups for i in range(len(group.completions))]
-        first = trainer.accelerator.process_index * num_rows
-        self._completions = completions[first : first + num_rows]
-        order, dataset = self._prompt_order(), trainer.train_dataset
-        row_of = {group.position: dataset[order[group.position]] for group, _ in self._completions}
-        return [
-            independent_copy(row_of[group.position]) | {"prompt": group.prompts[i]} for group, i in self._completions
-        ]
+        self.trainer.record_metrics({"async/learner_wait": time.perf_counter() - started})
+        return groups
 
     def take(self, prompts: list, *args: Any, **kwargs: Any) -> dict[str, Any]:
         output: dict[str, list] = {
@@ -128,29 +133,25 @@ class ContinuousRollouts:
         images_of_tools: list[list] = [[] for _ in self._completions]
         return masks, messages, completion_ids, logprobs, num_calls, num_failures, images_of_tools
 
-    @contextmanager
-    def early_rewards(self) -> Iterator[None]:
-        trainer = self.trainer
-        functions = trainer.reward_funcs
-        trainer.reward_funcs = [partial(replay, self._graded(i)) for i in range(len(functions))]
-        try:
-            yield
-        finally:
-            trainer.reward_funcs = functions
+    def early_rewards(self) -> AbstractContextManager[None]:
+        num_functions = len(self.trainer.reward_funcs)
+        return replaying(self.trainer, {function: self._graded(function) for function in range(num_functions)})
 
     def _graded(self, function: int) -> dict[str, list]:
         """Return the rewards of a reward function, and what it logged, for the completions of this process."""
         rewards: list[float | None] = []
+        metrics: list[tuple[str, str, float]] = []
         columns: dict[str, list] = {}
-        logged: list[tuple[str, str, Any]] = []
-        for number, (group, i) in enumerate(self._completions):
+        for row, (group, i) in enumerate(self._completions):
             rewards.append(group.rewards[function][i])
             for kind, name, value in group.logged[function]:
                 if kind == "log_extra":
-                    columns.setdefault(name, [None] * len(self._completions))[number] = value[i]
-                elif i == 0:
-                    logged.append((kind, name, value))
-        return {"rewards": rewards, "logged": [*logged, *(("log_extra", *column) for column in columns.items())]}
+                    column = columns.setdefault(name, [None] * len(self._completions))
+                    column[row] = value[i]
+                elif i == 0:  # the process that has the first completion of a group logs the metrics of the group
+                    metrics.append((kind, name, value))
+        extras = [("log_extra", name, column) for name, column in columns.items()]
+        return {"rewards": rewards, "logged": [*metrics, *extras]}
 
     # Groups, on the first process -----------------------------------------------------------------------------------
 
@@ -163,39 +164,41 @@ class ContinuousRollouts:
         while True:
             self._drop_stale()
             self._admit(is_taken=False)
-            if failure := self._failure():
+            failure = self._failure()
+            if failure is not None:
                 raise failure
+            # Groups are trained once the server was healthy after their delivery.
             if len(self.waiting) >= number and watch.check() is None:
-                if all(group.enqueued_at <= watch.checked_at for group in self.waiting[:number]):
+                are_checked = [group.enqueued_at <= watch.checked_at for group in self.waiting[:number]]
+                if all(are_checked):
                     return True
-            if self._is_to_stop():
+            if is_to_stop(self.trainer):
                 deadline = deadline or time.monotonic() + PATIENCE
                 if time.monotonic() >= deadline:
                     return False
             self._receive(timeout=0.2)
-
-    def _is_to_stop(self) -> bool:
-        signal_callbacks = [c for c in self.trainer.callback_handler.callbacks if isinstance(c, StopOnSignal)]
-        return self.trainer.control.should_training_stop or any(c.received for c in signal_callbacks)
 
     def _failure(self) -> ServerFailure | None:
         """Return the failure of server or worker, if there is one. Groups that a server delivered after its last
         successful check, and before it failed, are discarded."""
         watch = self._server.watch
         assert self._worker is not None and watch is not None
-        failure = watch.failure
-        if (problem := self._worker.problem()) is not None:
-            name, message = problem
-            if name != "ServerError":
-                return WorkerFailure("failed", f"{name}: {message}")
-            failure = watch.check() or Failure("failed to generate", message)
-        if failure is None:
+        failure_of_server = watch.failure
+        problem = self._worker.problem()
+        if problem is not None:
+            error_name, message = problem
+            if error_name != "ServerError":
+                return WorkerFailure("failed", f"{error_name}: {message}")
+            failure_of_server = watch.check() or Failure("failed to generate", message)
+        if failure_of_server is None:
             return None
         self._receive(timeout=0)
         self._discard_unchecked()
-        return ServerFailure(*failure)
+        return ServerFailure(*failure_of_server)
 
     def _discard_unchecked(self) -> None:
+        """Discard the groups that were delivered after the last successful check of the server. They are generated
+        again by a run that resumes."""
         watch = self._server.watch
         assert watch is not None
         discarded = [group for group in self.waiting if group.enqueued_at > watch.checked_at]
@@ -203,6 +206,7 @@ class ContinuousRollouts:
         self.missing = sorted([*self.missing, *(group.position for group in discarded)])
 
     def _receive(self, timeout: float) -> None:
+        """Move groups that the worker has delivered to `waiting`; wait up to `timeout` seconds for the first one."""
         assert self._worker is not None
         for group in self._worker.receive(timeout):
             self._num_delivered += 1
@@ -214,8 +218,8 @@ class ContinuousRollouts:
             self.waiting.append(group)
 
     def _drop_stale(self) -> None:
-        step, most = self.trainer.state.global_step, self.trainer.args.max_staleness
-        fresh = [group for group in self.waiting if _staleness(group, step) <= most]
+        step = self.trainer.state.global_step
+        fresh = [group for group in self.waiting if _staleness(group, step) <= self.trainer.args.max_staleness]
         self._num_dropped += len(self.waiting) - len(fresh)
         self.waiting = fresh
 
@@ -225,39 +229,51 @@ class ContinuousRollouts:
         drop it. `is_taken` tells whether the groups of the current step are taken."""
         assert self._worker is not None
         args, state = self.trainer.args, self.trainer.state
-        steps = min(args.max_staleness + 1, state.max_steps - state.global_step) - is_taken
-        bound = steps * self.groups_per_step
-        # There are `bound` places. A group holds one from its start until it is taken, and groups that wait were
-        # delivered, so the other places are for groups between their start and their delivery.
-        places = max(0, bound - len(self.waiting))
+        num_steps = min(args.max_staleness + 1, state.max_steps - state.global_step)
+        if is_taken:
+            num_steps -= 1
+        num_places = num_steps * self.groups_per_step
+        # A group holds a place from its start until it is taken. Groups that wait were delivered, so the other places
+        # are for groups between their start and their delivery.
+        num_in_worker = max(0, num_places - len(self.waiting))
         # The worker starts groups while it has started fewer than `admitted`, counted from its own start.
-        self._worker.shared.admitted = self._num_delivered + places
+        self._worker.shared.admitted = self._num_delivered + num_in_worker
 
     def _take_groups(self) -> list[GradedGroup]:
         """Take the groups of the next optimizer step, which wait."""
-        assert self._worker is not None
-        trainer, step = self.trainer, self.trainer.state.global_step
-        groups, self.waiting = self.waiting[: self.groups_per_step], self.waiting[self.groups_per_step :]
-        self._taken, self._taken_at = groups, step
-        self._num_dropped_before, self._num_dropped = self._num_dropped, 0
+        groups = self.waiting[: self.groups_per_step]
+        self.waiting = self.waiting[self.groups_per_step :]
+        self._taken = groups
+        self._taken_at = self.trainer.state.global_step
+        self._num_dropped_before = self._num_dropped
+        self._num_dropped = 0
         self._admit(is_taken=True)
-        ages = [_staleness(group, step) for group in groups]
+        self._record_metrics(groups)
+        return groups
+
+    def _record_metrics(self, groups: list[GradedGroup]) -> None:
+        """Log the metrics of the groups that were taken, and what the worker has measured since the last ones."""
+        assert self._worker is not None
+        ages = [_staleness(group, self._taken_at) for group in groups]
         num_completions = sum(len(group.completions) for group in groups)
         metrics = {
-            "lag_updates": sum(ages) / len(ages),
-            "largest_lag": float(max(ages)),
-            "dropped_groups": float(self._num_dropped_before),
-            "waiting_groups": float(len(self.waiting)),
-            "changed_weights_fraction": sum(group.num_mixed for group in groups) / num_completions,
-            "forked_fraction": sum(group.num_forks > 0 for group in groups) / len(groups),
+            "async/lag_updates": sum(ages) / len(ages),
+            "async/largest_lag": float(max(ages)),
+            "async/dropped_groups": float(self._num_dropped_before),
+            "async/waiting_groups": float(len(self.waiting)),
+            "async/changed_weights_fraction": sum(group.num_mixed for group in groups) / num_completions,
+            "async/forked_fraction": sum(group.num_forks > 0 for group in groups) / len(groups),
         }
         measured = self._worker.measured()
-        if inflight := measured.get("rollout/inflight"):
-            metrics["busy_slots"] = sum(inflight) / len(inflight)
-        if rates := measured.get("rollout/generated_tok_s"):
-            metrics["generated_tokens_per_second"] = sum(n for n, _ in rates) / max(sum(s for _, s in rates), 1e-9)
-        trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
-        return groups
+        nums_in_flight = measured.get("rollout/inflight")
+        if nums_in_flight:
+            metrics["async/busy_slots"] = sum(nums_in_flight) / len(nums_in_flight)
+        tokens_and_seconds = measured.get("rollout/generated_tok_s")
+        if tokens_and_seconds:
+            num_tokens = sum(tokens for tokens, _ in tokens_and_seconds)
+            seconds = sum(seconds for _, seconds in tokens_and_seconds)
+            metrics["async/generated_tokens_per_second"] = num_tokens / max(seconds, 1e-9)
+        self.trainer.record_metrics(metrics)
 
     # State ----------------------------------------------------------------------------------------------------------
 
@@ -283,7 +299,8 @@ class ContinuousRollouts:
     def load(self, batches: dict[str, Any]) -> None:
         if self.is_main:
             self.waiting = [GradedGroup(**group) for group in batches["groups"]]
-            self.missing, self.next_position = batches["missing"], batches["next_position"]
+            self.missing = batches["missing"]
+            self.next_position = batches["next_position"]
             self._num_dropped = batches["num_dropped"]
             for group in self.waiting:
                 group.enqueued_at = 0.0  # checked by the run that has saved it
@@ -298,8 +315,9 @@ class ContinuousRollouts:
         """End the worker, whose requests the server then aborts; leave the server running."""
         if self._worker is not None:
             self._worker.stop()
+            self._worker = None
         self._server.close()
-        self._worker, self._num_delivered = None, 0
+        self._num_delivered = 0
 
     # Start ----------------------------------------------------------------------------------------------------------
 

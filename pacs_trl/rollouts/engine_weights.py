@@ -131,7 +131,7 @@ class SharedIterator(Iterator[tuple[str, torch.Tensor]]):
 
 class WrongWeights(FailedRun):
     """An engine did not get the trained weights, or does not generate with them. Raised on all processes in the middle
-    of an optimizer step; [`~engine.stop_without_engine`] saves the state after the last one."""
+    of an optimizer step; [`~engine_failures.stop_without_engine`] saves the state after the last one."""
 
 
 class LogpComparison:

@@ -42,7 +42,7 @@ from . import checkpoint
 from .adapter_checks import max_lora_rank
 from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
 from .copied_settings import check_changes, copied_settings
-from .engine import ServerFailure, stop_without_engine
+from .engine_failures import ServerFailure, stop_without_engine
 from .engine_weights import WrongWeights
 from .entropy_bonus import adapt_entropy_coef, check_entropy_coef, effective_entropy_coef
 from .late_batches import LateBatches, use_engine_logps

@@ -15,7 +15,7 @@ from typing import Any
 
 from ..update.step_sizes import BatchSizes
 from .checkpoint import indices_of_generation
-from .late_batches import LateBatches
+from .late_batches import Generated, LateBatches
 from .protocols import LateTrainer
 from .reward_functions import independent_copy
 from .stepped_engine import GroupInProgress
@@ -50,38 +50,35 @@ class RepeatableRollouts(LateBatches):
         """Wait for the groups of the next optimizer step, and return the dataset rows of their completions. Groups
         come in the order in which they were finished, so of `rows` only the number is used."""
         number = self.next_number
-        waited = self._wait_for(number)
-        self._advance(number, waited)
+        self._take_next()
         groups = self.taken["finished"]
         ages = [group.staleness(number) for group in groups]
-        versions_of_completions = [versions for group in groups for versions in group.versions]
+        completion_versions = [versions for group in groups for versions in group.versions]
         metrics = {
             "lag_updates": sum(ages) / len(ages),
             "largest_lag": float(max(ages)),
             "dropped_groups": float(self.taken["num_dropped"]),
             "waiting_groups": float(sum(group.is_finished for group in self.taken["others"])),
-            "changed_weights_fraction": sum(len(set(v)) > 1 for v in versions_of_completions) / len(rows),
+            "changed_weights_fraction": sum(len(set(v)) > 1 for v in completion_versions) / len(rows),
         }
         self.trainer.record_metrics({f"async/{name}": value for name, value in metrics.items()})
         return _per_completion(groups, {group.position: self._row(group.position) for group in groups})
 
     def take(self, prompts: list, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the completions of the rows of [`next_rows`], whose prompts are `prompts`."""
-        self._check_prompts(self.taken, prompts)
+        self._check_prompts(prompts)
         return self.taken["output"]
 
     # Generation -----------------------------------------------------------------------------------------------------
 
-    def _generation_of(self, number: int, stopped: dict[str, Any]) -> Callable[[], tuple[dict, list[dict]]]:
-        trainer = self.trainer
+    def _prepare(self, number: int, weights_step: int, stopped: dict[str, Any]) -> Callable[[], Generated]:
         start = self._start_of_batch = self._start_groups(number, stopped or self.taken)
-        version = stopped.get("step", trainer.state.global_step)
-        stream = f"{trainer.args.seed}/continuous/{number}"
+        stream = f"{self.trainer.args.seed}/continuous/{number}"
         rows = {group.position: self._row(group.position) for group in start["started"]}
 
-        def generate() -> tuple[dict, list[dict]]:
-            finished, others = self.engine.decode(0, start["started"], self.groups_per_step, version, stream)
-            batch = {
+        def generate() -> Generated:
+            finished, others = self.engine.decode(0, start["started"], self.groups_per_step, weights_step, stream)
+            entries = {
                 "prompts": [group.prompt_ids for group in finished for _ in group.completion_ids],
                 "output": {
                     "completion_ids": [list(ids) for group in finished for ids in group.completion_ids],
@@ -92,7 +89,7 @@ class RepeatableRollouts(LateBatches):
                 "next_position": start["next_position"],
                 "num_dropped": start["num_dropped"],
             }
-            return batch, _per_completion(finished, rows)
+            return Generated(entries, _per_completion(finished, rows))
 
         return generate
 

@@ -1,7 +1,7 @@
 """Base trainer of every method: generation and rewards on top of TRL's GRPOTrainer.
 
 - Every vLLM request has a seed, so a resumed run generates the same completions as an uninterrupted run. If a vLLM
-  server dies, all processes save the state after the last optimizer step and stop (`engine.py`).
+  server dies, all processes save the state after the last optimizer step and stop (`engine_failures.py`).
 - Checkpoints resume bitwise, also in the middle of a generation batch (`resumable_trainer.py`).
 - Every saved model has a model card, and a push uploads only the model (`publication.py`).
 """
@@ -36,7 +36,8 @@ from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
 from .argument_checks import check_arguments, check_config_class
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
-from .engine import Engine, ServerFailure, engine_with_lora, stop_without_engine
+from .engine import Engine, engine_with_lora
+from .engine_failures import ServerFailure, stop_without_engine
 from .engine_weights import WrongWeights
 from .entropy_bonus import reset_entropy_coef
 from .evaluation import BenchmarkEvaluation

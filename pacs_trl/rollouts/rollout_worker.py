@@ -102,12 +102,14 @@ class GradedGroup:
     @property
     def oldest_version(self) -> int | None:
         """Version of the oldest weights that sampled a token of the group; `None` if none was sampled."""
-        return min((v for versions in self.versions for v in versions if v >= 0), default=None)
+        sampled_versions = [version for versions in self.versions for version in versions if version >= 0]
+        return min(sampled_versions, default=None)
 
     @property
     def num_mixed(self) -> int:
         """Number of completions with tokens of several versions."""
-        return sum(len({v for v in versions if v >= 0}) > 1 for versions in self.versions)
+        distinct_versions = [{version for version in versions if version >= 0} for versions in self.versions]
+        return sum(len(versions) > 1 for versions in distinct_versions)
 
 
 class SharedState(ctypes.Structure):
@@ -119,7 +121,7 @@ class SharedState(ctypes.Structure):
         admitted (`int`): Number of groups that the worker may have started.
         asked, drained (`int`): The trainer raises `asked` while the server is paused, or has a new adapter, and the
             worker sets `drained` to it when it has read all tokens that the server had sent.
-        oldest (`int`): Oldest version of an adapter that a request may name, when `drained` was set last.
+        oldest (`int`): Oldest version of an adapter that requests still named when `drained` was set last.
     """
 
     _fields_ = [(name, ctypes.c_int) for name in ("value", "admitted", "asked", "drained", "oldest")]
@@ -127,21 +129,36 @@ class SharedState(ctypes.Structure):
 
 @dataclass
 class _Conversation:
-    """What requests of a conversation need: the name of its stream of seeds, its first prompt, and the version of the
-    weights with which its current turn began."""
+    """
+    A conversation that is being generated. TRL's loop runs each in a task of its own, but does not tell
+    [`RolloutLoop._post`] for which one a request is, so each task has its conversation in a context variable.
 
-    stream: str
-    prompt_ids: list[int] = field(default_factory=list)
+    Attributes:
+        seed_stream (`str`): Name of the stream from which its requests take their seeds.
+        first_prompt_ids (`list[int]`): Token ids of the prompt of its first turn; empty before the first request.
+        num_requests (`int`): Number of requests that were answered.
+        turn_version (`int`): Version of the weights with which its current turn began.
+    """
+
+    seed_stream: str
+    first_prompt_ids: list[int] = field(default_factory=list)
     num_requests: int = 0
-    version: int = 0
+    turn_version: int = 0
 
 
 _conversation: ContextVar[_Conversation] = ContextVar("conversation")
 
 
+class _Graded(NamedTuple):
+    """What a reward function has returned for a group, and what it has logged, as in a [`GradedGroup`]."""
+
+    rewards: list[float | None]
+    logged: list[list]
+
+
 class RolloutLoop(_AsyncRolloutLoop):
     """
-    TRL's loop with the changes that the module docstring names.
+    TRL's loop with the changes that the module docstring names. TRL's `group_id` is the position of a prompt.
 
     Args:
         order ([`PromptOrder`]): Order of prompts.
@@ -169,35 +186,47 @@ class RolloutLoop(_AsyncRolloutLoop):
     ):
         tokenizer = loop_kwargs["processing_class"]
         has_tools = bool(loop_kwargs.get("tools") or loop_kwargs.get("environment_factory"))
-        parses = (
-            has_tools or getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
-        )
-        if not parses:
-            tokenizer.response_template = {}  # TRL demands one, also for completions that are read as text
+        has_template = getattr(tokenizer, "response_template", None) or getattr(tokenizer, "response_schema", None)
+        reads_text = not has_tools and not has_template
+        if reads_text:
+            tokenizer.response_template = {}  # TRL's loop demands one, also if there are no calls of tools to parse
         super().__init__(**loop_kwargs)
-        if not parses:
+        if reads_text:
             tokenizer.response_template = None
         if prints_date(self.chat_template or tokenizer.chat_template):
             self.chat_template_kwargs = with_date(self.chat_template_kwargs, lambda: prompt_date)
-        self._order, self._missing, self._next_position = order, missing, next_position
-        self._seed, self._generation_kwargs, self._max_steps = seed, generation_kwargs, max_steps
         self._shared: Any = self._model_version_value
-        self._admission = asyncio.Lock()  # the first group that waits asks whether it is admitted
-        self._ordinals: dict[int, int] = {}  # number of a started group, by position
-        self._started: Counter[int] = Counter()  # conversations, by position
-        self._turns: Counter[int] = Counter()  # that have not ended, by the version with which they began
+
+        # Prompts
+        self._order = order
+        self._missing = missing
+        self._next_position = next_position
+        self._num_groups_before: dict[int, int] = {}  # groups of this worker before one, by its position
+        self._num_conversations: Counter[int] = Counter()  # that have been created, by position
+        self._admission = asyncio.Lock()  # only one conversation at a time asks whether it is admitted
         self._num_in_progress = 0  # conversations of admitted groups
-        self._num_read = 0  # tokens that requests have read
-        pools: dict[str | None, list[Any]] = {}
+        self._resets_with_seed: dict[str | None, bool] = {}  # by the name of an environment
         if self.environment_factories is not None:
-            pools = self._environment_pool
-        self._seeded = {name: takes_seed(pool[0].reset) for name, pool in pools.items()}
+            pools: dict[str | None, list[Any]] = self._environment_pool
+            for name, environments in pools.items():
+                self._resets_with_seed[name] = takes_seed(environments[0].reset)
+
+        # Requests
+        self._seed = seed
+        self._generation_kwargs = generation_kwargs
+        self._open_turns: Counter[int] = Counter()  # by the version with which they began
+        self._num_read = 0  # tokens that requests have read
+
+        # Rewards
+        self._max_steps = max_steps
         self._num_graders = loop_kwargs["max_inflight_tasks"]
         functions = [inspect.unwrap(function) for function in (*self.reward_funcs, *self._standalone_tools)]
         if any(function in (*FUNCTIONS, run_python) for function in functions):
             configure_verification(verification)
         names = self.reward_func_names[: len(self.reward_funcs)]
-        self._graders = [self._grader(function, name) for function, name in zip(self.reward_funcs, names, strict=True)]
+        self._checked_functions = [
+            self._checked(function, name) for function, name in zip(self.reward_funcs, names, strict=True)
+        ]
 
     def run(self) -> None:
         if multiprocessing.parent_process() is not None:
@@ -224,8 +253,9 @@ class RolloutLoop(_AsyncRolloutLoop):
     # Prompts --------------------------------------------------------------------------------------------------------
 
     def _repeat_iterator(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        for number, position in enumerate(itertools.chain(self._missing, itertools.count(self._next_position))):
-            self._ordinals[position] = number
+        positions = itertools.chain(self._missing, itertools.count(self._next_position))
+        for num_before, position in enumerate(positions):
+            self._num_groups_before[position] = num_before
             row = self.dataset[self._order[position]]
             if self._takes_seed(row):
                 row = {"seed": request_seed(f"{self._seed}/environments", position), **row}
@@ -234,22 +264,26 @@ class RolloutLoop(_AsyncRolloutLoop):
 
     def _takes_seed(self, row: dict[str, Any]) -> bool:
         """Whether the environment of a dataset row starts by a seed, so that a group starts from one state."""
-        return self._seeded.get(row.get("environment") if self._multi_environment else None, False)
+        environment = row.get("environment") if self._multi_environment else None
+        return self._resets_with_seed.get(environment, False)
 
     async def _generate_one(self, prompt, tool_dict, tools, group_id=0):
-        _conversation.set(_Conversation(f"{self._seed}/continuous/{group_id}/{self._started[group_id]}"))
-        self._started[group_id] += 1
+        index = self._num_conversations[group_id]
+        self._num_conversations[group_id] += 1
+        conversation = _Conversation(f"{self._seed}/continuous/{group_id}/{index}")
+        _conversation.set(conversation)
         async with self._admission:
-            while self._ordinals[group_id] >= self._shared.admitted:
+            while self._num_groups_before[group_id] >= self._shared.admitted:
                 await asyncio.sleep(0.01)
+        tool_dict = safe_tools(tool_dict, takes_images=False)
         self._num_in_progress += 1
         try:
-            generated = await super()._generate_one(prompt, safe_tools(tool_dict, takes_images=False), tools, group_id)
+            generated = await super()._generate_one(prompt, tool_dict, tools, group_id)
         finally:
             self._num_in_progress -= 1
         completion, completion_ids, sequences, *counts = generated
         if not sequences:  # nothing was sampled
-            ids = _conversation.get().prompt_ids
+            ids = conversation.first_prompt_ids
             sequences = [TrainingSequence(ids, [0] * len(ids), [0.0] * len(ids), "")]
         return completion, completion_ids, sequences, *counts
 
@@ -261,36 +295,40 @@ class RolloutLoop(_AsyncRolloutLoop):
     # Requests -------------------------------------------------------------------------------------------------------
 
     async def _generate_one_turn(self, prompt_ids: list[int]) -> tuple[list[int], list[float]]:
-        version = _conversation.get().version = self.model_version
-        self._turns[version] += 1
+        version = self.model_version
+        _conversation.get().turn_version = version
+        self._open_turns[version] += 1
         try:
             return await super()._generate_one_turn(prompt_ids)
         finally:
-            self._turns[version] -= 1
+            self._open_turns[version] -= 1
 
     @property
     def _request_model(self) -> str:
         if self.lora_name is None:
             return self.model_name
-        return f"{self.lora_name}-v{_conversation.get().version}"
+        return f"{self.lora_name}-v{_conversation.get().turn_version}"
 
     async def _post(self, path: str, payload: dict, timeout: float, max_retries: int = 3) -> dict:
         """Stream a completion, and return it as an answer without streaming, with a [`VersionedLogp`] per token."""
-        conversation, prompt_ids = _conversation.get(), payload["prompt"]
-        conversation.prompt_ids = conversation.prompt_ids or prompt_ids
-        room = len(conversation.prompt_ids) + self.max_tokens - len(prompt_ids)
-        ids: list[int] = []
+        conversation = _conversation.get()
+        prompt_ids = payload["prompt"]
+        if not conversation.first_prompt_ids:
+            conversation.first_prompt_ids = prompt_ids
+        # The prompt of a later turn has the completion so far: earlier turns, and results of tools.
+        num_left = self.max_tokens - (len(prompt_ids) - len(conversation.first_prompt_ids))
+        token_ids: list[int] = []
         logps: list[VersionedLogp] = []
-        if room > 0:
-            seed = request_seed(conversation.stream, conversation.num_requests)
-            payload = payload | {"max_tokens": room, "seed": seed, "stream": True} | self._generation_kwargs
+        if num_left > 0:
+            seed = request_seed(conversation.seed_stream, conversation.num_requests)
+            payload = payload | {"max_tokens": num_left, "seed": seed, "stream": True} | self._generation_kwargs
             async for choice in self._stream(path, payload):
-                version = self.model_version if self.lora_name is None else conversation.version
+                version = self.model_version if self.lora_name is None else conversation.turn_version
                 self._num_read += len(choice["token_ids"])
-                ids += choice["token_ids"]
+                token_ids += choice["token_ids"]
                 logps += [VersionedLogp(logp, version) for logp in choice["logprobs"]["token_logprobs"]]
-        conversation.num_requests += 1
-        return {"choices": [{"token_ids": ids, "logprobs": {"token_logprobs": logps}}]}
+        conversation.num_requests += 1  # not before: a request that is sent again keeps its seed
+        return {"choices": [{"token_ids": token_ids, "logprobs": {"token_logprobs": logps}}]}
 
     async def _stream(self, path: str, payload: dict):
         """Yield the parts of a completion as they arrive. A server may be paused for any time in between."""
@@ -298,19 +336,19 @@ class RolloutLoop(_AsyncRolloutLoop):
         aiohttp = async_rollout_worker.aiohttp
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SECONDS_TO_CONNECT)
         # A connection of its own: a server closes those that are idle, which a request may find out too late.
-        alone = {"Connection": "close"}
+        headers = {"Connection": "close"}
         url = f"{self.vllm_server_url}{path}"
-        async with self.session.post(url, json=payload, headers=alone, timeout=timeout) as response:
+        async with self.session.post(url, json=payload, headers=headers, timeout=timeout) as response:
             if response.status != 200:
                 raise aiohttp.ClientPayloadError(f"status {response.status}, {(await response.text())[:300]}")
             is_finished = False
             async for line in response.content:
                 if not line.startswith(b"data: {"):
                     continue
-                part = json.loads(line.removeprefix(b"data: "))
-                if "choices" not in part:
-                    raise aiohttp.ClientPayloadError(f"{part.get('error', part)}"[:300])
-                for choice in part["choices"]:
+                event = json.loads(line.removeprefix(b"data: "))
+                if "choices" not in event:
+                    raise aiohttp.ClientPayloadError(f"{event.get('error', event)}"[:300])
+                for choice in event["choices"]:
                     is_finished = choice["finish_reason"] is not None
                     if choice["finish_reason"] == "abort":
                         raise aiohttp.ClientPayloadError("the server aborted a request")
@@ -326,79 +364,86 @@ class RolloutLoop(_AsyncRolloutLoop):
             raise ServerError(f"{label}: {type(error).__name__}: {error}") from error
 
     async def _acknowledge(self) -> None:
-        """Tell the trainer when all tokens are read that a server has sent before its pause, and which adapters
-        requests name from now on."""
+        """Answer the trainer whenever it raises `asked`, see [`SharedState`]."""
         while True:
             asked = self._shared.asked
             if self._shared.drained != asked:
-                if self.lora_name is None:
+                if self.lora_name is None:  # otherwise the server is not paused
                     await self._read_all()
-                versions = [version for version, num_turns in self._turns.items() if num_turns > 0]
-                self._shared.oldest = min([*versions, self.model_version])
+                versions_in_use = [version for version, num_turns in self._open_turns.items() if num_turns > 0]
+                self._shared.oldest = min([*versions_in_use, self.model_version])
                 self._shared.drained = asked
             await asyncio.sleep(0.005)
 
     async def _read_all(self) -> None:
         """Wait until requests have read all tokens that the server, which is paused, has sent: until none has read
         another one in three rounds of the event loop. In each, every request reads a part of what has arrived."""
-        num_read = -1
-        while self._num_read != num_read:
-            num_read = self._num_read
+        num_read_before = -1
+        while self._num_read != num_read_before:
+            num_read_before = self._num_read
             for _ in range(3):
                 await asyncio.sleep(0.005)
 
     # Rewards --------------------------------------------------------------------------------------------------------
 
     async def _score_loop(self, stop_event: asyncio.Event) -> None:
+        """Grade as many groups at a time as conversations are generated; TRL's loop grades one after the other."""
         score_loop = super()._score_loop
         await asyncio.gather(*(score_loop(stop_event=stop_event) for _ in range(self._num_graders)))
 
     async def _score_group(self, group) -> list[Any]:
-        arguments = {"prompts": group.prompts, "completions": group.completions, **group.reward_kwargs}
-        arguments["completion_ids"] = group.completions_ids
-        arguments["trainer_state"] = TrainerState(global_step=self.model_version, max_steps=self._max_steps)
-        results = await asyncio.gather(*(self._grade(grader, arguments) for grader in self._graders))
-        rewards, logged = [result[0] for result in results], [result[1] for result in results]
-        for environment in self._env_reward_types:
-            values = [
-                reward[1] if reward is not None and reward[0] is environment else None for reward in group.env_rewards
-            ]
-            rewards.append(as_numbers(values, environment.__name__, len(values)))
-            logged.append([])
-        # A conversation whose chat template has changed earlier tokens has several sequences.
-        sequences = [max(parts, key=lambda part: sum(part.completion_mask)) for parts in group.completions_sequences]
-        parts = [_split(sequence) for sequence in sequences]
+        """Grade a group. TRL's loop delivers each element of the result on its own, and the [`GradedGroup`] is one."""
+        arguments = {
+            "prompts": group.prompts,
+            "completions": group.completions,
+            **group.reward_kwargs,
+            "completion_ids": group.completions_ids,
+            "trainer_state": TrainerState(global_step=self.model_version, max_steps=self._max_steps),
+        }
+        graded = await asyncio.gather(*(self._grade(function, arguments) for function in self._checked_functions))
+        for environment_class in self._env_reward_types:
+            graded.append(_Graded(_environment_rewards(group.env_rewards, environment_class), logged=[]))
+        # A chat template that changes earlier tokens splits a conversation into several sequences. The one with the
+        # most sampled tokens is trained.
+        sequences = [
+            max(forks, key=lambda sequence: sum(sequence.completion_mask)) for forks in group.completions_sequences
+        ]
+        tokens = [_split(sequence) for sequence in sequences]
         return [
             GradedGroup(
                 position=group.group_id,
                 prompts=group.prompts,
                 completions=group.completions,
-                prompt_ids=[part.prompt_ids for part in parts],
-                completion_ids=[part.completion_ids for part in parts],
-                mask=[part.mask for part in parts],
-                logps=[part.logps for part in parts],
-                versions=[part.versions for part in parts],
-                rewards=rewards,
-                logged=logged,
+                prompt_ids=[each.prompt_ids for each in tokens],
+                completion_ids=[each.completion_ids for each in tokens],
+                mask=[each.mask for each in tokens],
+                logps=[each.logps for each in tokens],
+                versions=[each.versions for each in tokens],
+                rewards=[each.rewards for each in graded],
+                logged=[each.logged for each in graded],
                 tool_calls=group.tool_call_counts,
                 tool_failures=group.tool_failure_counts,
-                num_forks=sum(map(len, group.completions_sequences)) - len(sequences),
+                num_forks=sum(len(forks) - 1 for forks in group.completions_sequences),
             )
         ]
 
-    def _grader(self, function: Callable, name: str) -> Callable:
-        def adjust(arguments: dict[str, Any]) -> dict[str, Any]:
-            ends = {*self.eos_token_ids, self.tokenizer.pad_token_id}
-            truncated = [len(ids) == 0 or ids[-1] not in ends for ids in arguments["completion_ids"]]
+    def _checked(self, function: Callable, name: str) -> Callable:
+        """Wrap a reward function: it gets `truncated` if it has such a parameter, cannot end the process, and returns
+        one number or `None` per completion, or the wrapper raises an error."""
+
+        def add_truncated(arguments: dict[str, Any]) -> dict[str, Any]:
+            end_ids = {*self.eos_token_ids, self.tokenizer.pad_token_id}
+            truncated = [len(ids) == 0 or ids[-1] not in end_ids for ids in arguments["completion_ids"]]
             return with_truncated(function, arguments, truncated)
 
-        def convert(rewards: Any, arguments: dict[str, Any]) -> list[float | None]:
+        def check(rewards: Any, arguments: dict[str, Any]) -> list[float | None]:
             return as_numbers(rewards, name, len(arguments["completions"]))
 
-        return with_result(never_exiting(function, f"The reward function {name!r}"), convert, adjust)
+        function_in_process = never_exiting(function, f"The reward function {name!r}")
+        return with_result(function_in_process, convert=check, adjust=add_truncated)
 
-    async def _grade(self, grader: Callable, arguments: dict[str, Any]) -> tuple[list[float | None], list[list]]:
-        """Return the rewards of a reward function, and what it has logged."""
+    async def _grade(self, function: Callable, arguments: dict[str, Any]) -> _Graded:
+        """Call a reward function, in a thread if it is not asynchronous."""
         logged: list[list] = []
         columns: dict[str, list] = {}
 
@@ -411,9 +456,23 @@ class RolloutLoop(_AsyncRolloutLoop):
             logged.append(["log_extra", column, columns[column]])
 
         arguments = arguments | {"log_metric": log_metric, "log_extra": log_extra}
-        if is_async_callable(grader):
-            return await grader(**arguments), logged
-        return await asyncio.to_thread(grader, **arguments), logged
+        if is_async_callable(function):
+            rewards = await function(**arguments)
+        else:
+            rewards = await asyncio.to_thread(function, **arguments)
+        return _Graded(rewards, logged)
+
+
+def _environment_rewards(rewards: list[tuple[type, float] | None], environment_class: type) -> list[float | None]:
+    """Return the reward that its environment gave each completion, and `None` for those of other classes. `rewards`
+    are class and reward of the environment of each completion."""
+    values: list[float | None] = []
+    for class_and_reward in rewards:
+        if class_and_reward is not None and class_and_reward[0] is environment_class:
+            values.append(class_and_reward[1])
+        else:
+            values.append(None)
+    return as_numbers(values, environment_class.__name__, len(values))
 
 
 class _Tokens(NamedTuple):
@@ -429,14 +488,20 @@ class _Tokens(NamedTuple):
 def _split(sequence: TrainingSequence) -> _Tokens:
     """Split a training sequence: the completion begins with the first token that was sampled, and ends with the
     last one."""
-    mask = sequence.completion_mask
-    if 1 not in mask:
+    is_sampled = sequence.completion_mask
+    if 1 not in is_sampled:
         return _Tokens(sequence.input_ids, [], [], [], [])
-    completion = slice(mask.index(1), len(mask) - mask[::-1].index(1))
-    mask, logps = mask[completion], sequence.old_log_probs[completion]
-    versions = [getattr(logp, "version", -1) if m else -1 for logp, m in zip(logps, mask, strict=True)]
-    prompt_ids, completion_ids = sequence.input_ids[: completion.start], sequence.input_ids[completion]
-    return _Tokens(prompt_ids, completion_ids, mask, [float(logp) for logp in logps], versions)
+    first = is_sampled.index(1)
+    end = len(is_sampled) - is_sampled[::-1].index(1)
+    mask = is_sampled[first:end]
+    logps = sequence.old_log_probs[first:end]
+    return _Tokens(
+        prompt_ids=sequence.input_ids[:first],
+        completion_ids=sequence.input_ids[first:end],
+        mask=mask,
+        logps=[float(logp) for logp in logps],
+        versions=[getattr(logp, "version", -1) if m else -1 for logp, m in zip(logps, mask, strict=True)],
+    )
 
 
 def _end_with_parent() -> None:
@@ -465,9 +530,9 @@ class RolloutWorker(AsyncRolloutWorker):
 
     def receive(self, timeout: float) -> list[GradedGroup]:
         """Return the groups that were delivered, and wait up to `timeout` seconds for the first one."""
-        groups = []
+        groups: list[GradedGroup] = []
         try:
-            groups.append(self.rollout_buffer.get(timeout=timeout) if timeout else self.rollout_buffer.get_nowait())
+            groups.append(self.rollout_buffer.get(block=timeout > 0, timeout=timeout))
             while True:
                 groups.append(self.rollout_buffer.get_nowait())
         except (queue.Empty, EOFError):
@@ -479,7 +544,8 @@ class RolloutWorker(AsyncRolloutWorker):
         return self._failed_event.is_set() or self._process is None or not self._process.is_alive()
 
     def problem(self) -> tuple[str, str] | None:
-        """Return the type and the message of the exception that has ended the process; `None` if it runs."""
+        """Return the type and the message of the exception that has ended the process; `None` if it runs or was not
+        started."""
         if self._failed_event.is_set():
             try:
                 name, message, _ = self._exception_info_queue.get(timeout=1.0)

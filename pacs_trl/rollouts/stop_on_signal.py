@@ -17,6 +17,7 @@ from accelerate.utils import reduce
 from transformers import TrainerCallback
 
 from . import interruption
+from .protocols import SourceTrainer
 
 
 logger = logging.getLogger(__name__)
@@ -117,3 +118,9 @@ class StopOnSignal(TrainerCallback):
         for signum, previous in self._previous.items():
             signal.signal(signum, previous)
         self._previous.clear()
+
+
+def is_to_stop(trainer: SourceTrainer) -> bool:
+    """Return whether this process has received a signal, or a callback stops training."""
+    signal_callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, StopOnSignal)]
+    return trainer.control.should_training_stop or any(callback.received for callback in signal_callbacks)

@@ -12,7 +12,7 @@ from support.models import assert_same_models
 from support.rollouts import digit_reward
 
 from pacs_trl import GRPOTrainer
-from pacs_trl.rollouts import late_batches
+from pacs_trl.rollouts import early_rewards
 
 
 called: list[tuple] = []  # name, texts, optimizer step of the state, whether in the main thread
@@ -68,7 +68,7 @@ def run(directory, resume=None, **settings):
 
 @pytest.mark.filterwarnings("ignore")
 def test_functions_that_need_neither_the_main_thread_nor_the_policy_are_called_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(late_batches, "FUNCTIONS", (package_reward,))
+    monkeypatch.setattr(early_rewards, "FUNCTIONS", (package_reward,))
     straight, calls = run(tmp_path / "straight", eval_strategy="steps", eval_steps=4)
     texts = [[r.completion_ids.tolist() for r in kept] for kept in straight.kept]
     assert len(texts) == 4

@@ -11,7 +11,7 @@ from support.runs import build_trainer
 from support.seeds import shifted
 
 from pacs_trl.rollouts.background import in_background
-from pacs_trl.rollouts.engine import CountingClient, SeededLLM
+from pacs_trl.rollouts.engine_proxies import CountingClient, SeededLLM
 from pacs_trl.rollouts.request_seeds import request_seed
 
 

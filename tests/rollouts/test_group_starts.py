@@ -19,7 +19,8 @@ from support.runs import build_trainer
 from experiments.miniature.tokenizer import build_tokenizer
 from pacs_trl import GRPOTrainer, PACSTrainer, RLOOTrainer
 from pacs_trl.data.environments import prepare_environments
-from pacs_trl.rollouts.group_starts import GroupStarts, keeps_state_in_memory
+from pacs_trl.rollouts.environment_state import keeps_state_in_memory
+from pacs_trl.rollouts.group_starts import GroupStarts
 
 
 TOKENIZER = build_tokenizer(tools=True)
@@ -291,6 +292,25 @@ def test_frozen_classes_and_slots_start_a_group_alike():
         assert first.number != before
     _, (first, second, *_), _ = reset_groups(FrozenSlots)
     assert first.numbers == second.numbers and first.numbers is not second.numbers
+
+
+def test_columns_may_have_the_names_of_parameters_of_this_package():
+    """TRL forwards a column `environment` where a run has one environment only."""
+
+    class Slots:
+        __slots__ = ("columns",)
+
+        def reset(self, **columns):
+            self.columns = columns
+
+    class Attributes:
+        def reset(self, **columns):
+            self.columns = columns
+
+    row = {"environment": "sums", "reset": "yes", "cls": "A"}
+    for cls in (Slots, Attributes):
+        _, (first, *_), _ = reset_groups(cls, rows=(row,))
+        assert first.columns == row
 
 
 @pytest.mark.parametrize(

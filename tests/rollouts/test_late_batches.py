@@ -27,7 +27,7 @@ from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts import late_batches
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
 from pacs_trl.rollouts.engine_process import EngineProcess
-from pacs_trl.rollouts.late_batches import ServerRequests
+from pacs_trl.rollouts.server_requests import ServerRequests
 from pacs_trl.rollouts.stop_on_signal import StopOnSignal
 
 

@@ -43,7 +43,7 @@ def trainer_of(directory, checkpoint, callbacks=()):
 
     def create_source():
         source = create()
-        spy_on(source, "_advance", lambda *_: groups.extend(source.taken["finished"]))
+        spy_on(source, "_take_next", lambda *_: groups.extend(source.taken["finished"]))
         return source
 
     trainer._create_source = create_source
