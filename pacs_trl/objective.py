@@ -67,7 +67,8 @@ def sequence_proxies(
         pacs_beta (`float`): Scale of the proxy.
         proxy (`str`): `"log_ratio"`, `"mean_log_ratio"` or `"mean_logp"`.
     """
-    mask, terms = completion_mask.bool(), _at_least_float32(logps)
+    mask = completion_mask.bool()
+    terms = _at_least_float32(logps)
     if proxy == "log_ratio" or proxy == "mean_log_ratio":
         # Subtract before summing: the difference of two sums of thousands of nats loses precision in float32.
         terms = terms - _at_least_float32(ref_logps)
@@ -89,7 +90,8 @@ def scorable_completions(labels: torch.Tensor, num_generations: int) -> torch.Te
             "others of its prompt. Pass whole groups, with the completions of a prompt adjacent."
         )
     has_label = ~labels.isnan().view(-1, num_generations)  # (P, G)
-    return (has_label & (has_label.sum(dim=1, keepdim=True) >= 2)).view(-1)
+    is_compared = has_label.sum(dim=1, keepdim=True) >= 2  # (P, 1)
+    return (has_label & is_compared).view(-1)
 
 
 def _centered(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
@@ -100,7 +102,8 @@ def _centered(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
     # this: it skips completions whose coefficient is exactly 0.
     first = scorable.int().argmax(dim=1, keepdim=True)
     shifted = (x - x.gather(1, first)).masked_fill(~scorable, 0.0)
-    return (shifted - shifted.sum(dim=1, keepdim=True) / count).masked_fill(~scorable, 0.0)
+    mean = shifted.sum(dim=1, keepdim=True) / count
+    return (shifted - mean).masked_fill(~scorable, 0.0)
 
 
 def _leave_one_out(x: torch.Tensor, scorable: torch.Tensor) -> torch.Tensor:
@@ -145,7 +148,8 @@ def group_scores(
         scores = _centered(grouped, scorable)
     elif score_estimator == "grpo":
         centered = _centered(grouped, scorable)
-        scores = centered / _grpo_scale(centered, scorable)[1]
+        _, scale = _grpo_scale(centered, scorable)
+        scores = centered / scale
     elif score_estimator == "none":
         scores = grouped.masked_fill(~scorable, 0.0)
     else:
@@ -175,15 +179,19 @@ def class_weights(
     BCE(sigmoid(psi), R)`, the loss would push down the best completion of a group with a low mean label.
     """
     scorable = scorable_completions(labels, num_generations).view(-1, num_generations)
-    known = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
-    positive, negative = known, (1.0 - known).masked_fill(~scorable, 0.0)  # p and q
-    num_positive, num_negative = positive.sum(dim=1, keepdim=True), negative.sum(dim=1, keepdim=True)
+    scorable_labels = _at_least_float32(labels).view(-1, num_generations).masked_fill(~scorable, 0.0)  # (P, G)
+    positive = scorable_labels  # p
+    negative = (1.0 - scorable_labels).masked_fill(~scorable, 0.0)  # q
     if class_weighting == "balanced":
         count = scorable.sum(dim=1, keepdim=True)
-        both = (num_positive > 0) & (num_negative > 0)
+        sum_positive = positive.sum(dim=1, keepdim=True)
+        sum_negative = negative.sum(dim=1, keepdim=True)
+        has_both_classes = (sum_positive > 0) & (sum_negative > 0)
         tiny = torch.finfo(positive.dtype).tiny
-        positive = torch.where(both, positive * count / (2 * num_positive.clamp(min=tiny)), positive)
-        negative = torch.where(both, negative * count / (2 * num_negative.clamp(min=tiny)), negative)
+        balanced_positive = positive * count / (2 * sum_positive.clamp(min=tiny))
+        balanced_negative = negative * count / (2 * sum_negative.clamp(min=tiny))
+        positive = torch.where(has_both_classes, balanced_positive, positive)
+        negative = torch.where(has_both_classes, balanced_negative, negative)
     elif class_weighting == "only_positive":
         negative = torch.zeros_like(negative)
     elif class_weighting == "only_negative":
@@ -191,7 +199,7 @@ def class_weights(
     elif class_weighting != "none":
         assert_never(class_weighting)
     weights = positive + negative
-    targets = torch.where(weights != 0, positive / weights, known)
+    targets = torch.where(weights != 0, positive / weights, scorable_labels)
     # Always rounded to float32, as in the authors' code, so that float64 comparisons with their numbers are exact.
     return weights.view(-1).float(), targets.view(-1)
 
@@ -219,6 +227,7 @@ def loss_from_proxies(
 def _weighted_entropies(
     scores: torch.Tensor, labels: torch.Tensor, num_generations: int, class_weighting: ClassWeighting
 ) -> torch.Tensor:
+    """Return `w_i * BCE(sigmoid(psi_i), y_i)` of each completion, in nats, `(B,)`."""
     weights, targets = class_weights(labels, num_generations=num_generations, class_weighting=class_weighting)
     entropies = F.binary_cross_entropy_with_logits(scores, targets.to(scores.dtype), reduction="none")
     return weights.to(scores.dtype) * entropies
@@ -292,20 +301,27 @@ def proxy_coefficients(
     elif score_estimator == "rloo":
         coefficients = _leave_one_out(residuals, scorable)
     elif score_estimator == "grpo":
-        # Scores are centered proxies divided by a scale, and a proxy changes both.
-        centered = _centered(_at_least_float32(proxies).view(shape), scorable)
-        std, scale = _grpo_scale(centered, scorable)
-        through_center = _centered(residuals, scorable)
-        # The clamp avoids 0 / 0 where the std is 0. It also lowers the second term of a group whose std is above 0 and
-        # below 1e-12; but the scores of such a group are about 1e-6 or less, so that the term hardly counts.
-        count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
-        safe_std = std.clamp(min=GRPO_STD_EPSILON**2)
-        scale_derivative = torch.where(std > 0, centered / ((count - 1) * safe_std), 0.0)
-        residuals_times_scores = (residuals * scores.view(shape)).sum(dim=1, keepdim=True)
-        coefficients = (through_center - scale_derivative * residuals_times_scores) / scale
+        centered_proxies = _centered(_at_least_float32(proxies).view(shape), scorable)
+        coefficients = _through_grpo_score(residuals, scores.view(shape), centered_proxies, scorable)
     else:
         assert_never(score_estimator)
     return coefficients.view(-1)
+
+
+def _through_grpo_score(
+    residuals: torch.Tensor, scores: torch.Tensor, centered_proxies: torch.Tensor, scorable: torch.Tensor
+) -> torch.Tensor:
+    """Return the derivatives with respect to the proxies from those with respect to the "grpo" scores (`residuals`),
+    all `(P, G)`. Scores are centered proxies divided by a scale, and a proxy changes both."""
+    std, scale = _grpo_scale(centered_proxies, scorable)
+    through_center = _centered(residuals, scorable)
+    # The clamp avoids 0 / 0 where the std is 0. It also lowers the second term of a group whose std is above 0 and
+    # below 1e-12; but the scores of such a group are about 1e-6 or less, so that the term hardly counts.
+    count = scorable.sum(dim=1, keepdim=True).clamp(min=2)
+    safe_std = std.clamp(min=GRPO_STD_EPSILON**2)
+    scale_derivative = torch.where(std > 0, centered_proxies / ((count - 1) * safe_std), 0.0)
+    residuals_times_scores = (residuals * scores).sum(dim=1, keepdim=True)
+    return (through_center - scale_derivative * residuals_times_scores) / scale
 
 
 @torch.no_grad()
@@ -360,7 +376,7 @@ def disco_loss(
     """
     right, wrong, num_groups = _right_and_wrong(labels, num_generations)
     is_mixed = right.any(dim=1) & wrong.any(dim=1)
-    right, wrong = right[is_mixed], wrong[is_mixed]
+    right, wrong = right[is_mixed], wrong[is_mixed]  # of the mixed groups
     scores = _at_least_float32(proxies).view(-1, num_generations)[is_mixed]
     log_sum_wrong = torch.logsumexp((scores / tau).masked_fill(~wrong, -torch.inf), dim=1)
     log_mean_wrong = log_sum_wrong - wrong.sum(dim=1).log()

@@ -60,8 +60,8 @@ class PACSObjective(GroupObjective):
         if self.actor_term_coef == 0:
             return coefficients
         scores = groups.apply(objective.group_scores, proxies, score_estimator=self.score_estimator)
-        actor = groups.apply(objective.actor_coefficients, scores, class_weighting=self.class_weighting)
-        return coefficients + self.actor_term_coef * actor
+        actor_coefficients = groups.apply(objective.actor_coefficients, scores, class_weighting=self.class_weighting)
+        return coefficients + self.actor_term_coef * actor_coefficients
 
     def loss(self, groups: Groups, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss without the KL term, a scalar, and the scores psi, `(B,)`."""
@@ -97,6 +97,8 @@ def critic_metrics(
     scorable = groups.scorable
     _, targets = groups.apply(objective.class_weights, class_weighting=class_weighting)
     probabilities = torch.sigmoid(scores)
+    # With proxies of 0, as on the first update, no score predicts anything; in uniform groups there is nothing to tell
+    # apart.
     any_proxy_is_nonzero = (proxies[scorable] != 0).any()
     has_prediction = groups.expand(groups.mixed) & scorable & any_proxy_is_nonzero
 
@@ -160,11 +162,11 @@ class PACSTrainer(ExactUpdateTrainer):
     def create_objective(self) -> PACSObjective:
         args = self.args
         return PACSObjective(
-            args.pacs_beta,
-            args.proxy,
-            args.score_estimator,
-            args.class_weighting,
-            args.actor_term_coef,
+            pacs_beta=args.pacs_beta,
+            proxy=args.proxy,
+            score_estimator=args.score_estimator,
+            class_weighting=args.class_weighting,
+            actor_term_coef=args.actor_term_coef,
             kl_coef=self.beta,
             reference=args.reference,
         )
@@ -187,6 +189,7 @@ class PACSTrainer(ExactUpdateTrainer):
     def policy_is_reference(self) -> bool:
         if self.args.reference == "rollout":
             return super().policy_is_reference()
+        # The snapshot is taken before the first update.
         return self.update.objective.proxy_reference == "snapshot" and self._snapshot is None
 
     def store_reference_logps(self, model, minibatch: Minibatch) -> None:
@@ -204,7 +207,8 @@ class PACSTrainer(ExactUpdateTrainer):
         if self._snapshot is None:
             self._snapshot = SnapshotReference(model, offload=self.args.reference_offload)
         every, step = self.args.reference_reset_steps, self.state.global_step
-        if every is not None and step > 0 and step % every == 0:
+        is_reset_step = every is not None and step > 0 and step % every == 0
+        if is_reset_step:
             self._snapshot.renew()
             if self.args.reset_optimizer_on_reference_reset:
                 assert self.optimizer is not None  # created before the first step

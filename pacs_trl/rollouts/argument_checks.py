@@ -105,7 +105,7 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
     `rollout_schedule: continuous` without a server)."""
     function = arguments["rollout_func"]
     is_async = function is not None and is_async_callable(function)
-    if args.rollout_schedule == "continuous" and args.use_vllm:
+    if args.has_continuous_server:
         return  # `worker_checks.check_user_code`
     if is_async and not args.rollout_lag:
         raise UserError("An asynchronous rollout_func is called with a lag only. Set rollout_lag: 1.")

@@ -1,13 +1,20 @@
 """Base trainer with exact optimizer steps: the gradient does not depend on the split into micro-batches.
 
-The parent class provides generation, tools, vLLM, rewards, collation, and logging. Differences from the parent:
+The parent class provides generation, tools, vLLM, rewards, collation, and logging. Trainer calls
+[`ExactUpdateTrainer.training_step`] once per accumulation slot, of which an optimizer step has
+`gradient_accumulation_steps`, and a generation batch has `steps_per_generation`, each used `num_iterations` times.
+The parent back-propagates a part of the loss in each slot. Here the work is done at once: the first slot of a
+generation batch generates and grades it, and the last slot of an optimizer step runs the whole step (`update/`). With
+2 slots per step, 4 per generation batch, and one iteration:
 
-- [`ExactUpdateTrainer.training_step`] follows the parent's schedule of accumulation slots, but generates whole groups
-  without padding in the first slot of a generation batch, and runs the whole optimizer step in the last slot of the
-  step (`update/`).
-- With `rollout_lag` it takes generation batches of `late_batches.py` instead of generating, with
-  `rollout_schedule: continuous` the groups of `continuous.py`, or of `repeatable_rollouts.py` without a server.
-- Checkpoints also contain the completions of later optimizer steps.
+    slot               0           1           2           3           4           5
+    generation batch   generate                                        generate
+    optimizer step                 update                  update                  update
+
+Between generation and update, completions are unpadded [`Rollout`]s that wait ([`WaitingRollouts`]) and are saved in
+checkpoints. They come from a [`RolloutSource`]: generation now, or generation beside training with `rollout_lag`
+(`late_batches.py`) or `rollout_schedule: continuous` (`continuous.py` with a server, `repeatable_rollouts.py`
+without).
 """
 
 import math
@@ -102,17 +109,13 @@ class ExactUpdateTrainer(RolloutTrainer):
     def create_update(self) -> PolicyUpdate:
         """Return the update of an optimizer step. Extension point for coefficients that depend on more than the
         objective."""
-        args = self.args
-        samples_untruncated = args.top_p == 1.0 and not args.top_k and not args.min_p
-        samples_policy = samples_untruncated and args.repetition_penalty == 1.0 and not args.generation_kwargs
         return self.update_class(
             UpdateDriver(self.forward_pass, self.accelerator, self._micro_batch_limits()),
             self.create_objective(),
             self._mismatch,
             token_weights=self.token_weights(),
-            # A temperature other than 1 is allowed, because the loss divides the logits by it too.
-            samples_policy=samples_policy and not args.is_asynchronous,
-            compute_kl_ref_logps=self._compute_kl_ref_logps if args.beta != 0 else None,
+            samples_policy=self._samples_policy(),
+            compute_kl_ref_logps=self._compute_kl_ref_logps if self.args.beta != 0 else None,
             has_entropy_bonus=self._entropy_bonus_enabled,
             has_router_loss=self.aux_loss_enabled,
         )
@@ -122,18 +125,6 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self.args.vllm_importance_sampling_correction:
             return [MismatchCorrection(self._mismatch)]
         return []
-
-    def _micro_batch_limits(self) -> MicroBatchConfig:
-        args = self.args
-        return MicroBatchConfig(
-            self.accelerator.num_processes,
-            args.per_device_train_batch_size,
-            self.memory.choice.max_tokens,
-            group_layout=args.group_layout,
-            backward_cost=backward_cost(args),
-            is_adaptive=self.memory.is_automatic,
-            pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
-        )
 
     def complete_generation(self, generation_batch, rollouts: list[Rollout], num_steps: int) -> list[Rollout]:
         """Return the completions of all processes for the next `num_steps` optimizer steps. `rollouts` are those that
@@ -148,10 +139,10 @@ class ExactUpdateTrainer(RolloutTrainer):
         """Return whether the policy at rollout time is the reference of the proxies."""
         return "ref_logps" in self.update.logps_of_generating_policy
 
-    # Construction ---------------------------------------------------------------------------------------------------
+    # Construction, in this order ------------------------------------------------------------------------------------
 
     def _before_loading(self, model, args, arguments) -> None:
-        if args.rollout_schedule == "continuous" and args.use_vllm:
+        if args.has_continuous_server:
             self.user_code = check_user_code(args, model, arguments)
         super()._before_loading(model, args, arguments)
         if args.completions_per_step and isinstance(arguments["train_dataset"], IterableDataset):
@@ -160,9 +151,9 @@ class ExactUpdateTrainer(RolloutTrainer):
                 "streamed dataset does not support. Load the dataset, or launch a number of processes that divides it."
             )
         check_overrides(self, ExactUpdateTrainer)
-        is_on_by_default = type(args).vllm_importance_sampling_correction
-        was_requested = args.vllm_importance_sampling_correction and not is_on_by_default
-        if was_requested and not (args.use_vllm or args.is_asynchronous or arguments["rollout_func"]):
+        has_engine = args.use_vllm or args.is_asynchronous or arguments["rollout_func"]
+        corrects_by_default = type(args).vllm_importance_sampling_correction  # default of the configuration's class
+        if args.vllm_importance_sampling_correction and not corrects_by_default and not has_engine:
             raise UserError(
                 "vllm_importance_sampling_correction=True would be ignored: transformers generates with the trained "
                 "weights themselves, so there is nothing to correct. Set use_vllm=True, or remove the key."
@@ -172,40 +163,103 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _resolve_auto_settings(self, model, args, arguments):
         if trains_routers(config_of(model, args), args):
             check_recomputation_of_routers(args)
-        if args.rollout_schedule == "continuous" and args.use_vllm:
-            rank = max_lora_rank(args, model, arguments["peft_config"])
-            check = partial(check_server_of_continuous, args, model, self._longest_sequence, rank)
-            check_on_first_process(check)
-        adapter, compiled = arguments["peft_config"], self._compiles_layers
-        quantization, longest = arguments["quantization_config"], self._longest_sequence
-        plan = plan_memory(model, args, adapter, longest, compiled=compiled, quantization_config=quantization)
+        if args.has_continuous_server:
+            lora_rank = max_lora_rank(args, model, arguments["peft_config"])
+            check_on_first_process(partial(check_server_of_continuous, args, model, self._longest_sequence, lora_rank))
+        plan = plan_memory(
+            model,
+            args,
+            arguments["peft_config"],
+            self._longest_sequence,
+            compiled=self._compiles_layers,
+            quantization_config=arguments["quantization_config"],
+        )
         self.memory = StepMemory(self, plan, args)
         return with_choice(args, self.memory.choice)
 
+    def _create_source(self) -> RolloutSource:
+        if self.args.has_continuous_server:
+            from .continuous import ContinuousRollouts  # imports TRL's asynchronous trainer
+
+            return ContinuousRollouts(self)
+        if self.args.rollout_schedule == "continuous":
+            return RepeatableRollouts(self)
+        if self.args.rollout_lag:
+            return LateBatches(self)
+        return super()._create_source()
+
     def _set_up_generation(self) -> None:
         if self.args.rollout_lag and self.rollout_func is not None:
+            # The source calls the function of the user ahead of time, and TRL gets what it has returned.
             self.late_rollout = self.rollout_func
             self.rollout_func = lambda prompts, trainer: self._source.take(prompts)
         super()._set_up_generation()
 
-    def _create_source(self) -> RolloutSource:
-        if self.args.rollout_schedule == "continuous" and not self.args.use_vllm:
-            return RepeatableRollouts(self)
-        if self.args.rollout_schedule == "continuous":
-            from .continuous import ContinuousRollouts  # imports TRL's asynchronous trainer
-
-            return ContinuousRollouts(self)
-        return LateBatches(self) if self.args.rollout_lag else super()._create_source()
-
     def _set_up_update(self) -> None:
         self._copied_settings = copied_settings(self)
-        self._keeps_generating_policy = self.args.keeps_generating_policy
         if self.aux_loss_enabled:  # TRL sets use_reentrant for adapters with ZeRO-3, and recomputation is chosen now
             check_recomputation_of_routers(self.args)
         self.update = self.create_update()
         self.forward_pass.entropies_have_gradient = self._entropy_bonus_enabled
         self.forward_pass.reads_routers = self.aux_loss_enabled
         self.vllm_importance_sampling_correction = False  # disables the parent's, which needs an extra forward pass
+
+    def _micro_batch_limits(self) -> MicroBatchConfig:
+        args = self.args
+        return MicroBatchConfig(
+            self.accelerator.num_processes,
+            args.per_device_train_batch_size,
+            self.memory.choice.max_tokens,
+            group_layout=args.group_layout,
+            backward_cost=backward_cost(args),
+            is_adaptive=self.memory.is_automatic,
+            pair_cost=1 / (6 * self.forward_pass.config.get_text_config().hidden_size),
+        )
+
+    @property
+    def _mismatch(self) -> Mismatch:
+        args = self.args
+        clip_min, clip_max = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
+        return Mismatch(args.vllm_importance_sampling_mode, clip_min, clip_max)
+
+    def _samples_policy(self) -> bool:
+        """Return whether completions are samples of the distribution that is trained. A temperature other than 1 is
+        allowed, because the loss divides the logits by it too."""
+        args = self.args
+        truncates = args.top_p != 1.0 or bool(args.top_k) or bool(args.min_p)
+        changes_logits = args.repetition_penalty != 1.0 or bool(args.generation_kwargs)
+        return not (truncates or changes_logits or args.is_asynchronous)
+
+    # Start of a run -------------------------------------------------------------------------------------------------
+
+    def _prepare_memory(self, resume_from_checkpoint) -> None:
+        saved = None
+        if resume_from_checkpoint:
+            saved = checkpoint.read_memory(self, Path(resume_from_checkpoint))
+        self.memory.begin_run(saved)
+
+    def _get_train_sampler(self, dataset=None):
+        shares = self._uneven_shares()
+        if shares is None:
+            return super()._get_train_sampler(dataset)
+        sampler = UnevenSampler(
+            shares,
+            data_source=self.train_dataset if dataset is None else dataset,
+            mini_repeat_count=self.num_generations,
+            batch_size=shares.num_completions // self.num_generations,
+            repeat_count=self.num_iterations * self.args.steps_per_generation,
+            shuffle=self.shuffle_dataset,
+            seed=self.args.seed,
+        )
+        return EpochSampler(sampler, lambda: int(self.state.epoch or 0))
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        # Trainer has sharded the weights now.
+        if self.memory.is_automatic and self.memory.plan.workload is not None and is_sharded(self.model_wrapped):
+            self.memory.try_largest_micro_batch()
+        return prepared
 
     def _choose_forward_passes(self) -> None:
         if self._forward_passes_are_chosen:
@@ -214,35 +268,25 @@ class ExactUpdateTrainer(RolloutTrainer):
         if self._compiles_layers:
             compile_policy_and_reference(self)
 
-    @property
-    def _mismatch(self) -> Mismatch:
-        args = self.args
-        clip_min, clip_max = args.vllm_importance_sampling_clip_min, args.vllm_importance_sampling_clip_max
-        return Mismatch(args.vllm_importance_sampling_mode, clip_min, clip_max)
-
     # Optimizer step -------------------------------------------------------------------------------------------------
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        """
-        Run one of the `gradient_accumulation_steps` slots of an optimizer step, in which Trainer passes one dataset
-        batch. Generation and update do not happen slot by slot, but at once: the first slot of a generation batch
-        generates all its completions, and the last slot of an optimizer step back-propagates the whole step. Other
-        slots generate and back-propagate nothing; if optimizer steps take slots as they come (`is_sliced`), each slot
-        passes its completions on to the step. Settings that callbacks have changed are followed in every slot.
-        """
+        """Run an accumulation slot, in which Trainer passes one dataset batch: see the docstring of this module. The
+        result is the loss of the optimizer step in its last slot, and 0 in the others."""
         started = time.perf_counter()
         self._enter_training(model)
         check_entropy_coef(self)
         self._follow_changed_settings()
 
-        # 1. Generate and grade a generation batch, and split it into minibatches.
+        # 1. Generate and grade a generation batch, and split it into minibatches, one for each optimizer step.
         if self._at_generation_boundary():
             self._generate_minibatches(inputs)
         if self.is_sliced:
             self._take_slice()
 
         loss = 0.0
-        if self.accelerator.sync_gradients:  # the last slot
+        is_last_slot = self.accelerator.sync_gradients
+        if is_last_slot:
             with self.timer.part("update"), torch.enable_grad():  # code of the user may have disabled gradients
                 # 2. Take the minibatch of this optimizer step.
                 minibatch = self._next_minibatch()
@@ -257,47 +301,10 @@ class ExactUpdateTrainer(RolloutTrainer):
 
         self._step += 1
         self._current_train_step_time += time.perf_counter() - started
-        if self.accelerator.sync_gradients:
+        if is_last_slot:
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return torch.tensor(loss, device=self.args.device)
-
-    def _follow_changed_settings(self) -> None:
-        """Renew the objective if a callback has changed an attribute that it reads. Raises a [`FailedRun`] if it has
-        changed one that nothing reads anew, and a `ValueError` for a setting in `args`."""
-        checkpoint.check_fixed(self)
-        settings = copied_settings(self)
-        if settings != self._copied_settings:
-            check_changes(self, self._copied_settings, settings)
-            self._copied_settings = settings
-            self.update.objective = self.create_objective()
-
-    def _run_update(self, model, minibatch: Minibatch) -> StepResult:
-        """Back-propagate the loss of a minibatch, and repeat it with smaller micro-batches if memory runs out."""
-
-        def update() -> StepResult:
-            # The order matters: a reference that is not the policy at rollout time, as PACS's snapshot, is taken here
-            # for the first time. From then on `policy_is_reference`, which the timing reads, is False, also while the
-            # weights are still equal.
-            self.store_reference_logps(model, minibatch)
-            timing = self._update_timing()
-            return self.update.run(model, minibatch, timing)
-
-        return self.memory.repeat_until_it_fits(update, model, minibatch)
-
-    def _prepare_memory(self, resume_from_checkpoint) -> None:
-        saved = None
-        if resume_from_checkpoint:
-            saved = checkpoint.read_memory(self, Path(resume_from_checkpoint))
-        self.memory.begin_run(saved)
-
-    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
-        check_overrides(self, ExactUpdateTrainer)  # methods may also be replaced after construction
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        # Trainer has sharded the weights now.
-        if self.memory.is_automatic and self.memory.plan.workload is not None and is_sharded(self.model_wrapped):
-            self.memory.try_largest_micro_batch()
-        return prepared
 
     def _enter_training(self, model) -> None:
         """Do what Trainer does at the start of a training step."""
@@ -309,93 +316,74 @@ class ExactUpdateTrainer(RolloutTrainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
 
-    def _generate_minibatches(self, inputs) -> None:
-        """Generate and grade a generation batch, whose completions then wait for their optimizer steps: as slots that
-        steps take as they come, as a part of the next step, or as minibatches of one step each."""
-        args = self.args
-        num_minibatches = max(args.steps_per_generation // args.gradient_accumulation_steps, 1)
-        rollouts = self._generate_rollouts(inputs)
-        rollouts = self.complete_generation(inputs, rollouts, num_minibatches)
-        if self.is_sliced:  # slots are trained at any later update
-            self._store_logps_of_slices(rollouts)
-            slices = split_into_slices(rollouts, args.steps_per_generation, self._shuffle_seed())
-            self._waiting = replace(self._waiting, slices=slices)
-            return
-        has_later_updates = num_minibatches > 1 or self.num_iterations > 1
-        if has_later_updates or self._keeps_generating_policy:
-            # Log-probs under weights that the updates do not have are stored now. Those of the copy of the generating
-            # policy are stored for a single update, too: the copy has newer weights then.
-            parts = split_into_minibatches(rollouts, num_minibatches, self._shuffle_seed())
-            minibatches = [self._schedule_step(part, args.gradient_accumulation_steps) for part in parts]
-            self._store_logps_for_later_updates(minibatches)
-            self._waiting = WaitingRollouts(minibatches=minibatches)
-        else:  # the update computes all log-probs itself
-            self._waiting = self._waiting.with_unscheduled(rollouts)
+    def _follow_changed_settings(self) -> None:
+        """Renew the objective if a callback has changed an attribute that it reads. Raises a [`FailedRun`] if it has
+        changed one that nothing reads anew, and a `ValueError` for a setting in `args`."""
+        checkpoint.check_fixed(self)
+        settings = copied_settings(self)
+        if settings != self._copied_settings:
+            check_changes(self, self._copied_settings, settings)
+            self._copied_settings = settings
+            self.update.objective = self.create_objective()
 
-    def _shuffle_seed(self) -> int | None:
-        """Return the seed with which completions of a generation batch are spread over its steps; `None` for whole
-        groups in order."""
-        if not self.args.shuffle_minibatches:
-            return None
-        return request_seed(f"{self.args.seed}/minibatches", self.generation_number)
+    def _get_grad_norm(self, model, grad_norm=None):
+        grad_norm = super()._get_grad_norm(model, grad_norm)
+        skip_non_finite_step(self, model, float(grad_norm))
+        return grad_norm
 
-    def _schedule_step(self, rollouts: list[Rollout], num_slots: int) -> Minibatch:
-        """Return the minibatch of an optimizer step of `num_slots` accumulation slots."""
-        for rollout in rollouts:
-            rollout.generation_share = num_slots / self.args.steps_per_generation
-        return self.update.schedule_minibatch(rollouts)
+    # 1. Generation batches ------------------------------------------------------------------------------------------
 
     @property
     def is_sliced(self) -> bool:
         """Whether optimizer steps take slots of generation batches as they come."""
         return BatchSizes.of(self.args, self.accelerator.num_processes).is_sliced
 
-    def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
-        """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
-        process. They are compared with those of the engine here, because no update has all these completions."""
-        names = self.update.logps_for_later_updates(is_late=False)
-        minibatch = self.update.schedule_minibatch(rollouts)
-        with self.timer.part("log_probs"):
-            self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
-        share_logps(rollouts, names)
-        self.record_metrics(self.update.stored_mismatch_metrics(rollouts))
+    @property
+    def _minibatches_per_generation(self) -> int:
+        """Number of optimizer steps that share a generation batch, without reuse."""
+        return max(self.args.steps_per_generation // self.args.gradient_accumulation_steps, 1)
 
-    def _take_slice(self) -> None:
-        """Add the completions of the current accumulation slot to those of the next optimizer step."""
-        slot = self._step % self.args.steps_per_generation
-        self._waiting = self._waiting.with_unscheduled(self._waiting.slices[slot])
+    def _generate_minibatches(self, inputs) -> None:
+        """Generate and grade a generation batch, whose completions then wait for their optimizer steps. Log-probs
+        under the current weights, which later updates read, are stored now."""
+        num_minibatches = self._minibatches_per_generation
+        rollouts = self._generate_rollouts(inputs)
+        rollouts = self.complete_generation(inputs, rollouts, num_minibatches)
+        if self.is_sliced:
+            # Steps take the slots of this batch as they come.
+            self._store_logps_of_slices(rollouts)
+            slices = split_into_slices(rollouts, self.args.steps_per_generation, self._shuffle_seed())
+            self._waiting = replace(self._waiting, slices=slices)
+            return
 
-    def _get_train_sampler(self, dataset=None):
-        shares, args = self._uneven_shares(), self.args
-        if shares is None:
-            return super()._get_train_sampler(dataset)
-        sampler = UnevenSampler(
-            shares,
-            data_source=self.train_dataset if dataset is None else dataset,
-            mini_repeat_count=self.num_generations,
-            batch_size=shares.num_completions // self.num_generations,
-            repeat_count=self.num_iterations * args.steps_per_generation,
-            shuffle=self.shuffle_dataset,
-            seed=args.seed,
-        )
-        return EpochSampler(sampler, lambda: int(self.state.epoch or 0))
+        has_later_updates = num_minibatches > 1 or self.num_iterations > 1
+        if not has_later_updates and not self.args.keeps_generating_policy:
+            # The next step takes the whole batch, perhaps with other batches, and computes all log-probs itself.
+            self._waiting = self._waiting.with_more_for_next_step(rollouts)
+            return
+
+        # Each minibatch has a step, or several. The copy of the generating policy has newer weights by the time of the
+        # first step, so that its log-probs are stored even for a single one.
+        parts = split_into_minibatches(rollouts, num_minibatches, self._shuffle_seed())
+        minibatches = [self._schedule_step(part, self.args.gradient_accumulation_steps) for part in parts]
+        self._store_logps_for_later_updates(minibatches)
+        self._waiting = WaitingRollouts(minibatches=minibatches)
 
     def _generate_rollouts(self, inputs) -> list[Rollout]:
         """Generate and grade the completions of this process, and return them without padding."""
-        is_continuous = self.args.rollout_schedule == "continuous"
-        if is_continuous or self.late_rollout is not None:
+        if self.args.rollout_schedule == "continuous" or self.late_rollout is not None:
             self._last_loaded_step = self.state.global_step  # the source sends weights to a server, and TRL does not
         if self._shares is not None:
             inputs = self._shares.rows_of(self.accelerator.process_index, inputs)
         conversations: AbstractContextManager[None] = nullcontext()
-        if is_continuous and self.use_vllm:
+        if self.args.has_continuous_server:
             conversations = self._conversations_of_source()
         try:
             with conversations:
                 rollouts = self.unpad_rollouts(self._generate_and_score_completions(inputs))
         except (ServerFailure, WrongWeights) as failure:
             stop_without_engine(self, failure)
-        if self.args.is_asynchronous and not self._keeps_generating_policy:
+        if self.args.is_asynchronous and not self.args.keeps_generating_policy:
             use_engine_logps(rollouts, self.update.logps_of_generating_policy)
         return rollouts
 
@@ -412,18 +400,53 @@ class ExactUpdateTrainer(RolloutTrainer):
             environments=None,
         )
 
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
+        if self._asks_for_logps:
+            return None, None, None
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
+
+    def unpad_rollouts(self, batch: dict) -> list[Rollout]:
+        check_batch(self, batch, has_advantages=isinstance(self.update.objective, RatioObjective))
+        return super().unpad_rollouts(batch)
+
+    def _shuffle_seed(self) -> int | None:
+        """Return the seed with which completions of a generation batch are spread over its steps; `None` for whole
+        groups in order."""
+        if not self.args.shuffle_minibatches:
+            return None
+        return request_seed(f"{self.args.seed}/minibatches", self.generation_number)
+
+    def _schedule_step(self, rollouts: list[Rollout], num_slots: int) -> Minibatch:
+        """Return the minibatch of an optimizer step of `num_slots` accumulation slots."""
+        for rollout in rollouts:
+            rollout.generation_share = num_slots / self.args.steps_per_generation
+        return self.update.schedule_minibatch(rollouts)
+
+    # Log-probs at rollout time, which are stored before the weights change ------------------------------------------
+
+    def _store_logps_of_slices(self, rollouts: list[Rollout]) -> None:
+        """Store the log-probs at rollout time on all processes: a slot may be trained at any later update, on any
+        process. They are compared with those of the engine here, because no update has all these completions."""
+        names = self.update.logps_for_later_updates(is_late=False)
+        minibatch = self.update.schedule_minibatch(rollouts)
+        with self.timer.part("log_probs"):
+            self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
+        share_logps(rollouts, names)
+        self.record_metrics(self.update.stored_mismatch_metrics(rollouts))
+
     def _store_logps_for_later_updates(self, minibatches: Sequence[Minibatch]) -> None:
-        """Store the log-probs at rollout time that later updates on a generation batch read, before the policy
-        changes."""
-        if self._keeps_generating_policy:
+        """Store the log-probs at rollout time that later updates on a generation batch read."""
+        if self.args.keeps_generating_policy:
             self._recompute_generating_logps(minibatches)
         names = self.update.logps_for_later_updates(is_late=self.args.is_asynchronous)
         if not names:
             return
+        # Without reuse, the first minibatch has its only update now.
         is_reused = self.num_iterations > 1
-        later = minibatches if is_reused else minibatches[1:]
+        later_minibatches = minibatches if is_reused else minibatches[1:]
         with self.timer.part("log_probs"):
-            for minibatch in later:
+            for minibatch in later_minibatches:
                 self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
 
     def _recompute_generating_logps(self, minibatches: Sequence[Minibatch]) -> None:
@@ -440,18 +463,25 @@ class ExactUpdateTrainer(RolloutTrainer):
             # A run that has resumed requests a batch again that had not arrived, with the weights that it has now. The
             # copy of the checkpoint has earlier ones.
             self._generating_policy.renew()
+        names = self.update.logps_of_generating_policy
         with self.timer.part("log_probs"), self._generating_policy.in_place_of_policy():
             for minibatch in minibatches:
-                names = self.update.logps_of_generating_policy
                 self.update.driver.store_logps(self.model_wrapped, minibatch, *names)
         self._generating_policy.renew()
 
+    # 2. The minibatch of an optimizer step --------------------------------------------------------------------------
+
+    def _take_slice(self) -> None:
+        """Add the completions of the current accumulation slot to those of the next optimizer step."""
+        slot = self._step % self.args.steps_per_generation
+        self._waiting = self._waiting.with_more_for_next_step(self._waiting.slices[slot])
+
     def _next_minibatch(self) -> Minibatch:
         """Return the completions of the next optimizer step."""
-        if self._waiting.unscheduled:
+        if self._waiting.next_step:
             # The last step of an epoch may have fewer generation batches.
-            minibatch = self._schedule_step(self._waiting.unscheduled, self.current_gradient_accumulation_steps)
-            self._waiting = replace(self._waiting, unscheduled=[])
+            minibatch = self._schedule_step(self._waiting.next_step, self.current_gradient_accumulation_steps)
+            self._waiting = replace(self._waiting, next_step=[])
             return minibatch
         return self._waiting.minibatches[self._update_number % len(self._waiting.minibatches)]
 
@@ -459,8 +489,38 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _update_number(self) -> int:
         return self._step // self.args.gradient_accumulation_steps
 
+    # 3. The update --------------------------------------------------------------------------------------------------
+
+    def _set_coefficients(self) -> None:
+        """Set the coefficients of the update that may change between optimizer steps."""
+        self.update.entropy_coef = effective_entropy_coef(self)
+        self.update.router_coef = self.router_aux_loss_coef
+
+    def _run_update(self, model, minibatch: Minibatch) -> StepResult:
+        """Back-propagate the loss of a minibatch, and repeat it with smaller micro-batches if memory runs out."""
+
+        def update() -> StepResult:
+            # The order matters: a reference that is not the policy at rollout time, as PACS's snapshot, is taken here
+            # for the first time. From then on `policy_is_reference`, which the timing reads, is False, also while the
+            # weights are still equal.
+            self.store_reference_logps(model, minibatch)
+            timing = self._update_timing()
+            return self.update.run(model, minibatch, timing)
+
+        return self.memory.repeat_until_it_fits(update, model, minibatch)
+
+    def _update_timing(self) -> UpdateTiming:
+        is_first_update = self._is_first_update()
+        is_late = self.args.is_asynchronous  # an earlier policy than the current one generated
+        return UpdateTiming(
+            is_first_update=is_first_update,
+            old_logps_are_stored=is_late and "old_logps" in self.update.logps_of_generating_policy,
+            proxies_are_zero=is_first_update and self.policy_is_reference() and not is_late,
+        )
+
     def _is_first_update(self) -> bool:
-        """Return whether the weights have not changed since the rollouts of this optimizer step were generated."""
+        """Return whether the weights have not changed since the rollouts of this optimizer step were generated, or
+        taken from a source."""
         if self.is_sliced:  # a slot may be of an earlier generation batch
             return False
         if not self._waiting.minibatches:  # the step takes whole generation batches, each of them once
@@ -468,32 +528,19 @@ class ExactUpdateTrainer(RolloutTrainer):
         updates_per_generation = len(self._waiting.minibatches) * self.num_iterations
         return self._update_number % updates_per_generation == 0
 
-    def _update_timing(self) -> UpdateTiming:
-        is_first_update, is_late = self._is_first_update(), self.args.is_asynchronous
-        return UpdateTiming(
-            is_first_update,
-            old_logps_are_stored=is_late and "old_logps" in self.update.logps_of_generating_policy,
-            proxies_are_zero=is_first_update and self.policy_is_reference() and not is_late,
-        )
-
     def _compute_kl_ref_logps(self, model, prompt_ids, completion_ids, images=None) -> CompletionLogps:
+        """Compute log-probs under the reference of the KL term: a model of its own, or the model without the trained
+        adapter."""
         if self.ref_model is not None:
             return self.ref_pass.compute_logps(self.ref_model, prompt_ids, completion_ids, images)
         unwrapped = self.accelerator.unwrap_model(self.model)
         if self.update.driver.runs_passes_alone:
             model = unwrapped  # DDP would send buffers between two calls of `agree_on_memory`
-        with use_adapter(unwrapped, adapter_name="ref" if "ref" in unwrapped.peft_config else None):
+        adapter_name = "ref" if "ref" in unwrapped.peft_config else None  # a copy of the initial adapter, or none
+        with use_adapter(unwrapped, adapter_name):
             return self.forward_pass.compute_logps(model, prompt_ids, completion_ids, images)
 
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        """Skip the log-probs that the parent computes after generation; the update computes those that it needs."""
-        if self._asks_for_logps:
-            return None, None, None
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
-
-    def unpad_rollouts(self, batch: dict) -> list[Rollout]:
-        check_batch(self, batch, has_advantages=isinstance(self.update.objective, RatioObjective))
-        return super().unpad_rollouts(batch)
+    # Evaluation -----------------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model, inputs):
         """Compute the loss of an evaluation batch, with the formula of training and without gradient."""
@@ -508,16 +555,6 @@ class ExactUpdateTrainer(RolloutTrainer):
             metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
         self.record_metrics(metrics)
         return torch.tensor(result.loss, device=self.args.device)
-
-    def _set_coefficients(self) -> None:
-        """Set the coefficients of the update that may change between optimizer steps."""
-        self.update.entropy_coef = effective_entropy_coef(self)
-        self.update.router_coef = self.router_aux_loss_coef
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        grad_norm = super()._get_grad_norm(model, grad_norm)
-        skip_non_finite_step(self, model, float(grad_norm))
-        return grad_norm
 
     # Checkpoints ----------------------------------------------------------------------------------------------------
 
@@ -540,22 +577,21 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _load_run(self, directory: Path, state: dict) -> None:
         process_states = read_parts(self, directory)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
-        # The entries of `WaitingRollouts.by_step`.
-        slots_per_entry = 1 if self.is_sliced else self.args.gradient_accumulation_steps
-        num_entries = max(self.args.steps_per_generation // slots_per_entry, 1)
-        waiting = merge_rollouts([process_state["rollouts"] for process_state in process_states], num_entries)
-        self.restore_images([rollout for rollouts in waiting for rollout in rollouts])
-        if self.is_sliced:
-            self._waiting = WaitingRollouts(slices=waiting)
-        else:
-            self._waiting = WaitingRollouts(
-                minibatches=[self.update.schedule_minibatch(rollouts) for rollouts in waiting]
-            )
+        self._waiting = self._load_waiting([process_state["rollouts"] for process_state in process_states])
         late_batches = state["late_batches"]
         if len(process_states) != self.accelerator.num_processes and self.args.rollout_lag:
             saved = [process_state["late_batches"] for process_state in process_states]
             late_batches = divide_batches(saved, self.accelerator.process_index, self.accelerator.num_processes)
         self._source.load(late_batches)
-        if self._keeps_generating_policy:
+        if self.args.keeps_generating_policy:
             self._generating_policy = SnapshotReference(self.model_wrapped)
             load_policy_copy(self, self._generating_policy, directory)
+
+    def _load_waiting(self, saved: list[dict]) -> WaitingRollouts:
+        """Return the completions that waited, from the results of [`rollouts_to_save`] of all processes."""
+        num_entries = self.args.steps_per_generation if self.is_sliced else self._minibatches_per_generation
+        waiting = merge_rollouts(saved, num_entries)
+        self.restore_images([rollout for rollouts in waiting for rollout in rollouts])
+        if self.is_sliced:
+            return WaitingRollouts(slices=waiting)
+        return WaitingRollouts(minibatches=[self.update.schedule_minibatch(rollouts) for rollouts in waiting])

@@ -358,6 +358,11 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         return self.is_asynchronous and not self.use_vllm
 
     @property
+    def has_continuous_server(self) -> bool:
+        """Whether a vLLM server generates continuously for a worker beside training."""
+        return self.rollout_schedule == "continuous" and self.use_vllm
+
+    @property
     def keeps_generating_policy(self) -> bool:
         """Whether the trainer keeps a copy of the weights that a server generates with, for `stale_logps`."""
         return self.use_vllm and self.stale_logps == "recompute"

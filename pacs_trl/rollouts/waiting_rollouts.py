@@ -19,20 +19,21 @@ class WaitingRollouts:
     object restores an earlier state.
 
     Attributes:
-        unscheduled (`list[Rollout]`): Completions of the generation batches that share the next optimizer step.
+        next_step (`list[Rollout]`): Completions of the next optimizer step that have arrived; micro-batches are
+            scheduled when it has all.
         minibatches (`list[Minibatch]`): The optimizer steps of the current generation batch, if it has several; each
             is used `num_iterations` times.
         slices (`list[list[Rollout]]`): The completions of the current generation batch by accumulation slot, if
             optimizer steps take them as they come (`BatchSizes.is_sliced`).
     """
 
-    unscheduled: list[Rollout] = field(default_factory=list)
+    next_step: list[Rollout] = field(default_factory=list)
     minibatches: list[Minibatch] = field(default_factory=list)
     slices: list[list[Rollout]] = field(default_factory=list)
 
-    def with_unscheduled(self, rollouts: Sequence[Rollout]) -> "WaitingRollouts":
+    def with_more_for_next_step(self, rollouts: Sequence[Rollout]) -> "WaitingRollouts":
         """Return these completions with more for the next optimizer step."""
-        return replace(self, unscheduled=[*self.unscheduled, *rollouts])
+        return replace(self, next_step=[*self.next_step, *rollouts])
 
     def by_step(self) -> list[list[Rollout]]:
         """Return the completions of each accumulation slot or optimizer step of the current generation batch."""
@@ -42,10 +43,14 @@ class WaitingRollouts:
 def share_logps(rollouts: Sequence[Rollout], names: Sequence[str]) -> None:
     """Give all processes the log-probs `names` that each has stored in some of `rollouts`, which are those of all
     processes in one order."""
-    stored = [(i, [getattr(rollout, name) for name in names]) for i, rollout in enumerate(rollouts)]
-    for i, values in gather_object([(i, values) for i, values in stored if values[0] is not None]):
-        for name, value in zip(names, values, strict=True):
-            setattr(rollouts[i], name, value)
+    stored_here: list[tuple[int, list]] = []  # the index of a rollout, and its log-probs
+    for i, rollout in enumerate(rollouts):
+        logps = [getattr(rollout, name) for name in names]
+        if logps[0] is not None:
+            stored_here.append((i, logps))
+    for i, logps in gather_object(stored_here):
+        for name, values in zip(names, logps, strict=True):
+            setattr(rollouts[i], name, values)
 
 
 def split_into_slices(rollouts: Sequence[Rollout], num_slots: int, shuffle_seed: int | None) -> list[list[Rollout]]:
@@ -65,8 +70,8 @@ def rollouts_to_save(
     """Return the completions of a generation batch that this process saves, keyed by (optimizer step, index): those
     with the log-probs that only this process has, and its share of the others."""
     return {
-        (k, i): with_tensors(vars(rollout) | {"images": images_to_save(rollout.images)})
-        for k, rollouts in enumerate(steps)
+        (step, i): with_tensors(vars(rollout) | {"images": images_to_save(rollout.images)})
+        for step, rollouts in enumerate(steps)
         for i, rollout in enumerate(rollouts)
         if rollout.ref_logps is not None or rollout.old_logps is not None or i % num_processes == process
     }

@@ -122,12 +122,14 @@ class MicroBatchResults:
 
     def reduce(self) -> PassResults:
         """Return the results of all processes, in one reduction."""
-        packed = torch.cat([*self._values.values(), torch.stack([*self._sums.values()])])
-        packed = self._accelerator.reduce(packed, reduction="sum").cpu()
-        all_values, all_sums = packed[: -len(self._sums)], packed[-len(self._sums) :]
-        rows = all_values.view(len(self._values), self._minibatch.num_proxies)
-        values = dict(zip(self._values, rows, strict=True))
-        return PassResults(values, **dict(zip(self._sums, all_sums.tolist(), strict=True)))
+        concatenated = torch.cat([*self._values.values(), torch.stack([*self._sums.values()])])
+        reduced = self._accelerator.reduce(concatenated, reduction="sum").cpu()
+        num_sums = len(self._sums)
+        values = reduced[:-num_sums].view(len(self._values), self._minibatch.num_proxies)
+        sums = reduced[-num_sums:].tolist()
+        values_by_name = dict(zip(self._values, values, strict=True))
+        sums_by_name = dict(zip(self._sums, sums, strict=True))
+        return PassResults(values_by_name, **sums_by_name)
 
 
 class UpdateDriver:
@@ -305,22 +307,24 @@ class UpdateDriver:
         """Halve `max_tokens`, or the size of the largest micro-batch of `minibatch`, whichever is smaller, but hold
         its longest rollout. A minibatch without a scheduled completion counts with its passes over the skipped ones.
         Return whether micro-batches become smaller; all processes get the same result."""
-        limits, lengths = self.limits, rollout_lengths(minibatch.rollouts)
+        limits = self.limits
         schedule = minibatch.schedule
         if not minibatch.scheduled:
             schedule = self.schedule_some(minibatch, minibatch.counted)
-        sizes = [
-            micro_batch_size(indices, lengths, padded=limits.padded).tokens
-            for micro_batches in schedule
-            for indices in micro_batches
-        ]
-        largest = max(sizes, default=0)
-        current = min(limits.max_tokens or largest, largest)
-        size = max(current // 2, longest_rollout([minibatch.rollouts[i] for i in scheduled_completions(schedule)]))
-        if size >= current:
+        largest = max(self._numbers_of_tokens(minibatch, schedule), default=0)
+        longest = longest_rollout([minibatch.rollouts[i] for i in scheduled_completions(schedule)])
+        max_tokens = min(limits.max_tokens or largest, largest)
+        lowered = max(max_tokens // 2, longest)
+        if lowered >= max_tokens:
             return False
-        self.limits = limits._replace(max_tokens=size, is_adaptive=True)
+        self.limits = limits._replace(max_tokens=lowered, is_adaptive=True)
         return True
+
+    def _numbers_of_tokens(self, minibatch: Minibatch, schedule: Schedule) -> list[int]:
+        """Return the number of tokens of each micro-batch of a schedule, of all processes."""
+        lengths, padded = rollout_lengths(minibatch.rollouts), self.limits.padded
+        micro_batches = [indices for process in schedule for indices in process]
+        return [micro_batch_size(indices, lengths, padded=padded).tokens for indices in micro_batches]
 
     def split(self, minibatch: Minibatch) -> None:
         """Split the micro-batches of a minibatch that are larger than `max_tokens` allows by now."""
@@ -334,15 +338,11 @@ class UpdateDriver:
         return self.accelerator.distributed_type == DistributedType.DEEPSPEED
 
     def sample_of_skipped(self, minibatch: Minibatch, schedule: Schedule, skipped: Sequence[int]) -> list[int]:
-        """Return the first of the `skipped` completions of each group, of as many groups as a forward pass without
-        gradient takes at most 5 % of the cost of the passes of `schedule` for, but of at least one group."""
+        """Return one of the `skipped` completions of each group, the first one, for as many groups as cost at most 5 %
+        of the passes of `schedule`, but for at least one group."""
         lengths, padded = rollout_lengths(minibatch.rollouts), self.limits.padded
-        forwarded = sum(
-            micro_batch_size(indices, lengths, padded=padded).tokens
-            for micro_batches in schedule
-            for indices in micro_batches
-        )
-        budget = MAX_ENTROPY_SHARE * (1 + self.limits.backward_cost) * forwarded
+        passes = 1 + self.limits.backward_cost  # forward and backward, in forward passes
+        budget = MAX_ENTROPY_SHARE * passes * sum(self._numbers_of_tokens(minibatch, schedule))  # in tokens
         first_of_group: dict[int, int] = {}
         for i in skipped:
             first_of_group.setdefault(minibatch.rollouts[i].group, i)
@@ -375,8 +375,8 @@ class UpdateDriver:
         for micro_batch in self.micro_batches(minibatch, schedule):
             self.compute_logps(model, micro_batch)
             assert self.forward_pass.router_sums is not None  # it reads the routers
-            counts = float(bool(micro_batch.indices))  # a filler does not
-            sums.append(RouterSums(*(values * counts for values in self.forward_pass.router_sums)))
+            factor = 1.0 if micro_batch.indices else 0.0  # a filler does not count
+            sums.append(RouterSums(*(values * factor for values in self.forward_pass.router_sums)))
         return expert_loads(sums, self.accelerator)
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -399,26 +399,28 @@ class UpdateDriver:
         for micro_batch in self.micro_batches(minibatch, minibatch.schedule):
             outputs = self.compute_logps(model, micro_batch)
             for name in names:
-                rows = outputs.entropies if name == "old_entropies" else outputs.logps
-                lengths = [len(row) for row in rows]
-                rows_on_cpu = torch.cat(rows).cpu().split(lengths)  # one transfer
-                for i, row in zip(micro_batch.indices, rows_on_cpu, strict=False):  # a filler has no index
-                    setattr(minibatch.rollouts[i], name, row.numpy().copy())
+                values = outputs.entropies if name == "old_entropies" else outputs.logps
+                lengths = [len(completion_values) for completion_values in values]
+                values_on_cpu = torch.cat(values).cpu().split(lengths)  # one transfer
+                for i, completion_values in zip(micro_batch.indices, values_on_cpu, strict=False):  # a filler has none
+                    setattr(minibatch.rollouts[i], name, completion_values.numpy().copy())
 
     @torch.no_grad()
     def token_entropies(self, model, minibatch: Minibatch) -> np.ndarray:
         """Compute the entropies in nats of all counted tokens of a minibatch with an extra forward pass. The result is
         the same on all processes."""
         counted = minibatch.counted
-        lengths = [minibatch.rollouts[i].loss_mask.sum() for i in counted]
-        starts = dict(zip(counted, np.cumsum([0, *lengths]), strict=False))
+        positions: dict[int, slice] = {}  # of the tokens of each completion in the result
+        end = 0
+        for i in counted:
+            start, end = end, end + minibatch.rollouts[i].num_counted
+            positions[i] = slice(start, end)
         entropies = torch.zeros(minibatch.num_tokens, device=self.accelerator.device)
         for micro_batch in self.micro_batches(minibatch, self.schedule_some(minibatch, counted)):
-            rows = self.compute_logps(model, micro_batch).entropies
-            # A filler has no index.
-            for i, rollout, row in zip(micro_batch.indices, micro_batch.rollouts, rows, strict=False):
-                end = starts[i] + rollout.loss_mask.sum()
-                entropies[starts[i] : end] = row[torch.from_numpy(rollout.loss_mask)]
+            completion_entropies = self.compute_logps(model, micro_batch).entropies
+            for i, values in zip(micro_batch.indices, completion_entropies, strict=False):  # a filler has no index
+                loss_mask = torch.from_numpy(minibatch.rollouts[i].loss_mask)
+                entropies[positions[i]] = values[loss_mask]
         return self.accelerator.reduce(entropies, reduction="sum").cpu().numpy()
 
     @torch.no_grad()

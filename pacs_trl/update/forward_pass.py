@@ -56,7 +56,7 @@ class CompletionLogps(NamedTuple):
 
 class ModelInputs(NamedTuple):
     """
-    Inputs of a forward pass, on the CPU: `N` tokens of packed rollouts in one row, or `B` rows of `T` padded tokens.
+    Inputs of a forward pass, on the CPU: one row of `N` packed tokens, or `B` rows of `T` padded tokens.
 
     Attributes:
         inputs (`dict[str, Any]`): Keyword arguments of the model.
@@ -75,6 +75,11 @@ class ModelInputs(NamedTuple):
     token_counts: np.ndarray
     predicting_indices: np.ndarray
     segment_lengths: list[list[int]]
+
+    @property
+    def row_length(self) -> int:
+        """Number of tokens of a row, `N` or `T`."""
+        return self.token_counts.shape[1]
 
 
 # Token ids of one prompt or completion, without padding.
@@ -124,25 +129,18 @@ class ForwardPass:
         padding_free: str | None = None,
         reads_images: bool = False,
     ):
-        packing = packing if padding_free is None else renamed_packing(padding_free, stacklevel=3)
-        needs_rows = reads_whole_rows(model)
-        base = without_peft(model)
-        self.model = base
-        self.config: PreTrainedConfig = base.config
-        self.backbone = base.base_model  # the model without its head
+        if padding_free is not None:
+            packing = renamed_packing(padding_free, stacklevel=3)
+        self.model = without_peft(model)
+        self.config: PreTrainedConfig = self.model.config
+        self.backbone = self.model.base_model  # the model without its head
         # TRL's fused head multiplies by the weight that LoRA leaves unchanged.
-        self.fused = not isinstance(base.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
+        self.fused = not isinstance(self.model.get_output_embeddings(), BaseTunerLayer | TrainableTokensWrapper)
         self.max_length = context_lengths(self.config)["original_max_position_embeddings"]
-        self.state_modules = state_modules(base)
-        self.packing = packing_backend(base) if packing != "never" and not needs_rows else None
-        text_config = self.config.get_text_config()
-        if packing != "never" and self.packing is None and has_packed_layers(base):
-            other_adapter = "The adapter reads each of them as a row of its own: use plain LoRA instead."
-            other_attention = f"Set attn_implementation to sdpa, not {text_config._attn_implementation}."
-            warn_of_padding(other_adapter if needs_rows else other_attention)
+        self.state_modules = state_modules(self.model)
         self.reads_images = reads_images
-        if reads_images and not packs_images(self.config):
-            self.packing = None
+        self.packing = None if packing == "never" else self._packing_backend(reads_whole_rows(model))
+        text_config = self.config.get_text_config()
         softcap = getattr(text_config, "attn_logit_softcapping", None)
         if softcap is not None and text_config._attn_implementation == "sdpa":
             warn_of_soft_cap(text_config.model_type, softcap)
@@ -156,6 +154,19 @@ class ForwardPass:
         self.router_sums: RouterSums | None = None
         self.image_filler: tuple[list[int], PromptImages | None] | None = None
         self.on_pass: Callable[[list[list[int]], int], None] | None = None
+
+    def _packing_backend(self, adapter_reads_rows: bool) -> str | None:
+        """Return the backend that packs rollouts, `None` if they must be padded. Warns if another adapter or another
+        attention implementation would be packed."""
+        backend = None if adapter_reads_rows else packing_backend(self.model)
+        if backend is None and has_packed_layers(self.model):
+            implementation = self.config.get_text_config()._attn_implementation
+            other_adapter = "The adapter reads each of them as a row of its own: use plain LoRA instead."
+            other_attention = f"Set attn_implementation to sdpa, not {implementation}."
+            warn_of_padding(other_adapter if adapter_reads_rows else other_attention)
+        if self.reads_images and not packs_images(self.config):
+            return None
+        return backend
 
     @contextmanager
     def attention(self) -> Iterator[None]:
@@ -206,11 +217,13 @@ class ForwardPass:
         """Run the model, and return its outputs (with `logps` log-probs and entropies) at all completion tokens, `(1,
         M, ...)`, and a function that splits them into one tensor per rollout. Raises a `ValueError` if a rollout is so
         long that RoPE frequencies would depend on its batch."""
-        if self.image_filler is None or (images is not None and any(images)):
+        has_images = images is not None and any(images)
+        if has_images or self.image_filler is None:
             return self._run(model, prompt_ids, completion_ids, images, logps)
         filler_ids, filler_images = self.image_filler
-        prompt_ids, completion_ids = [*prompt_ids, filler_ids], [*completion_ids, [self.pad_token_id]]
-        images = [*(None for _ in prompt_ids[:-1]), filler_images]
+        images = [*[None] * len(prompt_ids), filler_images]
+        prompt_ids = [*prompt_ids, filler_ids]
+        completion_ids = [*completion_ids, [self.pad_token_id]]
         outputs, split = self._run(model, prompt_ids, completion_ids, images, logps, has_filler=True)
         return outputs, lambda values: _without_filler(split(values))
 
@@ -227,59 +240,36 @@ class ForwardPass:
         prompts = [np.asarray(ids, dtype=np.int64) for ids in prompt_ids]
         completions = [np.asarray(ids, dtype=np.int64) for ids in completion_ids]
         self._check_lengths(prompts, completions)
-
-        # Inputs of the model
         model_inputs = self._lay_out(prompts, completions, images)
-        token_counts = model_inputs.token_counts
-        if has_filler and self.reads_routers:
-            token_counts = self._without_filler_tokens(token_counts, len(prompts[-1]) + len(completions[-1]))
         if self.on_pass is not None:
             self.on_pass(model_inputs.segment_lengths, len(model_inputs.predicting_indices))
+
+        # The fused head computes log-probs in place of logits.
         uses_fused_head = logps and self.fused
         uses_model_head = logps and not self.fused
         labels = torch.from_numpy(np.concatenate(completions))[None].to(self.device)
-        language_model_inputs = self._on_device(model_inputs.language_model_inputs)
         inputs = self._on_device(model_inputs.inputs)
         if uses_fused_head:
             inputs |= {"fused_lm_head": True, "shift_labels": labels}
         else:
             inputs["use_cache"] = False
 
-        # Hooks
-        num_tokens = inputs["input_ids"].shape[1]
-        predicting = torch.from_numpy(model_inputs.predicting_indices).to(self.device)
-        gathered_head = ExitStack()
-
-        def at_predictions(states: torch.Tensor) -> torch.Tensor:
-            states_of_tokens = states[:, -num_tokens:]  # without PEFT's virtual tokens
-            return states_of_tokens.flatten(0, 1).index_select(0, predicting)[None]
-
-        def after_backbone(backbone, arguments, output):  # TRL's head would run on all tokens on a CPU
-            output.last_hidden_state = at_predictions(output.last_hidden_state)
-            if logps:
-                gathered_head.enter_context(whole_head(self.model.get_output_embeddings()))
-
-        def before_head(head, arguments):
-            states, *others = arguments
-            return at_predictions(states), *others
-
-        if uses_model_head:  # looked up per call, because FSDP and PEFT replace it
-            hook = self.model.get_output_embeddings().register_forward_pre_hook(before_head)
+        # Hooks in the model.
+        head: AbstractContextManager[None]
+        if uses_model_head:
+            head = self._model_head_at_predictions(model_inputs)
         else:
-            hook = self.backbone.register_forward_hook(after_backbone)
+            head = self._backbone_at_predictions(model_inputs, gathers_head=logps)
+        routers: AbstractContextManager[None] = nullcontext()
         self.router_sums = None
-        reading_routers: AbstractContextManager = nullcontext()
         if logps and self.reads_routers:
-            reading_routers = self._reading_routers(token_counts)
+            token_counts = model_inputs.token_counts
+            if has_filler:
+                token_counts = self._without_filler_tokens(token_counts, len(prompts[-1]) + len(completions[-1]))
+            routers = self._reading_routers(token_counts)
+        language_model = self._with_language_model_inputs(self._on_device(model_inputs.language_model_inputs))
 
-        with (
-            self.autocast(),
-            self.attention(),
-            reading_routers,
-            hook,
-            self._passing(language_model_inputs),
-            gathered_head,
-        ):
+        with self.autocast(), self.attention(), routers, head, language_model:
             outputs = model(**inputs)
         if uses_model_head:
             outputs = self._with_logps(outputs.logits, labels)
@@ -304,6 +294,51 @@ class ForwardPass:
         entropy_logps = vocabulary_logps if self.entropies_have_gradient else vocabulary_logps.detach()
         entropies = -(entropy_logps.exp() * entropy_logps).sum(dim=-1)
         return FusedCausalLMOutput(log_probs=token_logps, entropy=entropies)
+
+    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
+
+    # Hooks ----------------------------------------------------------------------------------------------------------
+
+    # The head computes the `M` positions that predict completion tokens, and no others. It is looked up in each pass,
+    # because FSDP and PEFT replace it.
+
+    @contextmanager
+    def _backbone_at_predictions(self, model_inputs: ModelInputs, *, gathers_head: bool) -> Iterator[None]:
+        """Let the backbone return the hidden states of these positions, `(1, M, H)`, inside the context. TRL's fused
+        head reads its output, and would run on all tokens on a CPU. With `gathers_head` its weights are gathered."""
+        at_predictions = self._selection_of_predictions(model_inputs)
+        gathered_head = ExitStack()
+
+        def after_backbone(backbone, arguments, output):
+            output.last_hidden_state = at_predictions(output.last_hidden_state)
+            if gathers_head:
+                gathered_head.enter_context(whole_head(self.model.get_output_embeddings()))
+
+        with self.backbone.register_forward_hook(after_backbone), gathered_head:
+            yield
+
+    @contextmanager
+    def _model_head_at_predictions(self, model_inputs: ModelInputs) -> Iterator[None]:
+        """Let the head of the model read the hidden states of these positions, `(1, M, H)`, inside the context."""
+        at_predictions = self._selection_of_predictions(model_inputs)
+
+        def before_head(head, arguments):
+            states, *others = arguments
+            return at_predictions(states), *others
+
+        with self.model.get_output_embeddings().register_forward_pre_hook(before_head):
+            yield
+
+    def _selection_of_predictions(self, model_inputs: ModelInputs) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that selects these positions of hidden states, `(1, N, H)` or `(B, T, H)`."""
+        predicting = torch.from_numpy(model_inputs.predicting_indices).to(self.device)
+
+        def at_predictions(states: torch.Tensor) -> torch.Tensor:
+            states_of_tokens = states[:, -model_inputs.row_length :]  # without PEFT's virtual tokens
+            return states_of_tokens.flatten(0, 1).index_select(0, predicting)[None]
+
+        return at_predictions
 
     @contextmanager
     def _reading_routers(self, token_counts: np.ndarray) -> Iterator[None]:
@@ -339,17 +374,8 @@ class ForwardPass:
             counts[0, -num_tokens:] = 0
         return counts
 
-    def _without_placeholders(self, completion: np.ndarray) -> np.ndarray:
-        """Return a completion with padding in place of placeholders of images, which it has no images for."""
-        tokens = [getattr(self.config, name, None) for name in ("image_token_id", "image_token_index")]
-        is_placeholder = np.isin(completion, [token for token in tokens if token is not None])
-        return np.where(is_placeholder, self.pad_token_id, completion)
-
-    def _on_device(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {name: value.to(self.device) if torch.is_tensor(value) else value for name, value in inputs.items()}
-
     @contextmanager
-    def _passing(self, language_model_inputs: dict[str, Any]) -> Iterator[None]:
+    def _with_language_model_inputs(self, language_model_inputs: dict[str, Any]) -> Iterator[None]:
         """Pass more inputs to the language model inside the model, see [`ModelInputs`]."""
         if not language_model_inputs:
             yield
@@ -360,6 +386,64 @@ class ForwardPass:
 
         with self.model.get_decoder().register_forward_pre_hook(before_language_model, with_kwargs=True):
             yield
+
+    # Inputs ---------------------------------------------------------------------------------------------------------
+
+    def _lay_out(
+        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
+    ) -> ModelInputs:
+        """Return the inputs of a forward pass over some rollouts, packed or padded."""
+        if images is not None and any(images):
+            completions = [self._without_placeholders(ids) for ids in completions]
+        else:
+            images = None
+        if self.packing is None:
+            return self._padded_inputs(prompts, completions, images)
+        return self._packed_inputs(prompts, completions, images)
+
+    def _without_placeholders(self, completion: np.ndarray) -> np.ndarray:
+        """Return a completion with padding in place of placeholders of images, which it has no images for."""
+        tokens = [getattr(self.config, name, None) for name in ("image_token_id", "image_token_index")]
+        is_placeholder = np.isin(completion, [token for token in tokens if token is not None])
+        return np.where(is_placeholder, self.pad_token_id, completion)
+
+    def _packed_inputs(
+        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
+    ) -> ModelInputs:
+        prompt_positions = None
+        if images is not None:
+            prompt_positions = [
+                self._prompt_positions(prompt, prompt_images)
+                for prompt, prompt_images in zip(prompts, images, strict=True)
+            ]
+        packed = PackedRollouts(
+            prompts,
+            completions,
+            images=images,
+            prompt_positions=prompt_positions,
+            keeps_last_tokens=self.reads_routers,
+        )
+        inputs: dict[str, Any] = {
+            "input_ids": torch.from_numpy(packed.ids)[None],
+            "attention_mask": None,
+            "position_ids": torch.from_numpy(packed.positions).unsqueeze(-2),
+        }
+        language_model_inputs: dict[str, Any] = {}
+        kernel_inputs = packed.kernel_inputs()
+        if self.state_modules:
+            kernel_inputs["seq_idx"] = Segments(packed.groups, self.device)
+        if images is None:
+            inputs |= kernel_inputs
+        else:
+            inputs |= packed_image_inputs(packed.images, len(packed.ids), packed.starts)
+            language_model_inputs = kernel_inputs
+        return ModelInputs(
+            inputs,
+            language_model_inputs,
+            token_counts=packed.multiplicities[None],
+            predicting_indices=packed.flat_indices,
+            segment_lengths=packed.blocks,
+        )
 
     def _prompt_positions(self, prompt: np.ndarray, images: PromptImages | None) -> np.ndarray:
         """Return the position ids of a prompt: `(P,)`, or `(3, P)` if those of images have a time and a place."""
@@ -375,62 +459,24 @@ class ForwardPass:
         positions, _ = get_rope_index(input_ids=ids, attention_mask=torch.ones_like(ids), **inputs)
         return positions[:, 0].numpy()
 
-    def _lay_out(
+    def _padded_inputs(
         self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
     ) -> ModelInputs:
-        """Return the inputs of a forward pass over some rollouts, packed or padded."""
-        if images is not None and any(images):
-            completions = [self._without_placeholders(ids) for ids in completions]
-        else:
-            images = None
-        if self.packing is None:
-            return self._padded(prompts, completions, images)
-        return self._packed(prompts, completions, images)
-
-    def _packed(
-        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
-    ) -> ModelInputs:
-        positions = None
-        if images:
-            positions = [self._prompt_positions(*pair) for pair in zip(prompts, images, strict=True)]
-        packed = PackedRollouts(
-            prompts, completions, images=images, prompt_positions=positions, keeps_last_tokens=self.reads_routers
-        )
-        inputs: dict[str, Any] = {
-            "input_ids": torch.from_numpy(packed.ids)[None],
-            "attention_mask": None,
-            "position_ids": torch.from_numpy(packed.positions).unsqueeze(-2),
-        }
-        kernel_inputs = packed.kernel_inputs()
-        if self.state_modules:
-            kernel_inputs["seq_idx"] = Segments(packed.groups, self.device)
-        language_model_inputs: dict[str, Any] = {}
-        if images:
-            inputs |= packed_image_inputs(packed.images, len(packed.ids), packed.starts)
-            language_model_inputs = kernel_inputs
-        else:
-            inputs |= kernel_inputs
-        return ModelInputs(
-            inputs,
-            language_model_inputs,
-            token_counts=packed.multiplicities[None],
-            predicting_indices=packed.flat_indices,
-            segment_lengths=packed.blocks,
-        )
-
-    def _padded(
-        self, prompts: list[np.ndarray], completions: list[np.ndarray], images: Sequence[PromptImages | None] | None
-    ) -> ModelInputs:
-        sequences = [np.concatenate(pair) for pair in zip(prompts, completions, strict=True)]
-        tokens = [torch.from_numpy(sequence) for sequence in sequences]
-        ids = pad_sequence(tokens, batch_first=True, padding_value=self.pad_token_id)
-        mask = pad_sequence([torch.ones_like(sequence) for sequence in tokens], batch_first=True)
+        sequences = [
+            torch.from_numpy(np.concatenate([prompt, completion]))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
+        ids = pad_sequence(sequences, batch_first=True, padding_value=self.pad_token_id)
+        mask = pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
         inputs = {"input_ids": ids, "attention_mask": mask}
-        if images:
-            inputs |= padded_image_inputs(images, ids.shape[1])
+        row_length = ids.shape[1]
+        if images is not None:
+            inputs |= padded_image_inputs(images, row_length)
         # A token is predicted one position earlier, the first one of a completion at the end of its prompt.
-        ends_of_prompts = [i * ids.shape[1] + len(prompt) - 1 for i, prompt in enumerate(prompts)]
-        predicting = [np.arange(i, i + len(c)) for i, c in zip(ends_of_prompts, completions, strict=True)]
+        predicting: list[np.ndarray] = []
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            end_of_prompt = row * row_length + len(prompt) - 1
+            predicting.append(np.arange(end_of_prompt, end_of_prompt + len(completion)))
         return ModelInputs(
             inputs,
             language_model_inputs={},
@@ -494,11 +540,13 @@ def logps_in_batches(
     completions. All processes make equally many calls, if need be on a filler. Returns one float32 `(C,)` per
     completion on the CPU."""
     logps: list[torch.Tensor] = []
-    for start in range(0, max(gather_object([len(prompt_ids)])), batch_size):
+    most_completions = max(gather_object([len(prompt_ids)]))  # of a process
+    for start in range(0, most_completions, batch_size):
         part = slice(start, start + batch_size)
+        images_of_part = None if images is None else images[part]
         if prompt_ids[part]:
-            outputs = compute(prompt_ids[part], completion_ids[part], images and images[part])
+            outputs = compute(prompt_ids[part], completion_ids[part], images_of_part)
         else:
-            outputs = compute([[0, 0]], [[0, 0]], images and [None])
+            outputs = compute([[0, 0]], [[0, 0]], None)  # a filler
         logps += [values.cpu() for values in outputs.logps]
-    return logps[: len(prompt_ids)]
+    return logps[: len(prompt_ids)]  # without those of a filler

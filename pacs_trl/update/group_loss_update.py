@@ -28,6 +28,7 @@ from .minibatch import MicroBatch, Minibatch, UpdateTiming
 from .policy_update import PolicyUpdate
 from .rollout import Rollout
 from .router_loss import ExpertLoads
+from .token_weights import MismatchValues
 
 
 class GroupObjective(ABC):
@@ -136,7 +137,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
     def counted_tokens(self, rollout: Rollout) -> int:
         """Return the number of tokens that the proxy of a completion sums over."""
-        return int(rollout.loss_mask.sum())
+        return rollout.num_counted
 
     def coefficients(self, minibatch: Minibatch, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
         """Return the coefficients of the completions `indices`, which must form whole groups, for the loss averaged
@@ -160,9 +161,7 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
     def schedule_minibatch(self, rollouts: list[Rollout]) -> Minibatch:
         if self.objective.proxy_reference is None:
             # The mean log-prob of no token would be 0, that of the most probable completion.
-            rollouts = [
-                rollout if rollout.loss_mask.any() else replace(rollout, label=math.nan) for rollout in rollouts
-            ]
+            rollouts = [r if r.num_counted > 0 else replace(r, label=math.nan) for r in rollouts]
         if not self.all_have_gradient and not self.shapes_coefficients:
             return self.driver.schedule_minibatch(rollouts)
         # KL term and entropy bonus include completions without a label, and shaped coefficients may be theirs.
@@ -211,8 +210,8 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
 
             # 4. The entropy of the completions without a forward pass, before the backward passes, between which FSDP
             # keeps weights gathered.
-            forwarded = schedule if proxy_pass is None else minibatch.schedule
-            skipped_entropy_sum = self._skipped_entropy(model, minibatch, forwarded, timing)
+            forwarded_schedule = schedule if proxy_pass is None else minibatch.schedule
+            skipped_entropy_sum = self._skipped_entropy(model, minibatch, forwarded_schedule, timing)
 
             # 5. The gradient.
             loads = self._measure_expert_loads(model, minibatch)
@@ -236,8 +235,9 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         if policy_is_reference:
             proxies = torch.zeros_like(proxies)
         skipped_entropy_sum = self._skipped_entropy(model, minibatch, minibatch.schedule, timing)
-        entropy_sum, num_tokens = results.entropy_sum + skipped_entropy_sum, max(minibatch.num_tokens, 1)
-        result = self._summarize(minibatch, results, proxies, entropy_sum, num_bonus_tokens=num_tokens)
+        entropy_sum = results.entropy_sum + skipped_entropy_sum
+        num_bonus_tokens = max(minibatch.num_tokens, 1)
+        result = self._summarize(minibatch, results, proxies, entropy_sum, num_bonus_tokens)
         return self._with_router_loss(result, self._measure_expert_loads(model, minibatch))
 
     @torch.no_grad()
@@ -273,31 +273,29 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
         coefficients: torch.Tensor | None,
         timing: UpdateTiming,
         loads: ExpertLoads | None,
-    ) -> tuple[PassResults, list[tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[PassResults, list[MismatchValues]]:
         """Back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL term, the entropy bonus, and the loss of the
         routers. If `coefficients` is `None`, micro-batches must hold whole groups. Returns the results of the forward
-        passes, and those of [`mismatch_ratios`] for each micro-batch."""
+        passes, and the mismatch of each micro-batch."""
         results = MicroBatchResults(["proxies"], minibatch, self.driver.accelerator)
-        num_tokens, num_bonus_tokens = max(minibatch.num_tokens, 1), self._num_bonus_tokens(minibatch)
+        num_tokens = max(minibatch.num_tokens, 1)
+        num_bonus_tokens = self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
-        measured_mismatch = []
+        measured_mismatch: list[MismatchValues] = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
             proxies = self.proxies(logps, micro_batch)
-            if not micro_batch.indices:
-                completion_coefficients = torch.zeros(1)
-            elif coefficients is not None:
-                completion_coefficients = coefficients[minibatch.proxy_indices(micro_batch.indices)]
-            else:
-                completion_coefficients = self.coefficients(minibatch, micro_batch.indices, proxies.cpu())
+            completion_coefficients = self._coefficients_of(micro_batch, minibatch, coefficients, proxies)
             token_coefficients = self.token_coefficients(micro_batch, completion_coefficients.to(logps.device))
             if measures_mismatch:
                 measured_mismatch.append(self._measure_mismatch(logps, micro_batch))
 
             tokens = self._token_values(micro_batch, logps, entropies, token_coefficients, timing)
             token_factors = [weights(tokens) for weights in self.token_weights]
-            weighted_logps = math.prod(token_factors, start=logps)
+            weighted_logps = logps
+            for factors in token_factors:
+                weighted_logps = weighted_logps * factors
             kl = self._kl_terms(model, logps, micro_batch, tokens.old_logps)
             policy_loss = (token_coefficients * weighted_logps.masked_fill(~micro_batch.loss_mask, 0.0)).sum()
             kl_sum = kl.sum()
@@ -308,6 +306,21 @@ class GroupLossUpdate(PolicyUpdate[Minibatch]):
             self.driver.backward(policy_loss + kl_loss + entropy_loss + router_loss)
             results.add(micro_batch, entropies, {"proxies": proxies}, kl_sum, bonus_entropy_sum)
         return results.reduce(), measured_mismatch
+
+    def _coefficients_of(
+        self,
+        micro_batch: MicroBatch,
+        minibatch: Minibatch,
+        coefficients: torch.Tensor | None,
+        proxies: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the coefficients of a micro-batch from those of the minibatch, if they are known, or else from the
+        proxies of the micro-batch."""
+        if not micro_batch.indices:  # a filler
+            return torch.zeros(1)
+        if coefficients is not None:
+            return coefficients[minibatch.proxy_indices(micro_batch.indices)]
+        return self.coefficients(minibatch, micro_batch.indices, proxies.cpu())
 
     def _skipped_entropy(self, model, minibatch: Minibatch, schedule: Schedule, timing: UpdateTiming) -> float:
         """Return the summed entropy in nats of the counted tokens in completions that `schedule` skips, estimated by

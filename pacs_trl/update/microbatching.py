@@ -77,6 +77,14 @@ class MicroBatchSize(NamedTuple):
     cost: float
 
 
+class Unit(NamedTuple):
+    """Rollouts that stay together in a micro-batch, with the size of a forward pass over them alone."""
+
+    indices: list[int]
+    tokens: int
+    cost: float
+
+
 def micro_batch_size(indices: Sequence[int], lengths: RolloutLengths, *, padded: bool) -> MicroBatchSize:
     """Return the size of a forward pass over `indices`, which may be empty. If `padded`, each rollout counts with the
     length of the longest. Otherwise a shared prompt counts once."""
@@ -116,26 +124,25 @@ def schedule_micro_batches(
     Returns:
         The schedule, or `None` if a unit does not fit into a micro-batch.
     """
-    padded, max_rollouts, max_tokens = limits.padded, limits.max_rollouts, math.inf
+    max_rollouts, max_tokens = limits.max_rollouts, math.inf
     if limits.max_tokens is not None:
         max_rollouts, max_tokens = max(sum(map(len, units)), 1), limits.max_tokens
 
-    def schedule_units(units: Sequence[Sequence[int]]) -> Schedule | None:
-        sized = [(list(unit), *micro_batch_size(unit, lengths, padded=padded)) for unit in units]
-        if any(len(unit) > max_rollouts or tokens > max_tokens for unit, tokens, _ in sized):
-            return None
-        sized.sort(key=lambda unit: -unit[2])
-        if padded:
-            micro_batches = _neighbours_in_length([unit for unit, *_ in sized], lengths, max_rollouts, max_tokens)
+    candidates: list[Sequence[Sequence[int]]] = [units]
+    if not limits.padded:
+        candidates += _parts_of_groups(units, lengths, max_rollouts)
+    schedules: list[Schedule] = []
+    for candidate in candidates:
+        sized = [Unit(list(unit), *micro_batch_size(unit, lengths, padded=limits.padded)) for unit in candidate]
+        if any(len(unit.indices) > max_rollouts or unit.tokens > max_tokens for unit in sized):
+            continue
+        sized.sort(key=lambda unit: -unit.cost)
+        if limits.padded:
+            micro_batches = _neighbours_in_length(sized, lengths, max_rollouts, max_tokens)
         else:
             micro_batches = _evenly_filled(sized, limits.num_processes, max_rollouts, max_tokens)
-        return _over_processes(micro_batches, lengths, limits)
-
-    schedules = [schedule_units(units)]
-    if not padded:
-        schedules += [schedule_units(parts) for parts in _parts_of_groups(units, lengths, max_rollouts)]
-    possible = [candidate for candidate in schedules if candidate is not None]
-    return min(possible, key=lambda candidate: schedule_cost(candidate, lengths, padded=padded), default=None)
+        schedules.append(_over_processes(micro_batches, lengths, limits))
+    return min(schedules, key=lambda schedule: schedule_cost(schedule, lengths, padded=limits.padded), default=None)
 
 
 def split_micro_batches(
@@ -144,17 +151,19 @@ def split_micro_batches(
     """Return the schedule with every micro-batch of more than `max_tokens` tokens split. No rollout changes its
     process, where its log-probs may be stored. `max_tokens` must hold the longest rollout."""
     limits = MicroBatchConfig(1, 1, max_tokens, padded=padded)
-    processes = []
+    processes: Schedule = []
     for micro_batches in schedule:
         parts: list[list[int]] = []
         for indices in micro_batches:
-            split = None
-            if micro_batch_size(indices, lengths, padded=padded).tokens > max_tokens:
-                split = schedule_micro_batches(lengths, [[i] for i in indices], limits)
-            parts += split[0] if split is not None else [indices]
+            if micro_batch_size(indices, lengths, padded=padded).tokens <= max_tokens:
+                parts.append(indices)
+                continue
+            split = schedule_micro_batches(lengths, [[i] for i in indices], limits)
+            assert split is not None  # `max_tokens` holds the longest rollout
+            parts += split[0]  # of the only process of `limits`
         processes.append(sorted(parts, key=lambda part: -micro_batch_size(part, lengths, padded=padded).cost))
-    number = max(map(len, processes))
-    return [[*parts, *([[]] * (number - len(parts)))] for parts in processes]
+    most_parts = max(map(len, processes))
+    return [[*parts, *([[]] * (most_parts - len(parts)))] for parts in processes]
 
 
 def _parts_of_groups(
@@ -195,40 +204,46 @@ def _over_processes(micro_batches: list[list[int]], lengths: RolloutLengths, lim
 
 
 def _neighbours_in_length(
-    units: list[list[int]], lengths: RolloutLengths, max_rollouts: int, max_tokens: float
+    units: list[Unit], lengths: RolloutLengths, max_rollouts: int, max_tokens: float
 ) -> list[list[int]]:
     """Cut the units, longest first, into runs that fit; a run has similar lengths, so there is little padding."""
     micro_batches: list[list[int]] = []
     for unit in units:
-        joined = micro_batches[-1] + unit if micro_batches else []
-        fits = micro_batch_size(joined, lengths, padded=True).tokens <= max_tokens and len(joined) <= max_rollouts
-        if joined and fits:
-            micro_batches[-1] = joined
-        else:
-            micro_batches.append(unit)
+        if micro_batches:
+            joined = micro_batches[-1] + unit.indices
+            tokens = micro_batch_size(joined, lengths, padded=True).tokens
+            if tokens <= max_tokens and len(joined) <= max_rollouts:
+                micro_batches[-1] = joined
+                continue
+        micro_batches.append(unit.indices)
     return micro_batches
 
 
-def _evenly_filled(
-    units: list[tuple[list[int], int, float]], num_processes: int, max_rollouts: int, max_tokens: float
-) -> list[list[int]]:
-    """Assign each unit, a tuple of indices, tokens, and cost (most expensive first), to the cheapest micro-batch with
-    room, and use the smallest number of micro-batches for which all units fit."""
-    number, total = sum(len(indices) for indices, *_ in units), sum(tokens for _, tokens, _ in units)
-    fewest = max(math.ceil(number / max_rollouts), math.ceil(total / max_tokens))
-    num_micro_batches = -(-fewest // num_processes) * num_processes
+def _evenly_filled(units: list[Unit], num_processes: int, max_rollouts: int, max_tokens: float) -> list[list[int]]:
+    """Assign each unit, most expensive first, to the cheapest micro-batch with room, and use the smallest number of
+    micro-batches for which all units fit."""
+    num_rollouts = sum(len(unit.indices) for unit in units)
+    num_tokens = sum(unit.tokens for unit in units)
+    fewest = max(math.ceil(num_rollouts / max_rollouts), math.ceil(num_tokens / max_tokens))
+    num_micro_batches = math.ceil(fewest / num_processes) * num_processes
     while True:
-        micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
-        sizes, tokens_of, costs = np.zeros((3, num_micro_batches))
-        for indices, tokens, cost in units:
-            room = (sizes + len(indices) <= max_rollouts) & (tokens_of + tokens <= max_tokens)
-            if not room.any():
-                break
-            i = int(np.where(room, costs, np.inf).argmin())
-            micro_batches[i] += indices
-            sizes[i] += len(indices)
-            tokens_of[i] += tokens
-            costs[i] += cost
-        else:
+        micro_batches = _filled(units, num_micro_batches, max_rollouts, max_tokens)
+        if micro_batches is not None:
             return micro_batches
         num_micro_batches += num_processes
+
+
+def _filled(units: list[Unit], num_micro_batches: int, max_rollouts: int, max_tokens: float) -> list[list[int]] | None:
+    """Assign each unit to the cheapest of some micro-batches with room; `None` if there is none for one of them."""
+    micro_batches: list[list[int]] = [[] for _ in range(num_micro_batches)]
+    num_rollouts, num_tokens, costs = np.zeros((3, num_micro_batches))
+    for unit in units:
+        has_room = (num_rollouts + len(unit.indices) <= max_rollouts) & (num_tokens + unit.tokens <= max_tokens)
+        if not has_room.any():
+            return None
+        cheapest = int(np.where(has_room, costs, np.inf).argmin())
+        micro_batches[cheapest] += unit.indices
+        num_rollouts[cheapest] += len(unit.indices)
+        num_tokens[cheapest] += unit.tokens
+        costs[cheapest] += unit.cost
+    return micro_batches

@@ -52,8 +52,8 @@ class Minibatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens with a True loss mask."""
-        return sum(int(rollout.loss_mask.sum()) for rollout in self.rollouts)
+        """Number of counted tokens."""
+        return sum(rollout.num_counted for rollout in self.rollouts)
 
     @property
     def num_scorable(self) -> int:
@@ -62,8 +62,8 @@ class Minibatch:
 
     @property
     def counted(self) -> list[int]:
-        """Indices of the completions with a True entry in their loss mask."""
-        return [i for i, rollout in enumerate(self.rollouts) if rollout.loss_mask.any()]
+        """Indices of the completions with a counted token."""
+        return [i for i, rollout in enumerate(self.rollouts) if rollout.num_counted > 0]
 
     @property
     def scheduled(self) -> set[int]:
@@ -157,12 +157,24 @@ def split_minibatch(minibatch: Minibatch, max_tokens: int, *, padded: bool) -> N
     [`split_micro_batches`]."""
     lengths = rollout_lengths(minibatch.rollouts)
     schedule = split_micro_batches(minibatch.schedule, lengths, max_tokens, padded=padded)
-    if schedule != minibatch.schedule:
-        parts = [set(indices) for micro_batches in schedule for indices in micro_batches]
-        scheduled = scheduled_completions(schedule)
-        groups = [scheduled.intersection(members) for members in minibatch.groups.members]
-        minibatch.whole_groups &= all(any(group <= part for part in parts) for group in groups if group)
-        minibatch.schedule = schedule
+    if schedule == minibatch.schedule:
+        return
+    minibatch.schedule = schedule
+    if minibatch.whole_groups:
+        minibatch.whole_groups = _holds_whole_groups(schedule, minibatch.groups)
+
+
+def _holds_whole_groups(schedule: Schedule, groups: Groups) -> bool:
+    """Return whether the scheduled completions of each group are in one micro-batch."""
+    number_of_completion: dict[int, int] = {}  # number of the micro-batch of each scheduled completion
+    micro_batches = [indices for process in schedule for indices in process]
+    for number, indices in enumerate(micro_batches):
+        number_of_completion |= dict.fromkeys(indices, number)
+    for members in groups.members:
+        numbers = {number_of_completion[i] for i in members if i in number_of_completion}
+        if len(numbers) > 1:
+            return False
+    return True
 
 
 def _prefers_whole_groups(whole: Schedule, split: Schedule, lengths: RolloutLengths, limits: MicroBatchConfig) -> bool:
@@ -183,12 +195,15 @@ def longest_rollout(rollouts: Sequence[Rollout]) -> int:
 
 def rollout_lengths(rollouts: list[Rollout], pair_cost: float = 0.0) -> RolloutLengths:
     """Return the lengths of prompts and completions; prompts with equal token ids and images share an id."""
-    prompt_numbers: dict[tuple, int] = {}
-    keys = [(rollout.prompt_ids.tobytes(), rollout.images and rollout.images.digest) for rollout in rollouts]
-    numbers = [prompt_numbers.setdefault(key, len(prompt_numbers)) for key in keys]
+    number_of_prompt: dict[tuple, int] = {}
+    prompt_numbers: list[int] = []
+    for rollout in rollouts:
+        digest = None if rollout.images is None else rollout.images.digest
+        prompt = rollout.prompt_ids.tobytes(), digest
+        prompt_numbers.append(number_of_prompt.setdefault(prompt, len(number_of_prompt)))
     prompts = [len(rollout.prompt_ids) for rollout in rollouts]
     completions = [len(rollout.completion_ids) for rollout in rollouts]
-    return RolloutLengths(prompts, completions, numbers, pair_cost)
+    return RolloutLengths(prompts, completions, prompt_numbers, pair_cost)
 
 
 # Filler for a process without completions in a forward pass that other processes run, with weight zero. Its last token

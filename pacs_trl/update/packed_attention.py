@@ -20,7 +20,6 @@ for all kernels: it is one more logit without a value, which scales the output b
 
 import importlib
 import inspect
-import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -127,16 +126,21 @@ def _(gradient, query, key, value, sinks, *settings) -> tuple[torch.Tensor, ...]
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
-    query, key, value, sinks, cu_seq_lens_q, cu_seq_lens_k, key_indices, *settings = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output, cu_seq_lens_q, cu_seq_lens_k, key_indices)
-    ctx.settings = settings
+    query, key, value, sinks, cu_seq_lens_q, cu_seq_lens_k, key_indices, *numbers = inputs
+    out, log_sum = output
+    ctx.save_for_backward(query, key, value, sinks, out, log_sum, cu_seq_lens_q, cu_seq_lens_k, key_indices)
+    ctx.numbers = numbers
+    ctx.num_inputs = len(inputs)
 
 
 def _differentiate(ctx, gradient, log_sum_gradient):
-    saved = ctx.saved_tensors  # once, because checkpointing frees them
-    *gradients, sink_gradient = _attend_backward(gradient, *saved, *ctx.settings)
-    has_sinks = saved[3] is not None
-    return *gradients, sink_gradient if has_sinks else None, *[None] * (3 + len(ctx.settings))
+    query, key, value, sinks, *others = ctx.saved_tensors  # once, because checkpointing frees them
+    gradients = _attend_backward(gradient, query, key, value, sinks, *others, *ctx.numbers)
+    query_gradient, key_gradient, value_gradient, sink_gradient = gradients
+    if sinks is None:
+        sink_gradient = None
+    bounds_and_rule = [None] * (ctx.num_inputs - 4)  # have no gradient
+    return query_gradient, key_gradient, value_gradient, sink_gradient, *bounds_and_rule
 
 
 _attend.register_autograd(_differentiate, setup_context=_save_for_backward)
@@ -195,78 +199,104 @@ def kernel_of(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule:
 
 
 class Tile(NamedTuple):
-    """Queries and consecutive keys. The first query is `offset` positions behind the first key; with an `offset` of
-    `None`, every query attends to every key."""
+    """Queries and consecutive keys of the packed tokens. The first query is `offset` positions behind the first key,
+    and the causal mask and the window apply; with an `offset` of `None`, every query attends to every key."""
 
     queries: slice
     keys: slice
     offset: int | None
 
 
-def tiles_of(bounds: Bounds, window: int | None, block: int = sys.maxsize) -> tuple[list[Tile], list[Tile]]:
+class Tiles(NamedTuple):
+    """
+    All tiles of packed attention.
+
+    Attributes:
+        same_segment (`list[Tile]`): Queries and keys of the same segment; they contain each query once.
+        shared_prompt (`list[Tile]`): Queries of branches and keys of their prompt.
+    """
+
+    same_segment: list[Tile]
+    shared_prompt: list[Tile]
+
+
+def tiles_of(bounds: Bounds, window: int | None, block: int = sys.maxsize) -> Tiles:
     """
     Split packed attention into tiles of at most `block` queries. Keys that a window puts out of reach are left out.
 
     In the example of this module, the tiles of the same segment are those of tokens 0 to 2, 3 to 4, and 5 to 8 with
     their own keys, and one tile has the queries of both branches, tokens 3 to 8, and the keys of the prompt.
-
-    Returns:
-        Tiles of queries and keys of the same segment, which contain each query once, and tiles of queries of branches
-        and keys of their prompt.
     """
-    lengths, key_lengths = (tuple(x.diff().tolist()) for x in (bounds.cu_seq_lens_q, bounds.cu_seq_lens_k))
+    lengths = tuple(bounds.cu_seq_lens_q.diff().tolist())
+    key_lengths = tuple(bounds.cu_seq_lens_k.diff().tolist())
     return _tiles(lengths, key_lengths, window or sys.maxsize, block)
 
 
 @lru_cache(maxsize=8)  # for all layers of a forward and backward pass
-def _tiles(
-    lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int, block: int
-) -> tuple[list[Tile], list[Tile]]:
-    groups: list[list[slice]] = []  # segments: a prompt and its branches, or one that shares nothing
-    for start, length, num_keys in zip(itertools.accumulate((0, *lengths)), lengths, key_lengths, strict=False):
-        if num_keys == length:  # no keys of a prompt in front: a new prompt, or a segment that shares nothing
-            groups.append([])
-        groups[-1].append(slice(start, start + length))
-    windowed_block = min(block, window, max(64, window // 4))  # such a tile has up to window + windowed_block keys
-    same_segment: list[Tile] = []
-    shared_prompt: list[Tile] = []
-    for group in groups:
-        # Queries and keys of the same segment.
-        for segment in group:
-            size = block if segment.stop - segment.start <= window else windowed_block
-            for queries in _blocks(segment, size):
-                first_key = max(segment.start, queries.start + 1 - window)
-                same_segment.append(Tile(queries, slice(first_key, queries.stop), queries.start - first_key))
-        # Queries of branches and keys of their prompt: of all branches together, where no window hides a key.
-        prompt, *branches = group
-        num_prompt = prompt.stop - prompt.start
-        if all(num_prompt + branch.stop - branch.start <= window for branch in branches):
-            together = slice(prompt.stop, group[-1].stop)
-            shared_prompt += [Tile(queries, prompt, None) for queries in _blocks(together, block)]
-            continue
-        for branch in branches:
-            shared_prompt += _prompt_tiles_in_window(prompt, branch, window, windowed_block)
-    return same_segment, shared_prompt
+def _tiles(lengths: tuple[int, ...], key_lengths: tuple[int, ...], window: int, block: int) -> Tiles:
+    # Small blocks at a window: a tile has up to window + windowed_block keys, of which each query sees `window`.
+    windowed_block = min(block, window, max(64, window // 4))
+    tiles = Tiles([], [])
+    for prompt, branches in _segments_by_prompt(lengths, key_lengths):
+        for segment in [prompt, *branches]:
+            fits_window = _length(segment) <= window
+            tiles.same_segment.extend(_segment_tiles(segment, window, block if fits_window else windowed_block))
+        if all(_length(prompt) + _length(branch) <= window for branch in branches):
+            # No window hides a key: the queries of all branches together, which follow the prompt.
+            end = branches[-1].stop if branches else prompt.stop
+            all_branches = slice(prompt.stop, end)
+            tiles.shared_prompt.extend(Tile(queries, prompt, None) for queries in _blocks(all_branches, block))
+        else:
+            for branch in branches:
+                tiles.shared_prompt.extend(_prompt_tiles(prompt, branch, window, windowed_block))
+    return tiles
 
 
-def _prompt_tiles_in_window(prompt: slice, branch: slice, window: int, block: int) -> Iterator[Tile]:
-    """Yield tiles of at most `block` queries of a branch and of the keys of its prompt that a window lets them see."""
+def _segments_by_prompt(lengths: tuple[int, ...], key_lengths: tuple[int, ...]) -> list[tuple[slice, list[slice]]]:
+    """Return each prompt and its branches. A segment that shares no prompt is one without branches."""
+    groups: list[tuple[slice, list[slice]]] = []
+    start = 0
+    for length, num_keys in zip(lengths, key_lengths, strict=True):
+        segment = slice(start, start + length)
+        attends_to_prompt = num_keys > length
+        if attends_to_prompt:
+            _, branches = groups[-1]
+            branches.append(segment)
+        else:
+            groups.append((segment, []))
+        start += length
+    return groups
+
+
+def _segment_tiles(segment: slice, window: int, block: int) -> Iterator[Tile]:
+    """Yield tiles of at most `block` queries of a segment, and of its keys that a window lets them see."""
+    for queries in _blocks(segment, block):
+        first_key = max(segment.start, queries.start + 1 - window)
+        yield Tile(queries, slice(first_key, queries.stop), offset=queries.start - first_key)
+
+
+def _prompt_tiles(prompt: slice, branch: slice, window: int, block: int) -> Iterator[Tile]:
+    """Yield tiles of at most `block` queries of a branch, and of the keys of its prompt that a window lets them
+    see."""
     # Only the first `window - 1` tokens of a branch still see its prompt.
     seeing = slice(branch.start, min(branch.stop, branch.start + window - 1))
     for queries in _blocks(seeing, block):
-        # Position of the first query, and of the first key that it sees, counted from the start of the prompt.
-        position = prompt.stop - prompt.start + queries.start - branch.start
-        first_key = max(0, position + 1 - window)
+        # Positions of the first and the last query, and of the first key, counted from the start of the prompt.
+        first_query = _length(prompt) + queries.start - branch.start
+        last_query = first_query + _length(queries) - 1
+        first_key = max(0, first_query + 1 - window)
+        needs_no_mask = last_query - first_key < window  # the last query still sees the first key
         keys = slice(prompt.start + first_key, prompt.stop)
-        # Where the last query still sees the first key, no mask is needed.
-        last_position = position + queries.stop - queries.start - 1
-        sees_all = last_position - first_key < window
-        yield Tile(queries, keys, None if sees_all else position - first_key)
+        yield Tile(queries, keys, offset=None if needs_no_mask else first_query - first_key)
 
 
 def _blocks(part: slice, size: int) -> Iterator[slice]:
     for start in range(part.start, part.stop, size):
         yield slice(start, min(start + size, part.stop))
+
+
+def _length(part: slice) -> int:
+    return part.stop - part.start
 
 
 # Kernels ------------------------------------------------------------------------------------------------------------
@@ -283,31 +313,37 @@ class TiledKernel:
     @classmethod
     def forward(cls, query, key, value, bounds: Bounds, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output `(1, H, N, D_v)`, tokens first in memory, and the log-sum-exps `(1, H, N)`."""
-        out, log_sum = _empty_tokens_first(query, value.shape[-1]), _empty_log_sum(query)
-        same_segment, shared_prompt = tiles_of(bounds, rule.window, cls.block)
-        for tile in same_segment:
-            part = tile.queries
-            inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
-            out[:, :, part], log_sum[:, :, part] = cls.attend(*inputs, tile.offset, rule)
-        for tile in shared_prompt:
-            part = tile.queries
-            inputs = query[:, :, part], key[:, :, tile.keys], value[:, :, tile.keys]
-            prompt_out, prompt_sum = cls.attend(*inputs, tile.offset, rule)
-            branch_out, branch_sum = out[:, :, part], log_sum[:, :, part]
+        out = _empty_tokens_first(query, value.shape[-1])
+        log_sum = _empty_log_sum(query)
+        tiles = tiles_of(bounds, rule.window, cls.block)
+
+        def attend(tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+            queries, keys = tile.queries, tile.keys
+            return cls.attend(query[:, :, queries], key[:, :, keys], value[:, :, keys], tile.offset, rule)
+
+        for tile in tiles.same_segment:
+            out[:, :, tile.queries], log_sum[:, :, tile.queries] = attend(tile)
+        for tile in tiles.shared_prompt:
+            prompt_out, prompt_sum = attend(tile)
+            branch_out, branch_sum = out[:, :, tile.queries], log_sum[:, :, tile.queries]
             # In the softmax over all keys, those of the prompt have the weight
             # exp(prompt_sum) / (exp(prompt_sum) + exp(branch_sum)).
-            share = torch.sigmoid(prompt_sum - branch_sum)[..., None]
-            out[:, :, part] = torch.lerp(branch_out.to(share.dtype), prompt_out.to(share.dtype), share)
-            log_sum[:, :, part] = torch.logaddexp(prompt_sum, branch_sum)
+            prompt_share = torch.sigmoid(prompt_sum - branch_sum)[..., None]
+            dtype = prompt_share.dtype
+            out[:, :, tile.queries] = torch.lerp(branch_out.to(dtype), prompt_out.to(dtype), prompt_share)
+            log_sum[:, :, tile.queries] = torch.logaddexp(prompt_sum, branch_sum)
         return out, log_sum
 
     @classmethod
     def backward(cls, gradient, query, key, value, out, log_sum, bounds: Bounds, rule: LogitRule):
         """Return the gradients with respect to query, key, and value, tokens first in memory."""
-        input_gradients = [_empty_tokens_first(x, x.shape[-1]).zero_() for x in (query, key, value)]
-        for tile in itertools.chain(*tiles_of(bounds, rule.window, cls.block)):
+        query_gradient, key_gradient, value_gradient = (
+            _empty_tokens_first(states, states.shape[-1]).zero_() for states in (query, key, value)
+        )
+        tiles = tiles_of(bounds, rule.window, cls.block)
+        for tile in [*tiles.same_segment, *tiles.shared_prompt]:
             queries, keys = tile.queries, tile.keys
-            tile_gradients = cls.attend_backward(
+            tile_query, tile_key, tile_value = cls.attend_backward(
                 gradient[:, :, queries],
                 query[:, :, queries],
                 out[:, :, queries],
@@ -317,9 +353,10 @@ class TiledKernel:
                 tile.offset,
                 rule,
             )
-            for whole, part, tile_gradient in zip(input_gradients, (queries, keys, keys), tile_gradients, strict=True):
-                whole[:, :, part].add_(tile_gradient)
-        return input_gradients
+            query_gradient[:, :, queries].add_(tile_query)
+            key_gradient[:, :, keys].add_(tile_key)
+            value_gradient[:, :, keys].add_(tile_value)
+        return query_gradient, key_gradient, value_gradient
 
     @staticmethod
     def attend(query, key, value, offset: int | None, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor]:
@@ -337,16 +374,18 @@ class FlashTiles(TiledKernel):
 
     @staticmethod
     def attend(query, key, value, offset, rule):
-        attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         mask, is_causal = _flash_mask(query, key, offset, rule)
-        return attend(query, key, value, 0.0, is_causal, attn_mask=mask, scale=rule.scale)
+        dropout = 0.0
+        return kernel(query, key, value, dropout, is_causal, attn_mask=mask, scale=rule.scale)
 
     @staticmethod
     def attend_backward(gradient, query, out, log_sum, key, value, offset, rule):
-        attend_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         mask, is_causal = _flash_mask(query, key, offset, rule)
         states = gradient, query, key, value, out, log_sum
-        return attend_backward(*states, 0.0, is_causal, attn_mask=mask, scale=rule.scale)
+        dropout = 0.0
+        return kernel(*states, dropout, is_causal, attn_mask=mask, scale=rule.scale)
 
 
 def _flash_mask(query, key, offset: int | None, rule: LogitRule) -> tuple[torch.Tensor | None, bool]:
@@ -354,7 +393,9 @@ def _flash_mask(query, key, offset: int | None, rule: LogitRule) -> tuple[torch.
     num_queries, num_keys = query.shape[2], key.shape[2]
     if offset is None:
         return None, False
-    if offset == 0 and num_queries == num_keys <= (rule.window or num_keys):
+    is_square = offset == 0 and num_queries == num_keys
+    is_inside_window = not rule.window or num_keys <= rule.window
+    if is_square and is_inside_window:
         return None, True
     visible = visible_keys(num_queries, num_keys, offset, rule.window, query.device)
     return torch.zeros(visible.shape, dtype=query.dtype).masked_fill_(~visible, -math.inf), False
@@ -364,7 +405,8 @@ def visible_keys(num_queries: int, num_keys: int, offset: int, window: int | Non
     """Return the mask, bool `(num_queries, num_keys)`, of a causal [`Tile`]."""
     queries = torch.arange(offset, offset + num_queries, device=device)
     distances = queries[:, None] - torch.arange(num_keys, device=device)
-    return (distances >= 0) & (distances < (window or sys.maxsize))
+    is_causal = distances >= 0
+    return is_causal & (distances < window) if window else is_causal
 
 
 class ExplicitTiles(TiledKernel):
@@ -377,34 +419,37 @@ class ExplicitTiles(TiledKernel):
         capped, _ = _capped_logits(query, key, offset, rule)
         log_sum = capped.logsumexp(dim=-1)
         weights = (capped - log_sum[..., None]).exp_()
-        return _ungrouped(_product(weights.to(value.dtype), value[0]), query), _ungrouped(log_sum, query)
+        out = _product(weights.to(value.dtype), value[0])
+        return _ungrouped(out, query), _ungrouped(log_sum, query)
 
     @staticmethod
     def attend_backward(gradient, query, out, log_sum, key, value, offset, rule):
         # With weights w, values v, the output o, and its gradient g, a logit has the gradient w * (g . v - g . o).
         capped, slope = _capped_logits(query, key, offset, rule)
         weights = (capped - _grouped(log_sum, key)[..., None]).exp_()
-        gradient_of_groups = _grouped(gradient, key)
-        inner = (gradient * out).sum(dim=-1, dtype=log_sum.dtype)
-        change = _product(gradient_of_groups, value[0].mT) - _grouped(inner, key)[..., None]
-        logit_gradient = (weights * change * slope * rule.scale).to(query.dtype)
-        query_gradient = _ungrouped(_product(logit_gradient, key[0]), query)
-        key_gradient = _product(logit_gradient.mT, _grouped(query, key))
-        value_gradient = _product(weights.to(value.dtype).mT, gradient_of_groups)
+        out_gradient = _grouped(gradient, key)
+        gradient_dot_out = _grouped((gradient * out).sum(dim=-1, dtype=log_sum.dtype), key)[..., None]
+        logit_gradient = weights * (_product(out_gradient, value[0].mT) - gradient_dot_out)
+        product_gradient = (logit_gradient * slope * rule.scale).to(query.dtype)  # of query . key
+        query_gradient = _ungrouped(_product(product_gradient, key[0]), query)
+        key_gradient = _product(product_gradient.mT, _grouped(query, key))
+        value_gradient = _product(weights.to(value.dtype).mT, out_gradient)
         return query_gradient, key_gradient[None], value_gradient[None]
 
 
 def _capped_logits(query, key, offset: int | None, rule: LogitRule) -> tuple[torch.Tensor, torch.Tensor | float]:
     """Return the logits `(H_kv, H / H_kv * n, m)`, and their derivative with respect to those without the cap."""
-    scaled = _product(_grouped(query, key), key[0].mT) * rule.scale
+    logits = _product(_grouped(query, key), key[0].mT) * rule.scale
     slope: torch.Tensor | float = 1.0
     if rule.softcap is not None:
-        ratio = torch.tanh(scaled / rule.softcap)
-        scaled, slope = rule.softcap * ratio, 1 - ratio.square()
+        ratio = torch.tanh(logits / rule.softcap)
+        logits = rule.softcap * ratio
+        slope = 1 - ratio.square()
     if offset is not None:
         visible = visible_keys(query.shape[2], key.shape[2], offset, rule.window, query.device)
-        scaled = scaled.masked_fill(~visible.repeat(query.shape[1] // key.shape[1], 1), -math.inf)
-    return scaled, slope
+        visible_of_group = visible.repeat(query.shape[1] // key.shape[1], 1)
+        logits = logits.masked_fill(~visible_of_group, -math.inf)
+    return logits, slope
 
 
 def _grouped(states: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -557,8 +602,12 @@ def _segment_states(query, key, value, bounds: Bounds, grouped: bool) -> list[to
 def _sum_of_copies(gradients: list[torch.Tensor], key: torch.Tensor, bounds: Bounds) -> list[torch.Tensor]:
     """Sum the gradients of the copies that [`_segment_states`] makes: `(1, H_kv, N, width)`."""
     heads, num_tokens = key.shape[1:3]
-    gradients = [x.unflatten(1, (heads, -1)).sum(dim=2) if x.shape[1] > heads else x for x in gradients]
-    if len(bounds.key_indices) > num_tokens:
-        sums = (x.new_zeros(num_tokens, *x.shape[1:]) for x in gradients)
-        gradients = [x.index_add_(0, bounds.key_indices, copies) for x, copies in zip(sums, gradients, strict=True)]
-    return [x.transpose(0, 1)[None] for x in gradients]
+    sums: list[torch.Tensor] = []
+    for copies in gradients:  # (tokens, heads, width)
+        if copies.shape[1] > heads:  # one copy for each head of queries
+            copies = copies.unflatten(1, (heads, -1)).sum(dim=2)
+        if len(copies) > num_tokens:  # one copy of a prompt for each branch
+            whole = copies.new_zeros(num_tokens, *copies.shape[1:])
+            copies = whole.index_add_(0, bounds.key_indices, copies)
+        sums.append(copies.transpose(0, 1)[None])
+    return sums

@@ -64,6 +64,21 @@ class RecurrenceBatches(NamedTuple):
     outputs: torch.Tensor
 
 
+class PrecededSegments(NamedTuple):
+    """
+    A sequence of `M` tokens in which each segment of a micro-batch of `N` tokens follows the tokens before it.
+
+    Attributes:
+        inputs (int64, shape `(M,)`): Index in the micro-batch of each token of the sequence.
+        is_zero (bool, shape `(M,)`): Which tokens of the sequence are zeros, because nothing is before them.
+        outputs (int64, shape `(N,)`): Index in the sequence of each token of the micro-batch.
+    """
+
+    inputs: torch.Tensor
+    is_zero: torch.Tensor
+    outputs: torch.Tensor
+
+
 class Segments:
     """
     Prompts and completions of a packed micro-batch, in which each completion continues its prompt.
@@ -93,69 +108,68 @@ class Segments:
                 self.completions.append(np.arange(start, start + length))
                 self.prompt_of.append(number)
                 start += length
-        self._convolutions: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
-        self._recurrences: dict[int, RecurrenceBatches] = {}
+        # Of all layers of a pass, by the arguments of the methods below.
+        self._preceded: dict[int, PrecededSegments] = {}
+        self._batches: dict[int, RecurrenceBatches] = {}
 
-    def with_previous(self, num_previous: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """
-        Return the sequence of `M` tokens in which each segment is preceded by the `num_previous` tokens before it: for
-        a completion the last ones of its prompt, and zeros where there are none.
+    def with_previous(self, num_previous: int) -> PrecededSegments:
+        """Return the sequence in which each segment is preceded by the `num_previous` tokens before it: for a
+        completion the last ones of its prompt, and zeros where there are none."""
+        if num_previous not in self._preceded:
+            self._preceded[num_previous] = self._with_previous(num_previous)
+        return self._preceded[num_previous]
 
-        Returns:
-            Index in the micro-batch of each token of this sequence, int64 `(M,)`; which of its tokens are zeros, bool
-            `(M,)`; and index in this sequence of each token of the micro-batch, int64 `(N,)`.
-        """
-        if num_previous not in self._convolutions:
-            zeros = np.full(num_previous, -1)
-            preceded = [(zeros, prompt) for prompt in self.prompts]
-            for completion, number in zip(self.completions, self.prompt_of, strict=True):
-                before = np.concatenate([zeros, self.prompts[number]])
-                preceded.append((before[len(before) - num_previous :], completion))
-            inputs = np.concatenate([part for pair in preceded for part in pair])
-            outputs, end = np.empty(self.num_tokens, dtype=np.int64), 0
-            for previous, segment in preceded:
-                start = end + len(previous)
-                end = start + len(segment)
-                outputs[segment] = np.arange(start, end)
-            self._convolutions[num_previous] = (
-                self._tensor(inputs.clip(min=0)),
-                self._tensor(inputs < 0),
-                self._tensor(outputs),
-            )
-        return self._convolutions[num_previous]
+    def _with_previous(self, num_previous: int) -> PrecededSegments:
+        zeros = np.full(num_previous, -1)
+        preceded = [(zeros, prompt) for prompt in self.prompts]
+        for completion, number in zip(self.completions, self.prompt_of, strict=True):
+            before = np.concatenate([zeros, self.prompts[number]])
+            preceded.append((before[len(before) - num_previous :], completion))
+        inputs = np.concatenate([part for pair in preceded for part in pair])
+        outputs = np.empty(self.num_tokens, dtype=np.int64)
+        end = 0
+        for previous, segment in preceded:
+            start = end + len(previous)
+            end = start + len(segment)
+            outputs[segment] = np.arange(start, end)
+        return PrecededSegments(self._tensor(inputs.clip(min=0)), self._tensor(inputs < 0), self._tensor(outputs))
 
     def batches(self, chunk: int) -> RecurrenceBatches:
         """Return the segments in batches. Prompts are padded to multiples of `chunk`, in front, so that their last
         token ends one."""
-        if chunk not in self._recurrences:
-            prompts_by_length = _by_length(self.prompts, chunk)
-            completions_by_length = _by_length(self.completions, min(chunk, KERNEL_CHUNK))
-            flat_indices, flat_padding = [], []
+        if chunk not in self._batches:
+            self._batches[chunk] = self._in_batches(chunk)
+        return self._batches[chunk]
 
-            # Prompts start from empty states.
-            prompts: list[SegmentBatch] = []
-            no_states = np.empty(0, dtype=np.int64)
-            for length, numbers in prompts_by_length:
-                indices, is_padding = _padded([self.prompts[i] for i in numbers], length, left=True)
-                prompts.append(self._segment_batch(indices, is_padding, no_states))
-                flat_indices.append(indices.ravel())
-                flat_padding.append(is_padding.ravel())
+    def _in_batches(self, chunk: int) -> RecurrenceBatches:
+        prompts_by_length = _by_length(self.prompts, chunk)
+        completions_by_length = _by_length(self.completions, min(chunk, KERNEL_CHUNK))
+        flat_indices, flat_padding = [], []
 
-            # Completions start from the last states of their prompts, which are in the order of the batches.
-            completions: list[SegmentBatch] = []
-            state_of_prompt = np.argsort([number for _, numbers in prompts_by_length for number in numbers])
-            first_states = state_of_prompt[np.array(self.prompt_of, dtype=np.int64)]
-            for length, numbers in completions_by_length:
-                indices, is_padding = _padded([self.completions[i] for i in numbers], length)
-                completions.append(self._segment_batch(indices, is_padding, first_states[numbers]))
-                flat_indices.append(indices.ravel())
-                flat_padding.append(is_padding.ravel())
+        # Prompts start from empty states.
+        prompts: list[SegmentBatch] = []
+        no_states = np.empty(0, dtype=np.int64)
+        for length, numbers in prompts_by_length:
+            indices, is_padding = _padded([self.prompts[i] for i in numbers], length, left=True)
+            prompts.append(self._segment_batch(indices, is_padding, no_states))
+            flat_indices.append(indices.ravel())
+            flat_padding.append(is_padding.ravel())
 
-            occupied = np.flatnonzero(~np.concatenate(flat_padding))
-            outputs = np.empty(self.num_tokens, dtype=np.int64)
-            outputs[np.concatenate(flat_indices)[occupied]] = occupied
-            self._recurrences[chunk] = RecurrenceBatches(prompts, completions, self._tensor(outputs))
-        return self._recurrences[chunk]
+        # Completions start from the last states of their prompts, which are in the order of the batches.
+        completions: list[SegmentBatch] = []
+        state_of_prompt = np.argsort([number for _, numbers in prompts_by_length for number in numbers])
+        first_states = state_of_prompt[np.array(self.prompt_of, dtype=np.int64)]
+        for length, numbers in completions_by_length:
+            indices, is_padding = _padded([self.completions[i] for i in numbers], length)
+            completions.append(self._segment_batch(indices, is_padding, first_states[numbers]))
+            flat_indices.append(indices.ravel())
+            flat_padding.append(is_padding.ravel())
+
+        # Where the outputs of the tokens are, among those of all batches with their padding.
+        occupied = np.flatnonzero(~np.concatenate(flat_padding))
+        outputs = np.empty(self.num_tokens, dtype=np.int64)
+        outputs[np.concatenate(flat_indices)[occupied]] = occupied
+        return RecurrenceBatches(prompts, completions, self._tensor(outputs))
 
     def _segment_batch(self, indices: np.ndarray, is_padding: np.ndarray, first_states: np.ndarray) -> SegmentBatch:
         return SegmentBatch(self._tensor(indices), self._tensor(is_padding), self._tensor(first_states))
@@ -268,19 +282,19 @@ def _recur(
         written (`list[torch.Tensor]`): Inputs `(1, N, ...)` without which an empty state stays empty.
         others (`list[torch.Tensor]`): More inputs `(1, N, ...)`.
     """
-    outputs, states = [], []
+    outputs: list[torch.Tensor] = []
+    states_of_batches: list[torch.Tensor] = []
     for batch in batches.prompts:
-        tokens = [_take(x, batch.indices) for x in written + others]
-        for i in range(len(written)):
-            mask = batch.is_padding.view(*batch.is_padding.shape, *[1] * (tokens[i].ndim - 2))
-            tokens[i] = tokens[i].masked_fill(mask, 0)
-        output, state = function(tokens, None)
+        written_tokens = [_without_padding(_take(x, batch.indices), batch.is_padding) for x in written]
+        other_tokens = [_take(x, batch.indices) for x in others]
+        output, last_states = function(written_tokens + other_tokens, None)
         outputs.append(output)
-        states.append(state)
-    last_of_prompts = torch.cat(states)
+        states_of_batches.append(last_states)
+    states_of_prompts = torch.cat(states_of_batches)
     for batch in batches.completions:
         tokens = [_take(x, batch.indices) for x in written + others]
-        output, _ = function(tokens, last_of_prompts.index_select(0, batch.first_states))
+        first_states = states_of_prompts.index_select(0, batch.first_states)
+        output, _ = function(tokens, first_states)
         outputs.append(output)
     return torch.cat([output.flatten(0, 1) for output in outputs]).index_select(0, batches.outputs)[None]
 
@@ -288,6 +302,12 @@ def _recur(
 def _take(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Return the states `(1, N, ...)` of some tokens, `(B, T, ...)`."""
     return states[0].index_select(0, indices.flatten()).unflatten(0, indices.shape)
+
+
+def _without_padding(states: torch.Tensor, is_padding: torch.Tensor) -> torch.Tensor:
+    """Return states `(B, T, ...)` with 0 where `is_padding`, `(B, T)`, is True."""
+    other_dimensions = [1] * (states.ndim - 2)
+    return states.masked_fill(is_padding.view(*is_padding.shape, *other_dimensions), 0)
 
 
 def _nothing_fused(function: Callable, segments: Segments, *args: Any, **kwargs: Any) -> None:
@@ -331,7 +351,8 @@ class _OnSegments:
 def state_modules(model: nn.Module) -> list[ModuleType]:
     """Return the modeling files of a model whose layers have a convolution or recurrence that runs on segments."""
     names = {cls.__module__ for module in model.modules() for cls in type(module).__mro__}
-    return [sys.modules[name] for name in sorted(names) if not _ON_SEGMENTS.keys().isdisjoint(vars(sys.modules[name]))]
+    modules = [sys.modules[name] for name in sorted(names)]
+    return [module for module in modules if not _ON_SEGMENTS.keys().isdisjoint(vars(module))]
 
 
 @contextmanager

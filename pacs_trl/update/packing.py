@@ -85,56 +85,52 @@ class PackedRollouts:
         prompt_positions: Sequence[np.ndarray] | None = None,
         keeps_last_tokens: bool = False,
     ):
-        images = [None] * len(prompts) if images is None else images
-        self.blocks: list[list[int]] = []
+        if images is None:
+            images = [None] * len(prompts)
         self.images: list[PromptImages | None] = []
         self.starts: list[int] = []
+        self.blocks: list[list[int]] = []
         self.groups: list[tuple[int, list[int]]] = []
-        pieces: list[np.ndarray] = []
+        ids: list[np.ndarray] = []
         positions: list[np.ndarray] = []
         multiplicities: list[np.ndarray] = []
-        predicting: dict[int, np.ndarray] = {}
-        rollouts_by_prompt: dict[tuple, list[int]] = {}
-        for i, (prompt, prompt_images) in enumerate(zip(prompts, images, strict=True)):
-            digest = None if prompt_images is None else prompt_images.digest
-            rollouts_by_prompt.setdefault((prompt.tobytes(), digest), []).append(i)
-        end = 0
-        for rows in rollouts_by_prompt.values():
-            prompt = prompts[rows[0]]
-            self.images.append(images[rows[0]])
-            self.starts.append(end)
-            pieces.append(prompt)
+        predicting_indices: dict[int, np.ndarray] = {}  # by rollout
+        end = 0  # of the tokens that are packed already
+        for rollouts in _rollouts_by_prompt(prompts, images):
+            first = rollouts[0]
+            prompt = prompts[first]
             if prompt_positions is None:
                 positions_in_prompt = np.arange(len(prompt))
             else:
-                positions_in_prompt = prompt_positions[rows[0]]
+                positions_in_prompt = prompt_positions[first]
+            self.images.append(images[first])
+            self.starts.append(end)
+            ids.append(prompt)
             positions.append(positions_in_prompt)
-            multiplicities.append(np.full(len(prompt), len(rows)))
+            multiplicities.append(np.full(len(prompt), len(rollouts)))
             end += len(prompt)
             last_of_prompt = end - 1
             branch_lengths: list[int] = []
-            for i in rows:
+            for i in rollouts:
                 branch = completions[i] if keeps_last_tokens else completions[i][:-1]
-                pieces.append(branch)
                 if len(branch) > 0:
                     branch_lengths.append(len(branch))
-                positions_in_branch = np.arange(len(branch)) + positions_in_prompt.max() + 1
+                positions_in_branch = positions_in_prompt.max() + 1 + np.arange(len(branch))
                 branch_shape = (*positions_in_prompt.shape[:-1], len(branch))
+                ids.append(branch)
                 positions.append(np.broadcast_to(positions_in_branch, branch_shape))
                 multiplicities.append(np.ones(len(branch), dtype=np.int64))
                 # A token is predicted one position earlier, the first one of a completion at the end of its prompt.
                 previous_indices = np.array([last_of_prompt, *range(end, end + len(branch))])
-                predicting[i] = previous_indices[: len(completions[i])]
+                predicting_indices[i] = previous_indices[: len(completions[i])]
                 end += len(branch)
             self.groups.append((len(prompt), branch_lengths))
-            if len(rows) > 1:
-                self.blocks.append([len(prompt), *branch_lengths])
-            else:
-                self.blocks.append([len(prompt) + sum(branch_lengths)])
-        self.ids = np.concatenate(pieces)
+            is_shared = len(rollouts) > 1
+            self.blocks.append([len(prompt), *branch_lengths] if is_shared else [len(prompt) + sum(branch_lengths)])
+        self.ids = np.concatenate(ids)
         self.positions = np.concatenate(positions, axis=-1)
         self.multiplicities = np.concatenate(multiplicities)
-        self.flat_indices = np.concatenate([predicting[i] for i in range(len(prompts))])
+        self.flat_indices = np.concatenate([predicting_indices[i] for i in range(len(prompts))])
 
     def kernel_inputs(self) -> dict[str, Any]:
         """Return the keyword arguments of variable-length kernels under the names of transformers, and `key_indices`,
@@ -161,6 +157,15 @@ class PackedRollouts:
             "max_length_k": max(key_lengths),
             "key_indices": torch.from_numpy(np.concatenate(key_indices)),
         }
+
+
+def _rollouts_by_prompt(prompts: Sequence[np.ndarray], images: Sequence[PromptImages | None]) -> list[list[int]]:
+    """Return the indices of the rollouts of each distinct prompt: with the same tokens and the same images."""
+    rollouts: dict[tuple[bytes, bytes | None], list[int]] = {}
+    for i, (prompt, prompt_images) in enumerate(zip(prompts, images, strict=True)):
+        digest = None if prompt_images is None else prompt_images.digest
+        rollouts.setdefault((prompt.tobytes(), digest), []).append(i)
+    return list(rollouts.values())
 
 
 def _packed_eager(
@@ -211,13 +216,13 @@ def _autocast(*states: torch.Tensor) -> list[torch.Tensor]:
 def _with_dropout(query, key, value, bounds: Bounds, scale: float, dropout: float) -> torch.Tensor:
     """Call SDPA once per segment, which recomputes the prompt's queries for each branch."""
     key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for x in (key, value))
-    outputs, end = [], 0
-    for indices in bounds.key_indices.split(bounds.cu_seq_lens_k.diff().tolist()):
+    outputs: list[torch.Tensor] = []
+    lengths = bounds.cu_seq_lens_q.diff().tolist()
+    key_indices = bounds.key_indices.split(bounds.cu_seq_lens_k.diff().tolist())
+    for length, indices in zip(lengths, key_indices, strict=True):
         queries, keys, values = (x.index_select(2, indices) for x in (query, key, value))
         whole = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, dropout_p=dropout, scale=scale)
-        length = int(indices[-1]) + 1 - end
-        outputs.append(whole[:, :, -length:])
-        end += length
+        outputs.append(whole[:, :, -length:])  # without the queries of the prompt in front
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
@@ -269,17 +274,18 @@ def packing_backend(model: PreTrainedModel) -> str | None:
 def has_packed_layers(model: PreTrainedModel) -> bool:
     """Return whether the layers of an unwrapped model can be packed, with some attention implementation."""
     config = model.config.get_text_config()
-    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
-    packed_layer_types = _PACKED_LAYER_TYPES
     functions = {name for module in state_modules(model) for name in vars(module)}
-    if CONVOLUTION in functions:
-        packed_layer_types = packed_layer_types | {"conv"}
     has_recurrence = not functions.isdisjoint(RECURRENCES)
-    if has_recurrence:
-        packed_layer_types = packed_layer_types | {"linear_attention", "hybrid"}
     # Models with a recurrence do not declare the attention interface, which they use.
-    if not (model._supports_attention_backend or has_recurrence) or config.model_type in _MASKED_BY_THEIR_LAYERS:
+    uses_attention_interface = model._supports_attention_backend or has_recurrence
+    if not uses_attention_interface or config.model_type in _MASKED_BY_THEIR_LAYERS:
         return False
+    packed_layer_types = set(_PACKED_LAYER_TYPES)
+    if CONVOLUTION in functions:
+        packed_layer_types |= {"conv"}
+    if has_recurrence:
+        packed_layer_types |= {"linear_attention", "hybrid"}
+    layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     return packed_layer_types.issuperset(layer_types) and not _has_windows_by_layer_config(config)
 
 

@@ -27,7 +27,7 @@ from .microbatching import Schedule
 from .minibatch import MicroBatch, Minibatch, UpdateTiming, collate, scheduled_completions
 from .rollout import Rollout
 from .router_loss import ExpertLoads, RouterSums
-from .token_weights import Mismatch, TokenValues, TokenWeights, mismatch_metrics, mismatch_ratios
+from .token_weights import Mismatch, MismatchValues, TokenValues, TokenWeights, mismatch_metrics, mismatch_ratios
 
 
 MinibatchT = TypeVar("MinibatchT", bound=Minibatch)
@@ -147,22 +147,28 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         for weights in self.token_weights:
             weights.prepare(self.driver, model, minibatch)
 
+    def _names_of_values(self, number: int) -> list[str]:
+        """Return the names of the results of [`TokenWeights.completion_values`] of the token weights `number`."""
+        return [f"{number}/{i}" for i in range(self.token_weights[number].num_values)]
+
     @property
     def _completion_value_names(self) -> list[str]:
-        """Names of the results of [`TokenWeights.completion_values`]."""
-        return [f"{k}/{j}" for k, weights in enumerate(self.token_weights) for j in range(weights.num_values)]
+        """Names of the results of [`TokenWeights.completion_values`] of all token weights."""
+        return [name for number in range(len(self.token_weights)) for name in self._names_of_values(number)]
 
     def _completion_values(self, tokens: TokenValues) -> dict[str, torch.Tensor]:
+        """Return the values of the completions of a micro-batch by name, `(B,)` each."""
         values = [value for weights in self.token_weights for value in weights.completion_values(tokens)]
         return dict(zip(self._completion_value_names, values, strict=True))
 
     def _begin_token_weights(self, minibatch: Minibatch, coefficients: torch.Tensor, results: PassResults) -> None:
         """Give token weights their values of the whole minibatch."""
-        has_tokens = torch.tensor([bool(rollout.loss_mask.any()) for rollout in minibatch.rollouts])
-        for k, weights in enumerate(self.token_weights):
-            rows = [results.values[f"{k}/{j}"] for j in range(weights.num_values)]
-            values = torch.stack(rows) if rows else torch.zeros(0, len(coefficients))
-            weights.begin(coefficients, values, has_tokens, minibatch.num_scorable)
+        is_counted = torch.tensor([rollout.num_counted > 0 for rollout in minibatch.rollouts])
+        for number, weights in enumerate(self.token_weights):
+            values = torch.zeros(0, len(coefficients))
+            if weights.num_values > 0:
+                values = torch.stack([results.values[name] for name in self._names_of_values(number)])
+            weights.begin(coefficients, values, is_counted, minibatch.num_scorable)
 
     def _token_values(
         self,
@@ -172,6 +178,8 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         coefficients: torch.Tensor,
         timing: UpdateTiming,
     ) -> TokenValues:
+        """Return what token weights and ratio losses read of a micro-batch, `(B, T)`. On the first update, the policy
+        at rollout time is the current one, unless an earlier policy generated."""
         old_logps, old_entropies = micro_batch.old_logps, micro_batch.old_entropies
         if timing.is_first_update:
             old_entropies = entropies
@@ -263,12 +271,16 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
 
     # Mismatch between engine and trainer ----------------------------------------------------------------------------
 
-    def _mismatch_metrics(self, measured: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
-        """Return the metrics of [`mismatch_ratios`], of which `measured` has the result for each micro-batch of this
-        process, over all processes."""
+    def _measure_mismatch(self, logps: torch.Tensor, micro_batch: MicroBatch) -> MismatchValues:
+        return mismatch_ratios(logps, micro_batch.sampling_logps, micro_batch.loss_mask, self.mismatch)
+
+    def _mismatch_metrics(self, measured: list[MismatchValues]) -> dict[str, float]:
+        """Return the metrics of the mismatch over all processes, of which `measured` has the values of each
+        micro-batch of this process."""
         if not measured:
             return {}
-        differences, ratios = (torch.cat(parts) for parts in zip(*measured, strict=True))
+        differences = torch.cat([values.differences for values in measured])
+        ratios = torch.cat([values.ratios for values in measured])
         return mismatch_metrics(self._gather(differences), self._gather(ratios))
 
     def _gather(self, values: torch.Tensor) -> torch.Tensor:
@@ -280,20 +292,18 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])
 
     def stored_mismatch_metrics(self, rollouts: list[Rollout]) -> dict[str, float]:
-        """Return the metrics of [`mismatch_ratios`] of the rollouts that have `old_logps`, which all processes must
-        have stored; empty without log-probs of the engine."""
-        parts = []
+        """Return the metrics of the mismatch of the rollouts that have `old_logps`, which all processes must have
+        stored; empty without log-probs of the engine."""
+        measured: list[MismatchValues] = []
         for i, rollout in enumerate(rollouts):
             if rollout.old_logps is not None and rollout.sampling_logps is not None:
                 micro_batch = collate(rollouts, [i], torch.device("cpu"))
-                parts.append(self._measure_mismatch(micro_batch.old_logps, micro_batch))
-        if not parts:
+                measured.append(self._measure_mismatch(micro_batch.old_logps, micro_batch))
+        if not measured:
             return {}
-        differences, ratios = (torch.cat(values) for values in zip(*parts, strict=True))
+        differences = torch.cat([values.differences for values in measured])
+        ratios = torch.cat([values.ratios for values in measured])
         return mismatch_metrics(differences, ratios)
-
-    def _measure_mismatch(self, logps: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        return mismatch_ratios(logps, micro_batch.sampling_logps, micro_batch.loss_mask, self.mismatch)
 
     # Entropy of completions without a forward pass -------------------------------------------------------------------
 
@@ -308,8 +318,12 @@ class PolicyUpdate(ABC, Generic[MinibatchT]):
         distribution."""
         if not timing.is_first_update or not self.samples_policy:
             return None
-        rollouts = [minibatch.rollouts[i] for i in indices]
-        sampled = [r.sampling_logps[r.loss_mask] for r in rollouts if r.sampling_logps is not None]
-        if len(sampled) < len(rollouts) or not all(np.isfinite(logps).all() for logps in sampled):
+        counted_logps: list[np.ndarray] = []
+        for rollout in [minibatch.rollouts[i] for i in indices]:
+            if rollout.sampling_logps is None:
+                return None
+            counted_logps.append(rollout.sampling_logps[rollout.loss_mask])
+        all_logps = np.concatenate(counted_logps)
+        if not np.isfinite(all_logps).all():
             return None
-        return -float(np.concatenate(sampled).sum(dtype=np.float64))
+        return -float(all_logps.sum(dtype=np.float64))

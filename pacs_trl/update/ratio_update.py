@@ -20,7 +20,7 @@ from .minibatch import Minibatch, UpdateTiming, scheduled_completions
 from .policy_update import PolicyUpdate
 from .rollout import Rollout
 from .router_loss import ExpertLoads
-from .token_weights import TokenValues
+from .token_weights import MismatchValues, TokenValues
 
 
 class RatioObjective(ABC):
@@ -91,7 +91,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
     def _takes_part(self, rollouts: list[Rollout]) -> torch.Tensor:
         """Return which completions can have a gradient: those with a counted token, and with a loss of the routers
         all, bool `(B,)`."""
-        return torch.tensor([self.has_router_loss or bool(rollout.loss_mask.any()) for rollout in rollouts])
+        return torch.tensor([self.has_router_loss or rollout.num_counted > 0 for rollout in rollouts])
 
     def _schedule_minibatch(
         self,
@@ -174,22 +174,22 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         coefficients: torch.Tensor,
         timing: UpdateTiming,
         loads: ExpertLoads | None,
-    ) -> tuple[PassResults, list[tuple[torch.Tensor, torch.Tensor]]]:
+    ) -> tuple[PassResults, list[MismatchValues]]:
         """Run the forward passes of a schedule, and back-propagate `sum_i c_i * sum_t w_it * log pi(o_it)`, the KL
         term, the entropy bonus, and the loss of the routers, unless gradients are disabled. Returns the results of the
-        forward passes, and those of [`mismatch_ratios`] for each micro-batch."""
+        forward passes, and the mismatch of each micro-batch."""
         names = ["surrogate_sums", "low_fraction", "high_fraction", "phi", "kl"]
         results = MicroBatchResults(names, minibatch, self.driver.accelerator)
         num_bonus_tokens = self._num_bonus_tokens(minibatch)
         measures_mismatch = timing.is_first_update and minibatch.has_sampling_logps
-        measured_mismatch = []
+        measured_mismatch: list[MismatchValues] = []
         for micro_batch in self.driver.micro_batches_for_backward(model, minibatch, schedule):
             logps, entropies = self.driver.compute_logps(model, micro_batch).padded()
             router_sums = self.driver.forward_pass.router_sums  # before a pass of the KL reference
             if micro_batch.indices:
                 completion_coefficients = coefficients[micro_batch.indices]
                 completion_scales = minibatch.completion_scales[micro_batch.indices]
-            else:
+            else:  # a filler
                 completion_coefficients = completion_scales = torch.zeros(1)
             completion_coefficients = completion_coefficients.to(logps.device)[:, None]
             completion_scales = completion_scales.to(logps.device)[:, None]
@@ -224,7 +224,7 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         the completions without a forward pass."""
         policy_loss = (minibatch.coefficients * results.values["surrogate_sums"]).sum()
         kl_loss = self.objective.kl_coef * (minibatch.completion_scales * results.values["kl"]).sum()
-        num_tokens = torch.tensor([int(rollout.loss_mask.sum()) for rollout in minibatch.rollouts])
+        num_tokens = torch.tensor([rollout.num_counted for rollout in minibatch.rollouts])
         metrics = {
             "entropy": (results.entropy_sum + skipped_entropy_sum) / max(minibatch.num_tokens, 1),
             "update/forwarded_fraction": results.num_completions / max(len(minibatch.rollouts), 1),
@@ -233,8 +233,9 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
         has_forward_pass = torch.zeros(len(minibatch.rollouts), dtype=torch.bool)
         has_forward_pass[list(scheduled_completions(schedule))] = True
         phi = results.values["phi"].masked_fill(~has_forward_pass, 1.0)
-        fractions = results.values["low_fraction"], results.values["high_fraction"]
-        metrics |= self.objective.token_metrics(num_tokens, *fractions, phi)
+        metrics |= self.objective.token_metrics(
+            num_tokens, results.values["low_fraction"], results.values["high_fraction"], phi
+        )
         if self.objective.kl_coef != 0:
             metrics["kl"] = results.kl_sum / max(minibatch.num_tokens, 1)
         loss = (policy_loss + kl_loss).item()
@@ -251,7 +252,6 @@ class RatioUpdate(PolicyUpdate[RatioMinibatch]):
             return estimate
         sample = self.driver.sample_of_skipped(minibatch, schedule, skipped)
         sampled_entropy = self.driver.entropy_of(model, minibatch, sample)
-        num_tokens, num_sampled = (
-            sum(int(minibatch.rollouts[i].loss_mask.sum()) for i in indices) for indices in (skipped, sample)
-        )
-        return sampled_entropy * num_tokens / num_sampled
+        num_skipped_tokens = sum(minibatch.rollouts[i].num_counted for i in skipped)
+        num_sampled_tokens = sum(minibatch.rollouts[i].num_counted for i in sample)
+        return sampled_entropy * num_skipped_tokens / num_sampled_tokens

@@ -60,6 +60,11 @@ class Rollout:
     extra: dict[str, np.ndarray] = field(default_factory=dict)
     images: PromptImages | None = None
 
+    @property
+    def num_counted(self) -> int:
+        """Number of counted tokens: those with a True loss mask."""
+        return int(self.loss_mask.sum())
+
 
 def with_tensors(value: Any) -> Any:
     """Convert arrays in nested dicts to tensors, which `torch.load(weights_only=True)` accepts."""

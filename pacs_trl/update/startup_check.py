@@ -80,65 +80,47 @@ def choose_forward_pass(
     Raises:
         `ValueError`: if the log-prob of a token depends on later tokens, or if no forward pass agrees.
     """
+    model_type = forward_pass.config.model_type
+    tolerance = tolerance_of(forward_pass, model)
+    neighbor_tolerance = min(_neighbor_tolerance(forward_pass.model), tolerance)
     batches = _batches(forward_pass, longest, image_prompt)
-    tolerance, model_type = tolerance_of(forward_pass, model), forward_pass.config.model_type
-    has_experts = any("expert" in name for name, _ in forward_pass.model.named_parameters())
-    neighbor_tolerance = min(EXPERTS_TOLERANCE if has_experts else NEIGHBOR_TOLERANCE, tolerance)
-    differences: dict[str, str] = {}
+    rejected: dict[str, str] = {}  # cheaper passes, and why they were rejected
     with undisturbed(model, forward_pass.device), zeros_filled(model):
         model.eval()
-        expected_logps = [
-            [
-                model_head_outputs(forward_pass, model, *sequence, values=values)
-                for sequence in zip(*batch, strict=True)
-            ]
-            for batch in batches
-        ]
-        first, second = expected_logps[0][:2]
-        if (change := (first[:SAME] - second[:SAME]).abs().mean().item()) > tolerance:
-            raise UserError(
-                f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
-                "the tokens behind it. Use a causal language model, and an adapter that is causal too."
-            )
-        packings = dict.fromkeys([forward_pass.packing, None])  # the cheaper one first, and the fused head
+        expected_logps = [_outputs_of_model(forward_pass, model, batch, values=values) for batch in batches]
+        _check_causality(expected_logps[0], tolerance, model_type)
+
+        # From the cheapest pass on: the fused head before the head of the model, packed before padded.
         heads = [True, False] if forward_pass.fused and not values else [forward_pass.fused]
+        packings = dict.fromkeys([forward_pass.packing, None])
         for fused, packing in itertools.product(heads, packings):
-            model.train(training)
             forward_pass.packing, forward_pass.fused = packing, fused
+            model.train(training)
             name = f"{'packed' if packing else 'padded'} with {'fused' if fused else 'own'} head"
             try:
-                batch_differences = [
-                    _difference(forward_pass, model, batch, expected, values=values)
-                    for batch, expected in zip(batches, expected_logps, strict=True)
-                ]
-                changes = [
-                    _change_with_neighbors(forward_pass, model, batch, values=values)
-                    for batch in batches
-                    if packing is not None
-                ]
+                difference = _largest_difference(forward_pass, model, batches, expected_logps, values=values)
+                change = _largest_change_with_neighbors(forward_pass, model, batches, values=values)
                 if has_dropout:  # packed attention lacks some kinds of it
                     model.train()
                     _outputs(forward_pass, model, batches[0], values=values)
             except Exception as error:  # incompatible layers raise many types of errors
-                differences[name] = f"{type(error).__name__}: {error}"[:200]
+                rejected[name] = f"{type(error).__name__}: {error}"[:200]
                 continue
-            difference = torch.tensor(batch_differences).max().item()  # NaN if one is NaN
-            change = torch.tensor([0.0, *changes]).max().item()
             if difference <= tolerance and change <= neighbor_tolerance:
                 break
-            differences[name] = f"{difference:.2g} nats"
+            rejected[name] = f"{difference:.2g} nats"
             if change > neighbor_tolerance:
-                differences[name] += f", {change:.2g} nats by other sequences beside it"
+                rejected[name] += f", {change:.2g} nats by other sequences beside it"
         else:
             raise UserError(
                 f"Training cannot compute the log-probs that this {model_type!r} model gives for one sequence at a "
-                f"time. Mean differences per token: {differences}. Use another model, or set startup_check=False to "
+                f"time. Mean differences per token: {rejected}. Use another model, or set startup_check=False to "
                 "train with these."
             )
-    if differences:
+    if rejected:
         logger.warning(
             f"Log-probs of this {model_type!r} model are computed {name}. Cheaper forward passes do not reproduce the "
-            f"log-probs of the model: {differences} (mean difference per token, or error)."
+            f"log-probs of the model: {rejected} (mean difference per token, or error)."
         )
 
 
@@ -218,35 +200,94 @@ def disable_noise(*models: torch.nn.Module | None) -> None:
                 setattr(module, name, 0.0)
 
 
-def _difference(
-    forward_pass: ForwardPass, model, batch: Batch, expected: list[torch.Tensor], *, values: bool
+# Comparisons --------------------------------------------------------------------------------------------------------
+
+
+def _check_causality(logps: list[torch.Tensor], tolerance: float, model_type: str) -> None:
+    """Raise a `ValueError` unless the first two completions of [`_short_sequences`], which begin with the same tokens,
+    have the same log-probs there."""
+    first, second = logps[:2]
+    change = (first[:SAME] - second[:SAME]).abs().mean().item()
+    if change > tolerance:
+        raise UserError(
+            f"This {model_type!r} model is not causal: the log-prob of a token changes by {change:.2g} nats with "
+            "the tokens behind it. Use a causal language model, and an adapter that is causal too."
+        )
+
+
+def _largest_difference(
+    forward_pass: ForwardPass, model, batches: list[Batch], expected: list[list[torch.Tensor]], *, values: bool
 ) -> float:
-    """Return the mean absolute difference per token between a batch's log-probs (or values) and the `expected`
-    ones."""
-    computed = _outputs(forward_pass, model, batch, values=values)
-    return (torch.cat(computed).float() - torch.cat(expected)).abs().mean().item()
+    """Return the largest mean absolute difference per token, of all batches, between log-probs (or values) and the
+    `expected` ones; NaN if one is NaN."""
+    differences = []
+    for batch, expected_of_batch in zip(batches, expected, strict=True):
+        computed = _outputs(forward_pass, model, batch, values=values)
+        difference = (torch.cat(computed).float() - torch.cat(expected_of_batch)).abs().mean()
+        differences.append(difference.item())
+    return torch.tensor(differences).max().item()  # unlike `max` of Python, NaN if one is NaN
 
 
-def _change_with_neighbors(forward_pass: ForwardPass, model, batch: Batch, *, values: bool) -> float:
-    """Return the mean absolute change per token of the last packed sequence when all others are replaced."""
-    prompts, completions, images = batch
+def _largest_change_with_neighbors(forward_pass: ForwardPass, model, batches: list[Batch], *, values: bool) -> float:
+    """Return the largest mean absolute change per token, of all batches, of the last packed sequence when all others
+    are replaced; 0 without packing, and NaN if one is NaN."""
+    if forward_pass.packing is None:
+        return 0.0
+    changes = [0.0]
+    for batch in batches:
+        last = _last_packed(batch)
+        other_neighbors = _with_other_neighbors(batch, last, forward_pass.config)
+        first = _outputs(forward_pass, model, batch, values=values)[last]
+        second = _outputs(forward_pass, model, other_neighbors, values=values)[last]
+        changes.append((first.float() - second.float()).abs().mean().item())
+    return torch.tensor(changes).max().item()
+
+
+def _last_packed(batch: Batch) -> int:
+    """Return the index of the sequence that is packed last: prompts are packed in the order of their first sequences,
+    each with all its completions."""
+    prompts, _, _ = batch
     distinct_prompts = list(dict.fromkeys(map(tuple, prompts)))
-    last = max(range(len(prompts)), key=lambda i: (distinct_prompts.index(tuple(prompts[i])), i))
-    sample = _token_sampler(forward_pass.config, seed=1)
-    others = {
-        prompt: list(prompt) if has_images or prompt == tuple(prompts[last]) else sample(len(prompt))
-        for prompt, has_images in zip(map(tuple, prompts), images, strict=True)
-    }
-    replaced = [completion if i == last else sample(len(completion)) for i, completion in enumerate(completions)]
-    beside_others = [others[tuple(prompt)] for prompt in prompts], replaced, images
-    first, second = (_outputs(forward_pass, model, each, values=values)[last] for each in (batch, beside_others))
-    return (first.float() - second.float()).abs().mean().item()
+    return max(range(len(prompts)), key=lambda i: (distinct_prompts.index(tuple(prompts[i])), i))
+
+
+def _with_other_neighbors(batch: Batch, kept: int, config: PreTrainedConfig) -> Batch:
+    """Return a batch with other tokens of the same lengths in all completions but `kept`, and in all prompts but its
+    own and those with images."""
+    prompts, completions, images = batch
+    sample = _token_sampler(config, seed=1)
+    other_prompts: dict[tuple[int, ...], list[int]] = {}
+    for prompt, prompt_images in zip(prompts, images, strict=True):
+        is_kept = prompt_images is not None or prompt == prompts[kept]
+        other_prompts[tuple(prompt)] = list(prompt) if is_kept else sample(len(prompt))
+    other_completions = [
+        completion if i == kept else sample(len(completion)) for i, completion in enumerate(completions)
+    ]
+    return [other_prompts[tuple(prompt)] for prompt in prompts], other_completions, images
+
+
+def _neighbor_tolerance(model: torch.nn.Module) -> float:
+    has_experts = any("expert" in name for name, _ in model.named_parameters())
+    return EXPERTS_TOLERANCE if has_experts else NEIGHBOR_TOLERANCE
 
 
 def _outputs(forward_pass: ForwardPass, model, batch: Batch, *, values: bool) -> list[torch.Tensor]:
+    """Compute log-probs (or values) with the forward pass."""
+    prompts, completions, images = batch
     if values:
-        return forward_pass.values(model, *batch[:2])
-    return forward_pass.compute_logps(model, *batch).logps
+        return forward_pass.values(model, prompts, completions)
+    return forward_pass.compute_logps(model, prompts, completions, images).logps
+
+
+def _outputs_of_model(forward_pass: ForwardPass, model, batch: Batch, *, values: bool) -> list[torch.Tensor]:
+    """Compute log-probs (or values) with the head of the model, each sequence alone."""
+    return [
+        model_head_outputs(forward_pass, model, prompt, completion, images, values=values)
+        for prompt, completion, images in zip(*batch, strict=True)
+    ]
+
+
+# Sequences ----------------------------------------------------------------------------------------------------------
 
 
 def _batches(forward_pass: ForwardPass, longest: int | None, image_prompt: ImagePrompt | None) -> list[Batch]:
@@ -255,14 +296,18 @@ def _batches(forward_pass: ForwardPass, longest: int | None, image_prompt: Image
     without."""
     config = forward_pass.config
     sample = _token_sampler(config)
-    batches: list = [_short_sequences(sample)]
+    text_batches = [_short_sequences(sample)]
     context = min((length for length in context_lengths(config).values() if length), default=math.inf)
-    reaches = attention_windows(config) + [chunk for chunk in _CHUNKS if forward_pass.state_modules]
-    exceeded = [reach for reach in reaches if reach < min(longest or math.inf, context)]
+    reaches = attention_windows(config)
+    if forward_pass.state_modules:
+        reaches = [*reaches, *_CHUNKS]
+    longest_sequence = min(longest or math.inf, context)
+    exceeded = [reach for reach in reaches if reach < longest_sequence]
     if exceeded:
-        length = max(exceeded) + max(max(exceeded) // 8, 4 * _ENDING)
-        batches.append(_sequences_that_repeat_their_start(sample, int(min(length, context))))
-    batches = [(prompts, completions, [None] * len(prompts)) for prompts, completions in batches]
+        reach = max(exceeded)
+        length = reach + max(reach // 8, 4 * _ENDING)
+        text_batches.append(_sequences_that_repeat_their_start(sample, int(min(length, context))))
+    batches: list[Batch] = [(prompts, completions, [None] * len(prompts)) for prompts, completions in text_batches]
     if image_prompt is not None:
         prompt, images = image_prompt
         _, completions = _short_sequences(sample)
@@ -300,7 +345,8 @@ def _batches_of_other_lengths(config: PreTrainedConfig) -> list[TextBatch]:
 
 def _short_sequences(sample: Callable[[int], list[int]]) -> TextBatch:
     """Return two completions of one prompt with the same first tokens, and a shorter one of another prompt."""
-    shared, other, first, second, third = [sample(length) for length in (5, 2, 6, 6, 4)]
+    shared, other = sample(5), sample(2)
+    first, second, third = sample(6), sample(6), sample(4)
     return [shared, shared, other], [first, first[:SAME] + second[SAME:], third]
 
 

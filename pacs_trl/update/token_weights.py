@@ -100,6 +100,15 @@ class Mismatch(NamedTuple):
     clip_max: float | None = None
 
 
+class MismatchValues(NamedTuple):
+    """Comparison of the trainer's log-probs with those of the engine: absolute `differences` of the log-probs of the
+    compared tokens, in nats, and `ratios` before truncation or masking, one per token or one per completion; both
+    float64 and one-dimensional."""
+
+    differences: torch.Tensor
+    ratios: torch.Tensor
+
+
 class MismatchCorrection(TokenWeights):
     """Token weights that apply [`correction_weights`]."""
 
@@ -167,9 +176,8 @@ def correction_weights(
 
 def mismatch_ratios(
     logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, mismatch: Mismatch
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the absolute log-prob differences of the compared tokens in nats, and the ratios before truncation or
-    masking, one per token or one per completion; both float64 and one-dimensional. Arguments are those of
+) -> MismatchValues:
+    """Compare the log-probs of a micro-batch with those of the engine. Arguments are those of
     [`correction_weights`]."""
     is_compared = mask.bool() & ~sampling_logps.isnan()
     log_ratios = _log_ratios(logps, sampling_logps, is_compared)
@@ -178,7 +186,7 @@ def mismatch_ratios(
         ratios = log_ratios.sum(dim=1)[is_compared.any(dim=1)].exp()
     else:
         ratios = token_log_ratios.exp()
-    return token_log_ratios.abs(), ratios
+    return MismatchValues(token_log_ratios.abs(), ratios)
 
 
 def mismatch_metrics(differences: torch.Tensor, ratios: torch.Tensor) -> dict[str, float]:
