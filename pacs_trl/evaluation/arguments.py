@@ -12,6 +12,7 @@ from ..rewards import VerificationArguments
 from ..settings import read_settings, set_environment, typed_values
 from ..settings.checks import illegal_values
 from ..settings.fields import setting
+from ..settings.trl_settings import DTYPES
 from .requests import SamplingSettings
 
 
@@ -84,7 +85,7 @@ class EvaluationArguments:
     batch_size: int = setting(
         64, "transformers: completions per call; with tools and environments: conversations at a time.", least=1
     )
-    dtype: str = setting("auto", 'Dtype of the weights; "auto" keeps that of the checkpoint.')
+    dtype: str = setting("auto", 'Dtype of the weights; "auto" keeps that of the checkpoint.', choices=DTYPES)
     tensor_parallel_size: int = setting(1, "vLLM: GPUs that share one copy of the model.", least=1)
     gpu_memory_utilization: float = setting(0.9, "vLLM: fraction of GPU memory.", above=0, most=1)
     max_model_len: int | None = setting(None, "vLLM: longest prompt plus completion.", least=1)

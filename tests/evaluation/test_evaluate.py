@@ -275,6 +275,7 @@ def test_the_command_prints_truncation_before_pass_at_1_of_each_benchmark(argume
     [
         ({"k": "one"}, "k must"),
         ({"engine": "magic"}, "engine"),
+        ({"dtype": "float23"}, "dtype"),
         ({"base_url": "http://x/v1"}, "base_url"),
         ({"chat_template_kwargs": {"enable_thinkng": False}}, "enable_thinkng"),
         ({"model": "./nothing", "benchmarks": "math_500"}, "./nothing"),
