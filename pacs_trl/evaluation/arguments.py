@@ -106,8 +106,11 @@ class EvaluationArguments:
             self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
         errors = illegal_values(self)
         ks = _comma_separated(self.k)
-        if not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
-            errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}.")
+        if self.n >= 1 and not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
+            errors.append(
+                f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}. Raise n, or "
+                "correct k; without the key it goes up to n."
+            )
         errors += self._errors_of_ignored_settings()
         if self.calls_tools and self.engine == "server":
             errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")
