@@ -73,6 +73,8 @@ NEUTRAL_PROBLEM = "What is 37 + 5?"
 HUB = "https://huggingface.co"
 TEMPLATE = Path(__file__).parent / "templates" / "model_card.md"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+# What git refuses in the name of a branch.
+_NO_BRANCH = re.compile(r"[\s~^:?*\[\\\x00-\x1f\x7f]|\.\.|@\{|//|^[/-]|[/.]$|(^|/)\.|\.lock(/|$)|^@?$")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # Settings that the card omits, because they describe the machine or are shown elsewhere on the card.
 _NOT_SHOWN = re.compile(
@@ -166,9 +168,13 @@ def push(
 
 
 def check_branch(revision: str | None) -> None:
-    """Raise a `ValueError` if the branch of an upload is the hash of a commit, of which the Hub would make a branch
-    with that name."""
-    if revision is not None and _COMMIT.fullmatch(revision):
+    """Raise a `ValueError` if git refuses the name of a branch, or it is the hash of a commit, of which the Hub would
+    make a branch with that name."""
+    if revision is None:
+        return
+    if _NO_BRANCH.search(revision):
+        raise UserError(f"The revision {revision!r} cannot be the name of a branch of git. Name another branch.")
+    if _COMMIT.fullmatch(revision):
         raise UserError(f"The revision {revision} is a commit, which an upload cannot change. Name a branch.")
 
 

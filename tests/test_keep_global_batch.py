@@ -78,6 +78,10 @@ def test_plan_prints_the_sizes(tmp_path, capsys):
     )
     assert plan(["--config", str(recipe), "--num_processes", "6", "--resume", "nowhere"]) == 1
     assert "'nowhere' does not exist" in capsys.readouterr().out
+    for word, line in (("last", f"{tmp_path / 'new'} contains no checkpoint, so training starts"), ("none", "")):
+        words = ["--config", str(recipe), "--num_processes", "8", "--resume", word]
+        assert plan([*words, "--output_dir", str(tmp_path / "new")]) == 0
+        assert line in capsys.readouterr().out
     assert plan(["--config", str(recipe), "--num_processes", "200", "--resume", checkpoint]) == 1
     assert "fewer than the 200 processes" in capsys.readouterr().out
 

@@ -7,7 +7,8 @@ logs stay in the work directory. There are three kinds of lines, and lines may b
     {"cell": "sums-0.1m/pacs", "settings": {...}} settings of all runs of a cell
     {"cell": "sums-0.1m/pacs", "seed": 0, "measured": DIGEST, "correct": {NAME: [93, 128, ...]}, ...} a run
 
-`correct` has a count for each of `ids`, null where the gold answer could not be read. Diversities are by problem, with
+`correct` has a count for each of `ids`; a run with samples that could not be graded also has `ungraded`, with a count
+for each of `ids`, and pass@k is that of the others, as in a results file. Diversities are by problem, with
 six decimals, and curves by step.
 """
 
@@ -128,10 +129,11 @@ class Records:
         if settings is not None and not self.seeds(cell):
             self._settings[cell] = settings
         line = {"cell": cell, "seed": run.seed, "measured": digest(facts)}
-        line["correct"] = {
-            name: [None if problem["ungraded"] else problem["c"] for problem in entry["problems"]]
-            for name, entry in run.results["benchmarks"].items()
-        }
+        problems = {name: entry["problems"] for name, entry in run.results["benchmarks"].items()}
+        line["correct"] = {name: [problem["c"] for problem in entries] for name, entries in problems.items()}
+        ungraded = {name: [problem["ungraded"] for problem in entries] for name, entries in problems.items()}
+        if any(any(numbers) for numbers in ungraded.values()):
+            line["ungraded"] = ungraded
         line["diversity"] = {
             name: {problem: round(value, 6) + 0.0 for problem, value in scores.items()}  # -0.0 + 0.0 is 0.0
             for name, scores in run.diversity.items()
@@ -159,12 +161,12 @@ class Records:
         benchmarks = {}
         for name, about in facts["benchmarks"].items():
             counts, n = line["correct"][name], about["n"]
-            graded = [count for count in counts if count is not None]
+            ungraded = line["ungraded"][name] if "ungraded" in line else [0] * len(counts)
             problems = [
-                {"id": problem, "n": n, "c": count or 0, "ungraded": n if count is None else 0}
-                for problem, count in zip(about["ids"], counts, strict=True)
+                {"id": problem, "n": n, "c": count, "ungraded": missing}
+                for problem, count, missing in zip(about["ids"], counts, ungraded, strict=True)
             ]
-            shares = pass_at_k_table([n] * len(graded), graded, about["k"])
+            shares = pass_at_k_table([n - missing for missing in ungraded], counts, about["k"])
             benchmarks[name] = about | {"problems": problems, "pass_at_k": shares}
         training = None
         if "curves" in line:

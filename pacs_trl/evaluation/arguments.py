@@ -12,6 +12,7 @@ from ..rewards import VerificationArguments
 from ..settings import read_settings, set_environment, typed_values
 from ..settings.checks import illegal_values
 from ..settings.fields import setting
+from ..settings.trl_settings import DTYPES
 from .requests import SamplingSettings
 
 
@@ -84,7 +85,7 @@ class EvaluationArguments:
     batch_size: int = setting(
         64, "transformers: completions per call; with tools and environments: conversations at a time.", least=1
     )
-    dtype: str = setting("auto", 'Dtype of the weights; "auto" keeps that of the checkpoint.')
+    dtype: str = setting("auto", 'Dtype of the weights; "auto" keeps that of the checkpoint.', choices=DTYPES)
     tensor_parallel_size: int = setting(1, "vLLM: GPUs that share one copy of the model.", least=1)
     gpu_memory_utilization: float = setting(0.9, "vLLM: fraction of GPU memory.", above=0, most=1)
     max_model_len: int | None = setting(None, "vLLM: longest prompt plus completion.", least=1)
@@ -105,8 +106,11 @@ class EvaluationArguments:
             self.k = [k for k in DEFAULT_KS if k <= max(1, self.n)]
         errors = illegal_values(self)
         ks = _comma_separated(self.k)
-        if not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
-            errors.append(f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}.")
+        if self.n >= 1 and not all(k.isdecimal() and 1 <= int(k) <= self.n for k in ks):
+            errors.append(
+                f"k must be whole numbers from 1 to n={self.n}, separated by commas; got {','.join(ks)}. Raise n, or "
+                "correct k; without the key it goes up to n."
+            )
         errors += self._errors_of_ignored_settings()
         if self.calls_tools and self.engine == "server":
             errors.append("tools and environments need engine transformers or vllm. Change `engine`, or remove them.")

@@ -6,6 +6,7 @@ generates only what is missing; raising `n` adds samples. Prompts and grading ar
 """
 
 import json
+import logging
 import os
 import re
 from collections import Counter, deque
@@ -38,6 +39,8 @@ from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, check_results_are_kept, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, identifying_facts, read_samples
 
+
+logger = logging.getLogger(__name__)
 
 # Names of directories that many runs have: of checkpoints, of seeds, and of snapshots in the cache of the Hub.
 _NAMES_MANY_RUNS = re.compile(
@@ -103,6 +106,7 @@ def evaluate(
     if args.engine != "server":
         check_model_path(args.model)
     benchmarks, model = load_benchmarks(args), identify_model(args)
+    _warn_of_equal_samples(args, benchmarks)
     code_verifier = code_verifier or CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
     tokenizer = None if args.engine == "server" else _load_tokenizer(args)
@@ -166,6 +170,19 @@ def evaluate(
     check_results_are_kept(results_file, list(entries))  # of an evaluation that ran beside this one
     write_results(results_file, results)
     return results
+
+
+def _warn_of_equal_samples(args: EvaluationArguments, benchmarks: Sequence[LoadedBenchmark]) -> None:
+    """Warn if greedy decoding generates the same completion for all samples of a problem. Samples of a problem with
+    options differ in their order, and those with tools and environments in what these return."""
+    if args.temperature > 0 or args.n == 1 or args.calls_tools:
+        return
+    titles = [b.title for b in benchmarks if not any(problem.options for problem in b.problems)]
+    if titles:
+        logger.warning(
+            f"temperature=0 generates {args.n} equal completions for each problem of {', '.join(titles)}, so pass@k "
+            "is pass@1. Set n: 1, or a temperature above 0."
+        )
 
 
 def _check_conversations(benchmarks: Sequence[LoadedBenchmark]) -> None:

@@ -125,9 +125,15 @@ def print_plan(
 
 def print_sizes_to_resume(checkpoint: str, recipe: Recipe, launch: Launch) -> list[str]:
     """Print the batch-size settings with which a launch continues a checkpoint; return what prevents it."""
-    sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(launch.kind, "none")
+    if checkpoint in WORDS_FOR_NO_CHECKPOINT:
+        return []
     if checkpoint in WORDS_FOR_LAST_CHECKPOINT:
-        checkpoint = last_resumable_checkpoint(recipe.training.output_dir) or recipe.training.output_dir
+        last = last_resumable_checkpoint(recipe.training.output_dir)
+        if last is None:
+            print(f"{recipe.training.output_dir} contains no checkpoint, so training starts from the beginning.")
+            return []
+        checkpoint = last
+    sharding = {"FSDP": "FSDP", "DEEPSPEED": "DeepSpeed"}.get(launch.kind, "none")
     needs_same_number = recipe.training.needs_same_number_of_processes
     try:
         saved = read_saved_run(checkpoint)

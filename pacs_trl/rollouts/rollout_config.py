@@ -8,6 +8,7 @@ import warnings
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+import torch
 from accelerate import ParallelismConfig
 from trl import GRPOConfig
 
@@ -19,7 +20,7 @@ from ..settings import did_you_mean
 from ..settings.checks import refuse_illegal_values, refused_settings
 from ..settings.fields import read_switches, setting, switch
 from ..settings.names import require_deepspeed
-from ..settings.trl_settings import SPLITTING_SIZES
+from ..settings.trl_settings import DTYPES, SPLITTING_SIZES
 from ..update.step_sizes import BatchSizes
 from .generation_keys import generation_errors, generation_warnings
 
@@ -401,6 +402,11 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"model_init_kwargs with {' and '.join(split)} would split the model over several processes, each of "
                 "which must generate and train completions of its own. Remove the key; FSDP2 and DeepSpeed shard "
                 "weights."
+            )
+        dtype = (self.model_init_kwargs or {}).get("dtype")
+        if not (dtype is None or dtype in DTYPES or isinstance(dtype, torch.dtype)):
+            errors.append(
+                f"model_init_kwargs has dtype={dtype!r}, which weights cannot have. Write one of {', '.join(DTYPES)}."
             )
         if self.accelerator_config.split_batches:
             errors.append(

@@ -88,6 +88,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
 
     _config_class: type[RolloutConfig] = RolloutConfig
     _labels: torch.Tensor  # of the last completions of all processes, `(B,)`
+    _warned_of_labels_above_1 = False
     if not TYPE_CHECKING:  # type checkers and editors see the parameters of GRPOTrainer
 
         @wraps(GRPOTrainer.__init__)
@@ -569,8 +570,31 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
         """Return the labels `(B,)` of the completions of all processes from their rewards `(B, F)`."""
         if self.args.rewards_are_labels:
-            return labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+            labels = labels_from_rewards(rewards_per_func, self.reward_weights, self.reward_func_names)
+            self._warn_of_labels_above_1(rewards_per_func)
+            return labels
         return weighted_rewards(rewards_per_func, self.reward_weights)
+
+    def _warn_of_labels_above_1(self, rewards_per_func: torch.Tensor) -> None:
+        """Warn once if rewards of 1 from all functions that grade a completion would be a label above 1, which those
+        that return `None` for each other's problems are not."""
+        if self._warned_of_labels_above_1:
+            return
+        weights = self.reward_weights.to(rewards_per_func.device).clamp(min=0)
+        largest = (weights * ~rewards_per_func.isnan()).sum(dim=1).max().item()  # of the labels (B,)
+        if largest <= 1 + 1e-6:
+            return
+        self._warned_of_labels_above_1 = True
+        if self.args.rewards_are_binary:
+            remedy = "Write one function that returns 0 or 1"
+        else:
+            remedy = "Set reward_weights that sum to 1"
+        if self.accelerator.is_main_process:
+            logger.warning(
+                f"The weights of the reward functions ({', '.join(self.reward_func_names)}) sum to {largest:g}, so a "
+                f"completion for which all of them return 1 would have a label above 1, which ends the run. {remedy}, "
+                "unless the functions never add up to more than 1."
+            )
 
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:
         """Wrap a reward function: check its result, and bind the `reward_arguments` that it has parameters for.

@@ -19,31 +19,78 @@ from ..errors import UserError
 from .fields import type_hints
 
 
-# Names in other libraries that are not similar to ours.
-_NAMES_ELSEWHERE = {
-    "lr": "learning_rate",
-    "batch_size": "per_device_train_batch_size",
-    "lora": "use_peft",
-    "use_lora": "use_peft",
-    "peft": "use_peft",
-    "max_new_tokens": "max_completion_length",
-    "max_tokens": "max_completion_length",
-    "group_size": "num_generations",
-    "num_samples": "num_generations",
-    "vllm": "use_vllm",
-    "wandb": "report_to",
+# Our settings by their names in TRL's scripts, earlier versions of transformers, verl, OpenRLHF, and lm-eval, where no
+# name that is similar means the same.
+NAMES_ELSEWHERE = {
+    "attn_implementation": ("flash_attn", "flash_attention", "use_flash_attention"),
+    "benchmarks": ("tasks",),
+    "beta": ("init_kl_coef", "kl_beta", "kl_coef", "kl_loss_coef", "use_kl_loss"),
+    "bf16": ("mixed_precision",),
+    "dataset_name": ("datasets", "prompt_data", "train_dataset", "train_file", "train_files"),
+    "deepspeed": ("deepspeed_config", "ds_config"),
+    "dtype": ("torch_dtype",),
+    "environment": ("environment_factory",),
+    "epsilon": ("clip_range", "clip_ratio", "clip_ratio_low", "cliprange", "eps_clip"),
+    "epsilon_high": ("clip_ratio_high",),
+    "eval_on_start": ("val_before_train",),
+    "eval_split_size": ("dataset_test_split", "eval_dataset", "val_files"),
+    "eval_steps": ("eval_freq", "test_freq"),
+    "gae_lambda": ("lam",),
+    "gradient_accumulation_steps": ("grad_accum_steps", "ppo_mini_batch_size"),
+    "k": ("ks",),
+    "learning_rate": ("actor_learning_rate", "lr"),
+    "lora_r": ("lora_rank",),
+    "loss_type": ("loss_agg_mode",),
+    "max_completion_length": (
+        *("generate_max_len", "max_len", "max_length", "max_new_tokens", "max_response_length", "max_seq_length"),
+        *("max_tokens", "response_length"),
+    ),
+    "max_grad_norm": ("clip_grad", "grad_clip", "gradient_clipping"),
+    "max_new_tokens": ("max_completion_length", "max_tokens"),
+    "max_problems": ("limit",),
+    "max_prompt_length": ("max_len", "max_length", "max_seq_length", "prompt_max_len"),
+    "max_tokens_per_micro_batch": ("ppo_max_token_len_per_gpu",),
+    "method": ("adv_estimator", "advantage_estimator", "algorithm"),
+    "model": ("model_name_or_path", "pretrained"),
+    "model_name_or_path": ("pretrain", "sft_model_path"),
+    "n": ("num_generations", "num_samples"),
+    "num_generations": (
+        *("group_size", "n", "n_samples_per_prompt", "num_completions", "num_return_sequences", "num_samples"),
+        *("rloo_k", "rollout_n"),
+    ),
+    "num_iterations": ("max_epochs", "num_ppo_epochs", "ppo_epochs"),
+    "num_train_epochs": ("max_epochs", "num_episodes", "total_epochs"),
+    "output_dir": ("output_path", "save_dir", "save_path"),
+    "per_device_train_batch_size": ("batch_size",),
+    "problem_column": ("input_key", "prompt_key", "question_column"),
+    "project": ("project_name", "wandb_project"),
+    "report_to": ("logger", "use_wandb", "wandb"),
+    "resume_from_checkpoint": ("ckpt_path", "load_checkpoint"),
+    "revision": ("model_revision",),
+    "reward_funcs": ("remote_rm_url", "reward_fn", "reward_model", "reward_model_name_or_path", "rewards"),
+    "run_name": ("experiment_name",),
+    "save_steps": ("save_freq",),
+    "solution_column": ("answer_column", "label_key"),
+    "use_cpu": ("no_cuda",),
+    "use_liger_kernel": ("use_liger_loss",),
+    "use_peft": ("lora", "peft", "peft_config", "use_lora"),
+    "use_vllm": ("vllm",),
+    "value_clip_range": ("cliprange_value",),
+    "vllm_server_host": ("vllm_host",),
+    "vllm_server_port": ("vllm_port",),
+    "warmup_steps": ("warmup_ratio",),
 }
 
-# Which a recipe lacks, because a launcher starts the processes.
-_OPTIONS_OF_LAUNCHERS = (
-    "accelerate_config",
-    "config_file",
-    "num_processes",
-    "num_machines",
-    "num_gpus",
-    "gpus",
-    "nodes",
-)
+# What to do about keys that a recipe cannot have.
+_ADVICE = {
+    "logging_dir": "TensorBoard writes to `runs` in output_dir; set the environment variable TENSORBOARD_LOGGING_DIR "
+    "for another directory.",
+    "overwrite_output_dir": "A run never overwrites another one: remove the key, and name a new output_dir.",
+    **dict.fromkeys(  # a launcher starts the processes
+        ("accelerate_config", "config_file", "num_processes", "num_machines", "num_gpus", "gpus", "nodes"),
+        "It is an option of `pacs-trl plan` or `accelerate launch` (--config_file, --num_processes).",
+    ),
+}
 
 
 # YAML -------------------------------------------------------------------------------------------------------
@@ -106,13 +153,12 @@ def with_underscores(argv: Sequence[str]) -> list[str]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """Return a suggestion of the nearest known names after a space; empty without one."""
-    if (ours := _NAMES_ELSEWHERE.get(name)) in known:
-        return f" Did you mean `{ours}`?"
     nearest = (
-        difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        [ours for ours, names in NAMES_ELSEWHERE.items() if name in names and ours in known]
+        or difflib.get_close_matches(name, known, n=1, cutoff=0.85)
         or sorted(other for other in known if other.startswith(f"{name}_"))[:3]
         or sorted(other for other in known if f"_{name}_" in f"_{other}_")[:3]
-        or difflib.get_close_matches(name, known, n=1)
+        or difflib.get_close_matches(name, known, n=1, cutoff=0.75)
     )
     return f" Did you mean {' or '.join(f'`{other}`' for other in nearest)}?" if nearest else ""
 
@@ -213,10 +259,8 @@ def known_settings(settings: Mapping[str, Any], known: Collection[str], what: st
         keys = ", ".join(sorted(unknown))
         raise UserError(f"Some keys are not settings of {what}: {keys}. Correct or remove them.")
     if unknown:
-        suggestion = did_you_mean(unknown[0], {*known, "config"}) or " Remove the key."
-        if unknown[0] in _OPTIONS_OF_LAUNCHERS:
-            suggestion = " It is an option of `pacs-trl plan` or `accelerate launch` (--config_file, --num_processes)."
-        raise UserError(f"`{unknown[0]}` is not a setting of {what}.{suggestion}")
+        advice = _ADVICE.get(unknown[0]) or did_you_mean(unknown[0], {*known, "config"}).strip() or "Remove the key."
+        raise UserError(f"`{unknown[0]}` is not a setting of {what}. {advice}")
     return values
 
 

@@ -61,6 +61,8 @@ CHOICES = {
     "vllm_mode": ("server", "colocate"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
+# Names of dtypes in which TRL loads weights.
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 TURNED_OFF_BY_0 = ("max_grad_norm", "top_k")
 
 # Settings that are refused unless they have their default value, and what they would do.

@@ -209,6 +209,15 @@ def test_programs_run_in_the_sandbox(arguments, verifier, play):
     assert entry["programs"]["confinement"] == programs.level and entry["programs"]["cpu_seconds"] == 2.0
 
 
+def test_equal_samples_of_greedy_decoding_are_warned_of(run, arguments, play, caplog):
+    play(lambda request: Completion("1", 1, "stop"))
+    run(arguments, temperature=0, n=1, k="1")
+    assert not caplog.records
+    run(arguments, temperature=0, n=4, k="1,4")
+    (record,) = caplog.records
+    assert record.message.startswith("temperature=0 generates 4 equal completions for each problem of MATH 500, so")
+
+
 def test_each_sample_of_gpqa_has_an_order_of_options_of_its_own(run, arguments, play):
     """Each answer names the first option that is shown; orders survive a resumed run."""
     asked = {}
@@ -275,6 +284,7 @@ def test_the_command_prints_truncation_before_pass_at_1_of_each_benchmark(argume
     [
         ({"k": "one"}, "k must"),
         ({"engine": "magic"}, "engine"),
+        ({"dtype": "float23"}, "dtype"),
         ({"base_url": "http://x/v1"}, "base_url"),
         ({"chat_template_kwargs": {"enable_thinkng": False}}, "enable_thinkng"),
         ({"model": "./nothing", "benchmarks": "math_500"}, "./nothing"),

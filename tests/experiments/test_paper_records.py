@@ -44,13 +44,20 @@ def test_a_run_comes_back_as_far_as_tables_need_it(tmp_path):
     assert Records(tmp_path).settings("m/base") is None
 
 
-def test_a_problem_that_was_not_graded_is_left_out_of_pass_at_k(tmp_path):
-    results = results_of(COUNTS)
-    results["benchmarks"]["terms"]["problems"][1] |= {"ungraded": 1}
-    record(tmp_path, "m/pacs", a_run(results=results))
-    terms = Records(tmp_path).runs("m/pacs", "PACS")[0].results["benchmarks"]["terms"]
-    assert [problem["ungraded"] for problem in terms["problems"]] == [0, 4, 0]
-    assert terms["pass_at_k"]["1"]["value"] == pytest.approx((3 / 4 + 4 / 4) / 2)
+def test_samples_that_were_not_graded_are_left_out_of_pass_at_k_as_in_a_results_file(tmp_path):
+    """Problems with four samples each, of which all, or one, could not be graded."""
+    for seed, counts, ungraded, share in (
+        (0, [3, 0, 4], [0, 4, 0], (3 / 4 + 4 / 4) / 2),
+        (1, [3, 1, 4], [0, 1, 0], (3 / 4 + 1 / 3 + 4 / 4) / 3),
+    ):
+        results = results_of(COUNTS | {"terms": counts})
+        for problem, number in zip(results["benchmarks"]["terms"]["problems"], ungraded, strict=True):
+            problem["ungraded"] = number
+        record(tmp_path, "m/pacs", a_run(seed, results=results))
+        terms = Records(tmp_path).runs("m/pacs", "PACS")[seed].results["benchmarks"]["terms"]
+        assert [problem["ungraded"] for problem in terms["problems"]] == ungraded
+        assert [problem["c"] for problem in terms["problems"]] == counts
+        assert terms["pass_at_k"]["1"]["value"] == pytest.approx(share)
 
 
 def test_runs_of_one_cell_have_one_kind_of_settings(tmp_path):

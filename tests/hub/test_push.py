@@ -14,7 +14,7 @@ from support.runs import build_trainer
 from pacs_trl.cli import run
 from pacs_trl.errors import FailedRun, UserError
 from pacs_trl.evaluation.provenance import checkpoint_digest, training_facts
-from pacs_trl.hub import push
+from pacs_trl.hub import check_branch, push
 
 
 main = partial(run, "push")
@@ -130,6 +130,18 @@ def test_the_main_branch_and_references_are_not_created(checkpoint, hub):
 def test_a_name_that_the_hub_refuses_is_a_mistake_of_the_user(checkpoint, capsys, repo):
     assert main(["--model", str(checkpoint), "--repo", repo, "--dry_run"]) == 2
     assert "Set --repo." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["", "a b", "a..b", "a~1", "/a", "a/", "a.lock", "-a", "a/.b", "@", "a@{1}", "a."])
+def test_what_git_refuses_as_a_branch_is_refused_before_a_connection(checkpoint, hub, name):
+    with pytest.raises(UserError, match="cannot be the name of a branch of git. Name another branch"):
+        push_it(checkpoint, hub, revision=name)
+    assert hub.calls == []
+
+
+@pytest.mark.parametrize("name", ["main", "step-480", "v1.0", "users/me/lr_1e-6", "refs/pr/1", "größer", "a@b"])
+def test_names_of_branches_are_accepted(name):
+    check_branch(name)
 
 
 def test_a_commit_is_no_branch(checkpoint, hub):

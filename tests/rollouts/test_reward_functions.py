@@ -19,7 +19,7 @@ from support.scripted import run_recipe
 from torch import nn
 from transformers import Qwen3ForSequenceClassification
 
-from pacs_trl import GRPOTrainer, PACSTrainer
+from pacs_trl import GRPOTrainer, PACSTrainer, REALTrainer
 from pacs_trl.data.environments import prepare_environments
 from pacs_trl.errors import FailedRun, exit_code
 from pacs_trl.rewards import math_reward
@@ -43,6 +43,32 @@ def test_copies_share_no_container_and_keep_other_objects():
     copied["rows"][0]["a"][0].clear()
     copied["tensor"].add_(1)
     assert shared == [1, 2] and copied["ids"][1] == [1, 2] and value["tensor"].tolist() == [0, 0]
+
+
+def half_reward(completions, **kwargs):
+    return [0.5] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "remedy"),
+    [(PACSTrainer, "Set reward_weights that sum to 1"), (REALTrainer, "Write one function that returns 0 or 1")],
+)
+def test_weights_with_which_labels_may_be_above_1_are_warned_of_once(tmp_path, caplog, trainer_class, remedy):
+    """Before a completion satisfies both functions, which ends the run."""
+    trainer = build_trainer(tmp_path, reward=[digit_reward, half_reward], trainer_class=trainer_class)
+    of_each_other = torch.tensor([[1.0, torch.nan], [torch.nan, 1.0], [torch.nan, torch.nan]])
+    assert trainer._compute_labels(of_each_other)[:2].tolist() == [1, 1] and not caplog.records
+    for _ in range(2):
+        assert trainer._compute_labels(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist() == [1, 1]
+    (record,) = caplog.records
+    assert "(digit_reward, half_reward) sum to 2, so" in record.message and remedy in record.message
+
+
+def test_weights_that_sum_to_1_are_no_warning(tmp_path, caplog):
+    weights = {"reward_weights": [0.5, 0.5]}
+    trainer = build_trainer(tmp_path, reward=[digit_reward, half_reward], **weights)
+    assert trainer._compute_labels(torch.tensor([[1.0, 1.0], [0.0, 1.0]])).tolist() == [1, 0.5]
+    assert not caplog.records
 
 
 def destructive(completions, completion_ids, prompts, solution, **kwargs):

@@ -14,7 +14,7 @@ from pacs_trl.errors import UserError
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.methods import method_names
 from pacs_trl.recipe import config_class, settings_classes
-from pacs_trl.settings import read_settings, typed_values
+from pacs_trl.settings import NAMES_ELSEWHERE, read_settings, typed_values
 from pacs_trl.settings.checks import illegal_values
 from pacs_trl.settings.fields import Range, setting, switch
 from pacs_trl.settings.help import (
@@ -196,6 +196,14 @@ def test_every_setting_of_ours_has_a_help_that_is_a_sentence(part):
         for each in settings:
             assert each.metadata["help"].endswith((".", ")")), each.name
     HfArgumentParser(part).format_help()  # raises where argparse would read a percent sign
+
+
+def test_names_of_other_libraries_stand_for_settings_and_are_none_beside_them():
+    parts = [{each.name for part in settings_classes(method) for each in fields(part)} for method in method_names()]
+    for ours, names in NAMES_ELSEWHERE.items():
+        holders = [known for known in (*parts, {each.name for each in fields(EvaluationArguments)}) if ours in known]
+        assert holders, ours
+        assert not [name for name in names for known in holders if name in known], ours
 
 
 def test_page_of_settings_is_up_to_date():
