@@ -38,6 +38,7 @@ from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.plan.cost import GPUS, Gpu, ModelShape
 from pacs_trl.plan.estimates import Costs, Estimate
 from pacs_trl.plan.launch import Launch
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.recipe import Recipe
 from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
@@ -168,7 +169,7 @@ def costs_of(
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
     recipe = Recipe.from_settings(settings | more, 1)
-    costs = Estimate(recipe, Launch(1, "none", "one process"), gpu).costs
+    costs = Estimate(recipe, Launch(1, Sharding(), "one process"), gpu).costs
     assert costs is not None  # the shape is known
     return costs
 

@@ -19,6 +19,7 @@ from .launch import Launch, gpus_of_server
 from .models import empty_model, local_config, shape_of_model
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
+from .sharding import state_shares
 from .workload import (
     UNKNOWN_LONGEST_PROMPT,
     UNKNOWN_MEAN_PROMPT,
@@ -26,6 +27,7 @@ from .workload import (
     MemoryChoice,
     Workload,
     activation_precision,
+    bytes_in_passes,
     choice_of_unknown_model,
     choice_on_cpu,
     choose,
@@ -268,6 +270,7 @@ class Costs:
         approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
         trained, critic (`int`): Trained weights of the policy, and weights of the critic.
         weights ([`~workload.WeightBytes`]): Bytes per weight of the policy.
+        shares ([`~sharding.StateShares`]): What a process keeps of the training state on its GPU.
         usable (`float`): Memory of a GPU without the share that is never filled.
         state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
         tensor_parallel (`int`): GPUs of each colocated vLLM.
@@ -311,11 +314,11 @@ class Costs:
             weights=self.weights,
             has_adapter=model.use_peft,
             sharding=launch.sharding,
-            is_fsdp=launch.kind == "FSDP",
-            processes=launch.shard_group,
+            precision=run.execution.precision,
             memory_bytes=run.gpu.memory_bytes,
             critic=critic_shape,
         )
+        self.shares = state_shares(launch.sharding)
         self.state = occupied.state
         self.gathered = occupied.gathered
         self.collected = occupied.collected
@@ -448,7 +451,7 @@ class Costs:
         if not (is_too_small and has_fitting_share):
             if not self.is_asleep:
                 remedies.append("set vllm_enable_sleep_mode: true")
-            if run.launch.sharding != "full":
+            if not run.launch.sharding.divides_weights:
                 remedies.append("shard the training state (fsdp2.yaml)")
         if not has_fitting_share:
             remedies += ["use a GPU with more memory", "set vllm_mode: server"]
@@ -473,7 +476,7 @@ class Costs:
     def _remedies(self) -> str:
         """Return what makes an update smaller, of what is not done yet."""
         training, remedies = self.run.training, []
-        if self.run.launch.sharding != "full":
+        if not self.run.launch.sharding.divides_weights:
             remedies.append("shard the training state over GPUs (accelerate_configs/fsdp2.yaml)")
         elif self.collected > self.state and not self.critic:
             remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), without a collected gradient")
@@ -491,13 +494,27 @@ class Costs:
         """Return the bytes of the training state per weight if they are not 16, or weights are quantized, and what
         they assume."""
         run, (weight, gradient, moments) = self.run, self.weights.trained
-        buckets = gradient if run.launch.sharding == "none" and run.num_gpus > 1 else 0
-        total, assumptions = weight + gradient + moments + buckets, list(self.weights.assumptions)
+        sharding = run.launch.sharding
+        buckets = gradient if sharding.framework == "ddp" else 0
+        working = 2 * bytes_in_passes(run.execution.precision) if sharding.framework == "deepspeed" else 0
+        total, assumptions = weight + gradient + moments + buckets + working, list(self.weights.assumptions)
+        if sharding.framework == "deepspeed":
+            assumptions.append(
+                f"DeepSpeed's buckets are counted with its default reduce_bucket_size, {cost.ZERO_BUCKET:,} gradients."
+            )
+        if sharding.offloads_optimizer:
+            assumptions.append("The time of the optimizer step on the CPU is not counted.")
         if run.dtype == "auto":
             assumptions.append("dtype: auto is counted as half precision.")
         if total == 16 and run.quantization is None:
             return assumptions
-        parts = {"weight": weight, "gradient": gradient, "moments": moments, "DDP's buckets": buckets}
+        parts = {
+            "weight": weight,
+            "gradient": gradient,
+            "moments": moments,
+            "DDP's buckets": buckets,
+            "DeepSpeed's copies": working,
+        }
         summands = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
         frozen = f", and {self.weights.frozen:.3g} per frozen weight" if run.recipe.model.use_peft else ""
         note = f"The training state is counted with {total:.3g} bytes per trained weight ({summands}){frozen}."
@@ -531,8 +548,7 @@ class Costs:
             forward = shape.forward_flops(tokens, workload.attended(self.tokens))
             flops += passes.in_forward_passes(self.recomputation) * forward
             seconds += workload.seconds_of(shape, passes, self.recomputation, self.tokens)
-            processes = run.launch.shard_group if run.launch.sharding != "none" else 1
-            seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, run.gpu)
+            seconds += step.updates_per_generation * cost.optimizer_seconds(trained * self.shares.moments, run.gpu)
         return flops, seconds
 
     def generating(self, mean_length: int, num_gpus: int | None = None) -> float:

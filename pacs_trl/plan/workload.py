@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from ..update.step_sizes import BatchSizes
 from . import cost
 from .cost import Execution, Gpu, ModelShape, Passes, Recomputation, TrainedBytes
+from .sharding import Sharding, state_shares
 
 
 USABLE_SHARE = 0.95  # of the memory of a GPU; the rest is fragmentation, kernels, and communication
@@ -43,6 +44,11 @@ def activation_precision(*, loads_float32: bool, is_mixed: bool, is_wrapped: boo
     if not loads_float32 or (is_mixed and is_wrapped):
         return "bfloat16"
     return "autocast" if is_mixed else "float32"
+
+
+def bytes_in_passes(precision: str) -> int:
+    """Return the bytes of a weight or gradient in the forward and backward passes of FSDP and DeepSpeed."""
+    return 4 if precision == "float32" else 2
 
 
 class MemoryChoice(NamedTuple):
@@ -461,7 +467,7 @@ class Occupied(NamedTuple):
     Bytes of a GPU that an update cannot use for activations.
 
     Attributes:
-        state (`float`): Weights, gradients, optimizer, and copies of weights.
+        state (`float`): Weights, gradients, optimizer, copies of weights, and buckets of gradients.
         gathered (`float`): Weights that FSDP and ZeRO-3 gather.
         collected (`float`): Gradients of all weights that FSDP reduces after the last micro-batch.
         engine (`float`): A colocated vLLM.
@@ -489,9 +495,8 @@ def occupied_bytes(
     loaded_bytes: int,
     weights: WeightBytes,
     has_adapter: bool,
-    sharding: str,
-    is_fsdp: bool,
-    processes: int,
+    sharding: Sharding,
+    precision: str,
     memory_bytes: float,
     critic: ModelShape | None = None,
 ) -> Occupied:
@@ -502,7 +507,8 @@ def occupied_bytes(
         trained, frozen (`float`): Numbers of weights; those of an adapter are `trained`.
         loaded_bytes (`int`): Bytes of a weight in the dtype in which a model is loaded.
         weights ([`WeightBytes`]): Bytes per weight of the policy.
-        sharding (`str`): See [`~cost.training_state_bytes`].
+        sharding ([`~sharding.Sharding`]): How processes divide the training state.
+        precision (`str`): Of activations, see [`activation_precision`].
         memory_bytes (`float`): Memory of the GPU, of which a colocated vLLM has a share.
         critic ([`~cost.ModelShape`], *optional*): Another model that is trained, in float32 and with an optimizer of
             the same kind; its embedding has the moments of other weights.
@@ -512,29 +518,32 @@ def occupied_bytes(
         copies += 4 * trained
     if has_kl_model(training, has_adapter=has_adapter):
         copies += loaded_bytes * shape.parameters
+    shares, working_bytes = state_shares(sharding), bytes_in_passes(precision)
     state = cost.training_state_bytes(
         trained,
         frozen,
         frozen_bytes=weights.frozen,
         sharding=sharding,
-        processes=processes,
         trained_bytes=weights.trained,
+        working_bytes=working_bytes,
     )
-    state += copies / (processes if sharding == "full" else 1)
+    state += copies * shares.frozen
     critic_weights = critic.parameters if critic else 0
     state += cost.training_state_bytes(
         critic_weights,
         0,
         frozen_bytes=4,
         sharding=sharding,
-        processes=processes,
         trained_bytes=TrainedBytes(moments=_moment_bytes(training, 4)),
+        working_bytes=working_bytes,
     )
-    gathered = collected = engine = 0.0
-    if sharding == "full":  # two layers and the largest other matrix, in bfloat16
-        shapes = [shape, critic] if critic else [shape]
-        gathered = 2.0 * max(2 * s.stored_layer_parameters + s.vocabulary * s.hidden for s in shapes)
-    if is_fsdp and training.gradient_accumulation_steps > 1:  # reduced after the last micro-batch
+    if sharding.framework == "deepspeed":
+        state += working_bytes * cost.ZERO_BUCKET
+    shapes = [shape, critic] if critic else [shape]
+    gathered = working_bytes * max(cost.gathered_weights(each, sharding) for each in shapes)
+    collected = engine = 0.0
+    # FSDP reduces after the last micro-batch; a process that has all weights adds gradients to those that it has.
+    if sharding.framework == "fsdp" and shares.gradients < 1 and training.gradient_accumulation_steps > 1:
         collected = 4.0 * (trained + critic_weights)
     if training.use_vllm and training.vllm_mode == "colocate":
         engine = training.vllm_gpu_memory_utilization * memory_bytes
