@@ -486,6 +486,13 @@ class Occupied(NamedTuple):
         return self.state + self.gathered + self.collected + (0 if self.is_asleep else self.engine)
 
 
+def _may_have_several_micro_batches(training: Any) -> bool:
+    """Return whether an optimizer step of a process may have several micro-batches: by accumulation, or because
+    `max_tokens_per_micro_batch` splits its completions."""
+    is_split = training.max_tokens_per_micro_batch is not None and training.per_device_train_batch_size > 1
+    return training.gradient_accumulation_steps > 1 or is_split
+
+
 def occupied_bytes(
     training: Any,
     shape: ModelShape,
@@ -543,7 +550,7 @@ def occupied_bytes(
     gathered = working_bytes * max(cost.gathered_weights(each, sharding) for each in shapes)
     collected = engine = 0.0
     # FSDP reduces after the last micro-batch; a process that has all weights adds gradients to those that it has.
-    if sharding.framework == "fsdp" and shares.gradients < 1 and training.gradient_accumulation_steps > 1:
+    if sharding.framework == "fsdp" and shares.gradients < 1 and _may_have_several_micro_batches(training):
         collected = 4.0 * (trained + critic_weights)
     if training.use_vllm and training.vllm_mode == "colocate":
         engine = training.vllm_gpu_memory_utilization * memory_bytes

@@ -137,6 +137,20 @@ def test_sharded_training_keeps_float32_copies_of_half_precision_weights():
         assert sharded.weights.trained == (4, 4, 8)
 
 
+def test_fsdp_collects_gradients_of_every_step_that_may_have_several_micro_batches():
+    """Without gradient accumulation, too, where tokens bound a micro-batch: 4 bytes per weight."""
+    launch, settings = Launch(8, Sharding("fsdp", 8), "", "FSDP", 2, "bf16"), {"gradient_accumulation_steps": 1}
+
+    def collected(**changes) -> float:
+        recipe = Recipe.from_settings({**SETTINGS, **settings, **changes}, 8)
+        return Estimate(recipe, launch).costs.collected
+
+    assert collected() == 0
+    assert collected(max_tokens_per_micro_batch=9000) == collected(**AUTO) == 4 * SHAPE.parameters
+    assert collected(max_tokens_per_micro_batch=9000, per_device_train_batch_size=1) == 0
+    assert collected(gradient_accumulation_steps=2) == 4 * SHAPE.parameters
+
+
 def test_plan_says_how_the_training_state_is_divided(plan, launch_file):
     """Of 4.02e9 weights on 8 processes: ZeRO-2 has 16 + 2 bytes / 8 and 2 bytes of each, and 1e9 for buckets."""
     zero_2 = launch_file("distributed_type: DEEPSPEED", "num_processes: 8", "mixed_precision: bf16")
