@@ -17,6 +17,7 @@ from . import cost
 from .cost import GIB, H200, Execution, Gpu, ModelShape, Passes, Recomputation
 from .launch import Launch, gpus_of_server
 from .models import empty_model, local_config, shape_of_model
+from .occupied import bytes_in_passes, engine_bytes, engine_weights, has_kl_model, occupied_bytes, weight_bytes
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
 from .sharding import state_shares
@@ -27,19 +28,13 @@ from .workload import (
     MemoryChoice,
     Workload,
     activation_precision,
-    bytes_in_passes,
     choice_of_unknown_model,
     choice_on_cpu,
     choose,
     chooses,
     completions_of_a_prompt,
-    engine_bytes,
-    engine_weights,
-    has_kl_model,
     mean_completion,
-    occupied_bytes,
     recomputations_of,
-    weight_bytes,
 )
 
 
@@ -269,12 +264,12 @@ class Costs:
         shape, critic_shape ([`~cost.ModelShape`]): Shapes of the models.
         approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
         trained, critic (`int`): Trained weights of the policy, and weights of the critic.
-        weights ([`~workload.WeightBytes`]): Bytes per weight of the policy.
+        weights ([`~occupied.WeightBytes`]): Bytes per weight of the policy.
         shares ([`~sharding.StateShares`]): What a process keeps of the training state on its GPU.
         usable (`float`): Memory of a GPU without the share that is never filled.
-        state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
+        state, gathered, collected, engine, is_asleep: See [`~occupied.Occupied`].
         tensor_parallel (`int`): GPUs of each colocated vLLM.
-        engine_needed (`float`): Least memory of a colocated vLLM, see [`~workload.engine_bytes`].
+        engine_needed (`float`): Least memory of a colocated vLLM, see [`~occupied.engine_bytes`].
         choice ([`~workload.MemoryChoice`], *optional*): What the update recomputes and the size of its micro-batches;
             `None` if no micro-batch fits. It is a choice if the recipe `chooses`, with `auto`.
         tokens (`int`): Tokens of the largest micro-batch.

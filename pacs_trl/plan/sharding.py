@@ -1,4 +1,4 @@
-"""How the processes of a launch divide the training state, and what each of them keeps of it on its GPU.
+"""Division of the training state over the processes of a launch, and the shares that each keeps on its GPU.
 
 From the sources of torch 2.13 (`torch.distributed.fsdp`), accelerate 1.15, and DeepSpeed 0.19.
 """

@@ -24,6 +24,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
+from ..plan.occupied import WeightBytes, occupied_bytes, weight_bytes
 from ..plan.sharding import Sharding, fsdp_sharding, is_true, zero_sharding
 from ..plan.workload import (
     FSDP_RECOMPUTES,
@@ -31,7 +32,6 @@ from ..plan.workload import (
     UNKNOWN_MEAN_PROMPT,
     USABLE_SHARE,
     MemoryChoice,
-    WeightBytes,
     Workload,
     activation_precision,
     choice_of_unknown_model,
@@ -40,9 +40,7 @@ from ..plan.workload import (
     chooses,
     completions_of_a_prompt,
     mean_completion,
-    occupied_bytes,
     recomputations_of,
-    weight_bytes,
 )
 from ..update.groups import Groups
 from ..update.minibatch import Minibatch
