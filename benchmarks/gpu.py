@@ -107,9 +107,9 @@ def planned_beside(costs: Costs, measured: dict[str, Any], completion_max: int, 
     Errors are in percent, positive if `plan` overestimates. With `factor on activations` and `factor on time` the
     estimate would match the measurement.
     """
-    activations = costs.activations + costs.casts + costs.gathered + costs.collected
+    activations = costs.activations + costs.rounded_weights + costs.gathered + costs.collected
     state = costs.state if device == "cuda" else 0.0  # on a CPU only tensors saved by autograd are measured
-    _, seconds = costs.learning(round(0.35 * completion_max))
+    _, seconds = costs.update_flops_and_seconds(round(0.35 * completion_max))
     return {
         "plan GiB": (state + activations) / 2**30,
         "error of memory, %": 100 * ((state + activations) / 2**30 / measured["GiB"] - 1),

@@ -113,15 +113,15 @@ class Workload:
             fitting = (max_tokens - self.mean_prompt) // self.mean_completion
         return max(1, min(fitting, self.sharing))
 
-    def computed(self, max_tokens: int) -> float:
-        """Return the computed tokens per completion, on average."""
+    def computed_per_completion(self, max_tokens: int) -> float:
+        """Return the computed tokens per completion with its part of the prompt, on average."""
         return (self.mean_prompt - 1) / self._completions_of_a_prompt(max_tokens) + 1 + self.mean_completion
 
-    def attended(self, max_tokens: int) -> float:
+    def attended_length(self, max_tokens: int) -> float:
         """Return the mean of squared lengths over the mean length, as [`~cost.ModelShape.forward_flops`] takes it."""
         prompt, completion, longest = self.mean_prompt, self.mean_completion, self.training.max_completion_length
         squares = prompt**2 / self._completions_of_a_prompt(max_tokens) + 2 * prompt * completion
-        return (squares + cost.mean_square_length(completion, longest)) / self.computed(max_tokens)
+        return (squares + cost.mean_square_length(completion, longest)) / self.computed_per_completion(max_tokens)
 
     def has_split_groups(self, max_tokens: int) -> bool:
         """Return whether groups of completions of average length are spread over several micro-batches."""
@@ -165,11 +165,15 @@ class Workload:
     def seconds(self, recomputation: Recomputation, max_tokens: int) -> float:
         """Return the seconds of all updates, without the optimizer."""
         passes = self.passes(has_split_groups=self.has_split_groups(max_tokens))
-        return self.seconds_of(self.shape, passes, recomputation, max_tokens)
+        return self.seconds_of_passes(self.shape, passes, recomputation, max_tokens)
 
-    def seconds_of(self, shape: ModelShape, passes: Passes, recomputation: Recomputation, max_tokens: int) -> float:
+    def seconds_of_passes(
+        self, shape: ModelShape, passes: Passes, recomputation: Recomputation, max_tokens: int
+    ) -> float:
         """Return the seconds of some passes of a model over the generation batch."""
-        tokens = self.step.completions_per_generation * self.computed(max_tokens) / self.step.num_processes
+        tokens = (
+            self.step.completions_per_generation * self.computed_per_completion(max_tokens) / self.step.num_processes
+        )
         updates = self.step.updates_per_generation / self.training.num_iterations
         return cost.update_seconds(
             shape,
@@ -177,7 +181,7 @@ class Workload:
             self.execution._replace(recomputation=recomputation),
             passes,
             tokens=tokens,
-            mean_length=self.attended(max_tokens),
+            mean_length=self.attended_length(max_tokens),
             micro_batches=max(updates, tokens / (_FILLED_SHARE * max_tokens)),
         )
 
@@ -230,9 +234,9 @@ def choose(
         recomputations = (set_recomputation(training),)
     options = []
     for recomputation in recomputations:
-        most = workload.tokens_that_fit(recomputation, _CHOSEN_SHARE * room)
-        for size in _sizes(workload, most):
-            if workload.longest <= size <= most:
+        fitting_tokens = workload.tokens_that_fit(recomputation, _CHOSEN_SHARE * room)
+        for size in _sizes(workload, fitting_tokens):
+            if workload.longest <= size <= fitting_tokens:
                 options.append(_Option(workload.seconds(recomputation, size), size, recomputation))
     if not options:
         return None
@@ -286,7 +290,7 @@ def set_recomputation(training: Any) -> Recomputation:
     return "full" if training.gradient_checkpointing is True else "none"
 
 
-def _sizes(workload: Workload, most: int) -> list[int]:
+def _sizes(workload: Workload, fitting_tokens: int) -> list[int]:
     """Return the sizes of micro-batches to compare: the one that is set, or efficient ones, the one that holds the
     longest group, and the largest that fits."""
     training, step = workload.training, workload.step
@@ -294,13 +298,13 @@ def _sizes(workload: Workload, most: int) -> list[int]:
         return [workload.largest(training.per_device_train_batch_size)]
     if training.max_tokens_per_micro_batch != "auto":
         return [training.max_tokens_per_micro_batch]
-    enough = workload.largest(max(1, step.completions_per_update // step.num_processes))
-    sizes = {enough, min(enough, workload.largest(step.num_generations))}
+    whole_update = workload.largest(max(1, step.completions_per_update // step.num_processes))
+    sizes = {whole_update, min(whole_update, workload.largest(step.num_generations))}
     size = max(EFFICIENT_TOKENS, workload.longest)
-    while size < enough:
+    while size < whole_update:
         sizes.add(size)
         size *= 2
-    return sorted({min(size, most) for size in sizes})
+    return sorted({min(size, fitting_tokens) for size in sizes})
 
 
 def _reason(workload: Workload, room: float, recomputation: Recomputation, size: int) -> str:

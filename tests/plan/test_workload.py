@@ -88,7 +88,7 @@ def test_what_is_set_is_not_chosen():
     assert costs(max_tokens_per_micro_batch=9000).choice.max_tokens == 9000
     assert costs(max_tokens_per_micro_batch=None).choice.max_tokens is None
     fixed = costs(gradient_checkpointing=False, max_tokens_per_micro_batch=5000)
-    assert fixed.choice[:2] == ("none", 5000) and fixed.tokens == 5000
+    assert fixed.choice[:2] == ("none", 5000) and fixed.micro_batch_tokens == 5000
 
 
 # 28 layers of 50.3e6 weights, and 151,936 x 2,048 of the embedding, which is the head too
@@ -126,7 +126,7 @@ def test_bytes_per_weight_follow_from_dtype_optimizer_and_quantization(settings,
     assert estimated.weights.frozen == pytest.approx(frozen)
     assert estimated.weights.trained == pytest.approx(trained) and not estimated.weights.assumptions
     number_frozen = SHAPE.parameters if "use_peft" in settings else 0
-    assert estimated.state == pytest.approx(frozen * number_frozen + sum(trained) * estimated.trained)
+    assert estimated.state == pytest.approx(frozen * number_frozen + sum(trained) * estimated.trained_weights)
 
 
 def test_sharded_training_keeps_float32_copies_of_half_precision_weights():
