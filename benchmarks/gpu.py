@@ -38,6 +38,7 @@ from pacs_trl import GRPOTrainer, PACSConfig, PACSTrainer
 from pacs_trl.plan.cost import GPUS, Gpu, ModelShape
 from pacs_trl.plan.estimates import Costs, Estimate
 from pacs_trl.plan.launch import Launch
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.recipe import Recipe
 from pacs_trl.rewards import math_reward
 from pacs_trl.rollouts.checkpoint_files import last_checkpoint
@@ -106,9 +107,9 @@ def planned_beside(costs: Costs, measured: dict[str, Any], completion_max: int, 
     Errors are in percent, positive if `plan` overestimates. With `factor on activations` and `factor on time` the
     estimate would match the measurement.
     """
-    activations = costs.activations + costs.casts + costs.gathered + costs.collected
+    activations = costs.activations + costs.rounded_weights + costs.gathered + costs.collected
     state = costs.state if device == "cuda" else 0.0  # on a CPU only tensors saved by autograd are measured
-    _, seconds = costs.learning(round(0.35 * completion_max))
+    _, seconds = costs.update_flops_and_seconds(round(0.35 * completion_max))
     return {
         "plan GiB": (state + activations) / 2**30,
         "error of memory, %": 100 * ((state + activations) / 2**30 / measured["GiB"] - 1),
@@ -168,7 +169,7 @@ def costs_of(
         settings |= {"use_peft": True, "lora_r": LORA["r"], "lora_target_modules": [LORA["target_modules"]]}
         settings |= {"dtype": "bfloat16"}
     recipe = Recipe.from_settings(settings | more, 1)
-    costs = Estimate(recipe, Launch(1, "none", "one process"), gpu).costs
+    costs = Estimate(recipe, Launch(1, Sharding(), "one process"), gpu).costs
     assert costs is not None  # the shape is known
     return costs
 

@@ -20,6 +20,7 @@ from pacs_trl.evaluation.benchmarks import BENCHMARKS
 from pacs_trl.plan.check import check_recipe, find_conflicts
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import read_launch
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.rewards import VerificationArguments
 
 
@@ -262,12 +263,12 @@ def test_accelerate_files_have_known_keys_and_the_stated_processes_and_sharding(
     launch, errors = read_launch(str(path), None)
     assert errors == []
     expected = {
-        "single_gpu": (1, "none"),
-        "ddp": (8, "none"),
-        "fsdp2": (8, "full"),
-        "fsdp2_8x8": (64, "full"),
-        "zero2": (8, "gradients"),
-        "zero3": (8, "full"),
+        "single_gpu": (1, Sharding()),
+        "ddp": (8, Sharding("ddp")),
+        "fsdp2": (8, Sharding("fsdp", 8)),
+        "fsdp2_8x8": (64, Sharding("fsdp", 64)),
+        "zero2": (8, Sharding("deepspeed", 8, zero_stage=2)),
+        "zero3": (8, Sharding("deepspeed", 8, zero_stage=3)),
     }
     assert (launch.num_processes, launch.sharding) == expected[path.stem]
     assert config.mixed_precision == "bf16"

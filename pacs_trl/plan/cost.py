@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
+from .sharding import Sharding, state_shares
+
 
 GIB = 2**30
 
@@ -32,6 +34,9 @@ _ATTENTION_BACKWARD = 2.5  # FlashAttention computes the products of the forward
 # and without gradient.
 _LAUNCH_SECONDS, _LAUNCH_SECONDS_FORWARD = 1.1e-3, 0.3e-3
 _WEIGHT_BYTES, _WEIGHT_BYTES_FORWARD = 20, 6
+# Defaults of DeepSpeed, in weights: gradients that it reduces at once, and gathered weights that ZeRO-3 may keep.
+ZERO_BUCKET = 500_000_000
+_ZERO_3_LIVE_WEIGHTS = 1_000_000_000
 _OPTIMIZER_BYTES = 28  # read and written per trained weight: weight, gradient, two moments
 
 
@@ -255,24 +260,36 @@ def training_state_bytes(
     frozen: float,
     *,
     frozen_bytes: float,
-    sharding: str,
-    processes: int,
+    sharding: Sharding,
     trained_bytes: TrainedBytes = FLOAT32_ADAM,
+    working_bytes: int = 2,
 ) -> float:
     """
-    Return the bytes of weights, gradients, and Adam moments on one GPU. With float32 weights and 32-bit Adam a trained
-    weight has 4 for the weight, 4 for its gradient, and 8 for the moments; DDP, which is sharding `"none"` on several
-    `processes`, adds 4 for its buckets of gradients. Other dtypes and optimizers have other `trained_bytes`. `"full"`
-    sharding (FSDP, ZeRO-3) divides all by `processes`; `"gradients"` (ZeRO-2) adds a bfloat16 copy of the weights and
-    shards the rest.
+    Return the bytes of weights, gradients, and Adam moments on one GPU, without DeepSpeed's buckets. With float32
+    weights and 32-bit Adam a trained weight has 4 for the weight, 4 for its gradient, and 8 for the moments, of which
+    a process keeps its [`~sharding.state_shares`]. Other dtypes and optimizers have other `trained_bytes`. DDP adds
+    buckets of gradients, DeepSpeed copies of weights and gradients with `working_bytes`.
     """
-    state = sum(trained_bytes) * trained
-    if sharding == "full":
-        return (state + frozen_bytes * frozen) / processes
-    if sharding == "gradients":
-        return 2 * trained + frozen_bytes * frozen + state / processes
-    buckets = trained_bytes.gradient * trained if processes > 1 else 0
-    return state + buckets + frozen_bytes * frozen
+    shares = state_shares(sharding)
+    weight, gradient, moments = trained_bytes
+    per_weight = weight * shares.weights + gradient * shares.gradients + moments * shares.moments
+    per_weight += working_bytes * (shares.working_weights + shares.working_gradients)
+    if sharding.framework == "ddp":
+        per_weight += gradient
+    return per_weight * trained + frozen_bytes * shares.frozen * frozen
+
+
+def gathered_weights(shape: ModelShape, sharding: Sharding) -> float:
+    """Return the most weights of a model that a process has gathered at a time: those of two layers and the largest
+    other matrix, all that FSDP keeps until the backward pass, or as many as ZeRO-3 may keep for their next use."""
+    if not sharding.gathers_weights:
+        return 0.0
+    if sharding.keeps_gathered:
+        return float(shape.parameters)
+    needed = 2 * shape.stored_layer_parameters + shape.vocabulary * shape.hidden
+    if sharding.framework == "deepspeed":
+        return max(needed, min(shape.parameters, _ZERO_3_LIVE_WEIGHTS))
+    return needed
 
 
 def checkpoint_bytes(

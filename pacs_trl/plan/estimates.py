@@ -17,8 +17,10 @@ from . import cost
 from .cost import GIB, H200, Execution, Gpu, ModelShape, Passes, Recomputation
 from .launch import Launch, gpus_of_server
 from .models import empty_model, local_config, shape_of_model
+from .occupied import bytes_in_passes, engine_bytes, engine_weights, has_kl_model, occupied_bytes, weight_bytes
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
+from .sharding import state_shares
 from .workload import (
     UNKNOWN_LONGEST_PROMPT,
     UNKNOWN_MEAN_PROMPT,
@@ -31,13 +33,8 @@ from .workload import (
     choose,
     chooses,
     completions_of_a_prompt,
-    engine_bytes,
-    engine_weights,
-    has_kl_model,
     mean_completion,
-    occupied_bytes,
     recomputations_of,
-    weight_bytes,
 )
 
 
@@ -46,6 +43,8 @@ _SET_SIZES = {"deepscaler": 40_315, "gsm8k": 7_473, "math": 7_500}
 
 
 _SIMULATED_STEPS = 20  # optimizer steps of continuous generation
+# Shares of the memory of a GPU: for generation by transformers, and for keys and values where less is left.
+_MEMORY_SHARE_WITHOUT_VLLM, _LEAST_CACHE_SHARE = 0.5, 0.05
 
 
 class Prompts(NamedTuple):
@@ -266,105 +265,131 @@ class Costs:
     Attributes:
         shape, critic_shape ([`~cost.ModelShape`]): Shapes of the models.
         approximated (`str`, *optional*): Type of a policy that is no dense decoder, for which the shape of one stands.
-        trained, critic (`int`): Trained weights of the policy, and weights of the critic.
-        weights ([`~workload.WeightBytes`]): Bytes per weight of the policy.
+        has_adapter (`bool`): Whether an adapter of the policy is trained.
+        trained_weights, frozen_weights, critic_weights (`int`): Numbers of weights: of the policy, those that are
+            trained and those that are not, and of the critic.
+        loaded_bytes (`int`): Bytes of a weight in the dtype in which a model is loaded.
+        weights ([`~occupied.WeightBytes`]): Bytes per weight of the policy.
+        shares ([`~sharding.StateShares`]): What a process keeps of the training state on its GPU.
         usable (`float`): Memory of a GPU without the share that is never filled.
-        state, gathered, collected, engine, is_asleep: See [`~workload.Occupied`].
+        state, gathered, collected, engine, is_asleep: See [`~occupied.Occupied`].
+        room (`float`): What is left for activations.
         tensor_parallel (`int`): GPUs of each colocated vLLM.
-        engine_needed (`float`): Least memory of a colocated vLLM, see [`~workload.engine_bytes`].
+        engine_needed (`float`): Least memory of a colocated vLLM, see [`~occupied.engine_bytes`].
         choice ([`~workload.MemoryChoice`], *optional*): What the update recomputes and the size of its micro-batches;
             `None` if no micro-batch fits. It is a choice if the recipe `chooses`, with `auto`.
-        tokens (`int`): Tokens of the largest micro-batch.
-        activations, casts, update, peak (`float`): Activations of that micro-batch, copies of weights that autocast
-            makes, all parts of an update, and the largest use of memory.
-        copies (`float`): Weights of the engine in a process of its own, in memory of the CPU.
+        micro_batch_tokens (`int`): Tokens of the largest micro-batch.
+        activations, rounded_weights, update, peak (`float`): Activations of that micro-batch, copies of weights that
+            autocast makes, all parts of an update, and the largest use of memory.
+        engine_process (`float`): Weights of the engine in a process of its own, in memory of the CPU.
         checkpoint (`float`): Size on disk.
     """
 
     def __init__(
         self, run: Estimate, shape: ModelShape, critic_shape: ModelShape | None, approximated: str | None = None
     ):
-        training, launch, model = run.training, run.launch, run.recipe.model
+        training, model = run.training, run.recipe.model
         self.run, self.shape, self.critic_shape, self.approximated = run, shape, critic_shape, approximated
+        self.has_adapter = bool(model.use_peft)
+        self.trained_weights = cost.lora_parameters(shape, model.lora_r) if self.has_adapter else shape.parameters
+        self.frozen_weights = shape.parameters if self.has_adapter else 0
+        self.critic_weights = critic_shape.parameters if critic_shape else 0
+        self.loaded_bytes = 4 if run.dtype == "float32" else 2
+        self.has_kl_model = has_kl_model(training, has_adapter=self.has_adapter)
         self.usable = USABLE_SHARE * run.gpu.memory_bytes
-        self.trained = cost.lora_parameters(shape, model.lora_r) if model.use_peft else shape.parameters
-        self.critic = critic_shape.parameters if critic_shape else 0
-        self.has_kl_model = has_kl_model(training, has_adapter=model.use_peft)
 
-        # What an update cannot use
-        frozen = shape.parameters if model.use_peft else 0
-        loaded_bytes = 4 if run.dtype == "float32" else 2
+        self._set_occupied()
+        self._set_micro_batches()
+        self._set_peak()
+        self.engine_process = self._engine_process_bytes()
+        self.checkpoint = self._checkpoint_bytes()
+
+    def _set_occupied(self) -> None:
+        """Set what an update cannot use for activations."""
+        run, training = self.run, self.run.training
         self.weights = weight_bytes(
             training,
-            shape,
-            loaded_bytes=loaded_bytes,
-            has_adapter=bool(model.use_peft),
+            self.shape,
+            loaded_bytes=self.loaded_bytes,
+            has_adapter=self.has_adapter,
             has_float32_copies=run.has_float32_copies,
             quantization=run.quantization,
         )
+        self.shares = state_shares(run.launch.sharding)
         occupied = occupied_bytes(
             training,
-            shape,
-            trained=self.trained,
-            frozen=frozen,
-            loaded_bytes=loaded_bytes,
+            self.shape,
+            trained=self.trained_weights,
+            frozen=self.frozen_weights,
+            loaded_bytes=self.loaded_bytes,
             weights=self.weights,
-            has_adapter=model.use_peft,
-            sharding=launch.sharding,
-            is_fsdp=launch.kind == "FSDP",
-            processes=launch.shard_group,
+            has_adapter=self.has_adapter,
+            sharding=run.launch.sharding,
+            precision=run.execution.precision,
             memory_bytes=run.gpu.memory_bytes,
-            critic=critic_shape,
+            critic=self.critic_shape,
         )
         self.state = occupied.state
         self.gathered = occupied.gathered
         self.collected = occupied.collected
         self.engine = occupied.engine
         self.is_asleep = occupied.is_asleep
+        self.room = self.usable - occupied.in_update
         self.tensor_parallel = training.vllm_tensor_parallel_size if self.engine else 1
         self.engine_needed = self._engine_needed(self.tensor_parallel) if self.engine else 0.0
 
-        # Recomputation and micro-batches
+    def _set_micro_batches(self) -> None:
+        """Set what the backward pass recomputes and the size of the largest micro-batch, as a run chooses them."""
+        run, training = self.run, self.run.training
         workload = self.workload(mean_completion(training.max_completion_length))
         self.chooses = chooses(training)
         self.choice: MemoryChoice | None
         if not training.needs_gpu:
             self.choice = choice_on_cpu(training)
-        elif approximated and self.chooses:  # as in a run
-            self.choice = choice_of_unknown_model(training, approximated)
+        elif self.approximated and self.chooses:
+            self.choice = choice_of_unknown_model(training, self.approximated)
         else:
-            recomputations = recomputations_of(training, has_adapter=bool(model.use_peft), is_zero3=launch.is_zero3)
-            self.choice = choose(workload, self.usable - occupied.in_update, recomputations)
-        chosen = self.choice or MemoryChoice("full", run.longest, "does not fit")
-        self.recomputation: Recomputation = chosen.recomputation
-        self.tokens = chosen.max_tokens or workload.largest(training.per_device_train_batch_size)
+            recomputations = recomputations_of(training, has_adapter=self.has_adapter, is_zero3=run.launch.is_zero3)
+            self.choice = choose(workload, self.room, recomputations)
+        choice = self.choice or MemoryChoice("full", run.longest, "does not fit")
+        self.recomputation: Recomputation = choice.recomputation
+        self.micro_batch_tokens = choice.max_tokens or workload.largest(training.per_device_train_batch_size)
 
-        # Sizes
-        execution = run.execution._replace(recomputation=self.recomputation)
-        self.activations, self.casts = shape.activation_bytes(self.tokens, execution), shape.cast_bytes(execution)
-        if critic_shape:  # its activations are freed before the update of the policy
-            tokens = training.per_device_train_batch_size * run.longest
-            self.activations = max(self.activations, critic_shape.activation_bytes(tokens, execution))
-        self.update = self.state + self.casts + self.activations + self.gathered + self.collected
+    def _set_peak(self) -> None:
+        """Set the memory of an update, and the largest use of memory."""
+        training, execution = self.run.training, self.run.execution._replace(recomputation=self.recomputation)
+        self.rounded_weights = self.shape.cast_bytes(execution)
+        self.activations = self.shape.activation_bytes(self.micro_batch_tokens, execution)
+        if self.critic_shape:  # its activations are freed before the update of the policy
+            tokens = training.per_device_train_batch_size * self.run.longest
+            self.activations = max(self.activations, self.critic_shape.activation_bytes(tokens, execution))
+        self.update = self.state + self.rounded_weights + self.activations + self.gathered + self.collected
         # A sleeping engine wakes between updates, when there are no activations and layers are gathered one at a time.
         self.beside_engine = self.state if self.is_asleep else self.update
         self.peak = max(self.beside_engine + self.engine, self.update)
-        self.copies = 0
-        if training.has_engine_process:
-            self.copies = loaded_bytes * (frozen + max(1, training.rollout_lag) * self.trained)
-        self.checkpoint = 0.0
-        if training.save_strategy != "no":
-            is_float32 = run.dtype == "float32" or run.has_float32_copies or model.use_peft
-            saved_bytes = 4 if is_float32 else 2
-            has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
-            follows = training.sync_ref_model and self.has_kl_model
-            self.checkpoint = cost.checkpoint_bytes(
-                self.trained,
-                weight_bytes=saved_bytes,
-                snapshot=has_snapshot,
-                followed_reference=loaded_bytes * shape.parameters if follows else 0,
-            )
-            self.checkpoint += cost.checkpoint_bytes(self.critic)  # in float32
+
+    def _engine_process_bytes(self) -> float:
+        """Return the bytes of weights in the engine process, which has all that late rollouts need."""
+        training = self.run.training
+        if not training.has_engine_process:
+            return 0
+        return self.loaded_bytes * (self.frozen_weights + max(1, training.rollout_lag) * self.trained_weights)
+
+    def _checkpoint_bytes(self) -> float:
+        """Return the bytes of a checkpoint on disk, 0 if none is saved. The critic is saved in float32."""
+        run, training = self.run, self.run.training
+        if training.save_strategy == "no":
+            return 0
+        is_float32 = run.dtype == "float32" or run.has_float32_copies or self.has_adapter
+        has_snapshot = training.reference == "snapshot" or training.keeps_generating_policy
+        reference_follows = training.sync_ref_model and self.has_kl_model
+        policy = cost.checkpoint_bytes(
+            self.trained_weights,
+            weight_bytes=4 if is_float32 else 2,
+            snapshot=has_snapshot,
+            followed_reference=self.loaded_bytes * self.shape.parameters if reference_follows else 0,
+        )
+        return policy + cost.checkpoint_bytes(self.critic_weights)
 
     def workload(self, mean_length: int) -> Workload:
         """Return the work on a generation batch, for completions of `mean_length` tokens on average."""
@@ -448,7 +473,7 @@ class Costs:
         if not (is_too_small and has_fitting_share):
             if not self.is_asleep:
                 remedies.append("set vllm_enable_sleep_mode: true")
-            if run.launch.sharding != "full":
+            if not run.launch.sharding.divides_weights:
                 remedies.append("shard the training state (fsdp2.yaml)")
         if not has_fitting_share:
             remedies += ["use a GPU with more memory", "set vllm_mode: server"]
@@ -458,7 +483,7 @@ class Costs:
         """Return the parts of the memory of an update that take a GiB or more."""
         sizes = {
             "training state": self.state,
-            "rounded weights": self.casts,
+            "rounded weights": self.rounded_weights,
             "activations": self.activations,
             "gathered weights": self.gathered,
             "collected gradient": self.collected,
@@ -473,9 +498,9 @@ class Costs:
     def _remedies(self) -> str:
         """Return what makes an update smaller, of what is not done yet."""
         training, remedies = self.run.training, []
-        if self.run.launch.sharding != "full":
+        if not self.run.launch.sharding.divides_weights:
             remedies.append("shard the training state over GPUs (accelerate_configs/fsdp2.yaml)")
-        elif self.collected > self.state and not self.critic:
+        elif self.collected > self.state and not self.critic_weights:
             remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), without a collected gradient")
         else:
             remedies.append("use more GPUs")
@@ -491,13 +516,27 @@ class Costs:
         """Return the bytes of the training state per weight if they are not 16, or weights are quantized, and what
         they assume."""
         run, (weight, gradient, moments) = self.run, self.weights.trained
-        buckets = gradient if run.launch.sharding == "none" and run.num_gpus > 1 else 0
-        total, assumptions = weight + gradient + moments + buckets, list(self.weights.assumptions)
+        sharding = run.launch.sharding
+        buckets = gradient if sharding.framework == "ddp" else 0
+        working = 2 * bytes_in_passes(run.execution.precision) if sharding.framework == "deepspeed" else 0
+        total, assumptions = weight + gradient + moments + buckets + working, list(self.weights.assumptions)
+        if sharding.framework == "deepspeed":
+            assumptions.append(
+                f"DeepSpeed's buckets are counted with its default reduce_bucket_size, {cost.ZERO_BUCKET:,} gradients."
+            )
+        if sharding.offloads_optimizer:
+            assumptions.append("The time of the optimizer step on the CPU is not counted.")
         if run.dtype == "auto":
             assumptions.append("dtype: auto is counted as half precision.")
         if total == 16 and run.quantization is None:
             return assumptions
-        parts = {"weight": weight, "gradient": gradient, "moments": moments, "DDP's buckets": buckets}
+        parts = {
+            "weight": weight,
+            "gradient": gradient,
+            "moments": moments,
+            "DDP's buckets": buckets,
+            "DeepSpeed's copies": working,
+        }
         summands = ", ".join(f"{name} {size:.3g}" for name, size in parts.items() if size)
         frozen = f", and {self.weights.frozen:.3g} per frozen weight" if run.recipe.model.use_peft else ""
         note = f"The training state is counted with {total:.3g} bytes per trained weight ({summands}){frozen}."
@@ -508,7 +547,7 @@ class Costs:
     def passes(self) -> Passes:
         """Return the passes of the policy over a generation batch in all updates on it."""
         workload = self.workload(mean_completion(self.run.training.max_completion_length))
-        return workload.passes(has_split_groups=workload.has_split_groups(self.tokens))
+        return workload.passes(has_split_groups=workload.has_split_groups(self.micro_batch_tokens))
 
     def forward_passes(self) -> float:
         """Return the cost of all updates on a generation, in forward passes over it."""
@@ -518,42 +557,47 @@ class Costs:
             passes += cost.critic_passes(training.num_iterations).in_forward_passes(self.recomputation)
         return passes
 
-    def learning(self, mean_length: int) -> tuple[float, float]:
+    def update_flops_and_seconds(self, mean_length: int) -> tuple[float, float]:
         """Return FLOP and seconds of all updates on a generation, for a mean of `mean_length` tokens."""
         run, workload = self.run, self.workload(mean_length)
         step = run.step
-        tokens = step.completions_per_generation * workload.computed(self.tokens)
+        tokens = step.completions_per_generation * workload.computed_per_completion(self.micro_batch_tokens)
+        length = workload.attended_length(self.micro_batch_tokens)
         flops = seconds = 0.0
-        models = [(self.shape, self.trained, self.passes())]
+        models = [(self.shape, self.trained_weights, self.passes())]
         if self.critic_shape and run.training.critic_scores_tokens:
-            models.append((self.critic_shape, self.critic, cost.critic_passes(run.training.num_iterations)))
+            models.append((self.critic_shape, self.critic_weights, cost.critic_passes(run.training.num_iterations)))
         for shape, trained, passes in models:
-            forward = shape.forward_flops(tokens, workload.attended(self.tokens))
-            flops += passes.in_forward_passes(self.recomputation) * forward
-            seconds += workload.seconds_of(shape, passes, self.recomputation, self.tokens)
-            processes = run.launch.shard_group if run.launch.sharding != "none" else 1
-            seconds += step.updates_per_generation * cost.optimizer_seconds(trained / processes, run.gpu)
+            flops += passes.in_forward_passes(self.recomputation) * shape.forward_flops(tokens, length)
+            seconds += workload.seconds_of_passes(shape, passes, self.recomputation, self.micro_batch_tokens)
+            seconds += step.updates_per_generation * cost.optimizer_seconds(trained * self.shares.moments, run.gpu)
         return flops, seconds
 
-    def generating(self, mean_length: int, num_gpus: int | None = None) -> float:
-        """Return the seconds of a generation, on `num_gpus` of a server."""
+    def generation_seconds(self, mean_length: int, num_gpus: int | None = None) -> float:
+        """Return the seconds of a generation, on `num_gpus` of a server, or else on the GPUs that train."""
+        run = self.run
+        if not run.has_server:
+            return self._local_generation_seconds(mean_length)
+        batch = islice(self._groups(mean_length), int(run.step.prompts_per_generation))
+        return generate(batch, self._server(num_gpus or run.server_gpus))[0]
+
+    def _local_generation_seconds(self, mean_length: int) -> float:
+        """Return the seconds of a generation by engines over `tensor_parallel` of the GPUs that train, each of which
+        generates its part of the batch."""
         run, training, gpu = self.run, self.run.training, self.run.gpu
-        if run.has_server:
-            batch = islice(self._groups(mean_length), int(run.step.prompts_per_generation))
-            return generate(batch, self._server(num_gpus or run.server_gpus))[0]
-        # of each engine, over `tensor_parallel` GPUs
-        engine_gpu = gpu._replace(bandwidth=self.tensor_parallel * gpu.bandwidth)
-        share = training.vllm_gpu_memory_utilization if training.use_vllm else 0.5
         weights = engine_weights(self.shape, run.quantization)
-        free = share * gpu.memory_bytes - weights.stored / self.tensor_parallel
-        cache = max(free, 0.05 * gpu.memory_bytes) * min(self.tensor_parallel, self.shape.num_kv_heads)
-        completions = self.tensor_parallel * run.step.completions_per_generation / run.num_gpus
-        lengths = run.mean_prompt, mean_length, training.max_completion_length
+        memory_share = training.vllm_gpu_memory_utilization if training.use_vllm else _MEMORY_SHARE_WITHOUT_VLLM
+        beside_weights = memory_share * gpu.memory_bytes - weights.stored / self.tensor_parallel
+        cache_on_gpu = max(beside_weights, _LEAST_CACHE_SHARE * gpu.memory_bytes)
         return cost.decoding_seconds(
-            *(self.shape, completions, *lengths),
+            self.shape,
+            self.tensor_parallel * run.step.completions_per_generation / run.num_gpus,
+            run.mean_prompt,
+            mean_length,
+            training.max_completion_length,
             weight_bytes=weights.moved,
-            kv_cache_bytes=cache,
-            gpu=engine_gpu,
+            kv_cache_bytes=cache_on_gpu * min(self.tensor_parallel, self.shape.num_kv_heads),
+            gpu=gpu._replace(bandwidth=self.tensor_parallel * gpu.bandwidth),
         )
 
     def _server(self, num_gpus: int) -> Engine:
@@ -567,23 +611,30 @@ class Costs:
     def seconds(self, mean_length: int, server_gpus: int | None = None, schedule: str | None = None) -> float:
         """Return the seconds from one generation to the next, with `server_gpus` of all GPUs for a server. With it
         generation and training follow a schedule: `"in turn"`, `"one batch late"`, or `"continuous"`."""
-        run, learning = self.run, self.learning(mean_length)[1]
+        run = self.run
+        _, updates = self.update_flops_and_seconds(mean_length)
         if not run.has_server:
-            generating = self.generating(mean_length)
-            return max(learning, generating) if run.training.is_asynchronous else learning + generating
-        serving = server_gpus or run.server_gpus
-        learning *= run.num_gpus / (run.num_gpus + run.server_gpus - serving)
+            generation = self.generation_seconds(mean_length)
+            return max(updates, generation) if run.training.is_asynchronous else updates + generation
+        server_gpus = server_gpus or run.server_gpus
+        updates *= run.num_gpus / (run.num_gpus + run.server_gpus - server_gpus)
         schedule = schedule or run.schedule
-        if schedule != "continuous":
-            generating = self.generating(mean_length, serving)
-            return max(learning, generating) if schedule == "one batch late" else learning + generating
-        updates = run.step.updates_per_generation
-        groups = max(1, int(run.step.prompts_per_update))
-        trainer = Trainer(groups, learning / updates, transfer_seconds(self.shape))
-        staleness = run.training.max_staleness
-        steps = max(_SIMULATED_STEPS, 2 * (staleness + 1))
-        engine = self._server(serving)
-        return updates * continuous(self._groups(mean_length), engine, trainer, steps, staleness).seconds
+        if schedule == "continuous":
+            return self._continuous_seconds(mean_length, server_gpus, updates)
+        generation = self.generation_seconds(mean_length, server_gpus)
+        return max(updates, generation) if schedule == "one batch late" else updates + generation
+
+    def _continuous_seconds(self, mean_length: int, server_gpus: int, update_seconds: float) -> float:
+        """Return the seconds of a generation batch with continuous rollouts, whose updates take `update_seconds`."""
+        step, staleness = self.run.step, self.run.training.max_staleness
+        groups_per_update = max(1, int(step.prompts_per_update))
+        trainer = Trainer(
+            groups_per_update, update_seconds / step.updates_per_generation, transfer_seconds(self.shape)
+        )
+        simulated_steps = max(_SIMULATED_STEPS, 2 * (staleness + 1))
+        engine = self._server(server_gpus)
+        simulated = continuous(self._groups(mean_length), engine, trainer, simulated_steps, staleness)
+        return step.updates_per_generation * simulated.seconds
 
     def splits(self, mean_length: int) -> dict[str, tuple[int, float]]:
         """Return for each schedule how many of the GPUs train when it is fastest, and the seconds from one generation
@@ -593,8 +644,8 @@ class Costs:
         fastest = {}
         for schedule in ("in turn", "one batch late", "continuous"):
             options = [(self.seconds(mean_length, size, schedule), total - size) for size in sizes]
-            seconds, training = min(options)
-            fastest[schedule] = (training, seconds)
+            seconds, training_gpus = min(options)
+            fastest[schedule] = (training_gpus, seconds)
         return fastest
 
 

@@ -16,11 +16,12 @@ from ..rollouts.adapter_checks import max_lora_rank
 from ..rollouts.rollout_config import RolloutConfig
 from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
 from ..settings.trl_settings import SPLITTING_SIZES
+from .sharding import Sharding, fsdp_sharding, is_true, zero_sharding
 
 
 _GPUS_PER_NODE = 8
-_SHARDING = {"NO": "none", "MULTI_GPU": "none", "MULTI_CPU": "none", "FSDP": "full", "DEEPSPEED": ""}
-_ZERO_SHARDING = {0: "none", 1: "gradients", 2: "gradients", 3: "full"}
+_KINDS = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
+_ZERO_STAGES = (0, 1, 2, 3)
 # What recipes/launch/torchrun.sh sets for FSDP, apart from what is false.
 _FSDP_OF_TORCHRUN = {
     "fsdp_version": 2,
@@ -34,15 +35,15 @@ _FSDP_OF_TORCHRUN = {
 @dataclass(frozen=True)
 class Launch:
     """
-    Number of GPUs; sharding of the training state (`"none"`, `"gradients"`, or `"full"`); a description; and of the
-    accelerate file `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets
-    neither `bf16` nor `fp16`, and whether it sets `fsdp_activation_checkpointing`. `accelerate_config` is the path of
-    that file, and `torchrun` are the variables with which `recipes/launch/torchrun.sh` starts the same processes
-    (`None` if it cannot). FSDP keeps `replicas` of the training state (`dp_replicate_size`).
+    Number of GPUs; [`~sharding.Sharding`] of the training state; a description; and of the accelerate file
+    `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets neither `bf16` nor
+    `fp16`, and whether it sets `fsdp_activation_checkpointing`. `accelerate_config` is the path of that file, and
+    `torchrun` are the variables with which `recipes/launch/torchrun.sh` starts the same processes (`None` if it
+    cannot).
     """
 
     num_processes: int
-    sharding: str
+    sharding: Sharding
     description: str
     kind: str = "NO"
     fsdp_version: int | None = None
@@ -50,17 +51,11 @@ class Launch:
     fsdp_recomputes: bool = False
     accelerate_config: str | None = None
     torchrun: str | None = None
-    replicas: int = 1
-
-    @property
-    def shard_group(self) -> int:
-        """Number of processes over which a sharded training state is divided."""
-        return self.num_processes // self.replicas
 
     @property
     def is_zero3(self) -> bool:
         """Whether DeepSpeed gathers weights inside the layers."""
-        return self.kind == "DEEPSPEED" and self.sharding == "full"
+        return self.sharding.zero_stage == 3
 
 
 def read_launch(accelerate_config: str | None, num_processes: int | None) -> tuple[Launch | None, list[str]]:
@@ -71,17 +66,17 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     if accelerate_config is None:
         count = 1 if num_processes is None else num_processes
         description = "one process" if count == 1 else f"{count} processes, DDP"
-        launch = Launch(count, "none", description, torchrun="SHARDING=ddp")
+        launch = Launch(count, _without_sharding(count), description, torchrun="SHARDING=ddp")
         return (launch, []) if count >= 1 else (None, [f"--num_processes must be at least 1, got {count}."])
     try:
         config = load_config_from_file(accelerate_config)
         kind = getattr(config.distributed_type, "value", config.distributed_type)
         count = config.num_processes if num_processes is None else num_processes
         section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
-        version, problem, replicas = None, "", 1
-        sharding, words = _SHARDING.get(kind, ""), kind
-        if kind not in _SHARDING:
-            problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_SHARDING)}, in quotes."
+        version, problem, words = None, "", kind
+        sharding = _without_sharding(count)
+        if kind not in _KINDS:
+            problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_KINDS)}, in quotes."
         elif count < 1 or (kind == "NO" and count > 1):
             problem = f"num_processes is {count} with distributed_type {kind}. Set it with --num_processes."
         elif kind == "FSDP":
@@ -93,10 +88,29 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
                     f"parallelism_config_dp_replicate_size={replicas} does not divide the {count} processes. Set it "
                     "to the number of copies of the training state."
                 )
+            else:
+                sharding = fsdp_sharding(
+                    version,
+                    count,
+                    processes_per_node=max(1, count // config.num_machines),
+                    strategy=str(section.get("fsdp_sharding_strategy", "FULL_SHARD")),
+                    reshards_after_forward=is_true(section.get("fsdp_reshard_after_forward", True)),
+                    offloads=is_true(section.get("fsdp_offload_params", False)),
+                    replicas=replicas,
+                )
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
             stage = section.get("zero_stage", 2)  # accelerate's default
-            sharding, words = _ZERO_SHARDING[stage], f"DeepSpeed ZeRO-{stage}"
+            words = f"DeepSpeed ZeRO-{stage}"
+            if stage not in _ZERO_STAGES:
+                problem = f"zero_stage is {stage!r}. Set it to one of {', '.join(map(str, _ZERO_STAGES))}."
+            else:
+                sharding = zero_sharding(
+                    stage,
+                    count,
+                    offload_param_device=section.get("offload_param_device"),
+                    offload_optimizer_device=section.get("offload_optimizer_device"),
+                )
         problem = problem or _problem_with_keys(section, config.parallelism_config)
         if problem:
             return None, [f"{accelerate_config}: {problem}"]
@@ -108,7 +122,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     processes = "1 process" if count == 1 else f"{count} processes"
     description = f"{processes}, {words} ({accelerate_config})"
     precision = str(config.mixed_precision or "no").lower()
-    recomputes = str(section.get("fsdp_activation_checkpointing", False)).lower() == "true"
+    recomputes = is_true(section.get("fsdp_activation_checkpointing", False))
     has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
     torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
     launch = Launch(
@@ -121,9 +135,12 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         fsdp_recomputes=recomputes,
         accelerate_config=accelerate_config,
         torchrun=torchrun,
-        replicas=replicas,
     )
     return launch, []
+
+
+def _without_sharding(num_processes: int) -> Sharding:
+    return Sharding("none" if num_processes == 1 else "ddp")
 
 
 def _problem_with_keys(section: dict[str, Any], parallelism: dict[str, Any]) -> str:

@@ -24,13 +24,14 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
+from ..plan.occupied import WeightBytes, occupied_bytes, weight_bytes
+from ..plan.sharding import Sharding, fsdp_sharding, is_true, zero_sharding
 from ..plan.workload import (
     FSDP_RECOMPUTES,
     UNKNOWN_LONGEST_PROMPT,
     UNKNOWN_MEAN_PROMPT,
     USABLE_SHARE,
     MemoryChoice,
-    WeightBytes,
     Workload,
     activation_precision,
     choice_of_unknown_model,
@@ -39,9 +40,7 @@ from ..plan.workload import (
     chooses,
     completions_of_a_prompt,
     mean_completion,
-    occupied_bytes,
     recomputations_of,
-    weight_bytes,
 )
 from ..update.groups import Groups
 from ..update.minibatch import Minibatch
@@ -237,13 +236,14 @@ def trial_minibatch(rollouts: list[Rollout], num_processes: int) -> Minibatch:
 
 
 @contextmanager
-def moments_of_optimizer(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """Occupy the memory of Adam's moments of this process's weights, which are allocated after the first backward
-    pass."""
-    trained = sum(local_shard(parameter).numel() for parameter in model.parameters() if parameter.requires_grad)
+def moments_of_optimizer(model: torch.nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
+    """Occupy the memory of Adam's moments of this process's weights on a device, which are allocated after the first
+    backward pass. FSDP may have the weights, and so the moments, in memory of the CPU."""
+    shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    trained = sum(shard.numel() for shard in shards if shard.device.type == device.type)
     moments = torch.empty(2 * trained, device=device)
     try:
-        yield
+        yield moments
     finally:
         del moments
 
@@ -308,8 +308,7 @@ def _room(
         weights=weights,
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
-        is_fsdp=uses_plugin(args, "FSDP"),
-        processes=_shard_group(args),
+        precision=_precision(args, model),
         memory_bytes=memory.total,
     )
     on_device = sum(p.nbytes for p in parameters if p.device.type == args.device.type != "cpu")
@@ -369,19 +368,40 @@ def uses_plugin(args: RolloutConfig, plugin: str) -> bool:
     return bool(is_set) or os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
 
 
-def _sharding(args: RolloutConfig) -> str:
-    """Return how the training state is sharded, see [`~cost.training_state_bytes`]."""
-    if uses_plugin(args, "FSDP") or is_deepspeed_zero3_enabled():
-        return "full"
-    return "gradients" if uses_plugin(args, "DEEPSPEED") else "none"
+def _sharding(args: RolloutConfig) -> Sharding:
+    """Return how the processes of this launch divide the training state."""
+    if uses_plugin(args, "DEEPSPEED"):
+        plugin = args.deepspeed_plugin
+        return zero_sharding(
+            int(plugin.zero_stage),
+            args.world_size,
+            offload_param_device=plugin.offload_param_device,
+            offload_optimizer_device=plugin.offload_optimizer_device,
+        )
+    if uses_plugin(args, "FSDP"):
+        return _sharding_of_fsdp(args)
+    return Sharding("ddp" if args.world_size > 1 else "none")
 
 
-def _shard_group(args: RolloutConfig) -> int:
-    """Return the number of processes over which a sharded training state is divided; FSDP may keep replicas of it."""
+def _sharding_of_fsdp(args: RolloutConfig) -> Sharding:
+    """Return how FSDP divides the training state: by the configuration, or else by variables of the launcher. Trainer
+    does not pass a strategy, so that accelerate reads its variable in any case."""
     parallelism = args.launched_parallelism
-    if parallelism is None or not uses_plugin(args, "FSDP"):
-        return args.world_size
-    return args.world_size // parallelism.dp_replicate_size
+    plugin_args: dict[str, Any] = {
+        "fsdp_version": os.environ.get("FSDP_VERSION", 1),
+        "reshard_after_forward": os.environ.get("FSDP_RESHARD_AFTER_FORWARD", True),
+        "cpu_offload": os.environ.get("FSDP_OFFLOAD_PARAMS", False),
+    }
+    plugin_args |= args.fsdp_plugin_args or {}
+    return fsdp_sharding(
+        int(plugin_args["fsdp_version"]),
+        args.world_size,
+        processes_per_node=torch.cuda.device_count() or args.world_size,
+        strategy=os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
+        reshards_after_forward=is_true(plugin_args["reshard_after_forward"]),
+        offloads=is_true(plugin_args["cpu_offload"]),
+        replicas=1 if parallelism is None else parallelism.dp_replicate_size,
+    )
 
 
 def _check_fsdp(args: RolloutConfig) -> None:

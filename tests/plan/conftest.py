@@ -8,6 +8,7 @@ import yaml
 from pacs_trl.plan.check import main
 from pacs_trl.plan.estimates import Estimate
 from pacs_trl.plan.launch import Launch
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.recipe import Recipe
 
 
@@ -41,6 +42,6 @@ def estimate_of():
     def estimate(**changes) -> Estimate:
         settings = {key: value for key, value in (RECIPE | changes).items() if value is not None}
         recipe = Recipe.from_settings(settings, 64)
-        return Estimate(recipe, Launch(64, "full", "64 processes", "FSDP", 2, "bf16"))
+        return Estimate(recipe, Launch(64, Sharding("fsdp", 64), "64 processes", "FSDP", 2, "bf16"))
 
     return estimate

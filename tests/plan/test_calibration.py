@@ -8,6 +8,7 @@ import yaml
 from benchmarks.recorded import NUM_GENERATIONS, PROMPT_TOKENS, Size, recorded_rollouts, shape_of
 from pacs_trl.plan import cost
 from pacs_trl.plan.cost import GIB, Execution, Passes
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.update.microbatching import (
     MicroBatchConfig,
     RolloutLengths,
@@ -48,7 +49,7 @@ def estimated(row: dict) -> tuple[float, float]:
         micro_batches=len(sizes),
     )
     seconds += cost.optimizer_seconds(shape.parameters, cost.H200)
-    state = cost.training_state_bytes(shape.parameters, 0, frozen_bytes=0, sharding="none", processes=1)
+    state = cost.training_state_bytes(shape.parameters, 0, frozen_bytes=0, sharding=Sharding())
     memory = state + shape.cast_bytes(execution) + shape.activation_bytes(max(sizes), execution)
     return seconds, memory / GIB
 

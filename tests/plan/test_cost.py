@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Con
 
 from pacs_trl.plan import cost
 from pacs_trl.plan.cost import RECOMPUTATIONS, Execution, ModelShape, Passes
+from pacs_trl.plan.sharding import Sharding
 
 
 SMALL = ModelShape(3, 64, 160, 4, 2, head_dim=16, vocabulary=300, tied=True, qk_norm=True)
@@ -72,16 +73,51 @@ def test_forward_flops_equal_the_counter_of_torch():
 
 
 def test_training_state_equals_that_worked_by_hand():
-    trained = {"trained": 10.0, "frozen": 0.0, "frozen_bytes": 0}
-    assert cost.training_state_bytes(**trained, sharding="none", processes=1) == 160
-    assert cost.training_state_bytes(**trained, sharding="none", processes=8) == 200  # DDP has buckets
-    assert cost.training_state_bytes(**trained, sharding="gradients", processes=4) == 20 + 40
-    assert cost.training_state_bytes(**trained, sharding="full", processes=4) == 40
-    half = {**trained, "trained_bytes": cost.TrainedBytes(2, 2, 4)}
-    assert cost.training_state_bytes(**half, sharding="none", processes=1) == 80
-    assert cost.training_state_bytes(**half, sharding="none", processes=8) == 100
-    assert cost.training_state_bytes(**half, sharding="full", processes=8) == 10
-    assert cost.training_state_bytes(1.0, 100.0, frozen_bytes=2, sharding="none", processes=1) == 16 + 200
+    def state(sharding: Sharding, trained_bytes=cost.FLOAT32_ADAM, frozen: float = 0, working_bytes: int = 2) -> float:
+        settings = {"sharding": sharding, "trained_bytes": trained_bytes, "working_bytes": working_bytes}
+        return cost.training_state_bytes(10.0, frozen, frozen_bytes=2, **settings)
+
+    assert state(Sharding()) == 160
+    assert state(Sharding("ddp")) == 200  # DDP has buckets
+    assert state(Sharding("fsdp", 4)) == 40
+    assert state(Sharding("fsdp", 4), frozen=100) == 40 + 200 / 4
+    offloaded = Sharding("fsdp", 4, offloads_weights=True, offloads_optimizer=True)
+    assert state(offloaded, frozen=100) == 0
+    half = cost.TrainedBytes(2, 2, 4)
+    assert state(Sharding(), half) == 80
+    assert state(Sharding("ddp"), half) == 100
+    assert state(Sharding("fsdp", 8), half) == 10
+    assert state(Sharding(), frozen=100) == 160 + 200
+
+    # ZeRO: 16 bytes that the optimizer updates and reads, and 2 + 2 for copies in half precision
+    zero = {stage: Sharding("deepspeed", 4, zero_stage=stage) for stage in range(4)}
+    assert state(zero[0]) == 160 + 20 + 20
+    assert state(zero[1]) == 40 + 20 + 20
+    assert state(zero[2]) == 40 + 20 + 5
+    assert state(zero[3]) == 40 + 5 + 5
+    assert state(zero[1], frozen=100) == 80 + 200 and state(zero[3], frozen=100) == 50 + 200 / 4
+    without_optimizer = {stage: replace(sharding, offloads_optimizer=True) for stage, sharding in zero.items()}
+    assert state(without_optimizer[1]) == 20 + 20  # gradients are offloaded after the last micro-batch
+    assert state(without_optimizer[2]) == 20
+    assert state(without_optimizer[3]) == 5
+    assert state(replace(zero[3], offloads_weights=True), frozen=100) == 40 + 5
+    assert state(replace(without_optimizer[3], offloads_weights=True), frozen=100) == 0
+    assert state(zero[1], working_bytes=4) == 40 + 40 + 40
+
+
+def test_gathered_weights_equal_those_worked_by_hand():
+    """Of SMALL: a layer has 64 x (2 x 64 + 2 x 32) + 3 x 64 x 160 + 2 x 64 + 2 x 16 weights, the embedding
+    300 x 64."""
+    layer = 64 * 192 + 3 * 64 * 160 + 128 + 32
+    two_layers = 2 * layer + 300 * 64
+    assert SMALL.parameters > two_layers == 105_536
+    assert cost.gathered_weights(SMALL, Sharding("ddp")) == 0
+    assert cost.gathered_weights(SMALL, Sharding("deepspeed", 4, zero_stage=2)) == 0
+    assert cost.gathered_weights(SMALL, Sharding("fsdp", 4)) == two_layers
+    assert cost.gathered_weights(SMALL, Sharding("fsdp", 4, keeps_gathered=True)) == SMALL.parameters
+    zero_3 = Sharding("deepspeed", 4, zero_stage=3)
+    assert cost.gathered_weights(SMALL, zero_3) == SMALL.parameters  # below the 1e9 that it may keep
+    assert cost.gathered_weights(cost.KNOWN_MODELS["Qwen/Qwen3-4B"], zero_3) == 1e9
 
 
 def test_seconds_of_decoding_equal_those_worked_by_hand():

@@ -47,9 +47,9 @@ def test_a_lag_takes_the_time_of_the_slower_side(estimate_of):
     """64 GPUs train and another node of 8 generates; four of these for training change both."""
     for settings, total in ((LATE, max), (LATE | {"rollout_lag": 0}, sum)):
         estimate = estimate_of(**settings, per_device_train_batch_size=1)
-        sides = estimate.costs.learning(350)[1], estimate.costs.generating(350)
+        sides = estimate.costs.update_flops_and_seconds(350)[1], estimate.costs.generation_seconds(350)
         assert estimate.costs.seconds(350) == pytest.approx(total(sides)) and min(sides) > 0
-        other = sides[0] * 64 / 68, estimate.costs.generating(350, 4)
+        other = sides[0] * 64 / 68, estimate.costs.generation_seconds(350, 4)
         assert estimate.costs.seconds(350, 4) == pytest.approx(total(other)) and other[1] > sides[1]
         assert estimate.gpu_hours(350) == pytest.approx(120 * estimate.costs.seconds(350) * 72 / 3600)
     printed = estimate_of(**LATE, per_device_train_batch_size=1).text(350)
@@ -80,7 +80,7 @@ def test_tensor_parallelism_of_a_colocated_engine_divides_its_weights(estimate_o
     assert one.engine == four.engine == 0.6 * 141e9
     weights, cache = 2 * one.shape.parameters, one.shape.kv_bytes_per_token * 2024  # of a prompt of 1,024 tokens
     assert one.engine_needed == weights + cache and four.engine_needed == weights / 4 + cache / 4
-    assert one.generating(350) > four.generating(350)
+    assert one.generation_seconds(350) > four.generation_seconds(350)
     sixteen = estimate_of(**settings, vllm_tensor_parallel_size=16).costs
     assert sixteen.engine_needed == weights / 16 + cache / 8  # of eight heads of keys each GPU has at least one
     limited = estimate_of(**settings, vllm_max_model_length=4048).costs
@@ -101,15 +101,15 @@ def test_a_quantized_engine_has_more_room_for_keys_and_values(estimate_of):
         kv_cache_bytes=0.6 * 141e9 - stored,
         gpu=H200,
     )
-    assert costs.generating(350) == pytest.approx(seconds)
+    assert costs.generation_seconds(350) == pytest.approx(seconds)
 
 
 def test_an_engine_process_has_copies_of_the_weights(estimate_of):
     """Of the trained weights one for each batch of lag."""
     engine_process = {"use_vllm": False, "rollout_lag": 2}
-    assert estimate_of(**engine_process).costs.copies == 2 * 4 * PARAMETERS
+    assert estimate_of(**engine_process).costs.engine_process == 2 * 4 * PARAMETERS
     with_lora = estimate_of(**engine_process | LORA)
-    assert with_lora.costs.copies == 4 * (PARAMETERS + 2 * with_lora.costs.trained)
+    assert with_lora.costs.engine_process == 4 * (PARAMETERS + 2 * with_lora.costs.trained_weights)
     assert "engine process" in with_lora.text(350)
 
 
@@ -157,9 +157,11 @@ def test_a_prompt_counts_once_in_a_micro_batch(estimate_of, settings, sharing, t
     attended = (256**2 / sharing + 2 * 256 * 500 + mean_square_length(500, 1000)) / computed
     flops = model_shape("Qwen/Qwen3-4B").forward_flops(8192 * computed, attended)
     without_head = 8192 * computed * 2 * (151_936 * 2560 - 2561)  # the critic of PPO has one output
-    saved = 5 * without_head if estimate.costs.critic else 0
-    assert estimate.costs.tokens == tokens
-    assert estimate.costs.learning(500)[0] == pytest.approx(estimate.costs.forward_passes() * flops - saved)
+    saved = 5 * without_head if estimate.costs.critic_weights else 0
+    assert estimate.costs.micro_batch_tokens == tokens
+    assert estimate.costs.update_flops_and_seconds(500)[0] == pytest.approx(
+        estimate.costs.forward_passes() * flops - saved
+    )
 
 
 BYTES_PER_WEIGHT = {
@@ -182,13 +184,13 @@ def test_the_critic_of_ppo_has_one_output_per_token_and_the_optimizer_of_the_pol
     settings = {"model_name_or_path": "Qwen/Qwen3-8B"}
     costs = estimate_of(**PPO, **settings).costs
     critic = shape.parameters - embedding + outputs
-    assert costs.critic == critic
+    assert costs.critic_weights == critic
     assert costs.state == pytest.approx(16 * (shape.parameters + critic) / 64)
     assert estimate_of(**PPO | KL, **settings).costs.state == pytest.approx(costs.state + 4 * shape.parameters / 64)
     in_8_bits = estimate_of(**PPO, **settings, optim="adamw_bnb_8bit").costs.state
     assert in_8_bits == pytest.approx((10 * (shape.parameters + critic) + 6 * embedding) / 64)
-    assert estimate_of(**PPO).costs.critic == PARAMETERS + 2560 + 1  # the head is the embedding
-    assert estimate_of(**GENAC, **settings).costs.critic == shape.parameters
+    assert estimate_of(**PPO).costs.critic_weights == PARAMETERS + 2560 + 1  # the head is the embedding
+    assert estimate_of(**GENAC, **settings).costs.critic_weights == shape.parameters
 
 
 def test_checkpoint_size_is_printed(estimate_of):
@@ -206,7 +208,7 @@ def test_the_critic_has_a_size_of_its_own(estimate_of):
     attended = (256**2 + 2 * 256 * 350 + mean_square_length(350, 1000)) / 606
     flops = sum(5 * shape.forward_flops(8192 * 606, attended) for shape in (policy, small))
     flops -= 5 * 8192 * 606 * 2 * (small.vocabulary * small.hidden - (small.hidden + 1))
-    assert estimate.costs.learning(350)[0] == pytest.approx(flops)
+    assert estimate.costs.update_flops_and_seconds(350)[0] == pytest.approx(flops)
 
 
 def test_with_lora_the_kl_reference_is_the_policy_without_adapter(estimate_of):

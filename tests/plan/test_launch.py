@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from pacs_trl.plan.launch import read_launch
+from pacs_trl.plan.sharding import Sharding
 
 
 SINGLE_GPU = str(Path(__file__).parents[2] / "recipes/accelerate_configs/single_gpu.yaml")
@@ -22,6 +23,7 @@ FILES = [
     ((FSDP[0], "num_processes: -1"), "num_processes"),
     ((*FSDP, "fsdp_config: {fsdp_verson: 2}"), "fsdp_verson"),
     ((*FSDP, "fsdp_config: {fsdp_version: two}"), "two"),
+    ((*FSDP, "fsdp_config: {fsdp_sharding_strategy: SOME}"), "fsdp_sharding_strategy"),
     ((*ZERO, "deepspeed_config: {zero_stage: 5}"), "5"),
     ((*ZERO, "deepspeed_config: {zero_stag: 3}"), "zero_stag"),
     ((*ZERO, "deepspeed_config: {deepspeed_config_file: no/such.json}"), "deepspeed_config_file"),
@@ -41,15 +43,57 @@ def test_files_that_cannot_be_launched(launch_file, lines, key):
         raise ValueError(*errors)
 
 
-STAGES = [(0, "none"), (1, "gradients"), (2, "gradients"), (3, "full"), (None, "gradients")]  # accelerate's default: 2
+STAGES = [(0, 0), (1, 1), (2, 2), (3, 3), (None, 2)]  # accelerate's default: 2
 
 
-@pytest.mark.parametrize(("stage", "sharding"), STAGES)
-def test_sharding_is_read_from_stages_and_versions(launch_file, stage, sharding):
+@pytest.mark.parametrize(("stage", "expected"), STAGES)
+def test_sharding_is_read_from_stages_and_versions(launch_file, stage, expected):
     config = "{}" if stage is None else f"{{zero_stage: {stage}}}"
-    assert read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)[0].sharding == sharding
+    launch, _ = read_launch(launch_file(*ZERO, f"deepspeed_config: {config}"), None)
+    assert launch.sharding == Sharding("deepspeed", 8, zero_stage=expected)
     for line, version in (("fsdp_config: {fsdp_version: 2}", 2), ("fsdp_config: {version: 2}", 2), ("", 1)):
         assert read_launch(launch_file(*FSDP, line), None)[0].fsdp_version == version
+
+
+LAYOUTS = {  # lines of the accelerate file for 16 processes on two machines, and the sharding that they mean
+    "FSDP 1": (FSDP[0], "fsdp_config: {}", Sharding("fsdp", 16)),
+    "gathered until the backward pass": (
+        *(FSDP[0], "fsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}"),
+        Sharding("fsdp", 16, keeps_gathered=True),
+    ),
+    "a whole state on each process": (FSDP[0], "fsdp_config: {fsdp_sharding_strategy: NO_SHARD}", Sharding("fsdp", 1)),
+    "a state on each node": (FSDP[0], "fsdp_config: {fsdp_sharding_strategy: HYBRID_SHARD}", Sharding("fsdp", 8)),
+    "a strategy by its number": (
+        *(FSDP[0], "fsdp_config: {fsdp_sharding_strategy: 5}"),
+        Sharding("fsdp", 8, keeps_gathered=True),
+    ),
+    "FSDP 2 has no strategies": (
+        *(FSDP[0], "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD}"),
+        Sharding("fsdp", 16),
+    ),
+    "FSDP 2, gathered until the backward pass": (
+        *(FSDP[0], "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}"),
+        Sharding("fsdp", 16, keeps_gathered=True),
+    ),
+    "FSDP, offloaded": (
+        *(FSDP[0], "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}"),
+        Sharding("fsdp", 16, offloads_weights=True, offloads_optimizer=True),
+    ),
+    "ZeRO, optimizer offloaded": (
+        *(ZERO[0], "deepspeed_config: {zero_stage: 1, offload_optimizer_device: cpu, offload_param_device: cpu}"),
+        Sharding("deepspeed", 16, zero_stage=1, offloads_optimizer=True),  # weights only in stage 3
+    ),
+    "ZeRO, all offloaded": (
+        *(ZERO[0], "deepspeed_config: {zero_stage: 3, offload_optimizer_device: cpu, offload_param_device: nvme}"),
+        Sharding("deepspeed", 16, zero_stage=3, offloads_weights=True, offloads_optimizer=True),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "config", "expected"), LAYOUTS.values(), ids=LAYOUTS)
+def test_layouts_are_read_from_the_keys_of_the_file(launch_file, kind, config, expected):
+    launch, errors = read_launch(launch_file(kind, config, "num_processes: 16", "num_machines: 2"), None)
+    assert errors == [] and launch.sharding == expected
 
 
 def test_processes_that_only_share_data_may_be_grouped(launch_file):

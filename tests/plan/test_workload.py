@@ -8,6 +8,7 @@ from pacs_trl.plan import cost
 from pacs_trl.plan.cost import GIB, GPUS, RECOMPUTATIONS
 from pacs_trl.plan.estimates import Costs, Estimate
 from pacs_trl.plan.launch import Launch
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.plan.workload import EFFICIENT_TOKENS, choose, recomputations_of
 from pacs_trl.recipe import Recipe
 
@@ -18,7 +19,7 @@ SETTINGS = {
     "bf16": True, "learning_rate": 1e-6, "max_completion_length": 3584, "num_generations": 8,
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "steps_per_generation": 16, "max_steps": 10,
 }  # fmt: skip
-ONE = Launch(1, "none", "one process")
+ONE = Launch(1, Sharding(), "one process")
 
 
 def costs(gpu: str = "h200", compiled: bool = True, **changes) -> Costs:
@@ -87,7 +88,7 @@ def test_what_is_set_is_not_chosen():
     assert costs(max_tokens_per_micro_batch=9000).choice.max_tokens == 9000
     assert costs(max_tokens_per_micro_batch=None).choice.max_tokens is None
     fixed = costs(gradient_checkpointing=False, max_tokens_per_micro_batch=5000)
-    assert fixed.choice[:2] == ("none", 5000) and fixed.tokens == 5000
+    assert fixed.choice[:2] == ("none", 5000) and fixed.micro_batch_tokens == 5000
 
 
 # 28 layers of 50.3e6 weights, and 151,936 x 2,048 of the embedding, which is the head too
@@ -125,15 +126,47 @@ def test_bytes_per_weight_follow_from_dtype_optimizer_and_quantization(settings,
     assert estimated.weights.frozen == pytest.approx(frozen)
     assert estimated.weights.trained == pytest.approx(trained) and not estimated.weights.assumptions
     number_frozen = SHAPE.parameters if "use_peft" in settings else 0
-    assert estimated.state == pytest.approx(frozen * number_frozen + sum(trained) * estimated.trained)
+    assert estimated.state == pytest.approx(frozen * number_frozen + sum(trained) * estimated.trained_weights)
 
 
 def test_sharded_training_keeps_float32_copies_of_half_precision_weights():
     """With mixed precision, also of the adapter of a quantized model."""
     for settings in (HALF, ADAPTER | FOUR_BITS):
         recipe = Recipe.from_settings({**SETTINGS, **AUTO, **settings}, 8)
-        sharded = Estimate(recipe, Launch(8, "full", "eight processes", "FSDP", 2, "bf16")).costs
+        sharded = Estimate(recipe, Launch(8, Sharding("fsdp", 8), "eight processes", "FSDP", 2, "bf16")).costs
         assert sharded.weights.trained == (4, 4, 8)
+
+
+def test_fsdp_collects_gradients_of_every_step_that_may_have_several_micro_batches():
+    """Without gradient accumulation, too, where tokens bound a micro-batch: 4 bytes per weight."""
+    launch, settings = Launch(8, Sharding("fsdp", 8), "", "FSDP", 2, "bf16"), {"gradient_accumulation_steps": 1}
+
+    def collected(**changes) -> float:
+        recipe = Recipe.from_settings({**SETTINGS, **settings, **changes}, 8)
+        return Estimate(recipe, launch).costs.collected
+
+    assert collected() == 0
+    assert collected(max_tokens_per_micro_batch=9000) == collected(**AUTO) == 4 * SHAPE.parameters
+    assert collected(max_tokens_per_micro_batch=9000, per_device_train_batch_size=1) == 0
+    assert collected(gradient_accumulation_steps=2) == 4 * SHAPE.parameters
+
+
+def test_plan_says_how_the_training_state_is_divided(plan, launch_file):
+    """Of 4.02e9 weights on 8 processes: ZeRO-2 has 16 + 2 bytes / 8 and 2 bytes of each, and 1e9 for buckets."""
+    zero_2 = launch_file("distributed_type: DEEPSPEED", "num_processes: 8", "mixed_precision: bf16")
+    _, output = plan("--accelerate_config", zero_2)
+    size = ((18 / 8 + 2) * cost.KNOWN_MODELS["Qwen/Qwen3-4B"].parameters + 1e9) / GIB
+    assert f"training state      {size:5.1f} GiB" in output
+    assert "each process keeps 1/8 of weights, gradients, moments, copied gradients; all copied weights" in output
+    assert "20 bytes per trained weight (weight 4, gradient 4, moments 8, DeepSpeed's copies 4)" in output
+    offloaded = launch_file(
+        *("distributed_type: FSDP", "num_processes: 8", "mixed_precision: bf16"),
+        "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true, fsdp_reshard_after_forward: false}",
+    )
+    _, output = plan("--accelerate_config", offloaded)
+    assert "training state  " not in output and "of all layers" in output
+    assert "each process keeps weights, gradients, moments in memory of the CPU" in output
+    assert "The time of the optimizer step on the CPU is not counted." in output
 
 
 def test_what_is_not_known_about_weights_is_assumed_in_words(plan):
@@ -196,5 +229,5 @@ def test_compiled_layers_and_attention_follow_from_the_recipe():
     assert not executions(compile_layers=False).compiled
     assert not executions(torch_compile=True).compiled
     assert executions(attn_implementation="flash_attention_4").attention == "fa4"
-    zero3 = replace(ONE, sharding="full", kind="DEEPSPEED")
+    zero3 = replace(ONE, sharding=Sharding("deepspeed", zero_stage=3), kind="DEEPSPEED")
     assert not Estimate(Recipe.from_settings(SETTINGS, 1), zero3).execution.compiled

@@ -17,6 +17,7 @@ from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
 from pacs_trl.errors import FailedRun
 from pacs_trl.plan import cost
+from pacs_trl.plan.sharding import Sharding
 from pacs_trl.rollouts import memory
 from pacs_trl.rollouts.memory import DeviceMemory, StartOfUpdate
 from pacs_trl.update.driver import UpdateDriver
@@ -28,6 +29,7 @@ AUTO = {"gradient_checkpointing": "auto", "max_tokens_per_micro_batch": "auto"}
 MODEL = tiny_model()
 # 8 bytes per weight with SGD; the rest is for activations. A micro-batch of 32 rollouts has about 1,000 tokens.
 STATE = 8 * sum(parameter.numel() for parameter in MODEL.parameters())
+MEMORY_WITHOUT_STATE = 1e10
 
 
 def on_device(monkeypatch, room: float) -> None:
@@ -183,6 +185,80 @@ def test_replicas_of_fsdp_need_the_memory_of_the_processes_of_one(tmp_path, monk
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "2")
     monkeypatch.setenv("PARALLELISM_CONFIG_DP_SHARD_SIZE", "4")
     assert room(8) == on_four < on_eight
+
+
+PARAMETERS = STATE / 8
+GATHERED = 4 * cost.gathered_weights(cost.shape_of(MODEL.config.to_dict()), Sharding("fsdp", 8))
+# Of 8 bytes per weight with SGD, and of 4 for weights that are gathered, in float32. FSDP collects the gradient of a
+# step with several micro-batches, 4 bytes per weight.
+OCCUPIED = {
+    "FULL_SHARD": ({}, STATE / 8 + GATHERED + 4 * PARAMETERS),
+    "SHARD_GRAD_OP": ({"FSDP_SHARDING_STRATEGY": "SHARD_GRAD_OP"}, STATE / 8 + 8 * PARAMETERS),
+    "NO_SHARD": ({"FSDP_SHARDING_STRATEGY": "NO_SHARD"}, STATE + GATHERED),
+    "HYBRID_SHARD, a node of 4": ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, STATE / 4 + GATHERED + 4 * PARAMETERS),
+    "FSDP 2": ({"FSDP_VERSION": "2"}, STATE / 8 + GATHERED + 4 * PARAMETERS),
+    "FSDP 2, kept": ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, STATE / 8 + 8 * PARAMETERS),
+    "FSDP 2, offloaded": ({"FSDP_VERSION": "2", "FSDP_OFFLOAD_PARAMS": "true"}, GATHERED + 4 * PARAMETERS),
+}
+
+
+@pytest.mark.parametrize(("variables", "occupied"), OCCUPIED.values(), ids=OCCUPIED)
+def test_layouts_of_fsdp_leave_the_memory_that_they_do_not_occupy(tmp_path, monkeypatch, variables, occupied):
+    """Of 8 processes, on nodes of 4 GPUs."""
+    room = room_of_launch(tmp_path, monkeypatch, {"ACCELERATE_USE_FSDP": "true"} | variables)
+    assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
+
+
+def test_settings_of_fsdp_are_those_that_trainer_passes(tmp_path, monkeypatch):
+    """`fsdp_config` comes before variables of the launcher."""
+    monkeypatch.setenv("FSDP_VERSION", "1")
+    settings = {"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "cpu_offload": True}}
+    room = room_of_launch(tmp_path, monkeypatch, {}, **settings)
+    assert room == pytest.approx(MEMORY_WITHOUT_STATE - 8 * PARAMETERS, abs=2)
+
+
+BUCKET = 4 * cost.ZERO_BUCKET
+ZERO = {  # stage, whether the optimizer and weights are offloaded, bytes; float32 copies as large as what is copied
+    "ZeRO-0": (0, False, False, STATE + 8 * PARAMETERS + BUCKET),
+    "ZeRO-1": (1, False, False, STATE / 8 + 8 * PARAMETERS + BUCKET),
+    "ZeRO-2": (2, False, False, STATE / 8 + (4 + 4 / 8) * PARAMETERS + BUCKET),
+    "ZeRO-2, offloaded": (2, True, True, 4 * PARAMETERS + BUCKET),
+    "ZeRO-3": (3, False, False, STATE / 8 + (4 + 4) / 8 * PARAMETERS + 4 * PARAMETERS + BUCKET),
+    "ZeRO-3, offloaded": (3, True, True, 4 * PARAMETERS + BUCKET),
+}
+
+
+@pytest.mark.parametrize(("stage", "optimizer", "weights", "occupied"), ZERO.values(), ids=ZERO)
+def test_stages_of_zero_leave_the_memory_that_they_do_not_occupy(
+    tmp_path, monkeypatch, stage, optimizer, weights, occupied
+):
+    """Of 8 processes. ZeRO-3 may keep all weights of a small model gathered."""
+    devices = {True: "cpu", False: "none"}
+    plugin = SimpleNamespace(
+        zero_stage=stage, offload_optimizer_device=devices[optimizer], offload_param_device=devices[weights]
+    )
+    room = room_of_launch(tmp_path, monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true"}, deepspeed_plugin=plugin)
+    assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
+
+
+def room_of_launch(tmp_path, monkeypatch, variables: dict[str, str], deepspeed_plugin=None, **settings) -> float:
+    """The bytes for activations in one of 8 processes with `variables` of the launcher, on nodes of 4 GPUs."""
+    args = config(tmp_path, **AUTO, gradient_accumulation_steps=2, **settings)
+    args.deepspeed_plugin = deepspeed_plugin
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(type(args), "world_size", 8)
+    on_device(monkeypatch, MEMORY_WITHOUT_STATE - STATE)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return memory.plan_memory(MODEL, args, None, 100).room
+
+
+def test_moments_on_the_cpu_do_not_occupy_the_device():
+    """FSDP offloads them with the weights; the meta device stands in for a GPU."""
+    device = torch.device("meta")
+    for model, number in ((torch.nn.Linear(3, 5), 0), (torch.nn.Linear(3, 5, device=device), 2 * 20)):
+        with memory.moments_of_optimizer(model, device) as moments:
+            assert moments.numel() == number
 
 
 def test_an_optimizer_that_is_not_known_is_not_refused(tmp_path, monkeypatch, caplog):
