@@ -67,7 +67,8 @@ def test_errors_of_the_plan_equal_those_worked_by_hand():
 
     Two seconds for one: half the time.
     """
-    costs = SimpleNamespace(state=10 * 2**30, activations=7 * 2**30, casts=2**30, gathered=2**30, collected=2**30)
+    costs = SimpleNamespace(state=10 * 2**30, activations=7 * 2**30, rounded_weights=2**30)
+    costs.gathered = costs.collected = 2**30
     costs.update_flops_and_seconds = lambda mean_tokens: (0.0, 1.0)
     columns = gpu.planned_beside(costs, {"GiB": 30.0, "seconds": 2.0}, 100, "cuda")
     assert columns["error of memory, %"] == pytest.approx(-100 / 3) and columns["error of time, %"] == pytest.approx(
