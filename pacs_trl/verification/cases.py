@@ -362,7 +362,7 @@ def is_expected(tests: ProblemTests, expected: Any, answer: str) -> bool:
                 raise ProgramError(value["raises"])
             return decode(value["value"], _decode_as_data) == expected
         return _equal_values(expected, value, tolerant=tests.compare == "floats")
-    except (RecursionError, ArithmeticError, AttributeError, KeyError, TypeError) as error:
+    except (RecursionError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise UserError("a value nested too deeply, or no value") from error
 
 
