@@ -90,6 +90,7 @@ COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
 PUSH = "items = []\ndef push(x): items.append(x)\ndef f(): return items.pop()"
 KEEPS = "def f(x, kept=[]):\n    kept.append(x)\n    return kept"
 FOO = "class Foo:\n    n = 0\n    def inc(self): self.n += 1\n    def x(self): return self.n\nf = Foo"
+EVEN = "def f(x):\n    assert x % 2 == 0\n    return x // 2"
 LIMIT = "LIMIT = 3\ndef f(x): return x < LIMIT"
 
 
@@ -112,6 +113,9 @@ LIMIT = "LIMIT = 3\ndef f(x): return x < LIMIT"
         (FOO, "check = Foo()\ncheck.inc()\nassert check.x() == 1", 1.0),
         (FOO, "check = Foo()\nassert check.x() == 1", 0.0),
         (LIMIT, "import solution\nassert f(5) == False\nsolution.LIMIT = 9\nassert f(5) == True", 1.0),
+        (EVEN, "import unittest\nassert f(2) in (1,)\nunittest.TestCase().assertEqual(f(4), 2)", 1.0),
+        (EVEN, "import unittest\nassert f(2) in (1,)\nunittest.TestCase().assertEqual(f(4), 3)", 0.0),
+        (EVEN, "assert f(2) in (1,)\nf(3)", 0.0),
         ("from functools import cache\nf = cache(len)", "f('a')\nf.cache_clear()\nassert f('ab') == 2", 1.0),
     ],
 )

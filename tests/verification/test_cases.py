@@ -45,6 +45,15 @@ class TestComparison:
         with pytest.raises(ValueError):
             expected_of("floats", 1, output, "f")
 
+    @pytest.mark.parametrize(
+        "value", [{"object": []}, {"object": ""}, {"object": [1, {}]}, {"object": 1}, {"bytes": [-1]}]
+    )
+    def test_a_malformed_value_of_an_assert_is_an_error(self, value):
+        """The program may write it."""
+        tests = read_tests({"type": "asserts", "code": "assert f(1) == 2", "entry_point": "f"})
+        with pytest.raises(ValueError):
+            is_expected(tests, 2, json.dumps({"value": value}))
+
     @pytest.mark.parametrize("depth", [400, 900, 5000])
     def test_values_nested_too_deeply_are_an_error(self, depth):
         """Python 3.13 compares 400 lists in each other, 3.11 does not."""
