@@ -54,8 +54,12 @@ class VerificationArguments:
         "landlock+seccomp",
         'Weakest accepted confinement of programs: `"landlock+seccomp"`, `"seccomp"`, `"landlock"`, or `"rlimits"`.',
     )
-    code_cpu_seconds: float = setting(2.0, "CPU time limit of a program per test.", above=0)
-    code_timeout_seconds: float = setting(6.0, "Wall-clock limit of a program per test.", above=0)
+    code_cpu_seconds: float = setting(
+        2.0, "CPU time limit of a program for one test case, or a whole list of asserts.", above=0
+    )
+    code_timeout_seconds: float = setting(
+        6.0, "Wall-clock limit of a program for one test case, or a whole list of asserts.", above=0
+    )
     code_memory_limit_mb: int = setting(512, "Address space of a program, in MiB.", least=128)
     code_label: Literal["all", "share"] = setting(
         "all", '`"all"`: 1 for a program that passes every test, else 0; `"share"`: share of passed tests.'

@@ -18,8 +18,9 @@ from typing import Any, NoReturn
 from .exchange import Connection, decode, encode, update_arguments
 
 
-# Opened before the confinement, which may forbid opening a file for writing.
-DEVNULL = os.open(os.devnull, os.O_RDWR)
+# Number of an open file. The worker opens it for each program, because processes share the flags of a file that they
+# inherit, and before the confinement, which may forbid opening files for writing.
+devnull = -1
 
 
 def call(source: str, name: str) -> None:
@@ -27,7 +28,7 @@ def call(source: str, name: str) -> None:
     as JSON. What the program prints goes nowhere."""
     arguments = json.load(sys.stdin)
     with os.fdopen(os.dup(1), "w") as output:
-        os.dup2(DEVNULL, 1)
+        os.dup2(devnull, 1)
         value = getattr(_load(source, name), name)(*arguments)
         output.write(json.dumps(value))
 
@@ -36,7 +37,7 @@ def serve(source: str, name: str) -> NoReturn:
     """Run a program, and answer the asserts, which are connected to standard input."""
     connection = ProgramConnection()
     for file in (0, 1):
-        os.dup2(DEVNULL, file)
+        os.dup2(devnull, file)
     module = _load(source, name)
     connection.objects.update(vars(module), **{"": module})
     with suppress(EOFError, OSError):

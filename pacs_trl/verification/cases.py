@@ -173,18 +173,22 @@ def _case_from_assert(statement: Any, name: str) -> tuple[str, Any] | None:
 
 def refuse_long_outputs(tests: ProblemTests, output_limit_mb: int) -> None:
     """Raise [`UnusableTests`] if no program may write what is expected."""
-    expected = [value for _, value in tests.cases if value is not PASSED]
-    if tests.function is None:
-        sizes = [len(text.encode("utf-8", "surrogatepass")) for text in expected]
-    elif tests.are_asserts:  # one process writes all values
-        sizes = [sum(len(json.dumps(encode(value, refuse))) for value in expected)]
-    else:
-        sizes = [len(json.dumps(value)) for value in expected]
+    answers = [_right_answer(tests, expected) for _, expected in tests.cases if expected is not PASSED]
+    sizes = [len(answer.encode("utf-8", "surrogatepass")) for answer in answers]
+    if tests.are_asserts:  # one process writes all values
+        sizes = [sum(sizes)]
     if (size := max(sizes)) > output_limit_mb << 20:
         raise UnusableTests(
             f"The expected output has {size / (1 << 20):.1f} MiB, and a program may write {output_limit_mb}. Remove "
             "the problem, or raise output_limit_mb of CodeVerifier."
         )
+
+
+def _right_answer(tests: ProblemTests, expected: Any) -> str:
+    """Return an expected text, or an expected value as JSON."""
+    if tests.function is None:
+        return expected
+    return json.dumps(encode(expected, refuse) if tests.are_asserts else expected)
 
 
 def json_of_tests(value: Any) -> str | None:
@@ -353,8 +357,7 @@ def is_expected(tests: ProblemTests, expected: Any, answer: str) -> bool:
             raise ProgramError(answer)
         return answer == "passed"
     try:
-        size = len(expected if tests.function is None else repr(expected))
-        if len(answer) > _MAX_FACTOR * size + _MIN_LIMIT:
+        if len(answer) > _MAX_FACTOR * len(_right_answer(tests, expected)) + _MIN_LIMIT:
             return False
         if tests.function is None:
             return _equal_texts(expected, answer, tests.compare)

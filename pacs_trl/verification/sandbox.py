@@ -144,9 +144,11 @@ class Worker:
         program, *streams = files
         for target, file in enumerate(streams):  # input, output, messages
             os.dup2(file, target)
-        confinement.close_other_files(
-            program, confine, calls.DEVNULL, *([] if self.ruleset is None else [self.ruleset])
-        )
+        calls.devnull = os.open(os.devnull, os.O_RDWR)
+        kept = [program, confine, calls.devnull]
+        if self.ruleset is not None:
+            kept.append(self.ruleset)
+        confinement.close_other_files(*kept)
         confinement.set_limits(
             *(self.settings[name] for name in ("cpu_seconds", "memory_limit_mb", "output_limit_mb")),
             bound_processes=not self.has_seccomp,

@@ -17,6 +17,7 @@ from pacs_trl.verification.cases import (
     refuse_long_outputs,
     runnable,
 )
+from pacs_trl.verification.exchange import encode, refuse
 
 
 def expected_of(compare, expected, output, function=None):
@@ -63,6 +64,12 @@ class TestComparison:
         compared = depth == 400 and sys.version_info >= (3, 12)
         with contextlib.nullcontext() if compared else pytest.raises(ValueError):
             assert expected_of("floats", expected, "[" * (depth + 1) + "]" * (depth + 1), "f")
+
+    @pytest.mark.parametrize("expected", ["é" * 90_000, "😀" * 90_000, b"z" * 90_000], ids=["é", "😀", "bytes"])
+    def test_a_long_value_may_be_several_times_as_long_in_json(self, expected):
+        tests = ProblemTests("f", (("", expected),), are_asserts=True)
+        assert is_expected(tests, expected, json.dumps({"value": encode(expected, refuse)}))
+        assert isinstance(expected, bytes) or expected_of("floats", expected, json.dumps(expected), "f")
 
     def test_an_endless_output_is_not_read(self):
         assert not expected_of("tokens", "x", "x" + " " * 100_000)

@@ -138,6 +138,20 @@ class TestProcesses:
             assert not children(worker) and len(os.listdir(f"/proc/{worker}/fd")) < 10
         assert len(os.listdir("/proc/self/fd")) == before and sorted(os.listdir(os.environ["TMPDIR"])) == folders
 
+    def test_a_program_leaves_no_mark_on_the_files_of_the_next_one(self):
+        program = """
+import fcntl, os
+for file in range(64):
+    try:
+        print(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_NONBLOCK)
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_NONBLOCK)
+    except OSError:
+        pass
+"""
+        with CodeVerifier(num_workers=1, isolation="rlimits") as verifier:
+            first, second = verifier.run([program] * 2, [""] * 2)
+        assert first.output == second.output == "0\n" * 4
+
     def test_an_interrupt_leaves_a_verifier_that_works(self, verifier):
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started us with `&`
         timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
