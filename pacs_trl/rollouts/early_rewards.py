@@ -75,7 +75,10 @@ class EarlyRewards:
         if is_conversational(rows[0]):
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         columns = {name: [row[name] for row in rows] for name in rows[0] if name not in _SET_BY_TRAINER}
-        added_columns = {name: values for name, values in output.items() if name not in ENGINE_FIELDS}
+        added_columns: dict[str, list] = {}
+        for name, values in output.items():
+            if name not in ENGINE_FIELDS:  # what is no list is a value of all completions
+                added_columns[name] = list(values) if isinstance(values, list) else [values] * len(rows)
         trainer_state = copy.copy(self.trainer.state)
         trainer_state.global_step = step
         return {

@@ -157,14 +157,14 @@ def check(rows: list[dict], layout: str, attention: str) -> None:
 
 def test_the_comparison_notices_a_wrong_layout(monkeypatch):
     """Positions that continue from completion to completion are far from padded ones."""
-    packed = ForwardPass._packed
+    packed_inputs = ForwardPass._packed_inputs
 
     def shifted(self, *rows):
-        model_inputs = packed(self, *rows)
+        model_inputs = packed_inputs(self, *rows)
         inputs = model_inputs.inputs
         return model_inputs._replace(inputs={**inputs, "position_ids": inputs["position_ids"].sort().values})
 
-    monkeypatch.setattr(ForwardPass, "_packed", shifted)
+    monkeypatch.setattr(ForwardPass, "_packed_inputs", shifted)
     rows = compare_layouts("cpu", "tiny", "sdpa", 24)
     assert rows[1]["layout"] == "packed" and rows[1]["gradient"] > MAX_GRADIENT_ERROR
 

@@ -3,13 +3,15 @@ it arrives, in order, with the values and logs of a call when it is taken."""
 
 import random
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 from support.forked_engine import forked_engine
 from support.late_runs import trainer_of
-from support.models import assert_same_models
+from support.models import TOKENIZER, assert_same_models
 from support.rollouts import digit_reward
+from transformers import TrainerState
 
 from pacs_trl import GRPOTrainer
 from pacs_trl.rollouts import early_rewards
@@ -118,3 +120,27 @@ def test_an_error_ends_the_run_when_its_batch_is_taken(tmp_path, function, error
         with pytest.raises(error):
             trainer.train()
     assert trainer.state.global_step == at
+
+
+def test_columns_of_a_rollout_function_are_those_of_a_call_without_a_lag(monkeypatch):
+    """A value that is no list is that of each completion, and a function that changes a list changes no batch."""
+
+    def take_turns(completions, level, turns, **kwargs):
+        called.append((list(level), [turns.pop(0) for _ in completions]))
+        return [1.0 for _ in completions]
+
+    monkeypatch.setattr(early_rewards, "FUNCTIONS", (take_turns,))
+    called.clear()
+    trainer = SimpleNamespace(
+        processing_class=TOKENIZER,
+        _tokenizer=TOKENIZER,
+        reward_funcs=[take_turns],
+        reward_arguments=lambda: {},
+        state=TrainerState(),
+    )
+    rows = [{"prompt": "1 + 1"}, {"prompt": "1 + 2"}]
+    output = {"completion_ids": [[5], [6]], "logprobs": [[0.0], [0.0]], "level": "easy", "turns": [1, 2]}
+    results = early_rewards.EarlyRewards(trainer).compute(rows, output, step=0)
+    assert results[0]["rewards"] == [1.0, 1.0]
+    assert called == [(["easy", "easy"], [1, 2])]
+    assert output["turns"] == [1, 2]
