@@ -275,8 +275,9 @@ def check_same_adapter(checkpoint: str, adapter: PeftConfig | None, *, is_in_mod
 
 
 def _with_sorted_lists(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings whose lists and sets, of module names, can be compared in any order."""
-    return {name: sorted(value) if isinstance(value, list | set) else value for name, value in settings.items()}
+    """Return settings whose lists, tuples, and sets, of module names or layers, can be compared in any order."""
+    collections = (list, tuple, set)
+    return {name: sorted(value) if isinstance(value, collections) else value for name, value in settings.items()}
 
 
 # State --------------------------------------------------------------------------------------------------------------

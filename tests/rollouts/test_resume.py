@@ -449,6 +449,13 @@ def test_an_adapter_of_fused_experts_is_the_one_that_it_was_made_from(tmp_path, 
         check_same_adapter(str(tmp_path), adapter, is_in_model=False)
 
 
+def test_an_adapter_of_layers_in_a_tuple_is_the_one_of_its_checkpoint(tmp_path):
+    adapter = LoraConfig(r=4, target_modules=("q_proj", "v_proj"), layers_to_transform=(0, 1))
+    model = get_peft_model(tiny_model(), adapter)
+    model.save_pretrained(tmp_path)
+    check_same_adapter(str(tmp_path), model.peft_config["default"])
+
+
 def test_a_model_with_fewer_layers_or_of_another_family_is_not_resumed(tmp_path):
     """Trainer would load the weights that fit and leave the others as they are."""
     tiny_model().config.save_pretrained(tmp_path)
