@@ -123,7 +123,9 @@ class Connection(ABC):
             return self.perform(*request)
         except BaseException as error:
             name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-            return {"raises": name, "message": str(error)}
+            # `str()` of a `KeyError` is the `repr()` of its message.
+            message = error.args[0] if isinstance(error, KeyError) and error.args else error
+            return {"raises": name, "message": str(message)}
 
     @abstractmethod
     def perform(self, *request: Any) -> dict[str, Any]:

@@ -116,6 +116,12 @@ LIMIT = "LIMIT = 3\ndef f(x): return x < LIMIT"
         (EVEN, "import unittest\nassert f(2) in (1,)\nunittest.TestCase().assertEqual(f(4), 2)", 1.0),
         (EVEN, "import unittest\nassert f(2) in (1,)\nunittest.TestCase().assertEqual(f(4), 3)", 0.0),
         (EVEN, "assert f(2) in (1,)\nf(3)", 0.0),
+        (
+            "f = {}.pop",
+            "try:\n    f('a')\nexcept KeyError as e:\n    assert str(e) == repr(e.args[0]) == repr('a')",
+            1.0,
+        ),
+        ("f = {}.pop", "try:\n    f('a')\nexcept KeyError as e:\n    assert str(e) == repr('b')", 0.0),
         ("from functools import cache\nf = cache(len)", "f('a')\nf.cache_clear()\nassert f('ab') == 2", 1.0),
     ],
 )
