@@ -156,9 +156,8 @@ class Generator:
                 noted[-1] = noted[-1].gather(1, last_tokens)
             noted.append((output.logits[:, -1].float() / self.args.temperature).log_softmax(-1))
 
-        hook = self.base.register_forward_hook(note, with_kwargs=True)
-        yield noted
-        hook.remove()
+        with self.base.register_forward_hook(note, with_kwargs=True):
+            yield noted
 
     def recompute(self, prompt_ids: list[list[int]], completions: list[list[int]]) -> list[list[float]]:
         """Return log-probs by the forward pass of training."""

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
+from itertools import starmap
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -74,7 +75,7 @@ class GroupStarts:
 
     def begin(self, groups: Sequence[int], seeds: Sequence[int]) -> None:
         """Announce a batch: the group and the seed of each of the next resets, in order."""
-        self._next_resets = deque(map(_NextReset, groups, seeds))
+        self._next_resets = deque(starmap(_NextReset, zip(groups, seeds, strict=True)))
         self._starts.clear()
         self.observations, self.differing, self.unknown = [], {}, set()
         for environment in self._reset_environments:

@@ -11,7 +11,7 @@ from accelerate.utils import broadcast_object_list
 from trl.experimental.async_grpo.vllm_client import VLLMClient
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-from .engine import raise_on_all
+from .engine_failures import raise_on_all
 from .engine_weights import FIXED_TEXT, MAX_FIXED_TOKENS, LogpComparison, WrongWeights, save_adapter, whole_adapter
 from .protocols import ContinuousTrainer
 from .rollout_worker import RolloutWorker

@@ -300,13 +300,11 @@ class ForwardPass:
 
     # Hooks ----------------------------------------------------------------------------------------------------------
 
-    # The head computes the `M` positions that predict completion tokens, and no others. It is looked up in each pass,
-    # because FSDP and PEFT replace it.
-
     @contextmanager
     def _backbone_at_predictions(self, model_inputs: ModelInputs, *, gathers_head: bool) -> Iterator[None]:
-        """Let the backbone return the hidden states of these positions, `(1, M, H)`, inside the context. TRL's fused
-        head reads its output, and would run on all tokens on a CPU. With `gathers_head` its weights are gathered."""
+        """Let the backbone return only the hidden states that predict completion tokens, `(1, M, H)`, inside the
+        context. TRL's fused head reads its output, and would run on all tokens on a CPU. With `gathers_head` its
+        weights are gathered."""
         at_predictions = self._selection_of_predictions(model_inputs)
         gathered_head = ExitStack()
 
@@ -320,18 +318,21 @@ class ForwardPass:
 
     @contextmanager
     def _model_head_at_predictions(self, model_inputs: ModelInputs) -> Iterator[None]:
-        """Let the head of the model read the hidden states of these positions, `(1, M, H)`, inside the context."""
+        """Let the head of the model read only the hidden states that predict completion tokens, `(1, M, H)`, inside
+        the context."""
         at_predictions = self._selection_of_predictions(model_inputs)
 
         def before_head(head, arguments):
             states, *others = arguments
             return at_predictions(states), *others
 
-        with self.model.get_output_embeddings().register_forward_pre_hook(before_head):
+        head = self.model.get_output_embeddings()  # in each pass, because FSDP and PEFT replace it
+        with head.register_forward_pre_hook(before_head):
             yield
 
     def _selection_of_predictions(self, model_inputs: ModelInputs) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return a function that selects these positions of hidden states, `(1, N, H)` or `(B, T, H)`."""
+        """Return a function that selects, of hidden states `(1, N, H)` or `(B, T, H)`, those that predict completion
+        tokens."""
         predicting = torch.from_numpy(model_inputs.predicting_indices).to(self.device)
 
         def at_predictions(states: torch.Tensor) -> torch.Tensor:

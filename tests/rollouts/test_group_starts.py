@@ -513,3 +513,8 @@ def test_wrong_routing_is_an_error_before_generation(tmp_path):
     trainer._generate_and_score_completions = lambda inputs: pytest.fail("generated")
     with pytest.raises(ValueError, match="Row 1 .*environment='third', which is not among the environments"):
         trainer.train()
+
+
+def test_each_announced_reset_has_a_group_and_a_seed():
+    with pytest.raises(ValueError, match="shorter"):
+        GroupStarts().begin(groups=[0, 0], seeds=[1])
