@@ -320,7 +320,9 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     term."""
     state = _read_state(trainer, directory)
     saved = process_count.saved_run(state, directory)
-    check_same_settings(str(directory), state["settings"], _shared_settings(trainer))
+    # Earlier versions did not save all settings that are compared.
+    current = {name: value for name, value in _shared_settings(trainer).items() if name in state["settings"]}
+    check_same_settings(str(directory), state["settings"], current)
     _warn_of_other_prompts(trainer, directory, state.get("prompt_hash"))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)

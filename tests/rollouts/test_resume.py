@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from pacs_trl import GRPOTrainer, rewards
 from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts.checkpoint import check_same_adapter, check_same_model
-from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_checkpoint
+from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_checkpoint, write_file_list
 
 
 FOUR_UPDATES = {  # of two groups of four, per generation
@@ -357,6 +357,16 @@ def test_a_checkpoint_with_other_settings_is_refused(tmp_path, checkpoint):
     sizes = {"steps_per_generation"}  # compared as completions of all processes
     assert OTHER.keys() - sizes <= named and "temperature: 1.3 in the checkpoint, 1.0 now" in str(error.value)
     assert "completions per generation batch: 32 in the checkpoint, " in str(error.value)
+
+
+def test_a_setting_that_an_earlier_version_did_not_save_is_not_compared(tmp_path, checkpoint):
+    earlier = tmp_path / "checkpoint-2"
+    shutil.copytree(checkpoint, earlier)
+    state = torch.load(earlier / "pacs_state_0.pt", weights_only=False)
+    del state["settings"]["optim_args"], state["prompt_hash"]
+    torch.save(state, earlier / "pacs_state_0.pt")
+    write_file_list(earlier)
+    trained(tmp_path / "run", resume=str(earlier), optim_args="momentum=0.9", max_steps=2, save_strategy="no")
 
 
 def test_a_checkpoint_graded_with_other_verification_settings_is_refused(tmp_path, checkpoint, monkeypatch):
