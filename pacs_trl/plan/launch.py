@@ -94,8 +94,9 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
                     count,
                     processes_per_node=max(1, count // config.num_machines),
                     strategy=str(section.get("fsdp_sharding_strategy", "FULL_SHARD")),
-                    reshards_after_forward=is_true(section.get("fsdp_reshard_after_forward", True)),
-                    offloads=is_true(section.get("fsdp_offload_params", False)),
+                    reshards_after_forward=version == 1
+                    or _is_true(section, "fsdp_reshard_after_forward", default=True),
+                    offloads=_is_true(section, "fsdp_offload_params"),
                     replicas=replicas,
                 )
         elif kind == "DEEPSPEED":
@@ -114,6 +115,9 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         problem = problem or _problem_with_keys(section, config.parallelism_config)
         if problem:
             return None, [f"{accelerate_config}: {problem}"]
+        recomputes = _is_true(section, "fsdp_activation_checkpointing")
+    except UserError as error:
+        return None, [f"{accelerate_config}: {error}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         reason = "The file does not exist" if isinstance(error, FileNotFoundError) else str(error).rstrip(".")
         return None, [
@@ -122,7 +126,6 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
     processes = "1 process" if count == 1 else f"{count} processes"
     description = f"{processes}, {words} ({accelerate_config})"
     precision = str(config.mixed_precision or "no").lower()
-    recomputes = is_true(section.get("fsdp_activation_checkpointing", False))
     has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
     torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
     launch = Launch(
@@ -137,6 +140,10 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         torchrun=torchrun,
     )
     return launch, []
+
+
+def _is_true(section: dict[str, Any], key: str, *, default: bool = False) -> bool:
+    return is_true(key, section.get(key, default))
 
 
 def _without_sharding(num_processes: int) -> Sharding:

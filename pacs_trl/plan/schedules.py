@@ -165,6 +165,8 @@ class _Decoding:
     def _steps_until(self, moment: float) -> int:
         """Return the fewest decoding steps, at least one, that reach a moment or the next end of a completion."""
         low, high = 1, self.running[0][0] - self.steps
+        if self.seconds + self.seconds_of(high) < moment:
+            return high
         while low < high:
             middle = (low + high) // 2
             if self.seconds + self.seconds_of(middle) >= moment:
@@ -293,14 +295,17 @@ def continuous(groups: Iterator[Group], engine: Engine, trainer: Trainer, steps:
     decoding = _Decoding(engine)
     finished: list[tuple[float, int]] = []  # moment of the last token, version of the first; not trained yet
     unfinished = dropped = 0
+    num_fresh = 0  # of the first finished groups, which are not too stale for the present weights
     moments: list[float] = []  # at which optimizer steps end and their weights are sent
     update_end: float | None = None  # of the optimizer step that runs
     trainer_is_free = 0.0
     while len(moments) < steps:
         if update_end is None:
-            fresh = [(moment, version) for moment, version in finished if decoding.version - version <= max_staleness]
-            dropped += len(finished) - len(fresh)
-            finished = fresh
+            unchecked = finished[num_fresh:]
+            fresh = [(moment, version) for moment, version in unchecked if decoding.version - version <= max_staleness]
+            dropped += len(unchecked) - len(fresh)
+            finished[num_fresh:] = fresh
+            num_fresh = len(finished)
         if update_end is None and len(finished) >= trainer.groups:
             batch, finished = finished[: trainer.groups], finished[trainer.groups :]
             update_end = max(trainer_is_free, batch[-1][0]) + trainer.update_seconds
@@ -319,6 +324,7 @@ def continuous(groups: Iterator[Group], engine: Engine, trainer: Trainer, steps:
             trainer_is_free, update_end = decoding.seconds, None
             moments.append(trainer_is_free)
             decoding.replace_weights()
+            num_fresh = 0
     half = steps // 2
     start = moments[half - 1] if half else 0.0
     return Schedule(

@@ -7,6 +7,10 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from accelerate.utils import str_to_bool
+
+from ..errors import UserError
+
 
 # Values of `fsdp_sharding_strategy`, which accelerate also takes as numbers from 1.
 _FSDP_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
@@ -122,7 +126,7 @@ def fsdp_sharding(
         names = dict(enumerate(_FSDP_STRATEGIES, start=1))
         name = names.get(int(strategy)) if strategy.isdigit() else strategy.upper().removeprefix("_")
         if name not in _FSDP_STRATEGIES:
-            raise ValueError(f"fsdp_sharding_strategy is {strategy!r}. Set it to one of {', '.join(_FSDP_STRATEGIES)}")
+            raise UserError(f"fsdp_sharding_strategy is {strategy!r}. Set it to one of {', '.join(_FSDP_STRATEGIES)}.")
         if name == "NO_SHARD":
             group = 1
         elif name.startswith("HYBRID"):  # copies on each node
@@ -148,6 +152,9 @@ def zero_sharding(
     )
 
 
-def is_true(value: str | bool) -> bool:
+def is_true(key: str, value: str | bool) -> bool:
     """Return whether a setting of accelerate, a boolean or its text, is true."""
-    return str(value).lower() == "true"
+    try:
+        return bool(str_to_bool(str(value)))
+    except ValueError as error:
+        raise UserError(f"{key} is {str(value)!r}. Set it to true or false.") from error

@@ -393,13 +393,15 @@ def _sharding_of_fsdp(args: RolloutConfig) -> Sharding:
         "cpu_offload": os.environ.get("FSDP_OFFLOAD_PARAMS", False),
     }
     plugin_args |= args.fsdp_plugin_args or {}
+    version = int(plugin_args["fsdp_version"])
+    reshards = plugin_args["reshard_after_forward"]
     return fsdp_sharding(
-        int(plugin_args["fsdp_version"]),
+        version,
         args.world_size,
         processes_per_node=torch.cuda.device_count() or args.world_size,
         strategy=os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
-        reshards_after_forward=is_true(plugin_args["reshard_after_forward"]),
-        offloads=is_true(plugin_args["cpu_offload"]),
+        reshards_after_forward=version == 1 or is_true("fsdp_reshard_after_forward", reshards),
+        offloads=is_true("fsdp_offload_params", plugin_args["cpu_offload"]),
         replicas=1 if parallelism is None else parallelism.dp_replicate_size,
     )
 

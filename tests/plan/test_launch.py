@@ -23,7 +23,18 @@ FILES = [
     ((FSDP[0], "num_processes: -1"), "num_processes"),
     ((*FSDP, "fsdp_config: {fsdp_verson: 2}"), "fsdp_verson"),
     ((*FSDP, "fsdp_config: {fsdp_version: two}"), "two"),
-    ((*FSDP, "fsdp_config: {fsdp_sharding_strategy: SOME}"), "fsdp_sharding_strategy"),
+    (
+        (*FSDP, "fsdp_config: {fsdp_sharding_strategy: SOME}"),
+        r"fsdp_sharding_strategy is 'SOME'\. Set .*SHARD_ZERO2\.$",
+    ),
+    (
+        (*FSDP, "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: 4}"),
+        r"fsdp_reshard_after_forward is '4'\. ",
+    ),
+    (
+        (*FSDP, "fsdp_config: {fsdp_offload_params: some}"),
+        r"fsdp_offload_params is 'some'\. Set it to true or false\.$",
+    ),
     ((*ZERO, "deepspeed_config: {zero_stage: 5}"), "5"),
     ((*ZERO, "deepspeed_config: {zero_stag: 3}"), "zero_stag"),
     ((*ZERO, "deepspeed_config: {deepspeed_config_file: no/such.json}"), "deepspeed_config_file"),
@@ -94,6 +105,12 @@ LAYOUTS = {  # lines of the accelerate file for 16 processes on two machines, an
 def test_layouts_are_read_from_the_keys_of_the_file(launch_file, kind, config, expected):
     launch, errors = read_launch(launch_file(kind, config, "num_processes: 16", "num_machines: 2"), None)
     assert errors == [] and launch.sharding == expected
+
+
+def test_truth_values_are_those_that_accelerate_takes(launch_file):
+    config = "fsdp_config: {fsdp_version: 2, fsdp_offload_params: 1, fsdp_reshard_after_forward: 'on'}"
+    sharding = read_launch(launch_file(*FSDP, config), None)[0].sharding
+    assert sharding == Sharding("fsdp", 8, offloads_weights=True, offloads_optimizer=True)
 
 
 def test_processes_that_only_share_data_may_be_grouped(launch_file):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pacs_trl import GRPOTrainer, PACSTrainer
 from pacs_trl.baselines.ppo_config import PPOConfig
-from pacs_trl.errors import FailedRun
+from pacs_trl.errors import FailedRun, UserError
 from pacs_trl.plan import cost
 from pacs_trl.plan.sharding import Sharding
 from pacs_trl.rollouts import memory
@@ -207,6 +207,12 @@ def test_layouts_of_fsdp_leave_the_memory_that_they_do_not_occupy(tmp_path, monk
     """Of 8 processes, on nodes of 4 GPUs."""
     room = room_of_launch(tmp_path, monkeypatch, {"ACCELERATE_USE_FSDP": "true"} | variables)
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
+
+
+def test_a_strategy_that_does_not_exist_is_an_error_of_the_user(tmp_path, monkeypatch):
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SOME"}
+    with pytest.raises(UserError, match=r"fsdp_sharding_strategy is 'SOME'\. Set it to one of .*\.$"):
+        room_of_launch(tmp_path, monkeypatch, variables)
 
 
 def test_settings_of_fsdp_are_those_that_trainer_passes(tmp_path, monkeypatch):
