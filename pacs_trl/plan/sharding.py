@@ -7,8 +7,6 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from accelerate.utils import str_to_bool
-
 from ..errors import UserError
 
 
@@ -154,6 +152,8 @@ def zero_sharding(
 
 def is_true(key: str, value: str | bool) -> bool:
     """Return whether a setting of accelerate, a boolean or its text, is true."""
+    from accelerate.utils import str_to_bool  # imports torch
+
     try:
         return bool(str_to_bool(str(value)))
     except ValueError as error:

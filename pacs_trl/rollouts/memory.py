@@ -408,6 +408,6 @@ def _sharding_of_fsdp(args: RolloutConfig) -> Sharding:
 
 def _check_fsdp(args: RolloutConfig) -> None:
     """Raise a `ValueError` if FSDP is to recompute activations too."""
-    by_launch = os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true"
+    by_launch = is_true("fsdp_activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
     if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and by_launch:
         raise UserError(FSDP_RECOMPUTES)

@@ -588,12 +588,12 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         if self.args.rewards_are_binary:
             remedy = "Write one function that returns 0 or 1"
         else:
-            remedy = "Set reward_weights that sum to 1"
+            remedy = f"Divide reward_weights by {largest:g}"
         if self.accelerator.is_main_process:
             logger.warning(
-                f"The weights of the reward functions ({', '.join(self.reward_func_names)}) sum to {largest:g}, so a "
-                f"completion for which all of them return 1 would have a label above 1, which ends the run. {remedy}, "
-                "unless the functions never add up to more than 1."
+                f"Labels may reach {largest:g}, the weighted sum of the reward functions "
+                f"({', '.join(self.reward_func_names)}), and a label above 1 ends the run. {remedy}, unless the "
+                "functions never add up to more than 1."
             )
 
     def _wrap_reward(self, index: int, function: Callable, name: str) -> Callable:

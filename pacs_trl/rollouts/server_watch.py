@@ -19,7 +19,8 @@ _MOST_SECONDS_OF_SILENCE = 180.0  # of a server that is connected: it may be bus
 
 
 class Failure(NamedTuple):
-    """Arguments of a [`~engine_failures.ServerFailure`]: what completes the sentence "The vLLM server ...", and the cause."""
+    """Arguments of an [`~engine_failures.ServerFailure`]: what completes the sentence "The vLLM server ...", and the
+    cause."""
 
     state: str
     cause: str

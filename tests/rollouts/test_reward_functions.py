@@ -51,7 +51,7 @@ def half_reward(completions, **kwargs):
 
 @pytest.mark.parametrize(
     ("trainer_class", "remedy"),
-    [(PACSTrainer, "Set reward_weights that sum to 1"), (REALTrainer, "Write one function that returns 0 or 1")],
+    [(PACSTrainer, "Divide reward_weights by 2"), (REALTrainer, "Write one function that returns 0 or 1")],
 )
 def test_weights_with_which_labels_may_be_above_1_are_warned_of_once(tmp_path, caplog, trainer_class, remedy):
     """Before a completion satisfies both functions, which ends the run."""
@@ -61,7 +61,8 @@ def test_weights_with_which_labels_may_be_above_1_are_warned_of_once(tmp_path, c
     for _ in range(2):
         assert trainer._compute_labels(torch.tensor([[1.0, 0.0], [0.0, 1.0]])).tolist() == [1, 1]
     (record,) = caplog.records
-    assert "(digit_reward, half_reward) sum to 2, so" in record.message and remedy in record.message
+    assert "may reach 2," in record.message and "(digit_reward, half_reward)" in record.message
+    assert remedy in record.message
 
 
 def test_weights_that_sum_to_1_are_no_warning(tmp_path, caplog):
