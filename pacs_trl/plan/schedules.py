@@ -99,6 +99,22 @@ class _Unfinished:
     version: int | None = None
 
 
+class _Waiting(NamedTuple):
+    """A completion that waits for a slot, and its tokens."""
+
+    unfinished: _Unfinished
+    length: int
+
+
+class _Running(NamedTuple):
+    """A completion that is decoded. Those that end first are the smallest, and of these the one that started first."""
+
+    last_step: int  # number of the decoding step after which it ends
+    number: int  # of completions that started before
+    length: int
+    unfinished: _Unfinished
+
+
 class _Decoding:
     """Completions of an engine over time; `seconds` is the present, between two decoding steps."""
 
@@ -110,14 +126,14 @@ class _Decoding:
         self.context = 0  # tokens of the completions that are decoded, and of their prompts
         self.reserved = 0  # tokens that these have at their end
         self.slot_seconds = 0.0
-        self.waiting: deque[tuple[_Unfinished, int]] = deque()
-        self.running: list[tuple[int, int, int, _Unfinished]] = []  # heap by the step after which they end
-        self._number = 0
+        self.waiting: deque[_Waiting] = deque()
+        self.running: list[_Running] = []  # a heap
+        self._num_started = 0
 
     def add(self, group: Group) -> None:
         """Let the completions of a group wait for slots."""
         unfinished = _Unfinished(group, len(group.completions))
-        self.waiting.extend((unfinished, length) for length in group.completions)
+        self.waiting.extend(_Waiting(unfinished, length) for length in group.completions)
 
     def fill(self) -> None:
         """Start the completions that wait, in order, as long as there are slots and memory for them."""
@@ -132,8 +148,8 @@ class _Decoding:
                 self.seconds += self.engine.compute_seconds * prompt
             self.context += prompt
             self.reserved += prompt + length
-            self._number += 1
-            heapq.heappush(self.running, (self.steps + length, self._number, length, unfinished))
+            heapq.heappush(self.running, _Running(self.steps + length, self._num_started, length, unfinished))
+            self._num_started += 1
 
     def seconds_of(self, steps: int) -> float:
         """Return the seconds of the next decoding steps, if no completion starts or ends before their last one."""
@@ -152,10 +168,11 @@ class _Decoding:
         self.context += steps * len(self.running)
         self.steps += steps
         finished = []
-        while self.running and self.running[0][0] == self.steps:
+        while self.running and self.running[0].last_step == self.steps:
             _, _, length, unfinished = heapq.heappop(self.running)
-            self.context -= unfinished.group.prompt + length
-            self.reserved -= unfinished.group.prompt + length
+            num_tokens = unfinished.group.prompt + length
+            self.context -= num_tokens
+            self.reserved -= num_tokens
             unfinished.remaining -= 1
             if unfinished.remaining == 0:
                 assert unfinished.version is not None
@@ -164,7 +181,7 @@ class _Decoding:
 
     def _steps_until(self, moment: float) -> int:
         """Return the fewest decoding steps, at least one, that reach a moment or the next end of a completion."""
-        low, high = 1, self.running[0][0] - self.steps
+        low, high = 1, self.running[0].last_step - self.steps
         if self.seconds + self.seconds_of(high) < moment:
             return high
         while low < high:
@@ -282,6 +299,14 @@ def _in_batches(groups: Iterator[Group], engine: Engine, trainer: Trainer, steps
     )
 
 
+class _Finished(NamedTuple):
+    """A group whose completions have all ended: the moment of its last token, and the version of the weights of its
+    first."""
+
+    moment: float
+    version: int
+
+
 def continuous(groups: Iterator[Group], engine: Engine, trainer: Trainer, steps: int, max_staleness: int) -> Schedule:
     """
     Simulate generation that goes on during optimizer steps, with slots that are refilled.
@@ -293,44 +318,52 @@ def continuous(groups: Iterator[Group], engine: Engine, trainer: Trainer, steps:
             those that are trained on it. Finished groups that are staler are dropped.
     """
     decoding = _Decoding(engine)
-    finished: list[tuple[float, int]] = []  # moment of the last token, version of the first; not trained yet
-    unfinished = dropped = 0
-    num_fresh = 0  # of the first finished groups, which are not too stale for the present weights
-    moments: list[float] = []  # at which optimizer steps end and their weights are sent
+    num_unfinished = 0
+    finished: list[_Finished] = []  # not trained on yet
+    num_checked = 0  # of the first finished groups, which are fresh enough for the present weights
+    num_dropped = 0
+    step_ends: list[float] = []  # moments at which the weights of optimizer steps have been sent
     update_end: float | None = None  # of the optimizer step that runs
-    trainer_is_free = 0.0
-    while len(moments) < steps:
+    while len(step_ends) < steps:
+        # Start an optimizer step on the groups that finished first.
         if update_end is None:
-            unchecked = finished[num_fresh:]
-            fresh = [(moment, version) for moment, version in unchecked if decoding.version - version <= max_staleness]
-            dropped += len(unchecked) - len(fresh)
-            finished[num_fresh:] = fresh
-            num_fresh = len(finished)
+            unchecked = finished[num_checked:]
+            fresh = [group for group in unchecked if decoding.version - group.version <= max_staleness]
+            num_dropped += len(unchecked) - len(fresh)
+            finished[num_checked:] = fresh
+            num_checked = len(finished)
         if update_end is None and len(finished) >= trainer.groups:
             batch, finished = finished[: trainer.groups], finished[trainer.groups :]
-            update_end = max(trainer_is_free, batch[-1][0]) + trainer.update_seconds
-        trained = 0 if update_end is None else trainer.groups
-        while unfinished + len(finished) + trained < (max_staleness + 1) * trainer.groups:
+            trainer_is_free = step_ends[-1] if step_ends else 0.0
+            update_end = max(trainer_is_free, batch[-1].moment) + trainer.update_seconds
+
+        # Start groups, as long as there are fewer than the trainer admits.
+        num_trained = 0 if update_end is None else trainer.groups
+        while num_unfinished + len(finished) + num_trained < (max_staleness + 1) * trainer.groups:
             decoding.add(next(groups))
-            unfinished += 1
+            num_unfinished += 1
         decoding.fill()
-        end = math.inf if update_end is None else update_end
-        if decoding.running and decoding.seconds < end:
-            versions = decoding.advance(until=end)
-            unfinished -= len(versions)
-            finished += [(decoding.seconds, version) for version in versions]
+
+        # Decode until a completion or the optimizer step ends.
+        until = math.inf if update_end is None else update_end
+        if decoding.running and decoding.seconds < until:
+            versions = decoding.advance(until)
+            num_unfinished -= len(versions)
+            finished += [_Finished(decoding.seconds, version) for version in versions]
+
+        # End the optimizer step, and send its weights.
         if update_end is not None and (decoding.seconds >= update_end or not decoding.running):
             decoding.seconds = max(decoding.seconds, update_end) + trainer.transfer_seconds
-            trainer_is_free, update_end = decoding.seconds, None
-            moments.append(trainer_is_free)
+            step_ends.append(decoding.seconds)
+            update_end = None
             decoding.replace_weights()
-            num_fresh = 0
+            num_checked = 0
     half = steps // 2
-    start = moments[half - 1] if half else 0.0
+    start = step_ends[half - 1] if half else 0.0
     return Schedule(
-        seconds=(moments[-1] - start) / (steps - half),
-        decoding=decoding.slot_seconds / moments[-1],
-        training=steps * trainer.update_seconds / moments[-1],
-        dropped=dropped / (dropped + steps * trainer.groups),
-        total_seconds=moments[-1],
+        seconds=(step_ends[-1] - start) / (steps - half),
+        decoding=decoding.slot_seconds / step_ends[-1],
+        training=steps * trainer.update_seconds / step_ends[-1],
+        dropped=num_dropped / (num_dropped + steps * trainer.groups),
+        total_seconds=step_ends[-1],
     )
