@@ -175,7 +175,8 @@ class ModelShape:
     def _bytes_inside_layer(self, precision: str, *, compiled: bool = False) -> float:
         """Return the bytes of one token that a layer keeps for its backward pass."""
         keys = self.num_kv_heads * self.head_dim
-        stream, products = 2 if precision == "bfloat16" else 4, 4 if precision == "float32" else 2
+        stream = 2 if precision == "bfloat16" else 4
+        products = 4 if precision == "float32" else 2
         attention = products * 2 * (self.attention_width + keys) + 4 * self.num_heads  # q, k, v, out, and normalizer
         if compiled:
             norms = 2 * (stream + products) * self.hidden
@@ -227,7 +228,10 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape | None:
         return None
     heads, hidden = config["num_attention_heads"], config["hidden_size"]
     return ModelShape(
-        *(config["num_hidden_layers"], hidden, config["intermediate_size"], heads),
+        num_layers=config["num_hidden_layers"],
+        hidden=hidden,
+        intermediate=config["intermediate_size"],
+        num_heads=heads,
         num_kv_heads=config.get("num_key_value_heads", heads),
         head_dim=config.get("head_dim") or hidden // heads,
         vocabulary=config["vocab_size"],
