@@ -21,7 +21,7 @@ from .server_command import EXTENSION, num_adapters, serve_command, server_url, 
 
 logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_TRIES = 2.0  # of questions to a vLLM server
-_SECONDS_TO_ANSWER = 60.0  # of a vLLM server that may be busy
+_SECONDS_TO_ANSWER = 180.0  # of a vLLM server that may be busy
 _CONTINUOUS_VERSIONS = ("0.31.",)  # of vLLM, tested with `rollout_schedule: continuous`
 
 
@@ -127,6 +127,8 @@ def check_server_of_continuous(
         config = server_config(url)
     except httpx.HTTPStatusError:
         refuse("has no development endpoints, with which weights are replaced")
+    except httpx.TimeoutException:
+        refuse(f"has not answered within {_SECONDS_TO_ANSWER:g} seconds", "Restart it with")
     parallel, scheduler, served = config["parallel_config"], config["scheduler_config"], config["model_config"]
     backend = (config.get("weight_transfer_config") or {}).get("backend")
     if lora_rank is not None:

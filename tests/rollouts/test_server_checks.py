@@ -170,6 +170,14 @@ def test_a_server_that_hangs_is_not_waited_for_forever(monkeypatch):
         server_checks.server_config(f"http://127.0.0.1:{silent.getsockname()[1]}")
 
 
+def test_a_server_that_hangs_before_a_run_is_refused(tmp_path, server, model_path, monkeypatch):
+    def hangs(url):
+        raise httpx.ReadTimeout("timed out")
+
+    monkeypatch.setattr(server_checks, "server_config", hangs)
+    assert_continuous_is_refused(tmp_path, server, model_path, "has not answered within 180 seconds. Restart it with:")
+
+
 def test_a_version_of_vllm_that_was_not_tested_is_refused(tmp_path, server, model_path):
     server.vllm_version = "0.30.2"
     assert_continuous_is_refused(
