@@ -26,7 +26,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
-from experiments.right_answers.gated import GatedGRPOTrainer
+from experiments.right_answers.gated import GatedGRPOTrainer, GatedREINFORCETrainer
 from experiments.right_answers.tasks import END, TASKS, Problem, reward, split
 from experiments.smollm2 import FOLDER
 from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer
@@ -59,6 +59,7 @@ ARMS = {
     "RLOO": Arm(RLOOTrainer, {"beta": 0.0}),
     "REAL": Arm(REALTrainer, {}),
     "PACS, kept, beta 1": Arm(PACSTrainer, {"reference": "snapshot", "pacs_beta": 1.0}),  # 100 updates only
+    "REINFORCE, gated": Arm(GatedREINFORCETrainer, {}),  # 100 updates only
 }
 LEADING_ARMS, OTHER_ARMS = list(ARMS)[:5], list(ARMS)[5:10]  # of 30 updates: the leading ones run first
 RATES = (1e-5, 5e-6, 2e-5)

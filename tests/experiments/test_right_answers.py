@@ -13,7 +13,7 @@ from support.runs import build_trainer, spy_on
 from support.seeds import shifted
 
 from experiments.right_answers.analysis import all_tables, draw, lost_and_gained, pass_at, task_tables
-from experiments.right_answers.gated import GatedGRPOTrainer, expected_gains
+from experiments.right_answers.gated import GatedGRPOTrainer, GatedREINFORCETrainer, expected_gains
 from experiments.right_answers.runs import (
     ARMS,
     LEADING_ARMS,
@@ -98,6 +98,23 @@ def test_gates_multiply_the_advantages_of_groups_by_their_number_of_correct_comp
         torch.testing.assert_close(after, weight * before.double(), rtol=1e-5, atol=1e-7)
 
 
+def test_gated_reinforce_learns_from_groups_without_a_correct_completion(tmp_path):
+    replay = Replay(num_generations=4, uniform_groups=2)
+    settings = {"num_generations": 4, "per_device_train_batch_size": 32, "max_steps": 1, "gate_k": 4}
+    settings["gate_threshold"] = 0.1
+    trainer, seen = build_trainer(tmp_path, replay=replay, trainer_class=GatedREINFORCETrainer, **settings), []
+    spy_on(trainer, "advantages", lambda result, batch, *_: seen.append((result, dict(batch))))
+    trainer.train()
+    ((advantages, batch),) = seen
+    # E[4 (1 - p)^3] / 5 = 4 B(m + 1, 8 - m) / (5 B(m + 1, 5 - m)), 1/2, 2/7, 1/7, 2/35, 1/70 for m = 0 to 4
+    shares = {0: 1 / 2, 1: 2 / 7, 2: 1 / 7, 3: 0.0, 4: 0.0}
+    labels = batch["labels"].view(-1, 4)
+    assert 0 in labels.sum(dim=1) and len(labels.sum(dim=1).unique()) > 2
+    for row, actual in zip(labels.tolist(), advantages.view(-1, 4).tolist(), strict=True):
+        share = shares[int(sum(row))]
+        assert actual == pytest.approx([share if label else -share for label in row])
+
+
 def points(*pass_1, distinct=8.0, slope=-4.0):
     return [
         {"update": 20 * i, "pass@1": p, "pass@8": p, "pass@64": 1.0, "distinct": distinct + slope * p, "kl": p}
@@ -172,7 +189,8 @@ def test_long_runs_differ_only_in_arm_and_seed():
     assert {run.rate for run in runs} == {min(RATES)}
     every = {(task, arm, seed) for task in ("sums", "multiples") for arm in ARMS for seed in (3, 4)}
     assert {(run.task, run.arm, run.seed) for run in runs} == every and len(runs) == len(every)
-    assert {run.arm for run in plan([])} == set(ARMS) - {"PACS, kept, beta 1"}  # that arm has long runs alone
+    only_long = {"PACS, kept, beta 1", "REINFORCE, gated"}
+    assert {run.arm for run in plan([])} == set(ARMS) - only_long
 
 
 def test_exact_log_probs_equal_those_of_whole_sequences():
