@@ -363,7 +363,7 @@ def test_a_setting_that_an_earlier_version_did_not_save_is_not_compared(tmp_path
     earlier = tmp_path / "checkpoint-2"
     shutil.copytree(checkpoint, earlier)
     state = torch.load(earlier / "pacs_state_0.pt", weights_only=False)
-    del state["settings"]["optim_args"], state["prompt_hash"]
+    del state["settings"]["optim_args"], state["prompt_digest"]
     torch.save(state, earlier / "pacs_state_0.pt")
     write_file_list(earlier)
     trained(tmp_path / "run", resume=str(earlier), optim_args="momentum=0.9", max_steps=2, save_strategy="no")
