@@ -104,10 +104,7 @@ VARIANTS = {  # settings, and the steps after which a run is resumed
     "epochs that drop prompts": ({"num_prompts": 19, "steps_per_generation": 2}, [3, 4, 8]),
     "groups over micro-batches": (SPLIT | {"max_steps": 6}, [2, 5]),
     "several generations in one update": (SEVERAL, [1, 2, 3]),
-    "GRPO, shuffled minibatches": (
-        {"trainer_class": GRPOTrainer, "shuffle_minibatches": True, "max_steps": 6},
-        [1, 3, 4],
-    ),
+    "GRPO, shuffled minibatches": (SHUFFLED, [1, 3, 4]),
 }
 
 
