@@ -1,7 +1,7 @@
 """Compare weights, metrics, and files of training and evaluation between a commit and the working tree, bit by bit.
 
-    python experiments/equality.py                    # against BEFORE; about four minutes per side
-    python experiments/equality.py COMMIT --only rollout ppo
+    python -m experiments.equality                    # against BEFORE; about four minutes per side
+    python -m experiments.equality COMMIT --only rollout ppo
 
 Runs `equality_scenarios.py` with the package of the commit, in a temporary worktree, and with that of the working
 tree. Prints a Markdown table; the exit code is 1 if a scenario differs: in a bit of a weight or of a logged number, or
@@ -113,6 +113,7 @@ def worktree(commit: str, path: Path) -> Iterator[Path]:
 
 
 def make_inputs(directory: Path) -> Path:
+    sys.path.append(str(SCENARIOS.parent))  # where a script, unlike `python -m`, finds the next module
     from equality_inputs import write_inputs  # after `--help`: transformers is slow to import
     from transformers.utils.logging import disable_progress_bar
 

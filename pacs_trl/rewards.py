@@ -4,9 +4,10 @@ A reward function returns numbers in [0, 1], or `None` to remove a completion fr
 example a weighted sum of several functions whose `reward_weights` sum to 1.
 """
 
+import inspect
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -267,6 +268,13 @@ def reasoning_gym_reward(
 
 # The reward functions of this package, which may be called in any thread.
 FUNCTIONS = (math_reward, code_reward, reasoning_gym_reward)
+
+
+def needs_solution(reward_funcs: Iterable[Callable]) -> bool:
+    """Whether a reward function has a parameter `solution` without a default, so that all examples need gold
+    answers."""
+    parameters = [inspect.signature(function).parameters.get("solution") for function in reward_funcs]
+    return any(each is not None and each.default is each.empty for each in parameters)
 
 
 def _mean(values: Sequence[float]) -> float:

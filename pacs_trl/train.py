@@ -41,7 +41,7 @@ from .recipe import (
     reward_function,
     trainer_of_method,
 )
-from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
+from .rewards import configure_verification, needs_solution, run_python, shared_code_verifier, tool_function
 from .rollouts.checkpoint import check_same_adapter
 from .rollouts.checkpoint_files import check_complete, check_output_dir, last_resumable_checkpoint
 from .rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset, check_number_of_prompts
@@ -234,7 +234,11 @@ def _datasets(
     else:
         load_processor = partial(processor_of, recipe.model_name, training)
         train_dataset, eval_dataset = load_training_data(
-            data, tokenizer, training.chat_template_kwargs, load_processor
+            data,
+            tokenizer,
+            training.chat_template_kwargs,
+            load_processor,
+            needs_solution=needs_solution(reward_funcs),
         )
     check_number_of_prompts(len(train_dataset), training)
     if environment is None and recipe.run.rollout_func is None:  # these pass more columns to reward functions

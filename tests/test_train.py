@@ -169,6 +169,20 @@ def test_resume_and_refusal_to_start_over(tmp_path, model_path, capsys):
         run(tmp_path, model_path, "--resume_from_checkpoint", str(tmp_path / "checkpoint-9"))
 
 
+def test_a_recipe_trains_on_prompts_alone_with_a_reward_that_needs_no_gold_answer(tmp_path, model_path, monkeypatch):
+    (tmp_path / "rewards_of_length.py").write_text(
+        "def short(completions, solution=None, **kwargs):\n    return [float(len(text) < 9) for text in completions]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    data = Path(tmp_path, "prompts.jsonl")
+    data.write_text("".join(json.dumps({"prompt": f"{i} + 1 ="}) + "\n" for i in range(16)))
+    words = ["--dataset_name", str(data), "--reward_funcs", "rewards_of_length.short"]
+    trainer = run(tmp_path / "run", model_path, *words)
+    assert trainer.state.global_step == 2 and trainer.train_dataset.column_names == ["prompt"]
+    with pytest.raises(ValueError, match="`solution_column` 'solution' is not a column"):
+        run(tmp_path / "other", model_path, "--dataset_name", str(data))  # math_reward needs gold answers
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -196,10 +196,13 @@ def load_training_data(
     tokenizer: Any,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     load_processor: Callable[[], Any] | None = None,
+    *,
+    needs_solution: bool = True,
 ) -> "tuple[Dataset, Dataset | None]":
     """
     Load, prepare, filter, shuffle, and split the training problems. `tokenizer` and `chat_template_kwargs` measure
-    prompt lengths; if the data has images, the result of `load_processor` instead of the tokenizer.
+    prompt lengths; if the data has images, the result of `load_processor` instead of the tokenizer. Without
+    `needs_solution`, the data may have no gold answers; the examples then have no column `solution`.
 
     Rows without a problem or a gold answer and overlong prompts are dropped and counted in a warning. An unused
     `prompt` or `solution` column of the source is replaced; every other column is kept, but for the column of gold
@@ -222,7 +225,7 @@ def load_training_data(
         rows = load_rows(args.dataset_name, entry, path)
     if path is not None:
         rows = [with_absolute_paths(row, Path(path).parent) for row in rows]
-    dataset = _prepare(rows, entry, args)
+    dataset = _prepare(rows, entry, args, needs_solution)
     if not all(isinstance(prompt, str) for prompt in dataset["prompt"]):
         check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     if tokenizer is not None and load_processor is not None and has_images(dataset):
@@ -276,28 +279,38 @@ def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Datase
     return dataset.select(range(args.eval_split_size, stop)), evaluation
 
 
-def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments) -> "Dataset":
-    """Build `prompt` and `solution`; drop and count rows without a problem or gold."""
+def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, needs_solution: bool) -> "Dataset":
+    """Build `prompt` and `solution`; drop and count rows without a problem or gold. If no row has a gold and none is
+    needed, there is no `solution`."""
     from datasets import Dataset
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     source = args.dataset_path or args.dataset_name
     if args.dataset_name not in TRAINING_SETS:
         entry = choose_columns(entry, names, args.problem_column, args.solution_column)
-    require_columns(source, rows, {key: getattr(entry, key) for key in ("problem_column", "solution_column")})
+    required = {"problem_column": entry.problem_column}
+    if needs_solution or args.solution_column:
+        required["solution_column"] = entry.solution_column
+    require_columns(source, rows, required)
     instruction = instruction_for(entry, args.prompt_instruction)
+    problems, golds = [], []
+    for index, row in enumerate(rows):
+        try:
+            problems.append(read_problem(row.get(entry.problem_column), entry.problem_column))
+            golds.append(gold_answer(row.get(entry.solution_column), entry.answer_in))
+        except ValueError as error:
+            raise UserError(f"Row {index} of {source!r}: {error}") from error
+    has_golds = needs_solution or any(gold is not None for gold in golds)
     usable, prompts = [], []
     solutions: list[str | list[str]] = []
     num_mappings = 0  # of rows without a gold answer, which have a mapping in its place
-    for index, row in enumerate(rows):
-        try:
-            problem = read_problem(row.get(entry.problem_column), entry.problem_column)
-            gold = gold_answer(row.get(entry.solution_column), entry.answer_in)
-        except ValueError as error:
-            raise UserError(f"Row {index} of {source!r}: {error}") from error
-        if problem and gold is None and isinstance(row.get(entry.solution_column), Mapping):
-            num_mappings += 1
-        if not problem or gold is None:
+    for row, problem, gold in zip(rows, problems, golds, strict=True):
+        if not problem:
+            continue
+        if gold is not None:
+            solutions.append(gold)
+        elif has_golds:
+            num_mappings += isinstance(row.get(entry.solution_column), Mapping)
             continue
         system_prompt = args.system_prompt
         if system_prompt is None and isinstance(problem, str) and not entry.is_prompt:
@@ -307,7 +320,6 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
         prompt = prompt_of(problem, is_prompt=entry.is_prompt, instruction=instruction, system_prompt=system_prompt)
         prompts.append(prompt)
         usable.append(row)
-        solutions.append(gold)
     if len(usable) < len(rows):
         dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
         message = f"{dropped} that have no problem or no gold answer."
@@ -320,13 +332,15 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments)
     if any(isinstance(solution, list) for solution in solutions):  # a column has one type
         solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
     columns: dict[str, list[Any]] = {name: [row.get(name) for row in usable] for name in names}
-    golds = columns.get(entry.solution_column, [])
-    if any(_holds_number(gold) for gold in golds) or _type_error(golds) is not None:
+    cells = columns.get(entry.solution_column, [])
+    if has_golds and (any(_holds_number(cell) for cell in cells) or _type_error(cells) is not None):
         columns[entry.solution_column] = solutions  # also of text, numbers, and lists together
     for name in IMAGE_COLUMNS:  # of sets for text and images
         if name in columns and all(value is None for value in columns[name]):
             del columns[name]
-    columns |= {"prompt": prompts, "solution": solutions}
+    columns["prompt"] = prompts
+    if has_golds:
+        columns["solution"] = solutions
     for name, values in columns.items():
         if (type_error := _type_error(values)) is not None:
             raise UserError(

@@ -18,6 +18,7 @@ import torch
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..data.messages import content_as_text
+from ..data.prompts import prompt_lengths
 from ..errors import UserError
 from ..evaluation.requests import SamplingSettings, tokenize_prompt
 from ..evaluation.sampling import generate_tokens, stop_token_ids
@@ -210,7 +211,8 @@ def check_critic(
     if args.use_vllm:
         limits.append(args.vllm_max_model_length)
     room = min((limit for limit in limits if limit is not None), default=math.inf)
-    longest = max({problem_text(each) for each in prompts}, key=len, default="")
+    problems = list({problem_text(each) for each in prompts})
+    _, longest = max(zip(prompt_lengths(problems, tokenizer), problems, strict=True), default=(0, ""))
     state, actor = State(longest, "", args.max_completion_length), Actor(path, args.max_completion_length, 1.0)
     (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
     needed = len(question) + args.max_completion_length + args.critic_max_new_tokens

@@ -29,7 +29,7 @@ from ..recipe import (
     reward_function,
     settings_without_effect,
 )
-from ..rewards import tool_function
+from ..rewards import needs_solution, tool_function
 from ..rollouts.adapter_checks import max_lora_rank
 from ..rollouts.attention_checks import (
     flash_attention_4_error,
@@ -348,12 +348,14 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
     is_local = _has_local_data(recipe)
     try:
         tokenizer, contexts = _local_model(recipe)
+        functions = [reward_function(name) for name in recipe.run.reward_funcs]
+        load_data = partial(load_training_data, needs_solution=needs_solution(functions))
         if tokenizer is None or not is_local:
             if is_local:
-                prompts = Prompts(len(load_training_data(replace(data, max_prompt_length=None), None)[0]))
+                prompts = Prompts(len(load_data(replace(data, max_prompt_length=None), None)[0]))
             return prompts, _length_errors(recipe, contexts)
         load_processor = partial(processor_of, recipe.model_name, training, local_files_only=True)
-        dataset, evaluation = load_training_data(data, tokenizer, training.chat_template_kwargs, load_processor)
+        dataset, evaluation = load_data(data, tokenizer, training.chat_template_kwargs, load_processor)
         if has_images(dataset):
             tokenizer = load_processor()
         tools = [tool_function(name) for name in recipe.run.tools or []] or None
@@ -361,7 +363,6 @@ def measure(recipe: Recipe) -> tuple[Prompts, list[str]]:
         prompts = Prompts(len(dataset), lengths)
         datasets = {"train_dataset": dataset, "eval_dataset": evaluation}
         check_prompt_lengths(datasets, training, tokenizer, tools, contexts)
-        functions = [reward_function(name) for name in recipe.run.reward_funcs]
         check_dataset("the training set", dataset, functions, OPTIONAL_PARAMETERS)
     except ValueError as error:  # also of libraries that read the model and the data
         return prompts, [str(error)]

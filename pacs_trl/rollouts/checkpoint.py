@@ -295,7 +295,7 @@ def save_state(trainer: "ResumableTrainer", directory: Path) -> None:
         "settings": _shared_settings(trainer),
         "metrics": dict(trainer._metrics["train"]),
         "losses": trainer._logged_loss.state(),
-        "prompt_hash": trainer._prompt_hash,
+        "prompt_digest": trainer._prompt_digest,
         "processes": process_count.facts_to_save(sizes, trainer.accelerator.distributed_type),
         **trainer._unfinished_state(),
     }
@@ -323,7 +323,7 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     # Earlier versions did not save all settings that are compared.
     current = {name: value for name, value in _shared_settings(trainer).items() if name in state["settings"]}
     check_same_settings(str(directory), state["settings"], current)
-    _warn_of_other_prompts(trainer, directory, state.get("prompt_hash"))
+    _warn_of_other_prompts(trainer, directory, state.get("prompt_digest"))
     for name, value in state["attributes"].items():
         setattr(trainer, name, value)
     now = BatchSizes.of(trainer.args, trainer.accelerator.num_processes)
@@ -340,10 +340,10 @@ def load_state(trainer: "ResumableTrainer", directory: Path) -> process_count.Sa
     return saved
 
 
-def _warn_of_other_prompts(trainer: "ResumableTrainer", directory: Path, saved_hash: str | None) -> None:
+def _warn_of_other_prompts(trainer: "ResumableTrainer", directory: Path, saved_digest: str | None) -> None:
     """Log a warning, on the first process, if a run resumes with another training set, as far as that is known."""
-    hashes = {saved_hash, trainer._prompt_hash}
-    if None not in hashes and len(hashes) > 1 and trainer.accelerator.is_main_process:
+    digests = {saved_digest, trainer._prompt_digest}
+    if None not in digests and len(digests) > 1 and trainer.accelerator.is_main_process:
         logger.warning(
             "%s was written with other prompts in the training set, or in another order, so this run continues with "
             "other prompts than without a stop. Resume with the data that the run was started with, unless this is "

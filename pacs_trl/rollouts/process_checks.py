@@ -1,14 +1,16 @@
 """Checks of a run on several processes: what one of them checks for all, and, after the model is loaded, tools, whole
 weights, and equal datasets."""
 
+import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
-from datasets.fingerprint import Hasher
 
 from ..data.columns import is_in_memory
+from ..data.images import COLUMNS as IMAGE_COLUMNS
 from ..errors import UserError
 from .dataset_checks import check_number_of_prompts
 from .rollout_config import RolloutConfig
@@ -67,7 +69,7 @@ def check_dataset(dataset: Any, args: RolloutConfig) -> None:
             f"Processes disagree on the number of prompts in the training set: {sizes}. All processes must load "
             "the same data with the same seed, or groups would be incomplete."
         )
-    if args.world_size > 1 and len(set(gather_object([prompt_hash(dataset)]))) > 1:
+    if args.world_size > 1 and len(set(gather_object([prompt_digest(dataset)]))) > 1:
         raise UserError(
             "Processes disagree on the prompts of the training set or on their order, so that groups would mix "
             "prompts. Load the same data on all processes, and pass a seed to `shuffle`."
@@ -75,11 +77,28 @@ def check_dataset(dataset: Any, args: RolloutConfig) -> None:
     check_number_of_prompts(len(dataset), args)
 
 
-def prompt_hash(dataset: Any) -> str | None:
-    """Return a hash of at most two thousand prompts, evenly spaced, that is equal in all processes and runs that have
-    them in this order; of whole rows, if they have no prompt. It is `None` for a dataset that is not in memory."""
+def prompt_digest(dataset: Any) -> str | None:
+    """Return a digest of at most two thousand prompts, evenly spaced, that is equal in all processes and runs that
+    have them in this order, whatever the format of the dataset and the version of the library; of whole rows, if they
+    have no prompt. Images are left out. It is `None` for a dataset that is not in memory."""
     if not is_in_memory(dataset):
         return None
     positions = range(0, len(dataset), max(1, len(dataset) // 1000))
-    columns = ["prompt"] if "prompt" in dataset.column_names else dataset.column_names
-    return Hasher.hash(dataset.select_columns(columns).select(positions)[:])
+    columns = [name for name in dataset.column_names if name not in IMAGE_COLUMNS]
+    if "prompt" in columns:
+        columns = ["prompt"]
+    digest = hashlib.sha256()
+    for row in dataset.with_format(None).select_columns(columns).select(positions):
+        text = json.dumps(_without_absent_keys(row), sort_keys=True, default=lambda value: type(value).__name__)
+        digest.update(f"{text}\n".encode())
+    return digest.hexdigest()
+
+
+def _without_absent_keys(value: Any) -> Any:
+    """Return nested values without the keys that are null: whether a column of mappings has all keys of all of them
+    depends on the version of datasets."""
+    if isinstance(value, dict):
+        return {key: _without_absent_keys(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_without_absent_keys(item) for item in value]
+    return value

@@ -22,7 +22,7 @@ from . import checkpoint
 from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
 from .interruption import Stopped
-from .process_checks import prompt_hash
+from .process_checks import prompt_digest
 from .process_count import remove_parts_of_missing_processes, seed_process
 from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
@@ -45,7 +45,7 @@ class ResumableTrainer(GRPOTrainer):
     chat_template_kwargs: dict[str, Any]
     _buffered_inputs: Any
     _longest_sequence: int | None
-    _prompt_hash: str | None  # of the training set
+    _prompt_digest: str | None  # of the training set
     _source: RolloutSource
     _logged_loss: LoggedLoss
     _step_start: StepStart
@@ -136,7 +136,7 @@ class ResumableTrainer(GRPOTrainer):
         self._reset_run()
         if self.args.save_strategy != "no":
             check_shared_folder(self.accelerator, self.args.output_dir)
-        self._prompt_hash = prompt_hash(self.train_dataset)
+        self._prompt_digest = prompt_digest(self.train_dataset)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if resume_from_checkpoint is not None:
             saved = checkpoint.load_state(self, Path(resume_from_checkpoint))

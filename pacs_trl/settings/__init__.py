@@ -94,6 +94,11 @@ _ADVICE = {
     **dict.fromkeys(
         ("kl_estimator", "kl_loss_type"), "No setting chooses the estimator of the KL term: remove the key."
     ),
+    **dict.fromkeys(  # of prompts in verl, of completions in OpenRLHF
+        ("global_batch_size", "train_batch_size"),
+        "An optimizer step trains on `per_device_train_batch_size` x processes x `gradient_accumulation_steps` "
+        "completions: set these.",
+    ),
     **dict.fromkeys(  # a launcher starts the processes
         ("accelerate_config", "config_file", "num_processes", "num_machines", "num_gpus", "gpus", "nodes"),
         "It is an option of `pacs-trl plan` or `accelerate launch` (--config_file, --num_processes).",
@@ -147,10 +152,12 @@ class Parser(argparse.ArgumentParser):
         known, is_unknown = self._option_string_actions, message.startswith("unrecognized")
         if is_unknown or message.startswith("the following arguments are required"):  # perhaps misspelled
             options = [word.partition("=")[0] for word in self.words if word.startswith("--")]
-            for option in [option for option in options if option not in known]:
-                if (near := did_you_mean(option, known)) or is_unknown:
-                    message = f"There is no option `{option}`.{near}"
-                    break
+            messages = [
+                f"There is no option `{option}`.{near}"
+                for option in options
+                if option not in known and ((near := did_you_mean(option, known)) or is_unknown)
+            ]
+            message = " ".join(messages) or message
         super().error(message)
 
 
@@ -264,12 +271,18 @@ def known_settings(settings: Mapping[str, Any], known: Collection[str], what: st
         elif key != "env":
             unknown.append(key)
     if len(unknown) > 1:
-        keys = ", ".join(sorted(unknown))
+        keys = ", ".join(key + _suggestion(key, known) for key in sorted(unknown))
         raise UserError(f"Some keys are not settings of {what}: {keys}. Correct or remove them.")
     if unknown:
         advice = _ADVICE.get(unknown[0]) or did_you_mean(unknown[0], {*known, "config"}).strip() or "Remove the key."
         raise UserError(f"`{unknown[0]}` is not a setting of {what}. {advice}")
     return values
+
+
+def _suggestion(key: str, known: Collection[str]) -> str:
+    """Return what an unknown key may mean, in parentheses after a space; empty without a suggestion."""
+    near = "" if key in _ADVICE else did_you_mean(key, known).strip()
+    return f" ({near[0].lower()}{near[1:]})" if near else ""
 
 
 def _check_kind(key: str, value: Any, hint: str, may_be_missing: bool) -> None:

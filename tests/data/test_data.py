@@ -252,6 +252,30 @@ class TestFormsOfTRL:
         with pytest.raises(ValueError, match=key):
             load(write_jsonl(tmp_path / "d.jsonl", [row]), **settings)
 
+    @pytest.mark.parametrize(
+        ("row", "prompt"),
+        [
+            ({"prompt": "1+1=", "level": 3}, "1+1="),
+            ({"prompt": [USER], "answer": None}, [USER]),
+            ({"problem": "1+1", "answer": {"least": 2}}, ASKED),
+            ({"messages": [SYSTEM, USER]}, [SYSTEM, USER]),
+        ],
+    )
+    def test_rows_without_gold_answers_are_used_if_no_reward_function_needs_them(self, tmp_path, row, prompt):
+        path = write_jsonl(tmp_path / "d.jsonl", [row])
+        train, _ = load_training_data(DataArguments(dataset_name=path), TOKENIZER, needs_solution=False)
+        assert train.to_list() == [row | {"prompt": prompt}]
+
+    def test_gold_answers_that_no_reward_function_needs_are_kept_and_rows_without_are_dropped(self, tmp_path, caplog):
+        rows = [{"prompt": "1+1=", "answer": 2}, {"prompt": "2+2=", "answer": None}]
+        path = write_jsonl(tmp_path / "d.jsonl", rows)
+        train, _ = load_training_data(DataArguments(dataset_name=path), TOKENIZER, needs_solution=False)
+        assert train.to_list() == [{"prompt": "1+1=", "answer": "2", "solution": "2"}]
+        assert "Dropped 1 of 2 rows" in caplog.text
+        with pytest.raises(ValueError, match="`solution_column` 'gold' is not a column"):
+            arguments = DataArguments(dataset_name=path, solution_column="gold")
+            load_training_data(arguments, TOKENIZER, needs_solution=False)
+
 
 class TestLengthSplitAndShuffle:
     @pytest.fixture

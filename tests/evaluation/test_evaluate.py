@@ -94,22 +94,22 @@ def without_template(checkpoint, directory):
 def test_text_prompts_need_no_chat_template(run, arguments, checkpoint, tmp_path, monkeypatch):
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
-    own = arguments | {"benchmarks": str(file), "model": without_template(checkpoint, tmp_path / "base")}
-    results = run(own, n=2, k="1")
+    text_arguments = arguments | {"benchmarks": str(file), "model": without_template(checkpoint, tmp_path / "base")}
+    results = run(text_arguments, n=2, k="1")
     assert results["benchmarks"]["own"]["instruction"] is None
-    assert results == read_results(own["output_dir"])
+    assert results == read_results(text_arguments["output_dir"])
     monkeypatch.setattr(TransformersEngine, "load", lambda *a, **k: pytest.fail("generated again"))
-    assert run(own, n=2, k="1")["prompt_digest"] == results["prompt_digest"]
+    assert run(text_arguments, n=2, k="1")["prompt_digest"] == results["prompt_digest"]
 
 
 def test_template_arguments_are_for_messages_only(run, arguments, tmp_path):
     """As in training: text prompts are not rendered."""
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps({"prompt": f"{i}+1=", "solution": str(i + 1)}) + "\n" for i in range(3)))
-    own = arguments | {"benchmarks": str(file), "chat_template_kwargs": {"enable_thinking": False}}
-    assert run(own, n=2, k="1")["benchmarks"]["own"]["instruction"] is None
+    text_arguments = arguments | {"benchmarks": str(file), "chat_template_kwargs": {"enable_thinking": False}}
+    assert run(text_arguments, n=2, k="1")["benchmarks"]["own"]["instruction"] is None
     with pytest.raises(ValueError, match="enable_thinking"):
-        run(own | {"benchmarks": arguments["benchmarks"]}, n=2, k="1")
+        run(text_arguments | {"benchmarks": arguments["benchmarks"]}, n=2, k="1")
 
 
 def test_template_arguments_are_those_of_the_template_of_a_processor(run, arguments, checkpoint, tmp_path):
@@ -349,8 +349,8 @@ def test_a_checkpoint_is_its_content(run, arguments, checkpoint, boxing_model, t
 def test_the_label_of_a_directory_tells_runs_apart(tmp_path, monkeypatch, path, label):
     (tmp_path / path).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    for given in (path, f"./{path}/", str(tmp_path / path)):
-        assert default_label(given) == label
+    for spelling in (path, f"./{path}/", str(tmp_path / path)):
+        assert default_label(spelling) == label
 
 
 def test_the_label_of_a_directory_has_no_names_around_the_working_directory(tmp_path, monkeypatch):
@@ -376,20 +376,20 @@ def test_an_adapter_is_its_content_and_that_of_its_base(run, arguments, checkpoi
     model = AutoModelForCausalLM.from_pretrained(base)
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
     boxing_model[1].save_pretrained(tmp_path / "adapter")
-    own = arguments | {"model": str(tmp_path / "adapter"), "n": 1, "k": "1"}
-    first = run(own)
-    store = store_path(own)
+    adapter_arguments = arguments | {"model": str(tmp_path / "adapter"), "n": 1, "k": "1"}
+    first = run(adapter_arguments)
+    store = store_path(adapter_arguments)
     before, (header, *lines) = store.read_text(), store.read_text().splitlines()
     other = copy.deepcopy(boxing_model[0])
     other.model.norm.weight.data.mul_(1.001)
     other.save_pretrained(base)
     with pytest.raises(ValueError, match=r"model.base_digest: '\w{16}' != '\w{16}'"):
-        run(own)
+        run(adapter_arguments)
     header = json.loads(header)
     assert header["settings"]["model"].pop("base_digest") == first["model"]["base_digest"]
     store.write_text("\n".join([json.dumps(header), *lines]) + "\n")  # of an earlier version
     with pytest.raises(ValueError, match=r"(?s)model.base_digest: None != '\w{16}'.*use another output directory"):
-        run(own)
+        run(adapter_arguments)
     assert len(before.splitlines()) == len(store.read_text().splitlines()) == 13
 
 
@@ -397,16 +397,16 @@ def test_a_checkpoint_with_its_own_code_is_evaluated(run, arguments, checkpoint,
     """Its completions are those of the same weights in transformers, and the setting keeps stored samples."""
     plain = arguments | {"output_dir": str(tmp_path / "plain")}
     expected = run(plain)
-    own = arguments | {"model": checkpoint_with_code(checkpoint)}
+    with_code = arguments | {"model": checkpoint_with_code(checkpoint)}
     with pytest.raises(ValueError, match="trust_remote_code"):
-        run(own)
-    results = run(own, trust_remote_code=True)
+        run(with_code)
+    results = run(with_code, trust_remote_code=True)
     assert results["benchmarks"] == expected["benchmarks"]
     assert run(plain, trust_remote_code=True)["benchmarks"] == expected["benchmarks"]
-    (code,) = Path(own["model"]).glob("*.py")
+    (code,) = Path(with_code["model"]).glob("*.py")
     code.write_text(code.read_text() + "# changed\n")
     with pytest.raises(ValueError, match=r"model.code_digest: '\w{16}' != '\w{16}'"):
-        run(own, trust_remote_code=True)
+        run(with_code, trust_remote_code=True)
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,17 @@ class TestBadInput:
         with pytest.raises(ValueError, match="critic_max_new_tokens=490"):
             build(tmp_path, model_path, critic_max_new_tokens=490)
 
+    def test_the_longest_prompt_of_a_critic_has_the_most_tokens_and_not_the_most_characters(self, model_path):
+        args = GenACConfig("unused", **(SETTINGS | {"critic_max_new_tokens": 10_000}))
+        digits, ideographs = "1" * 60, "一" * 50  # 60 and 150 tokens
+
+        def refusal(*prompts):
+            with pytest.raises(ValueError, match="has a context of") as error:
+                check_critic(tiny_model(), str(model_path), args, TOKENIZER, CriticPrompt(CRITIC_PROMPT), prompts)
+            return str(error.value)
+
+        assert refusal(digits, ideographs) == refusal(ideographs) != refusal(digits)
+
     def test_vllm_refuses_a_critic_of_another_architecture(self, monkeypatch):
         args = GenACConfig("unused", **SETTINGS)
         args.use_vllm = True

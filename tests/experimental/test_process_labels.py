@@ -134,10 +134,10 @@ NO_PAIRS = {
 }
 
 
-@pytest.mark.parametrize("given", NO_PAIRS.values(), ids=NO_PAIRS)
-def test_values_that_are_no_pairs_are_refused(given):
+@pytest.mark.parametrize("values", NO_PAIRS.values(), ids=NO_PAIRS)
+def test_values_that_are_no_pairs_are_refused(values):
     with pytest.raises(ValueError, match="'steps'.* completion 4 of 9 tokens"):
-        checked_labels("steps", 4, given, 9)
+        checked_labels("steps", 4, values, 9)
     assert checked_labels("steps", 4, [(0, 1), (8, 0.5)], 9) == ([0, 8], [1.0, 0.5])
 
 

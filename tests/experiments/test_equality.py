@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,13 @@ def log(side, **changes):
     """Change logged numbers of step 1; `None` removes one."""
     numbers = METRICS | {f"policy|1|{name}": value for name, value in changes.items()}
     write(side / "metrics.json", json.dumps({key: value for key, value in numbers.items() if value is not None}))
+
+
+def test_inputs_are_written_when_the_module_is_not_run_as_a_script(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    equality.make_inputs(tmp_path)
+    names = {"policy", "calling", "critic", "problems.jsonl", "benchmark.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == names
 
 
 def test_equal_sides_pass(sides):

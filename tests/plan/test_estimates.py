@@ -220,5 +220,5 @@ def test_the_shape_of_a_model_with_its_own_code_is_read_where_its_code_is_truste
     estimate_of, model_path, checkpoint_with_code
 ):
     plain = estimate_of(model_name_or_path=model_path)
-    own = estimate_of(model_name_or_path=checkpoint_with_code(model_path), trust_remote_code=True)
-    assert own.model.num_parameters() == plain.model.num_parameters()
+    with_code = estimate_of(model_name_or_path=checkpoint_with_code(model_path), trust_remote_code=True)
+    assert with_code.model.num_parameters() == plain.model.num_parameters()

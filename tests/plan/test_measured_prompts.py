@@ -57,6 +57,18 @@ def test_prompts_of_a_file_are_measured(small):
     assert status == 0 and "  prompts            9 (measured)\n" in output
 
 
+def test_prompts_without_gold_answers_are_measured_for_a_reward_that_needs_none(small, tmp_path, monkeypatch):
+    (tmp_path / "lenient.py").write_text("def reward(completions, **kwargs):\n    return []\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"prompt": problem}) + "\n" for problem in PROBLEMS))
+    for model in ({}, {"model_name_or_path": "Qwen/Qwen3-0.6B"}):  # here, and not on this machine
+        status, output = small(dataset_name=str(data), reward_funcs=["lenient.reward"], **model)
+        assert status == 0 and "  prompts            9" in output, output
+    status, output = small(dataset_name=str(data))
+    assert status == 1 and "`solution_column` 'solution' is not a column" in output
+
+
 def test_what_training_would_say_of_model_and_data(small, model, tmp_path, monkeypatch):
     (tmp_path / "strict.py").write_text("def graded(completions, difficulty, **kwargs):\n    return []\n")
     monkeypatch.syspath_prepend(tmp_path)

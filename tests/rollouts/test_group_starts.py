@@ -368,12 +368,12 @@ def test_states_are_compared_by_their_attributes():
 def test_functions_with_a_variable_that_is_not_assigned_yet_are_compared():
     class WithEmptyCell:
         def reset(self, **columns):
-            def find():
-                return found
+            def later():
+                return assigned_later
 
-            self.find, self.number = find, 1
+            self.later, self.number = later, 1
             if self.number > 1:
-                found = 2
+                assigned_later = 2
             return "start"
 
     class WithOneCell(Drawing):
@@ -382,12 +382,12 @@ def test_functions_with_a_variable_that_is_not_assigned_yet_are_compared():
         count = itertools.count()
 
         def reset(self, **columns):
-            def find():
-                return found
+            def later():
+                return assigned_later
 
-            self.find = find
+            self.later = later
             if next(WithOneCell.count) % 3 == 0:
-                found = 2
+                assigned_later = 2
             return "start"
 
     starts, _, _ = reset_groups(WithEmptyCell)
