@@ -53,7 +53,6 @@ REFUSED_VALUES = {
     "length_column_name": "tokens",
     "data_seed": 3,
     "average_tokens_across_devices": False,
-    "include_num_input_tokens_seen": "all",
     "include_for_metrics": ["loss"],
     "label_names": ["solution"],
     "eval_do_concat_batches": False,

@@ -77,9 +77,6 @@ REFUSED = {
     ),
     "data_seed": "would be ignored, because the order of prompts depends on seed",
     "average_tokens_across_devices": "would be ignored, because the loss is normalized over all processes",
-    "include_num_input_tokens_seen": (
-        "would be ignored, because num_tokens counts the tokens of prompts and completions"
-    ),
     **dict.fromkeys(
         (
             "include_for_metrics",

@@ -20,6 +20,7 @@ RUNS = {
     "one completion per evaluated prompt": ("grpo", FOUR | EVALUATED | {"num_generations_eval": 1}, {}),
     "all groups uniform, two updates": ("grpo", REUSED | {"max_steps": 4, "num_iterations": 2}, {"uniform_groups": 4}),
     "no completion counts": ("grpo", FOUR | {"mask_truncated_completions": True}, {"truncated": 2.0}),
+    "tokens seen": ("grpo", FOUR | {"include_num_input_tokens_seen": True}, {}),
     "entropy bonus": ("grpo", FOUR | EVALUATED | {"entropy_coef": 0.1}, {"tools": True}),
     "rloo": ("rloo", FOUR | EVALUATED, {}),
     "rloo, one completion per evaluated prompt": ("rloo", FOUR | EVALUATED | {"num_generations_eval": 1}, {}),
