@@ -272,7 +272,7 @@ class Costs:
         weights ([`~occupied.WeightBytes`]): Bytes per weight of the policy.
         shares ([`~sharding.StateShares`]): What a process keeps of the training state on its GPU.
         usable (`float`): Memory of a GPU without the share that is never filled.
-        state, gathered, collected, engine, is_asleep: See [`~occupied.Occupied`].
+        state, gathered, most_are_gathered_for_kl, collected, engine, is_asleep: See [`~occupied.Occupied`].
         room (`float`): What is left for activations.
         tensor_parallel (`int`): GPUs of each colocated vLLM.
         engine_needed (`float`): Least memory of a colocated vLLM, see [`~occupied.engine_bytes`].
@@ -331,6 +331,7 @@ class Costs:
         )
         self.state = occupied.state
         self.gathered = occupied.gathered
+        self.most_are_gathered_for_kl = occupied.most_are_gathered_for_kl
         self.collected = occupied.collected
         self.engine = occupied.engine
         self.is_asleep = occupied.is_asleep
@@ -500,8 +501,8 @@ class Costs:
         training, remedies = self.run.training, []
         if not self.run.launch.sharding.divides_weights:
             remedies.append("shard the training state over GPUs (accelerate_configs/fsdp2.yaml)")
-        elif self.collected > self.state and not self.critic_weights:
-            remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), without a collected gradient")
+        elif max(self.collected, self.gathered) > self.state and not self.critic_weights:
+            remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), which gathers and reduces layer by layer")
         else:
             remedies.append("use more GPUs")
         if self.recomputation != "full" and not self.chooses:

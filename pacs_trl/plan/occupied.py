@@ -127,7 +127,8 @@ class Occupied(NamedTuple):
 
     Attributes:
         state (`float`): Weights, gradients, optimizer, copies of weights, and buckets of gradients.
-        gathered (`float`): Weights that FSDP and ZeRO-3 gather.
+        gathered (`float`): The most weights that FSDP and ZeRO-3 gather at a time.
+        most_are_gathered_for_kl (`bool`): Whether that is while the model of the KL term computes.
         collected (`float`): Gradients of all weights that FSDP reduces after the last micro-batch.
         engine (`float`): A colocated vLLM.
         is_asleep (`bool`): Whether the engine frees its memory during updates.
@@ -135,6 +136,7 @@ class Occupied(NamedTuple):
 
     state: float
     gathered: float
+    most_are_gathered_for_kl: bool
     collected: float
     engine: float
     is_asleep: bool
@@ -204,16 +206,28 @@ def occupied_bytes(
     if sharding.framework == "deepspeed":
         state += working_bytes * cost.ZERO_BUCKET
 
-    models = [shape, critic] if critic else [shape]
-    gathered = working_bytes * max(cost.gathered_weights(model, sharding) for model in models)
-
     # FSDP reduces after the last micro-batch; a process that has all weights adds gradients to those that it has.
     collects = sharding.framework == "fsdp" and shares.gradients < 1 and _may_have_several_micro_batches(training)
     collected = 4.0 * (trained + critic_weights) if collects else 0.0
 
+    models = [shape, critic] if critic else [shape]
+    gathered_in_update = working_bytes * max(cost.gathered_weights(model, sharding) for model in models)
+    gathered_for_kl = 0.0
+    if has_kl_model(training, has_adapter=has_adapter):
+        gathered_for_kl = working_bytes * cost.gathered_weights_in_kl_pass(shape, sharding)
+        if training.kl_pass_precedes_update:  # when there is no gradient yet
+            gathered_for_kl -= collected
+
     has_engine = training.use_vllm and training.vllm_mode == "colocate"
     engine = training.vllm_gpu_memory_utilization * memory_bytes if has_engine else 0.0
-    return Occupied(state, gathered, collected, engine, is_asleep=engine > 0 and training.vllm_enable_sleep_mode)
+    return Occupied(
+        state=state,
+        gathered=max(gathered_in_update, gathered_for_kl),
+        most_are_gathered_for_kl=gathered_for_kl > gathered_in_update,
+        collected=collected,
+        engine=engine,
+        is_asleep=engine > 0 and training.vllm_enable_sleep_mode,
+    )
 
 
 def has_snapshot_on_gpu(training: Any) -> bool:

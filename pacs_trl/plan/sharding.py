@@ -1,6 +1,6 @@
 """Division of the training state over the processes of a launch, and the shares that each keeps on its GPU.
 
-From the sources of torch 2.13 (`torch.distributed.fsdp`), accelerate 1.15, and DeepSpeed 0.19.
+From the sources of torch 2.13 (`torch.distributed.fsdp`), accelerate 1.15, TRL 1.16, and DeepSpeed 0.19.
 """
 
 from collections import defaultdict
@@ -26,6 +26,8 @@ class Sharding:
         zero_stage (`int`): Stage of DeepSpeed's ZeRO, of 0 to 3.
         keeps_gathered (`bool`): Whether FSDP keeps weights that it gathers for the forward pass until the backward
             pass.
+        wraps_kl_model_whole (`bool`): Whether the model of the KL term gathers all of its weights at once: for FSDP 2
+            TRL wraps it as one unit, for FSDP 1 by layer.
         offloads_weights, offloads_optimizer (`bool`): Whether weights, and what the optimizer reads and writes, are
             in memory of the CPU. FSDP offloads both.
     """
@@ -34,6 +36,7 @@ class Sharding:
     processes: int = 1
     zero_stage: int = 0
     keeps_gathered: bool = False
+    wraps_kl_model_whole: bool = False
     offloads_weights: bool = False
     offloads_optimizer: bool = False
 
@@ -131,7 +134,12 @@ def fsdp_sharding(
             group = processes_per_node
         keeps_gathered = name in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
     return Sharding(
-        "fsdp", group, keeps_gathered=keeps_gathered, offloads_weights=offloads, offloads_optimizer=offloads
+        "fsdp",
+        group,
+        keeps_gathered=keeps_gathered,
+        wraps_kl_model_whole=version == 2,
+        offloads_weights=offloads,
+        offloads_optimizer=offloads,
     )
 
 

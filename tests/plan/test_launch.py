@@ -80,15 +80,15 @@ LAYOUTS = {  # lines of the accelerate file for 16 processes on two machines, an
     ),
     "FSDP 2 has no strategies": (
         *(FSDP[0], "fsdp_config: {fsdp_version: 2, fsdp_sharding_strategy: NO_SHARD}"),
-        Sharding("fsdp", 16),
+        Sharding("fsdp", 16, wraps_kl_model_whole=True),
     ),
     "FSDP 2, gathered until the backward pass": (
         *(FSDP[0], "fsdp_config: {fsdp_version: 2, fsdp_reshard_after_forward: false}"),
-        Sharding("fsdp", 16, keeps_gathered=True),
+        Sharding("fsdp", 16, keeps_gathered=True, wraps_kl_model_whole=True),
     ),
     "FSDP, offloaded": (
         *(FSDP[0], "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}"),
-        Sharding("fsdp", 16, offloads_weights=True, offloads_optimizer=True),
+        Sharding("fsdp", 16, wraps_kl_model_whole=True, offloads_weights=True, offloads_optimizer=True),
     ),
     "ZeRO, optimizer offloaded": (
         *(ZERO[0], "deepspeed_config: {zero_stage: 1, offload_optimizer_device: cpu, offload_param_device: cpu}"),
@@ -110,7 +110,7 @@ def test_layouts_are_read_from_the_keys_of_the_file(launch_file, kind, config, e
 def test_truth_values_are_those_that_accelerate_takes(launch_file):
     config = "fsdp_config: {fsdp_version: 2, fsdp_offload_params: 1, fsdp_reshard_after_forward: 'on'}"
     sharding = read_launch(launch_file(*FSDP, config), None)[0].sharding
-    assert sharding == Sharding("fsdp", 8, offloads_weights=True, offloads_optimizer=True)
+    assert sharding == Sharding("fsdp", 8, wraps_kl_model_whole=True, offloads_weights=True, offloads_optimizer=True)
 
 
 def test_processes_that_only_share_data_may_be_grouped(launch_file):

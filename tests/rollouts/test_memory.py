@@ -209,6 +209,15 @@ def test_layouts_of_fsdp_leave_the_memory_that_they_do_not_occupy(tmp_path, monk
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
 
 
+def test_fsdp_2_gathers_the_model_of_the_kl_term_whole_and_twice(tmp_path, monkeypatch):
+    """It takes 4 bytes per weight, divided by 8; gathered are twice its weights and the output head of the policy."""
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    without, with_kl = (room_of_launch(tmp_path, monkeypatch, variables, beta=beta) for beta in (0.0, 0.1))
+    head = MODEL.get_output_embeddings().weight.numel()
+    more = 4 * PARAMETERS / 8 + 4 * (2 * PARAMETERS + head) - GATHERED
+    assert without - with_kl == pytest.approx(more, abs=2)
+
+
 def test_a_strategy_that_does_not_exist_is_an_error_of_the_user(tmp_path, monkeypatch):
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SOME"}
     with pytest.raises(UserError, match=r"fsdp_sharding_strategy is 'SOME'\. Set it to one of .*\.$"):
