@@ -17,7 +17,15 @@ from . import cost
 from .cost import GIB, H200, Execution, Gpu, ModelShape, Passes, Recomputation
 from .launch import Launch, gpus_of_server
 from .models import empty_model, local_config, shape_of_model
-from .occupied import bytes_in_passes, engine_bytes, engine_weights, has_kl_model, occupied_bytes, weight_bytes
+from .occupied import (
+    bytes_in_passes,
+    engine_bytes,
+    engine_weights,
+    has_kl_model,
+    kept_bytes_of,
+    occupied_bytes,
+    weight_bytes,
+)
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
 from .sharding import state_shares
@@ -307,10 +315,11 @@ class Costs:
     def _set_occupied(self) -> None:
         """Set what an update cannot use for activations."""
         run, training = self.run, self.run.training
+        kept_bytes = kept_bytes_of(self.loaded_bytes, run.launch.sharding, run.execution.precision)
         self.weights = weight_bytes(
             training,
             self.shape,
-            loaded_bytes=self.loaded_bytes,
+            kept_bytes=kept_bytes,
             has_adapter=self.has_adapter,
             has_float32_copies=run.has_float32_copies,
             quantization=run.quantization,
@@ -321,7 +330,7 @@ class Costs:
             self.shape,
             trained=self.trained_weights,
             frozen=self.frozen_weights,
-            loaded_bytes=self.loaded_bytes,
+            kept_bytes=kept_bytes,
             weights=self.weights,
             has_adapter=self.has_adapter,
             sharding=run.launch.sharding,

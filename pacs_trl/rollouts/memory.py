@@ -24,7 +24,7 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
-from ..plan.occupied import WeightBytes, occupied_bytes, weight_bytes
+from ..plan.occupied import WeightBytes, kept_bytes_of, occupied_bytes, weight_bytes
 from ..plan.sharding import Sharding, fsdp_sharding, is_true, zero_sharding
 from ..plan.workload import (
     FSDP_RECOMPUTES,
@@ -284,6 +284,7 @@ def _room(
     weights: WeightBytes,
 ) -> float:
     """Return the bytes that are left for activations when the model, its optimizer, and the engine are loaded."""
+    kept_bytes = _kept_bytes(model, args)
     if isinstance(model, str):
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
@@ -297,14 +298,19 @@ def _room(
         if isinstance(peft_config, LoraConfig):
             trained = cost.lora_parameters(shape, peft_config.r)
     if frozen and not isinstance(model, str):  # packed weights, where they are quantized
-        packed = sum(p.nbytes for p in parameters if peft_config is not None or not p.requires_grad)
+        is_cast = uses_plugin(args, "DEEPSPEED")
+        packed = sum(
+            p.numel() * kept_bytes if is_cast and p.is_floating_point() else p.nbytes
+            for p in parameters
+            if peft_config is not None or not p.requires_grad
+        )
         weights = weights._replace(frozen=packed / frozen)
     occupied = occupied_bytes(
         args,
         shape,
         trained=trained,
         frozen=frozen,
-        loaded_bytes=_loaded_bytes(model, args),
+        kept_bytes=kept_bytes,
         weights=weights,
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
@@ -338,16 +344,17 @@ def _bytes_per_weight(
     return weight_bytes(
         args,
         shape,
-        loaded_bytes=_loaded_bytes(model, args),
+        kept_bytes=_kept_bytes(model, args),
         has_adapter=has_adapter,
         has_float32_copies=is_mixed and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED")),
         quantization=quantization_config or getattr(config_of(model, args), "quantization_config", None),
     )
 
 
-def _loaded_bytes(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> int:
-    """Return the bytes of a weight in the dtype in which the model is loaded."""
-    return 4 if weights_dtype(model, args) == "float32" else 2
+def _kept_bytes(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> int:
+    """Return the bytes of a weight that is neither trained nor quantized."""
+    loaded_bytes = 4 if weights_dtype(model, args) == "float32" else 2
+    return kept_bytes_of(loaded_bytes, _sharding(args), _precision(args, model))
 
 
 def _has_adapter(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> bool:

@@ -256,6 +256,23 @@ def test_stages_of_zero_leave_the_memory_that_they_do_not_occupy(
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
 
 
+def test_deepspeed_casts_the_weights_of_a_loaded_model(tmp_path, monkeypatch):
+    """Of its float32 weights below an adapter each process of ZeRO-1 keeps 2 bytes under bf16, of 4 without."""
+    plugin = SimpleNamespace(zero_stage=1, offload_optimizer_device="none", offload_param_device="none")
+    on_device(monkeypatch, 1e12)
+    both_args = [config(tmp_path, **AUTO, bf16=bf16) for bf16 in (False, True)]
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    rooms = []
+    for args in both_args:
+        args.deepspeed_plugin = plugin
+        rooms.append(memory.plan_memory(MODEL, args, LoraConfig(r=4), 100).room)
+    adapter = cost.lora_parameters(cost.shape_of(MODEL.config.to_dict()), 4)
+    cast_numbers = (
+        PARAMETERS + 2 * adapter + cost.ZERO_BUCKET
+    )  # also weights and gradients of the adapter, and buckets
+    assert rooms[1] - rooms[0] == pytest.approx(2 * cast_numbers, abs=2)
+
+
 def room_of_launch(tmp_path, monkeypatch, variables: dict[str, str], deepspeed_plugin=None, **settings) -> float:
     """The bytes for activations in one of 8 processes with `variables` of the launcher, on nodes of 4 GPUs."""
     args = config(tmp_path, **AUTO, gradient_accumulation_steps=2, **settings)
