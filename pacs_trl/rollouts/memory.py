@@ -25,7 +25,7 @@ from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
 from ..plan.occupied import WeightBytes, kept_bytes_of, occupied_bytes, weight_bytes
-from ..plan.sharding import Sharding, fsdp_sharding, is_true, zero_sharding
+from ..plan.sharding import Sharding, fsdp_keys, fsdp_recomputes, fsdp_sharding, zero_sharding_of_plugin
 from ..plan.workload import (
     FSDP_RECOMPUTES,
     UNKNOWN_LONGEST_PROMPT,
@@ -378,43 +378,25 @@ def uses_plugin(args: RolloutConfig, plugin: str) -> bool:
 def _sharding(args: RolloutConfig) -> Sharding:
     """Return how the processes of this launch divide the training state."""
     if uses_plugin(args, "DEEPSPEED"):
-        plugin = args.deepspeed_plugin
-        return zero_sharding(
-            int(plugin.zero_stage),
-            args.world_size,
-            offload_param_device=plugin.offload_param_device,
-            offload_optimizer_device=plugin.offload_optimizer_device,
-        )
+        return zero_sharding_of_plugin(args.deepspeed_plugin, args.world_size)
     if uses_plugin(args, "FSDP"):
-        return _sharding_of_fsdp(args)
+        parallelism = args.launched_parallelism
+        return fsdp_sharding(
+            _keys_of_fsdp(args),
+            args.world_size,
+            processes_per_node=torch.cuda.device_count() or args.world_size,
+            replicas=1 if parallelism is None else parallelism.dp_replicate_size,
+        )
     return Sharding("ddp" if args.world_size > 1 else "none")
 
 
-def _sharding_of_fsdp(args: RolloutConfig) -> Sharding:
-    """Return how FSDP divides the training state: by the configuration, or else by variables of the launcher. Trainer
-    does not pass a strategy, so that accelerate reads its variable in any case."""
-    parallelism = args.launched_parallelism
-    plugin_args: dict[str, Any] = {
-        "fsdp_version": os.environ.get("FSDP_VERSION", 1),
-        "reshard_after_forward": os.environ.get("FSDP_RESHARD_AFTER_FORWARD", True),
-        "cpu_offload": os.environ.get("FSDP_OFFLOAD_PARAMS", False),
-    }
-    plugin_args |= args.fsdp_plugin_args or {}
-    version = int(plugin_args["fsdp_version"])
-    reshards = plugin_args["reshard_after_forward"]
-    return fsdp_sharding(
-        version,
-        args.world_size,
-        processes_per_node=torch.cuda.device_count() or args.world_size,
-        strategy=os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
-        reshards_after_forward=version == 1 or is_true("fsdp_reshard_after_forward", reshards),
-        offloads=is_true("fsdp_offload_params", plugin_args["cpu_offload"]),
-        replicas=1 if parallelism is None else parallelism.dp_replicate_size,
-    )
+def _keys_of_fsdp(args: RolloutConfig) -> dict[str, Any]:
+    """Return how FSDP runs, in the keys of an accelerate file, which the launcher makes variables of."""
+    variables = {name.lower(): value for name, value in os.environ.items() if name.startswith("FSDP_")}
+    return fsdp_keys(args, variables)
 
 
 def _check_fsdp(args: RolloutConfig) -> None:
     """Raise a `ValueError` if FSDP is to recompute activations too."""
-    by_launch = is_true("fsdp_activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
-    if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and by_launch:
+    if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and fsdp_recomputes(_keys_of_fsdp(args)):
         raise UserError(FSDP_RECOMPUTES)

@@ -232,6 +232,14 @@ def test_settings_of_fsdp_are_those_that_trainer_passes(tmp_path, monkeypatch):
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - 8 * PARAMETERS, abs=2)
 
 
+def test_auto_is_refused_where_fsdp_recomputes(tmp_path, monkeypatch):
+    """By `fsdp_config`, or by a variable of the launcher."""
+    recomputes = {"activation_checkpointing": True}
+    for variables, more in (({}, recomputes), ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {})):
+        with pytest.raises(UserError, match="fsdp_activation_checkpointing: true"):
+            room_of_launch(tmp_path, monkeypatch, variables, fsdp=True, fsdp_config=more)
+
+
 BUCKET = 4 * cost.ZERO_BUCKET
 ZERO = {  # stage, whether the optimizer and weights are offloaded, bytes; float32 copies as large as what is copied
     "ZeRO-0": (0, False, False, STATE + 8 * PARAMETERS + BUCKET),
