@@ -30,6 +30,7 @@ from .data.environments import environment_of_user, examples_of, reward_function
 from .data.images import has_images
 from .errors import UserError, during_run, without_exit
 from .plan.models import adapter_error, empty_model, local_config
+from .plan.sharding import NEEDS_PROCESSES
 from .recipe import (
     WORDS_FOR_LAST_CHECKPOINT,
     WORDS_FOR_NO_CHECKPOINT,
@@ -92,9 +93,7 @@ def main(
     make_directory(training.output_dir, "output_dir")
     _check_trackers(training.report_to)
     if training.fsdp and training.parallel_mode != ParallelMode.DISTRIBUTED:
-        raise UserError(
-            "fsdp shards over processes, and this is one. Start it with `accelerate launch`, or remove the key."
-        )
+        raise UserError(NEEDS_PROCESSES)
 
     # Rewards, model, and data, so that errors come before weights are loaded
     configure_verification(recipe.verification)

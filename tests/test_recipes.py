@@ -265,8 +265,8 @@ def test_accelerate_files_have_known_keys_and_the_stated_processes_and_sharding(
     expected = {
         "single_gpu": (1, Sharding()),
         "ddp": (8, Sharding("ddp")),
-        "fsdp2": (8, Sharding("fsdp", 8)),
-        "fsdp2_8x8": (64, Sharding("fsdp", 64)),
+        "fsdp2": (8, Sharding("fsdp", 8, wraps_kl_model_whole=True)),
+        "fsdp2_8x8": (64, Sharding("fsdp", 64, wraps_kl_model_whole=True)),
         "zero2": (8, Sharding("deepspeed", 8, zero_stage=2)),
         "zero3": (8, Sharding("deepspeed", 8, zero_stage=3)),
     }

@@ -64,6 +64,7 @@ class RLOOConfig(ExactUpdateConfig):
     they have their default value.
     """
 
+    kl_pass_precedes_update = True
     group_comparison = "RLOO subtracts the mean reward of the other completions of the group"
 
     beta: float = setting(

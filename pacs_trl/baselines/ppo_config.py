@@ -27,6 +27,7 @@ class ActorCriticConfig(RolloutConfig):
 
     needs_same_number_of_processes = True
     has_critic = True
+    kl_pass_precedes_update = True
     critic_alone_setting: ClassVar[str]  # the setting whose steps train only the critic
 
     # Parameters that control the critic

@@ -57,6 +57,7 @@ from .cost import GPUS
 from .estimates import UNKNOWN, Estimate, Prompts
 from .launch import Launch, gpus_of_server, launch_commands, read_launch
 from .models import adapter_error
+from .sharding import NEEDS_PROCESSES
 from .workload import FSDP_RECOMPUTES, mean_completion
 
 
@@ -69,6 +70,7 @@ def main(argv: Sequence[str]) -> int:
         recipe, errors = check_recipe(options.config, _overrides(options), launch.num_processes)
         conflicts += errors
         if recipe is not None:
+            launch = launch.with_settings_of(recipe.training)
             more_conflicts, notes = print_plan(options, recipe, launch, measures_prompts=not conflicts)
             conflicts += more_conflicts
     for title, messages in (("Notes", notes), ("Conflicts", conflicts)):
@@ -267,6 +269,8 @@ def find_conflicts(estimate: Estimate) -> tuple[list[str], list[str]]:
         notes.append(missing)
     if missing := missing_optimizer(training):
         notes.append(missing)
+    if training.fsdp and launch.is_one_process:
+        conflicts.append(NEEDS_PROCESSES)
     if training.gradient_checkpointing == "auto" and launch.fsdp_recomputes:
         conflicts.append(FSDP_RECOMPUTES)
     conflicts += _model_errors(estimate)

@@ -296,6 +296,16 @@ def gathered_weights(shape: ModelShape, sharding: Sharding) -> float:
     return needed
 
 
+def gathered_weights_in_kl_pass(shape: ModelShape, sharding: Sharding) -> float:
+    """Return the weights that a process has gathered while it computes log-probs under the model of the KL term, if
+    that is one unit of FSDP 2; else 0. It has all weights of that model twice, as they are received and as they are
+    copied from there, and of the policy those that wait for its backward pass: the output head, or all."""
+    if not sharding.wraps_kl_model_whole:
+        return 0.0
+    waiting = shape.parameters if sharding.keeps_gathered else shape.vocabulary * shape.hidden
+    return 2.0 * shape.parameters + waiting
+
+
 def checkpoint_bytes(
     trained: float,
     *,

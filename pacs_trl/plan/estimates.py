@@ -17,7 +17,15 @@ from . import cost
 from .cost import GIB, H200, Execution, Gpu, ModelShape, Passes, Recomputation
 from .launch import Launch, gpus_of_server
 from .models import empty_model, local_config, shape_of_model
-from .occupied import bytes_in_passes, engine_bytes, engine_weights, has_kl_model, occupied_bytes, weight_bytes
+from .occupied import (
+    bytes_in_passes,
+    engine_bytes,
+    engine_weights,
+    has_kl_model,
+    kept_bytes_of,
+    occupied_bytes,
+    weight_bytes,
+)
 from .packing import packing_of
 from .schedules import Engine, Group, Trainer, continuous, engine_on, generate, transfer_seconds, typical_groups
 from .sharding import state_shares
@@ -272,7 +280,7 @@ class Costs:
         weights ([`~occupied.WeightBytes`]): Bytes per weight of the policy.
         shares ([`~sharding.StateShares`]): What a process keeps of the training state on its GPU.
         usable (`float`): Memory of a GPU without the share that is never filled.
-        state, gathered, collected, engine, is_asleep: See [`~occupied.Occupied`].
+        state, gathered, most_are_gathered_for_kl, collected, engine, is_asleep: See [`~occupied.Occupied`].
         room (`float`): What is left for activations.
         tensor_parallel (`int`): GPUs of each colocated vLLM.
         engine_needed (`float`): Least memory of a colocated vLLM, see [`~occupied.engine_bytes`].
@@ -307,10 +315,11 @@ class Costs:
     def _set_occupied(self) -> None:
         """Set what an update cannot use for activations."""
         run, training = self.run, self.run.training
+        kept_bytes = kept_bytes_of(self.loaded_bytes, run.launch.sharding, run.execution.precision)
         self.weights = weight_bytes(
             training,
             self.shape,
-            loaded_bytes=self.loaded_bytes,
+            kept_bytes=kept_bytes,
             has_adapter=self.has_adapter,
             has_float32_copies=run.has_float32_copies,
             quantization=run.quantization,
@@ -321,7 +330,7 @@ class Costs:
             self.shape,
             trained=self.trained_weights,
             frozen=self.frozen_weights,
-            loaded_bytes=self.loaded_bytes,
+            kept_bytes=kept_bytes,
             weights=self.weights,
             has_adapter=self.has_adapter,
             sharding=run.launch.sharding,
@@ -331,6 +340,7 @@ class Costs:
         )
         self.state = occupied.state
         self.gathered = occupied.gathered
+        self.most_are_gathered_for_kl = occupied.most_are_gathered_for_kl
         self.collected = occupied.collected
         self.engine = occupied.engine
         self.is_asleep = occupied.is_asleep
@@ -500,8 +510,8 @@ class Costs:
         training, remedies = self.run.training, []
         if not self.run.launch.sharding.divides_weights:
             remedies.append("shard the training state over GPUs (accelerate_configs/fsdp2.yaml)")
-        elif self.collected > self.state and not self.critic_weights:
-            remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), without a collected gradient")
+        elif max(self.collected, self.gathered) > self.state and not self.critic_weights:
+            remedies.append("use ZeRO-3 (accelerate_configs/zero3.yaml), which gathers and reduces layer by layer")
         else:
             remedies.append("use more GPUs")
         if self.recomputation != "full" and not self.chooses:

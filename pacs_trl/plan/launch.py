@@ -1,8 +1,8 @@
 """Number of processes and sharding of an accelerate file, and the commands that start such a launch."""
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -16,7 +16,15 @@ from ..rollouts.adapter_checks import max_lora_rank
 from ..rollouts.rollout_config import RolloutConfig
 from ..rollouts.server_command import DEFAULT_PORT, serve_command, server_url
 from ..settings.trl_settings import SPLITTING_SIZES
-from .sharding import Sharding, fsdp_sharding, is_true, zero_sharding
+from .sharding import (
+    Sharding,
+    fsdp_keys,
+    fsdp_recomputes,
+    fsdp_sharding,
+    fsdp_version,
+    zero_sharding,
+    zero_sharding_of_plugin,
+)
 
 
 _GPUS_PER_NODE = 8
@@ -35,11 +43,21 @@ _FSDP_OF_TORCHRUN = {
 @dataclass(frozen=True)
 class Launch:
     """
-    Number of GPUs; [`~sharding.Sharding`] of the training state; a description; and of the accelerate file
-    `distributed_type`, FSDP version (1 or 2), mixed precision, which applies if the recipe sets neither `bf16` nor
-    `fp16`, and whether it sets `fsdp_activation_checkpointing`. `accelerate_config` is the path of that file, and
-    `torchrun` are the variables with which `recipes/launch/torchrun.sh` starts the same processes (`None` if it
-    cannot).
+    Processes and sharding of a run: those of an accelerate file ([`read_launch`]), or [`with_settings_of`] its recipe.
+
+    Attributes:
+        num_processes (`int`): Number of GPUs.
+        sharding ([`~sharding.Sharding`]): Of the training state.
+        description (`str`): For people.
+        kind (`str`): `distributed_type`.
+        fsdp_version (`int`, *optional*): 1 or 2.
+        mixed_precision (`str`): Applies if the recipe sets neither `bf16` nor `fp16`.
+        fsdp_recomputes (`bool`): Whether `fsdp_activation_checkpointing` is set.
+        accelerate_config (`str`, *optional*): Path of the file.
+        torchrun (`str`, *optional*): Variables with which `recipes/launch/torchrun.sh` starts the same processes;
+            `None` if it cannot.
+        fsdp_keys (`Mapping`): Keys of the file for FSDP.
+        num_machines, replicas (`int`): Nodes, and copies of the training state (`dp_replicate_size`).
     """
 
     num_processes: int
@@ -51,6 +69,40 @@ class Launch:
     fsdp_recomputes: bool = False
     accelerate_config: str | None = None
     torchrun: str | None = None
+    fsdp_keys: Mapping[str, Any] = field(default_factory=dict)
+    num_machines: int = 1
+    replicas: int = 1
+
+    def with_settings_of(self, training: Any) -> "Launch":
+        """Return this launch with the sharding that a configuration sets with `deepspeed`, or with `fsdp` and
+        `fsdp_config`; Trainer prefers it to that of the launch."""
+        if training.deepspeed:
+            plugin = training.deepspeed_plugin
+            return replace(
+                self,
+                kind="DEEPSPEED",
+                sharding=zero_sharding_of_plugin(plugin, self.num_processes),
+                description=f"{_processes(self.num_processes)}, DeepSpeed ZeRO-{plugin.zero_stage} of the recipe",
+                fsdp_version=None,
+                fsdp_recomputes=False,
+            )
+        if training.fsdp and not self.is_one_process:
+            keys = fsdp_keys(training, self.fsdp_keys)
+            version = fsdp_version(keys)
+            return replace(
+                self,
+                kind="FSDP",
+                sharding=_fsdp_sharding(keys, self.num_processes, self.num_machines, self.replicas),
+                description=f"{_processes(self.num_processes)}, FSDP {version} of the recipe",
+                fsdp_version=version,
+                fsdp_recomputes=fsdp_recomputes(keys),
+            )
+        return self
+
+    @property
+    def is_one_process(self) -> bool:
+        """Whether the run starts as a single process, in which FSDP is not possible."""
+        return self.kind == "NO" and self.num_processes == 1
 
     @property
     def is_zero3(self) -> bool:
@@ -73,7 +125,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         kind = getattr(config.distributed_type, "value", config.distributed_type)
         count = config.num_processes if num_processes is None else num_processes
         section: dict[str, Any] = {}  # of the file, with the keys of FSDP or DeepSpeed
-        version, problem, words = None, "", kind
+        version, replicas, problem, words = None, 1, "", kind
         sharding = _without_sharding(count)
         if kind not in _KINDS:
             problem = f"distributed_type is {kind!r}. Set it to one of {', '.join(_KINDS)}, in quotes."
@@ -81,7 +133,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
             problem = f"num_processes is {count} with distributed_type {kind}. Set it with --num_processes."
         elif kind == "FSDP":
             section = {f"fsdp_{key.removeprefix('fsdp_')}": value for key, value in config.fsdp_config.items()}
-            version = int(section.get("fsdp_version", 1))
+            version = fsdp_version(section)
             replicas = int(config.parallelism_config.get("parallelism_config_dp_replicate_size", 1))
             if replicas < 1 or count % replicas:
                 problem = (
@@ -89,16 +141,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
                     "to the number of copies of the training state."
                 )
             else:
-                sharding = fsdp_sharding(
-                    version,
-                    count,
-                    processes_per_node=max(1, count // config.num_machines),
-                    strategy=str(section.get("fsdp_sharding_strategy", "FULL_SHARD")),
-                    reshards_after_forward=version == 1
-                    or _is_true(section, "fsdp_reshard_after_forward", default=True),
-                    offloads=_is_true(section, "fsdp_offload_params"),
-                    replicas=replicas,
-                )
+                sharding = _fsdp_sharding(section, count, config.num_machines, replicas)
         elif kind == "DEEPSPEED":
             section = config.deepspeed_config
             stage = section.get("zero_stage", 2)  # accelerate's default
@@ -115,7 +158,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         problem = problem or _problem_with_keys(section, config.parallelism_config)
         if problem:
             return None, [f"{accelerate_config}: {problem}"]
-        recomputes = _is_true(section, "fsdp_activation_checkpointing")
+        recomputes = fsdp_recomputes(section)
     except UserError as error:
         return None, [f"{accelerate_config}: {error}"]
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
@@ -123,8 +166,7 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         return None, [
             f"{accelerate_config}: {reason}. Name a file of `accelerate config` or recipes/accelerate_configs."
         ]
-    processes = "1 process" if count == 1 else f"{count} processes"
-    description = f"{processes}, {words} ({accelerate_config})"
+    description = f"{_processes(count)}, {words} ({accelerate_config})"
     precision = str(config.mixed_precision or "no").lower()
     has_more = config.use_cpu or config.dynamo_config or config.parallelism_config
     torchrun = None if has_more else _variables_of_torchrun(kind, section, precision)
@@ -138,12 +180,19 @@ def read_launch(accelerate_config: str | None, num_processes: int | None) -> tup
         fsdp_recomputes=recomputes,
         accelerate_config=accelerate_config,
         torchrun=torchrun,
+        fsdp_keys=section if kind == "FSDP" else {},
+        num_machines=config.num_machines,
+        replicas=replicas,
     )
     return launch, []
 
 
-def _is_true(section: dict[str, Any], key: str, *, default: bool = False) -> bool:
-    return is_true(key, section.get(key, default))
+def _processes(number: int) -> str:
+    return "1 process" if number == 1 else f"{number} processes"
+
+
+def _fsdp_sharding(keys: Mapping[str, Any], processes: int, num_machines: int, replicas: int) -> Sharding:
+    return fsdp_sharding(keys, processes, processes_per_node=max(1, processes // num_machines), replicas=replicas)
 
 
 def _without_sharding(num_processes: int) -> Sharding:

@@ -39,7 +39,7 @@ def weight_bytes(
     training: Any,
     shape: ModelShape,
     *,
-    loaded_bytes: int,
+    kept_bytes: int,
     has_adapter: bool,
     has_float32_copies: bool,
     quantization: Any = None,
@@ -51,17 +51,17 @@ def weight_bytes(
     - 2 + 2 + 4 in half precision: loaded as that without copies, or of an adapter of a quantized model;
     - 2 for the moments of 8-bit Adam in their place (bitsandbytes keeps 8 for embeddings), none for those of SGD.
 
-    A frozen weight has `loaded_bytes`. bitsandbytes quantizes the linear layers of decoder layers to 1 byte, or to 0.5
+    A frozen weight has `kept_bytes`. bitsandbytes quantizes the linear layers of decoder layers to 1 byte, or to 0.5
     and a constant for each block of 64: 4 / 64, or with double quantization 1 / 64 + 4 / (64 * 256).
 
     Args:
-        loaded_bytes (`int`): Of a weight in the dtype in which the model is loaded.
+        kept_bytes (`int`): Of a weight that is neither trained nor quantized, see [`kept_bytes_of`].
         has_float32_copies (`bool`): Whether FSDP or DeepSpeed train float32 copies of the weights.
         quantization: Configuration of quantization of the model, or its dictionary, if there is one.
     """
     settings, assumptions = _quantization_settings(quantization), []
     is_quantized = _quantized_bytes(settings) is not None  # by bitsandbytes; TRL rounds such adapters to bfloat16
-    is_float32 = has_float32_copies or (not is_quantized if has_adapter else loaded_bytes == 4)
+    is_float32 = has_float32_copies or (not is_quantized if has_adapter else kept_bytes == 4)
     size = 4 if is_float32 else 2
     optimizer, moments = _optimizer_name(training), _moment_bytes(training, size)
     if optimizer in _ADAM_8BIT_BNB and not has_adapter:
@@ -70,11 +70,23 @@ def weight_bytes(
         assumptions.append(f"optim: {optimizer} is counted with two moments per weight, as Adam has.")
     if settings and not is_quantized:
         method = getattr(settings.get("quant_method"), "value", settings.get("quant_method"))
-        assumptions.append(f"Weights that are quantized with {method} are counted with {loaded_bytes} bytes.")
+        assumptions.append(f"Weights that are quantized with {method} are counted with {kept_bytes} bytes.")
     elif is_quantized and shape.counted_parameters is not None:
         assumptions.append("Quantized layers of this architecture are counted as those of a dense decoder.")
-    frozen = _loaded_bytes(shape, loaded_bytes, quantization)
+    frozen = _loaded_bytes(shape, kept_bytes, quantization)
     return WeightBytes(frozen, TrainedBytes(size, size, moments), tuple(assumptions))
+
+
+def kept_bytes_of(loaded_bytes: int, sharding: Sharding, precision: str) -> int:
+    """
+    Return the bytes of a weight that is neither trained nor quantized: those of the dtype in which it is loaded, or of
+    the passes with DeepSpeed, which casts all weights of a model.
+
+    Args:
+        loaded_bytes (`int`): Bytes of a weight in the dtype in which the model is loaded.
+        precision (`str`): Of activations, see [`activation_precision`].
+    """
+    return bytes_in_passes(precision) if sharding.framework == "deepspeed" else loaded_bytes
 
 
 def _optimizer_name(training: Any) -> str:
@@ -127,7 +139,8 @@ class Occupied(NamedTuple):
 
     Attributes:
         state (`float`): Weights, gradients, optimizer, copies of weights, and buckets of gradients.
-        gathered (`float`): Weights that FSDP and ZeRO-3 gather.
+        gathered (`float`): The most weights that FSDP and ZeRO-3 gather at a time.
+        most_are_gathered_for_kl (`bool`): Whether that is while the model of the KL term computes.
         collected (`float`): Gradients of all weights that FSDP reduces after the last micro-batch.
         engine (`float`): A colocated vLLM.
         is_asleep (`bool`): Whether the engine frees its memory during updates.
@@ -135,6 +148,7 @@ class Occupied(NamedTuple):
 
     state: float
     gathered: float
+    most_are_gathered_for_kl: bool
     collected: float
     engine: float
     is_asleep: bool
@@ -158,7 +172,7 @@ def occupied_bytes(
     *,
     trained: float,
     frozen: float,
-    loaded_bytes: int,
+    kept_bytes: int,
     weights: WeightBytes,
     has_adapter: bool,
     sharding: Sharding,
@@ -171,7 +185,7 @@ def occupied_bytes(
 
     Args:
         trained, frozen (`float`): Numbers of weights; those of an adapter are `trained`.
-        loaded_bytes (`int`): Bytes of a weight in the dtype in which a model is loaded.
+        kept_bytes (`int`): Bytes of a weight that is neither trained nor quantized, see [`kept_bytes_of`].
         weights ([`WeightBytes`]): Bytes per weight of the policy.
         sharding ([`~sharding.Sharding`]): How processes divide the training state.
         precision (`str`): Of activations, see [`activation_precision`].
@@ -198,22 +212,35 @@ def occupied_bytes(
         working_bytes=working_bytes,
     )
     if has_snapshot_on_gpu(training):
-        state += 4 * trained * shares.frozen
+        in_copy = working_bytes if sharding.framework == "deepspeed" else weights.trained.weight
+        state += in_copy * trained * shares.frozen
     if has_kl_model(training, has_adapter=has_adapter):
-        state += loaded_bytes * shape.parameters * shares.frozen
+        state += kept_bytes * shape.parameters * shares.frozen
     if sharding.framework == "deepspeed":
         state += working_bytes * cost.ZERO_BUCKET
-
-    models = [shape, critic] if critic else [shape]
-    gathered = working_bytes * max(cost.gathered_weights(model, sharding) for model in models)
 
     # FSDP reduces after the last micro-batch; a process that has all weights adds gradients to those that it has.
     collects = sharding.framework == "fsdp" and shares.gradients < 1 and _may_have_several_micro_batches(training)
     collected = 4.0 * (trained + critic_weights) if collects else 0.0
 
+    models = [shape, critic] if critic else [shape]
+    gathered_in_update = working_bytes * max(cost.gathered_weights(model, sharding) for model in models)
+    gathered_for_kl = 0.0
+    if has_kl_model(training, has_adapter=has_adapter):
+        gathered_for_kl = working_bytes * cost.gathered_weights_in_kl_pass(shape, sharding)
+        if training.kl_pass_precedes_update:  # when there is no gradient yet
+            gathered_for_kl -= collected
+
     has_engine = training.use_vllm and training.vllm_mode == "colocate"
     engine = training.vllm_gpu_memory_utilization * memory_bytes if has_engine else 0.0
-    return Occupied(state, gathered, collected, engine, is_asleep=engine > 0 and training.vllm_enable_sleep_mode)
+    return Occupied(
+        state=state,
+        gathered=max(gathered_in_update, gathered_for_kl),
+        most_are_gathered_for_kl=gathered_for_kl > gathered_in_update,
+        collected=collected,
+        engine=engine,
+        is_asleep=engine > 0 and training.vllm_enable_sleep_mode,
+    )
 
 
 def has_snapshot_on_gpu(training: Any) -> bool:

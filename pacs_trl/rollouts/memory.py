@@ -24,8 +24,8 @@ from transformers.integrations import is_deepspeed_zero3_enabled
 from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
-from ..plan.occupied import WeightBytes, occupied_bytes, weight_bytes
-from ..plan.sharding import Sharding, fsdp_sharding, is_true, zero_sharding
+from ..plan.occupied import WeightBytes, kept_bytes_of, occupied_bytes, weight_bytes
+from ..plan.sharding import Sharding, fsdp_keys, fsdp_recomputes, fsdp_sharding, zero_sharding_of_plugin
 from ..plan.workload import (
     FSDP_RECOMPUTES,
     UNKNOWN_LONGEST_PROMPT,
@@ -284,6 +284,7 @@ def _room(
     weights: WeightBytes,
 ) -> float:
     """Return the bytes that are left for activations when the model, its optimizer, and the engine are loaded."""
+    kept_bytes = _kept_bytes(model, args)
     if isinstance(model, str):
         with torch.device("meta"):
             empty = AutoModelForCausalLM.from_config(config, trust_remote_code=args.trust_remote_code)
@@ -297,14 +298,19 @@ def _room(
         if isinstance(peft_config, LoraConfig):
             trained = cost.lora_parameters(shape, peft_config.r)
     if frozen and not isinstance(model, str):  # packed weights, where they are quantized
-        packed = sum(p.nbytes for p in parameters if peft_config is not None or not p.requires_grad)
+        is_cast = uses_plugin(args, "DEEPSPEED")
+        packed = sum(
+            p.numel() * kept_bytes if is_cast and p.is_floating_point() else p.nbytes
+            for p in parameters
+            if peft_config is not None or not p.requires_grad
+        )
         weights = weights._replace(frozen=packed / frozen)
     occupied = occupied_bytes(
         args,
         shape,
         trained=trained,
         frozen=frozen,
-        loaded_bytes=_loaded_bytes(model, args),
+        kept_bytes=kept_bytes,
         weights=weights,
         has_adapter=_has_adapter(model, peft_config),
         sharding=_sharding(args),
@@ -338,16 +344,17 @@ def _bytes_per_weight(
     return weight_bytes(
         args,
         shape,
-        loaded_bytes=_loaded_bytes(model, args),
+        kept_bytes=_kept_bytes(model, args),
         has_adapter=has_adapter,
         has_float32_copies=is_mixed and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED")),
         quantization=quantization_config or getattr(config_of(model, args), "quantization_config", None),
     )
 
 
-def _loaded_bytes(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> int:
-    """Return the bytes of a weight in the dtype in which the model is loaded."""
-    return 4 if weights_dtype(model, args) == "float32" else 2
+def _kept_bytes(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> int:
+    """Return the bytes of a weight that is neither trained nor quantized."""
+    loaded_bytes = 4 if weights_dtype(model, args) == "float32" else 2
+    return kept_bytes_of(loaded_bytes, _sharding(args), _precision(args, model))
 
 
 def _has_adapter(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> bool:
@@ -371,43 +378,25 @@ def uses_plugin(args: RolloutConfig, plugin: str) -> bool:
 def _sharding(args: RolloutConfig) -> Sharding:
     """Return how the processes of this launch divide the training state."""
     if uses_plugin(args, "DEEPSPEED"):
-        plugin = args.deepspeed_plugin
-        return zero_sharding(
-            int(plugin.zero_stage),
-            args.world_size,
-            offload_param_device=plugin.offload_param_device,
-            offload_optimizer_device=plugin.offload_optimizer_device,
-        )
+        return zero_sharding_of_plugin(args.deepspeed_plugin, args.world_size)
     if uses_plugin(args, "FSDP"):
-        return _sharding_of_fsdp(args)
+        parallelism = args.launched_parallelism
+        return fsdp_sharding(
+            _keys_of_fsdp(args),
+            args.world_size,
+            processes_per_node=torch.cuda.device_count() or args.world_size,
+            replicas=1 if parallelism is None else parallelism.dp_replicate_size,
+        )
     return Sharding("ddp" if args.world_size > 1 else "none")
 
 
-def _sharding_of_fsdp(args: RolloutConfig) -> Sharding:
-    """Return how FSDP divides the training state: by the configuration, or else by variables of the launcher. Trainer
-    does not pass a strategy, so that accelerate reads its variable in any case."""
-    parallelism = args.launched_parallelism
-    plugin_args: dict[str, Any] = {
-        "fsdp_version": os.environ.get("FSDP_VERSION", 1),
-        "reshard_after_forward": os.environ.get("FSDP_RESHARD_AFTER_FORWARD", True),
-        "cpu_offload": os.environ.get("FSDP_OFFLOAD_PARAMS", False),
-    }
-    plugin_args |= args.fsdp_plugin_args or {}
-    version = int(plugin_args["fsdp_version"])
-    reshards = plugin_args["reshard_after_forward"]
-    return fsdp_sharding(
-        version,
-        args.world_size,
-        processes_per_node=torch.cuda.device_count() or args.world_size,
-        strategy=os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"),
-        reshards_after_forward=version == 1 or is_true("fsdp_reshard_after_forward", reshards),
-        offloads=is_true("fsdp_offload_params", plugin_args["cpu_offload"]),
-        replicas=1 if parallelism is None else parallelism.dp_replicate_size,
-    )
+def _keys_of_fsdp(args: RolloutConfig) -> dict[str, Any]:
+    """Return how FSDP runs, in the keys of an accelerate file, which the launcher makes variables of."""
+    variables = {name.lower(): value for name, value in os.environ.items() if name.startswith("FSDP_")}
+    return fsdp_keys(args, variables)
 
 
 def _check_fsdp(args: RolloutConfig) -> None:
     """Raise a `ValueError` if FSDP is to recompute activations too."""
-    by_launch = is_true("fsdp_activation_checkpointing", os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false"))
-    if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and by_launch:
+    if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and fsdp_recomputes(_keys_of_fsdp(args)):
         raise UserError(FSDP_RECOMPUTES)

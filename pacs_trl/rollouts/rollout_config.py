@@ -183,6 +183,7 @@ class RolloutConfig(MethodSettings, GRPOConfig):
     rewards_are_labels: ClassVar[bool] = False  # their weighted sum must lie in [0, 1]
     rewards_are_binary: ClassVar[bool] = False  # their weighted sum must be 0 or 1
     needs_same_number_of_processes: ClassVar[bool] = False  # of a run that resumes
+    kl_pass_precedes_update: ClassVar[bool] = False  # log-probs under the KL reference are computed with the rewards
     scores_groups: ClassVar[bool] = False  # coefficients follow from the log-probs of a whole group
     group_comparison: ClassVar[str | None] = None  # the sentence that says how completions of a group are compared
 

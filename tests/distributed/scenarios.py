@@ -317,7 +317,14 @@ def exchanged_in_bf16(rank, directory):
     }
 
 
+def units_of_kl_model(rank, directory):
+    """The modules of the model of the KL term that FSDP2 gathers as one."""
+    trainer = build_trainer(directory, trainer_class=GRPOTrainer, **HALF | FSDP_SETTINGS, beta=0.1)
+    return [name for name, module in trainer.ref_model.named_modules() if isinstance(module, FSDPModule)]
+
+
 FSDP2["exchanged in bf16"] = exchanged_in_bf16
+FSDP2["units of the KL model"] = units_of_kl_model
 # Parameters below the threshold stay gathered between uses: none of this model's, or all.
 GATHERED = [(name, 0) for name in SHARDED] + [("2 rows x 2", 100_000), ("snapshot, renewed", 100_000)]
 ZERO3 = {

@@ -204,6 +204,12 @@ def test_fsdp2_checkpoints_of_shards_are_models(fsdp2):
 
 
 @pytest.mark.slow
+def test_fsdp2_gathers_the_model_of_the_kl_term_whole(fsdp2):
+    """As the plan counts it (`wraps_kl_model_whole`); its decoder layers are no units of their own."""
+    assert both(fsdp2, "units of the KL model") == [[""]] * 2
+
+
+@pytest.mark.slow
 def test_fsdp2_exchanges_float32_under_bf16(fsdp2):
     """Log-probabilities and reduced gradients have more than bfloat16's 8 significant bits; with the policy of
     accelerate both were multiples of them."""

@@ -42,6 +42,7 @@ def estimate_of():
     def estimate(**changes) -> Estimate:
         settings = {key: value for key, value in (RECIPE | changes).items() if value is not None}
         recipe = Recipe.from_settings(settings, 64)
-        return Estimate(recipe, Launch(64, Sharding("fsdp", 64), "64 processes", "FSDP", 2, "bf16"))
+        sharding = Sharding("fsdp", 64, wraps_kl_model_whole=True)
+        return Estimate(recipe, Launch(64, sharding, "64 processes", "FSDP", 2, "bf16"))
 
     return estimate

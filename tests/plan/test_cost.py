@@ -120,6 +120,15 @@ def test_gathered_weights_equal_those_worked_by_hand():
     assert cost.gathered_weights(cost.KNOWN_MODELS["Qwen/Qwen3-4B"], zero_3) == 1e9
 
 
+def test_gathered_weights_of_the_kl_model_equal_those_worked_by_hand():
+    """With FSDP 2 twice all of its weights, and 300 x 64 of the policy's head, or all of the policy's weights."""
+    fsdp_2 = Sharding("fsdp", 4, wraps_kl_model_whole=True)
+    assert cost.gathered_weights_in_kl_pass(SMALL, Sharding("fsdp", 4)) == 0
+    assert cost.gathered_weights_in_kl_pass(SMALL, fsdp_2) == 2 * SMALL.parameters + 300 * 64
+    kept = replace(fsdp_2, keeps_gathered=True)
+    assert cost.gathered_weights_in_kl_pass(SMALL, kept) == 3 * SMALL.parameters
+
+
 def test_seconds_of_decoding_equal_those_worked_by_hand():
     gpu = cost.H200._replace(bandwidth=1e12, bandwidth_share=0.5)
     weights = 1000 * 100

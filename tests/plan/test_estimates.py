@@ -177,6 +177,24 @@ def test_training_state_has_16_bytes_per_trained_weight_and_4_per_copy(estimate_
     assert estimate_of(**settings).costs.state == pytest.approx(size * PARAMETERS / 64)
 
 
+def test_with_fsdp_2_the_kl_reference_is_gathered_whole_and_twice(estimate_of):
+    """Two bytes of each weight, and of the policy's output head, 151936 x 2560. PPO and RLOO compute it before there
+    is a gradient, of which 4 bytes per weight are collected."""
+    head = 151_936 * 2560
+    costs = estimate_of(**KL).costs
+    assert costs.collected == 4 * PARAMETERS and costs.gathered == 2 * (2 * PARAMETERS + head)
+    assert costs.room + costs.gathered == pytest.approx(
+        estimate_of().costs.room + estimate_of().costs.gathered - 4 * PARAMETERS / 64
+    )
+    assert "two copies of the KL reference, and the output head" in estimate_of(**KL).text(350)
+    for method in (PPO, {"method": "rloo"}):
+        without, before = (estimate_of(**method, beta=beta).costs for beta in (0, 0.1))
+        assert before.gathered == max(without.gathered, 2 * head)
+    single = KL | {"method": "rloo", "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}
+    costs = estimate_of(**single, steps_per_generation=4).costs
+    assert costs.collected == 0 and costs.gathered == 2 * (2 * PARAMETERS + head)
+
+
 def test_the_critic_of_ppo_has_one_output_per_token_and_the_optimizer_of_the_policy(estimate_of):
     """16 bytes per weight, or 10 with 8-bit moments; the embedding of the policy keeps those of 32 bits."""
     shape = model_shape("Qwen/Qwen3-8B")  # whose head is no copy of the embedding

@@ -169,6 +169,30 @@ def test_plan_says_how_the_training_state_is_divided(plan, launch_file):
     assert "The time of the optimizer step on the CPU is not counted." in output
 
 
+def test_weights_that_deepspeed_casts_have_two_bytes():
+    """Of float32 weights under bf16: those of a KL reference, a snapshot, and below an adapter; FSDP keeps 4."""
+    zero_2 = Launch(8, Sharding("deepspeed", 8, zero_stage=2), "", "DEEPSPEED", None, "bf16")
+    fsdp = Launch(8, Sharding("fsdp", 8), "", "FSDP", 1, "bf16")
+
+    def state(launch: Launch, **changes) -> float:
+        recipe = Recipe.from_settings(SETTINGS | changes, 8)
+        return Estimate(recipe, launch).costs.state
+
+    for more in ({"beta": 0.1}, {"reference": "snapshot"}):
+        assert state(zero_2, **more) - state(zero_2) == pytest.approx(2 * SHAPE.parameters)
+        assert state(fsdp, **more) - state(fsdp) == pytest.approx(4 * SHAPE.parameters / 8)
+    adapter = cost.lora_parameters(SHAPE, 16)
+    expected = 2 * SHAPE.parameters + (16 / 8 + 2 + 2 / 8) * adapter + 2 * cost.ZERO_BUCKET
+    assert state(zero_2, use_peft=True) == pytest.approx(expected)
+    assert state(fsdp, use_peft=True) == pytest.approx(4 * SHAPE.parameters / 8 + 2 * adapter)
+
+
+def test_a_snapshot_of_weights_in_half_precision_has_two_bytes():
+    half = {"dtype": "bfloat16"}
+    snapshot = costs(**half, reference="snapshot").state - costs(**half).state
+    assert snapshot == pytest.approx(2 * SHAPE.parameters)
+
+
 def test_what_is_not_known_about_weights_is_assumed_in_words(plan):
     _, output = plan(**SETTINGS | {"optim": "adafactor"})
     assert "  - optim: adafactor is counted with two moments per weight, as Adam has." in output

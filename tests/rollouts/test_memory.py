@@ -209,6 +209,15 @@ def test_layouts_of_fsdp_leave_the_memory_that_they_do_not_occupy(tmp_path, monk
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
 
 
+def test_fsdp_2_gathers_the_model_of_the_kl_term_whole_and_twice(tmp_path, monkeypatch):
+    """It takes 4 bytes per weight, divided by 8; gathered are twice its weights and the output head of the policy."""
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    without, with_kl = (room_of_launch(tmp_path, monkeypatch, variables, beta=beta) for beta in (0.0, 0.1))
+    head = MODEL.get_output_embeddings().weight.numel()
+    more = 4 * PARAMETERS / 8 + 4 * (2 * PARAMETERS + head) - GATHERED
+    assert without - with_kl == pytest.approx(more, abs=2)
+
+
 def test_a_strategy_that_does_not_exist_is_an_error_of_the_user(tmp_path, monkeypatch):
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "SOME"}
     with pytest.raises(UserError, match=r"fsdp_sharding_strategy is 'SOME'\. Set it to one of .*\.$"):
@@ -221,6 +230,14 @@ def test_settings_of_fsdp_are_those_that_trainer_passes(tmp_path, monkeypatch):
     settings = {"fsdp": True, "fsdp_config": {"reshard_after_forward": False, "cpu_offload": True}}
     room = room_of_launch(tmp_path, monkeypatch, {}, **settings)
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - 8 * PARAMETERS, abs=2)
+
+
+def test_auto_is_refused_where_fsdp_recomputes(tmp_path, monkeypatch):
+    """By `fsdp_config`, or by a variable of the launcher."""
+    recomputes = {"activation_checkpointing": True}
+    for variables, more in (({}, recomputes), ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {})):
+        with pytest.raises(UserError, match="fsdp_activation_checkpointing: true"):
+            room_of_launch(tmp_path, monkeypatch, variables, fsdp=True, fsdp_config=more)
 
 
 BUCKET = 4 * cost.ZERO_BUCKET
@@ -245,6 +262,23 @@ def test_stages_of_zero_leave_the_memory_that_they_do_not_occupy(
     )
     room = room_of_launch(tmp_path, monkeypatch, {"ACCELERATE_USE_DEEPSPEED": "true"}, deepspeed_plugin=plugin)
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - occupied, abs=2)
+
+
+def test_deepspeed_casts_the_weights_of_a_loaded_model(tmp_path, monkeypatch):
+    """Of its float32 weights below an adapter each process of ZeRO-1 keeps 2 bytes under bf16, of 4 without."""
+    plugin = SimpleNamespace(zero_stage=1, offload_optimizer_device="none", offload_param_device="none")
+    on_device(monkeypatch, 1e12)
+    both_args = [config(tmp_path, **AUTO, bf16=bf16) for bf16 in (False, True)]
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    rooms = []
+    for args in both_args:
+        args.deepspeed_plugin = plugin
+        rooms.append(memory.plan_memory(MODEL, args, LoraConfig(r=4), 100).room)
+    adapter = cost.lora_parameters(cost.shape_of(MODEL.config.to_dict()), 4)
+    cast_numbers = (
+        PARAMETERS + 2 * adapter + cost.ZERO_BUCKET
+    )  # also weights and gradients of the adapter, and buckets
+    assert rooms[1] - rooms[0] == pytest.approx(2 * cast_numbers, abs=2)
 
 
 def room_of_launch(tmp_path, monkeypatch, variables: dict[str, str], deepspeed_plugin=None, **settings) -> float:
