@@ -10,22 +10,33 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from datetime import date, datetime
+from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
 
+_EMPTY_DICTS: tuple[dict[Any, Any], ...] = ({}, OrderedDict())
+_VIEWS: dict[type, str] = {
+    **{type(empty.keys()): "dict_keys" for empty in _EMPTY_DICTS},
+    **{type(empty.values()): "dict_values" for empty in _EMPTY_DICTS},
+    **{type(empty.items()): "dict_items" for empty in _EMPTY_DICTS},
+}
 _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
-    kind.__name__: kind for kind in (tuple, set, frozenset, deque, bytes, bytearray)
+    **{kind.__name__: kind for kind in (tuple, set, frozenset, deque, bytes, bytearray)},
+    "dict_keys": lambda keys: dict.fromkeys(keys).keys(),
+    "dict_values": lambda values: dict(enumerate(values)).values(),
+    "dict_items": lambda pairs: dict(pairs).items(),
 }
 _FROM_PAIRS: dict[str, Callable[[dict], Any]] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "complex": complex,
     "Decimal": Decimal,
     "date": date.fromisoformat,
+    "time": time.fromisoformat,
     "datetime": datetime.fromisoformat,
 }
+_FROM_INTEGERS: dict[str, Callable[..., Any]] = {kind.__name__: kind for kind in (range, Fraction, timedelta)}
 
 
 def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
@@ -40,12 +51,16 @@ def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
         return {name: [[encode(key, encode_object), encode(item, encode_object)] for key, item in value.items()]}
     if kind in (tuple, set, frozenset, deque, bytes, bytearray):
         return {kind.__name__: [encode(item, encode_object) for item in value]}
-    if kind in (complex, Decimal, date, datetime):
+    if kind in _VIEWS:
+        return {_VIEWS[kind]: [encode(item, encode_object) for item in value]}
+    if kind in (complex, Decimal, date, time, datetime):
         return {kind.__name__: str(value)}
     if kind in (range, slice):
         return {kind.__name__: [encode(part, encode_object) for part in (value.start, value.stop, value.step)]}
     if kind is Fraction:
         return {"Fraction": [value.numerator, value.denominator]}
+    if kind is timedelta:
+        return {"timedelta": [value.days, value.seconds, value.microseconds]}
     return encode_object(value)
 
 
@@ -63,14 +78,11 @@ def decode(data: Any, decode_object: Callable[[str, Any], Any]) -> Any:
         return _FROM_ITEMS[kind]([decode(item, decode_object) for item in _require(list, content)])
     if kind in _FROM_TEXT:
         return _FROM_TEXT[kind](_require(str, content))
-    if kind == "range":
-        return range(*(_require(int, part) for part in content))
+    if kind in _FROM_INTEGERS:
+        return _FROM_INTEGERS[kind](*(_require(int, part) for part in content))
     if kind == "slice":
         start, stop, step = content
         return slice(start, stop, step)
-    if kind == "Fraction":
-        numerator, denominator = (_require(int, part) for part in content)
-        return Fraction(numerator, denominator)
     return decode_object(kind, content)
 
 

@@ -86,6 +86,32 @@ def test_forms_of_asserts(verifier, program, code, wrong):
     assert [grade.outcome.label for grade in grades] == [1.0, 1.0, 0.0], grades
 
 
+VALUES = """
+import collections, datetime, decimal, fractions
+DAY = datetime.date(2024, 2, 29)
+NOON = datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone.utc)
+VALUES = [
+    None, True, 2**70, -0.5, 1j, "x", b"x", bytearray(b"x"), [1], (1,), {1}, frozenset({1}), {(1,): "a"},
+    range(1, 9, 2), slice(1, None), decimal.Decimal("1.50"), fractions.Fraction(1, 3), DAY, NOON, NOON.time(),
+    NOON.timetz(), datetime.timedelta(days=-1, microseconds=5), collections.deque([1, 2]), collections.Counter("aab"),
+    collections.defaultdict(list, {1: [2]}), collections.OrderedDict(a=1), {1: [2]}.keys(), {1: 2}.items(),
+    collections.OrderedDict(a=1).keys(), collections.OrderedDict(a=1).items(),
+]
+"""
+
+
+def test_values_of_standard_types_cross_the_connection_in_both_directions(verifier):
+    code = VALUES + "for i, value in enumerate(VALUES):\n    assert f(i, 0) == value == f(None, value), value"
+    code += "\nvalues = f(None, {1: [2]}.values())\nassert list(values) == [[2]] == list(values) and len(values) == 1"
+    right = VALUES + "def f(i, value): return value if i is None else VALUES[i]"
+    wrong = [
+        right.replace(*change)
+        for change in [("=5)", "=6)"), ("NOON.time()", "NOON"), ("{1: 2}.items", "{1: 3}.items"), ('"aab"', '"abb"')]
+    ]
+    grades = verifier.grade_detailed(list(map(block, [right, *wrong])), [asserts(code)] * 5)
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
+
+
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
 PUSH = "items = []\ndef push(x): items.append(x)\ndef f(): return items.pop()"
 KEEPS = "def f(x, kept=[]):\n    kept.append(x)\n    return kept"
