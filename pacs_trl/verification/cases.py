@@ -142,14 +142,28 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
         raise UnusableTests(f"No assert that runs calls {name}: {code!r:.80}. Correct `entry_point` or `code`.")
     imported = {alias.name for node in running if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
-    if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
+    packages = {module.partition(".")[0] for module in imported}
+    if missing := packages - sys.stdlib_module_names - {"solution"}:
         raise UserError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
+    _refuse_skipped_tests(tree, packages)
     if None in read:
         script = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
         at_top_level = sum(isinstance(statement, ast.Assert) for statement in tree.body)
         all_others = int(num_tests > at_top_level)
         cases = [(script, PASSED)] * (at_top_level + all_others)
     return ProblemTests(name, tuple(cases), "tokens", prelude, are_asserts=True)
+
+
+def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
+    """Raise a `ValueError` for tests that would not run, because they need an event loop or are methods."""
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if "asyncio" in imported | names or any(isinstance(node, ast.AsyncFunctionDef) for node in nodes):
+        raise UserError("Asserts need an event loop, and none runs in the sandbox. Remove them.")
+    for kind in [part for part in tree.body if isinstance(part, ast.ClassDef)]:
+        methods = [part for part in kind.body if isinstance(part, ast.FunctionDef)]
+        if any(method.name.startswith("test") for method in methods):
+            raise UnusableTests(f"Tests in the class {kind.name} do not run. Make them functions.")
 
 
 def _has_no_effect(statement: ast.stmt) -> bool:

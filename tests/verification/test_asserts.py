@@ -225,6 +225,7 @@ def text_of(file):
         (asserts("assert g(1) == 2"), "No assert that runs calls f"),
         (asserts("f(1)"), "No assert that runs calls f"),
         (asserts("class T:\n    def test(self):\n        assert f(1)"), "No assert that runs calls f"),
+        (asserts("assert f(0)\nclass T:\n    def test_one(self):\n        assert f(1)"), "class T do not run"),
     ],
 )
 def test_asserts_that_cannot_be_run(tests, words):
@@ -238,6 +239,18 @@ def test_asserts_that_import_a_package_are_no_verdict():
     with pytest.raises(ValueError, match="import pytest"):
         read_tests(tests)
     assert json_of_tests(tests) is None  # the example is dropped, and counted
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["async def test():\n    assert await f(1) == 1", "from asyncio import run", "assert asyncio.run(f(1)) == 1"],
+)
+def test_asserts_that_need_an_event_loop_are_no_verdict(test):
+    """None runs in the sandbox. Without one a test would pass that is not awaited, and right programs would fail."""
+    tests = asserts(f"assert f(0)\n{test}")
+    with pytest.raises(ValueError, match="event loop"):
+        read_tests(tests)
+    assert json_of_tests(tests) is None
 
 
 MBPP = {
