@@ -126,6 +126,8 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
 
 def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     """Read asserts: those at the top level, in `check(candidate)`, and in `test_...()`."""
+    if isinstance(name, str):
+        name = name.removeprefix("Solution().")  # a method of that class is found by its name alone
     if not isinstance(name, str) or not name.isidentifier():
         raise UnusableTests(f"`entry_point` of asserts is {name!r:.80}. Set it to the function that they call.")
     try:

@@ -86,6 +86,13 @@ def test_forms_of_asserts(verifier, program, code, wrong):
     assert [grade.outcome.label for grade in grades] == [1.0, 1.0, 0.0], grades
 
 
+def test_the_entry_point_may_be_a_method_of_solution(verifier):
+    """As in LeetCodeDataset."""
+    tests = asserts("def check(candidate):\n    assert candidate(x=2) == 3", "Solution().f")
+    programs = [block(f"class Solution:\n    def f(self, x): return x + {added}") for added in (1, 2)]
+    assert verifier.grade(programs, [tests] * 2) == [1.0, 0.0]
+
+
 VALUES = """
 import collections, datetime, decimal, fractions
 DAY = datetime.date(2024, 2, 29)
