@@ -90,6 +90,11 @@ class ProgramConnection(Connection):
         changed = [encode(item, self._encode_object) for item in args[1:]] if is_for_effect else []
         return {"value": encode(value, self._encode_object), "changed": changed}
 
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Return an exception as a reply, with its class and its key."""
+        self.objects[id(error)] = error.with_traceback(None)
+        return super().report(error) | {"class": self._encode_error_class(type(error)), "key": id(error)}
+
     def call_back(self, operation: str, key: int, *args: Any, **kwargs: Any) -> Any:
         """Return the value of a function of the asserts, or the next item of an iterator."""
         data = [encode(item, self._encode_object) for item in args]
@@ -106,12 +111,22 @@ class ProgramConnection(Connection):
             return {"yours": value._key}
         if isinstance(value, type) and value.__module__ == "builtins":
             return {"type": value.__name__}
+        if isinstance(value, type) and issubclass(value, Exception):
+            return {"error class": self._encode_error_class(value)}
         key: Any = id(value)
         if isinstance(value, Enum):
             key = f"{type(value).__name__}.{value.name}"
         self.objects[key] = value
         data = _data(value)
         return {"object": [key, None if data is None else [encode(data, self._encode_object)]]}
+
+    def _encode_error_class(self, kind: type[BaseException]) -> Any:
+        """Encode a class of exceptions: a built-in one as its name, others with key, module, name, and bases."""
+        if kind.__module__ == "builtins":
+            return kind.__name__
+        self.objects[id(kind)] = kind
+        bases = [self._encode_error_class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
+        return [id(kind), kind.__module__, kind.__name__, bases]
 
     def _decode_object(self, kind: str, content: Any) -> Any:
         if kind == "yours":

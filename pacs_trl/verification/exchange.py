@@ -114,6 +114,11 @@ def _replace_items(old: Any, new: Any) -> None:
         old.update(new)
 
 
+def builtin_name(error: BaseException) -> str:
+    """Return the name of the built-in class that the class of an exception is or inherits from."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
+
+
 class Connection(ABC):
     """One end of the connection, which is standard input. A request is a list, a reply is a mapping."""
 
@@ -134,10 +139,13 @@ class Connection(ABC):
         try:
             return self.perform(*request)
         except BaseException as error:
-            name = next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins")
-            # `str()` of a `KeyError` is the `repr()` of its message.
-            message = error.args[0] if isinstance(error, KeyError) and error.args else error
-            return {"raises": name, "message": str(message)}
+            return self.report(error)
+
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Return an exception as a reply."""
+        # `str()` of a `KeyError` is the `repr()` of its message.
+        message = error.args[0] if isinstance(error, KeyError) and error.args else error
+        return {"raises": builtin_name(error), "message": str(message)}
 
     @abstractmethod
     def perform(self, *request: Any) -> dict[str, Any]:

@@ -260,6 +260,77 @@ def test_asserts_that_need_an_event_loop_are_no_verdict(test):
     assert json_of_tests(tests) is None
 
 
+ERRORS = """
+import json, statistics
+class Failure(Exception): pass
+class TooSmall(Failure, ValueError):
+    def __init__(self, value, limit=0):
+        super().__init__(f"{value} < {limit}")
+        self.value = value
+    def missing(self): return -self.value
+def f(x):
+    if x < 0: raise TooSmall(x)
+    return [lambda: x, lambda: json.loads("x"), lambda: statistics.mean([]), lambda: b"\\xff".decode()][x]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("with raises(TooSmall) as e: f(-2)\nassert str(e.exception) == '-2 < 0' and e.exception.value == -2", 1.0),
+        ("with raises(TooSmall) as e: f(-2)\nassert e.exception.missing() == 2 and e.exception.limit", 0.0),
+        ("with raises((KeyError, Failure)): f(-2)\nassert issubclass(TooSmall, Failure)", 1.0),
+        ("with raises(ValueError) as e: f(-2)\nassert type(e.exception).__name__ == 'TooSmall'", 1.0),
+        ("import solution\nwith raises(solution.Failure) as e: f(-1)\nassert isinstance(e.exception, TooSmall)", 1.0),
+        ("with raises(TooSmall): f(0)\nassert f(0) in (0,)", 0.0),
+        ("with raises(KeyError): f(-1)\nassert f(0) in (0,)", 0.0),
+        ("e = TooSmall(3, limit=4)\nassert f(0) == 0 and str(e) == '3 < 4' and isinstance(e, Failure)", 1.0),
+        (
+            "import json\nwith raises(json.JSONDecodeError) as e: f(1)\nassert 'Expecting value' in str(e.exception)",
+            1.0,
+        ),
+        ("import statistics\nwith raises(statistics.StatisticsError): f(2)\nassert f(0) in (0,)", 1.0),
+        ("with raises(UnicodeDecodeError): f(3)\nassert f(0) in (0,)", 1.0),
+    ],
+)
+def test_classes_of_exceptions_reach_asserts(verifier, code, label):
+    tests = asserts(f"import unittest\nraises = unittest.TestCase().assertRaises\n{code}", prelude="True")
+    (grade,) = verifier.grade_detailed([block(ERRORS)], [tests])
+    assert grade.outcome.label == label, grade
+
+
+CASE = """
+import unittest
+def test():
+    class Case(unittest.TestCase):
+        def test_f(self):
+            self.assertEqual(f(1), 1)
+    assert Case("test_f").run().wasSuccessful()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("passed", "Exception"),
+        ("x\\npassed\\n", "Exception"),
+        ("Skipped", "unittest.SkipTest"),
+        ("End", "StopIteration"),
+    ],
+)
+def test_classes_of_exceptions_pass_no_assert(verifier, name, base):
+    """Neither by a name, nor by what a base class means to a loop, or to `unittest`."""
+    program = f"import unittest\ndef f(x): raise type('{name}', ({base},), {{}})(x)"
+    for code in (
+        "assert f(1) in (1,)",
+        "assert all(f(x) == x for x in range(3))\nassert f(2) in (2,)",
+        "for x in map(f, range(3)):\n    assert x == 4\nassert f in (f,)",
+        CASE,
+    ):
+        (grade,) = verifier.grade_detailed([block(program)], [asserts(code)])
+        assert grade.outcome.label == 0.0, (code, grade)
+
+
 MBPP = {
     "task_id": 601,
     "text": "Find the longest chain.",
