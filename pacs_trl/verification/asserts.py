@@ -58,7 +58,7 @@ class AssertsConnection(Connection):
         reply = self.request("call", (function, *args), kwargs)
         value = self.decode(reply["value"])
         if value is None:
-            update_arguments(list(args), self.decode(reply["changed"]))
+            update_arguments([*args, *kwargs.values()], self.decode(reply["changed"]))
         return value
 
     def construct(self, kind: "ProgramClass", args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -134,8 +134,9 @@ class AssertsConnection(Connection):
             value = handed_over(*args, **kwargs)
         else:
             raise TypeError(f"the program may not {operation} this object")
-        changed = encode(args, self._encode_known_object) if value is None else []
-        return {"value": encode(value, self._encode_known_object), "changed": changed}
+        arguments = [*args, *kwargs.values()] if value is None else []
+        known = self._encode_known_object
+        return {"value": encode(value, known), "changed": encode(arguments, known)}
 
     def hand_over(self, value: Any) -> Any:
         """Encode a value for the program, which may call it afterwards if it is a function."""

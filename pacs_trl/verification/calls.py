@@ -87,8 +87,8 @@ class ProgramConnection(Connection):
         args, kwargs = decode(data, self._decode_object), decode(named, self._decode_object)
         value = self.operations[operation](*args, **kwargs)
         is_for_effect = operation == "call" and value is None
-        changed = [encode(item, self._encode_object) for item in args[1:]] if is_for_effect else []
-        return {"value": encode(value, self._encode_object), "changed": changed}
+        arguments = [*args[1:], *kwargs.values()] if is_for_effect else []
+        return {"value": encode(value, self._encode_object), "changed": encode(arguments, self._encode_object)}
 
     def report(self, error: BaseException) -> dict[str, Any]:
         """Return an exception as a reply, with its class and its key."""
@@ -103,7 +103,7 @@ class ProgramConnection(Connection):
             raise getattr(builtins, reply["raises"])(reply["message"])
         value = decode(reply["value"], self._decode_object)
         if value is None:
-            update_arguments(list(args), decode(reply["changed"], self._decode_object))
+            update_arguments([*args, *kwargs.values()], decode(reply["changed"], self._decode_object))
         return value
 
     def _encode_object(self, value: Any) -> dict[str, Any]:

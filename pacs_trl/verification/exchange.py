@@ -13,6 +13,7 @@ from collections.abc import Callable
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 
@@ -28,7 +29,11 @@ _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
     "dict_values": lambda values: dict(enumerate(values)).values(),
     "dict_items": lambda pairs: dict(pairs).items(),
 }
-_FROM_PAIRS: dict[str, Callable[[dict], Any]] = {kind.__name__: kind for kind in (dict, Counter, OrderedDict)}
+_FACTORIES = (bool, int, float, str, list, tuple, dict, set)
+_FROM_PAIRS: dict[str, Callable[[dict], Any]] = {
+    **{kind.__name__: kind for kind in (dict, Counter, OrderedDict)},
+    **{f"defaultdict of {factory.__name__}": partial(defaultdict, factory) for factory in _FACTORIES},
+}
 _FROM_TEXT: dict[str, Callable[[str], Any]] = {
     "complex": complex,
     "Decimal": Decimal,
@@ -47,7 +52,10 @@ def encode(value: Any, encode_object: Callable[[Any], Any]) -> Any:
     if kind is list:
         return [encode(item, encode_object) for item in value]
     if kind in (dict, defaultdict, Counter, OrderedDict):
-        name = "dict" if kind is defaultdict else kind.__name__
+        name = kind.__name__
+        if kind is defaultdict:
+            factory = value.default_factory
+            name = f"defaultdict of {factory.__name__}" if factory in _FACTORIES else "dict"
         return {name: [[encode(key, encode_object), encode(item, encode_object)] for key, item in value.items()]}
     if kind in (tuple, set, frozenset, deque, bytes, bytearray):
         return {kind.__name__: [encode(item, encode_object) for item in value]}
@@ -99,16 +107,16 @@ def refuse(*value: Any) -> Any:
 
 
 def update_arguments(arguments: list, changed: list) -> None:
-    """Change the lists, dicts, and sets among the arguments of a call as the called function changed its copies."""
+    """Change the containers among the arguments of a call as the called function changed its copies."""
     for old, new in zip(arguments, changed, strict=True):
-        for kind in (list, dict, set):
+        for kind in (list, deque, bytearray, dict, set):
             if isinstance(old, kind) and isinstance(new, kind):
                 _replace_items(old, new)
 
 
 def _replace_items(old: Any, new: Any) -> None:
     old.clear()
-    if isinstance(old, list):
+    if isinstance(old, list | deque | bytearray):
         old.extend(new)
     else:
         old.update(new)

@@ -102,13 +102,15 @@ VALUES = [
     range(1, 9, 2), slice(1, None), decimal.Decimal("1.50"), fractions.Fraction(1, 3), DAY, NOON, NOON.time(),
     NOON.timetz(), datetime.timedelta(days=-1, microseconds=5), collections.deque([1, 2]), collections.Counter("aab"),
     collections.defaultdict(list, {1: [2]}), collections.OrderedDict(a=1), {1: [2]}.keys(), {1: 2}.items(),
-    collections.OrderedDict(a=1).keys(), collections.OrderedDict(a=1).items(),
 ]
 """
 
 
 def test_values_of_standard_types_cross_the_connection_in_both_directions(verifier):
     code = VALUES + "for i, value in enumerate(VALUES):\n    assert f(i, 0) == value == f(None, value), value"
+    code += "\nfor i, value in enumerate(VALUES):\n    assert type(f(None, value)) is type(value), value"
+    code += "\nassert f(VALUES.index({1: [2]}), 0)[3] == []"
+    code += "\nassert f(None, collections.OrderedDict(a=1).keys()) == {'a'}"
     code += "\nvalues = f(None, {1: [2]}.values())\nassert list(values) == [[2]] == list(values) and len(values) == 1"
     right = VALUES + "def f(i, value): return value if i is None else VALUES[i]"
     wrong = [
@@ -117,6 +119,45 @@ def test_values_of_standard_types_cross_the_connection_in_both_directions(verifi
     ]
     grades = verifier.grade_detailed(list(map(block, [right, *wrong])), [asserts(code)] * 5)
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
+
+
+EFFECTS = """
+import collections
+values = [[1], collections.deque([1]), bytearray([1]), {1}]
+more = [{1: 1}, collections.Counter({1: 1}), collections.OrderedDict({1: 1}), collections.defaultdict(int, {1: 1})]
+for value in values + more:
+    f(x=value)
+    assert list(value) == [2] and f(None, value) is None and list(value) == [2, 3], value
+    calls.append(value)
+def change(x):
+    x[0] = 5
+values = f(change, [1])
+assert values == [5] and len(calls) == 8
+"""
+EFFECT = """
+def f(x, y=None):
+    if y is None:
+        x.clear()
+        add(x, 2)
+    elif x is None:
+        add(y, 3)
+    else:
+        x(x=y)
+        return y
+def add(values, item):
+    kind = type(values).__name__
+    if kind == "set": values.add(item)
+    elif hasattr(values, "append"): values.append(item)
+    elif kind in ("Counter", "defaultdict"): values[item] += 1
+    else: values[item] = 1
+"""
+
+
+def test_arguments_change_with_their_copies(verifier):
+    """Every standard container, also one that is passed by name, and one that a function of the asserts changes."""
+    programs = [EFFECT, EFFECT.replace("add(x, 2)", "pass"), EFFECT.replace("add(y, 3)", "pass")]
+    grades = verifier.grade_detailed(list(map(block, programs)), [asserts(f"calls = []\n{EFFECTS}")] * 3)
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0], grades
 
 
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
