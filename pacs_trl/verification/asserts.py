@@ -3,6 +3,7 @@
 Whatever a program returns is compared as a plain value, which it has to choose before it can know what is expected:
 
 - Values of the types in `exchange.py` arrive as such, instances of subclasses as the standard type they inherit from.
+- Instances of classes that the prelude defines, which both processes have, arrive as copies with the same attributes.
 - Other objects stay in the program's process. An object that a function returned equals only itself, has no methods
   that standard types have, and is iterated over once. An object that the asserts made, by calling a class of the
   program, answers for itself, because its methods are what is tested.
@@ -25,7 +26,7 @@ from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
-from .exchange import Connection, builtin_name, decode, encode, refuse, update_arguments
+from .exchange import Connection, builtin_name, decode, refuse, shared_classes, update_arguments
 
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -58,13 +59,14 @@ class AssertsConnection(Connection):
         reply = self.request("call", (function, *args), kwargs)
         value = self.decode(reply["value"])
         if value is None:
-            update_arguments([*args, *kwargs.values()], self.decode(reply["changed"]))
+            changed = self.decode(reply["changed"])
+            update_arguments([*args, *kwargs.values()], changed, self.shared_classes.values())
         return value
 
     def construct(self, kind: "ProgramClass", args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return a new instance of a class of the program. Two calls must not give the same object, or all instances
         would be equal, unless the calls are equal too (a class with one instance)."""
-        made_by = json.dumps([kind._remote_key, self.hand_over(args), self.hand_over(kwargs)])
+        made_by = json.dumps([kind._remote_key, self.encode(args), self.encode(kwargs)])
         value = self.request("call", (kind, *args), kwargs)["value"]
         key = _object_key(value)
         if key is None:
@@ -79,6 +81,8 @@ class AssertsConnection(Connection):
     def get_named(self, owner: "Namespace", name: str) -> Any:
         """Return what has a name in a module or class of the program. It must not be an object that a function
         returned before, except a member of an enumeration, whose key is its name."""
+        if owner._remote_key == "" and name in self.shared_classes:
+            return self.shared_classes[name]
         value = self.request("getattr", (owner, name), {})["value"]
         if isinstance(value, dict) and "error class" in value:
             return self.decode_error_class(value["error class"])
@@ -101,7 +105,7 @@ class AssertsConnection(Connection):
     def request(self, operation: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, or raise the exception that it reports."""
         try:
-            reply = self.exchange([operation, self.hand_over(list(args)), self.hand_over(kwargs)])
+            reply = self.exchange([operation, self.encode(list(args)), self.encode(kwargs)])
         except (EOFError, OSError) as error:
             raise ProgramEnded from error
         self.has_called = self.has_called or operation == "call"
@@ -136,17 +140,10 @@ class AssertsConnection(Connection):
             raise TypeError(f"the program may not {operation} this object")
         arguments = [*args, *kwargs.values()] if value is None else []
         known = self._encode_known_object
-        return {"value": encode(value, known), "changed": encode(arguments, known)}
-
-    def hand_over(self, value: Any) -> Any:
-        """Encode a value for the program, which may call it afterwards if it is a function."""
-        return encode(value, self._encode_object)
-
-    def decode(self, data: Any) -> Any:
-        """Decode a value of the program."""
-        return decode(data, self._decode_object)
+        return {"value": self.encode(value, known), "changed": self.encode(arguments, known)}
 
     def _encode_object(self, value: Any) -> dict[str, Any]:
+        """Encode a value that is not plain for the program, which may call it afterwards if it is a function."""
         if isinstance(value, _WithAttributes | _ProgramError):
             value = value._remote
         if isinstance(value, _ProgramErrorClass):
@@ -241,7 +238,8 @@ class Remote:
         value = self._remote_ask("getattr", name)
         if callable(value):
             self._remote_changes()
-            if name in _METHODS_OF_PLAIN_TYPES:
+            classes = self._remote_connection.shared_classes.values()
+            if name in _METHODS_OF_PLAIN_TYPES or any(hasattr(kind, name) for kind in classes):
                 raise AttributeError(f"{name} of an object that is no plain value")
         return value
 
@@ -498,6 +496,7 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
     exit_code = 0
     try:
         exec(prelude, names)
+        connection.shared_classes = shared_classes(prelude, names)
         names_before = dict(names)
         names[name] = function = connection.name_object(name, name)
         exec(compile(_with_reports(code), "asserts.py", "exec"), names)

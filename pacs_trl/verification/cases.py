@@ -339,8 +339,9 @@ def runnable(tests: ProblemTests, source: str) -> str:
     source = _with_prelude(tests.prelude, source) if tests.prelude else source
     if tests.function is None:
         return source
-    function = "serve" if tests.are_asserts else "call"
-    return f"from {_PACKAGE}.calls import {function}\n{function}({source!r}, {tests.function!r})"
+    if tests.are_asserts:
+        return f"from {_PACKAGE}.calls import serve\nserve({source!r}, {tests.function!r}, {tests.prelude!r})"
+    return f"from {_PACKAGE}.calls import call\ncall({source!r}, {tests.function!r})"
 
 
 def input_of(tests: ProblemTests, cases: Sequence[tuple[str, Any]]) -> str:

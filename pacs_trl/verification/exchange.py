@@ -6,10 +6,11 @@ process. For confined processes (`sandbox.py`), hence the standard library only.
 
 import json
 import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from fractions import Fraction
@@ -106,20 +107,35 @@ def refuse(*value: Any) -> Any:
     raise ValueError(f"{value!r:.80} is no data")
 
 
-def update_arguments(arguments: list, changed: list) -> None:
-    """Change the containers among the arguments of a call as the called function changed its copies."""
+def update_arguments(arguments: list, changed: list, shared_classes: Iterable[type] = ()) -> None:
+    """Change the containers among the arguments of a call, and the instances of shared classes, as the called
+    function changed its copies."""
     for old, new in zip(arguments, changed, strict=True):
-        for kind in (list, deque, bytearray, dict, set):
+        for kind in (list, deque, bytearray, dict, set, *shared_classes):
             if isinstance(old, kind) and isinstance(new, kind):
                 _replace_items(old, new)
 
 
 def _replace_items(old: Any, new: Any) -> None:
-    old.clear()
     if isinstance(old, list | deque | bytearray):
+        old.clear()
         old.extend(new)
-    else:
+    elif isinstance(old, dict | set):
+        old.clear()
         old.update(new)
+    else:
+        _replace_items(vars(old), vars(new))
+
+
+def shared_classes(prelude: str, namespace: Mapping[str, Any]) -> dict[str, type]:
+    """Return the classes that a prelude defines, by name: both processes have them. They must have attributes that can
+    be set without a constructor."""
+    kinds = {name: namespace.get(name) for name in re.findall(r"^class[ \t]+(\w+)", prelude, re.MULTILINE)}
+    return {
+        name: kind
+        for name, kind in kinds.items()
+        if isinstance(kind, type) and kind.__new__ is object.__new__ and kind.__dictoffset__
+    }
 
 
 def builtin_name(error: BaseException) -> str:
@@ -128,12 +144,58 @@ def builtin_name(error: BaseException) -> str:
 
 
 class Connection(ABC):
-    """One end of the connection, which is standard input. A request is a list, a reply is a mapping."""
+    """One end of the connection, which is standard input. A request is a list, a reply is a mapping. Instances of
+    `shared_classes` cross as data: their attributes."""
 
     def __init__(self) -> None:
+        self.shared_classes: dict[str, type] = {}
         self.file = os.dup(0)
         self.lines = os.fdopen(self.file, "rb")
         sys.set_int_max_str_digits(0)
+
+    def encode(self, value: Any, encode_object: Callable[[Any], Any] | None = None) -> Any:
+        """Encode a value, with a list of the instances of shared classes in it, which may refer to each other."""
+        encode_object = encode_object or self._encode_object
+        instances: list[Any] = []
+        positions: dict[int, int] = {}
+
+        def encode_instance(item: Any) -> Any:
+            if self.shared_classes.get(type(item).__name__) is not type(item):
+                return encode_object(item)
+            if id(item) not in positions:
+                positions[id(item)] = len(instances)
+                instances.append(item)
+            return {"instance": positions[id(item)]}
+
+        data = encode(value, encode_instance)
+        # The list grows as the attributes are encoded.
+        states = [[type(instance).__name__, encode(vars(instance), encode_instance)] for instance in instances]
+        return {"instances": [data, states]} if instances else data
+
+    def decode(self, data: Any) -> Any:
+        """Decode a value of the other process. No attribute of an instance may hide a method of its class."""
+        states: list[Any] = []
+        if isinstance(data, dict) and "instances" in data:
+            data, states = data["instances"]
+        instances: list[Any] = [object.__new__(self.shared_classes[name]) for name, _ in states]
+
+        def decode_instance(kind: str, content: Any) -> Any:
+            return instances[content] if kind == "instance" else self._decode_object(kind, content)
+
+        for instance, (name, state) in zip(instances, states, strict=True):
+            attributes = decode(state, decode_instance)
+            if hidden := [key for key in attributes if callable(getattr(type(instance), key, None))]:
+                raise TypeError(f"an attribute of {name} would hide the method {hidden[0]}")
+            vars(instance).update(attributes)
+        return decode(data, decode_instance)
+
+    @abstractmethod
+    def _encode_object(self, value: Any) -> Any:
+        """Encode a value that is not plain."""
+
+    @abstractmethod
+    def _decode_object(self, kind: str, content: Any) -> Any:
+        """Decode a value that is not plain."""
 
     def exchange(self, request: list) -> dict[str, Any]:
         """Send a request, answer requests of the other process until it replies, and return its reply."""

@@ -1,6 +1,7 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,67 @@ def test_arguments_change_with_their_copies(verifier):
     programs = [EFFECT, EFFECT.replace("add(x, 2)", "pass"), EFFECT.replace("add(y, 3)", "pass")]
     grades = verifier.grade_detailed(list(map(block, programs)), [asserts(f"calls = []\n{EFFECTS}")] * 3)
     assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0], grades
+
+
+NODES = """
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+    def ends_with(self, values):
+        return self.value == values[-1] if self.next is None else self.next.ends_with(values)
+def linked(values):
+    return Node(values[0], linked(values[1:])) if values else None
+def items(node):
+    values = []
+    while node is not None and len(values) < 3000:
+        values.append(node.value)
+        node = node.next
+    return values
+"""
+REVERSE = """
+def f(head, last=None):
+    while head is not None:
+        head.next, last, head = last, head, head.next
+    return last
+"""
+DROP = "def f(head):\n    head.value, head.next = head.next.value, head.next.next"
+LONG = "def f(n):\n    node = None\n    for i in range(n): node = Node(i, node)\n    return node"
+CIRCLE = "def f(x):\n    node = Node(x)\n    node.next = node\n    return node"
+SAME = "def f(x): return [x, x]"
+PAIRS = "def f(nodes): return {node.value: node for node in nodes}"
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "wrong"),
+    [
+        (REVERSE, "assert items(f(head=linked([1, 2, 3]))) == [3, 2, 1] and f(None) is None", "return head"),
+        (
+            REVERSE,
+            "from solution import Node\nassert isinstance(f(Node(1)), Node) and f(Node(1)).next is None",
+            "return 1",
+        ),
+        (REVERSE, "def check(f):\n    assert f(linked([1, 3, 2])).ends_with([2, 3, 1])", "return Node(2, head)"),
+        (DROP, "x = linked([1, 2, 3])\nassert f(x) is None and items(x) == [2, 3]", "head.value = 2"),
+        (LONG, "assert items(f(2000)) == list(range(2000))[::-1]", "return Node(1999)"),
+        (CIRCLE, "x = f(3)\nassert x.next is x and x.value == 3", "return Node(3, Node(3))"),
+        (SAME, "x, y = f(Node(3))\nassert x is y and x.value == 3", "return [Node(3), Node(3)]"),
+        (PAIRS, "assert [items(x) for x in f([Node(3)]).values()] == [[3]]", "return {3: Node(4)}"),
+        (NODES + PAIRS, "assert [items(x) for x in f([Node(3)]).values()] == [[3]]", "return {}"),
+    ],
+)
+def test_instances_of_classes_of_the_prelude_are_values(verifier, program, code, wrong):
+    """As nodes of lists and trees in LeetCodeDataset are. Forged ones, with methods or without nodes, do not pass."""
+    programs = [program, re.sub(r"(def f\(.*\)):[^$]*", rf"\1:\n    {wrong}", program)]
+    forged = "class Yes:\n    value = next = 0\n    def __eq__(*a): return True\n    __call__ = ends_with = __eq__\n"
+    forged += "    def __iter__(self): return iter([self, self])\n"
+    programs += [f"{forged}def f(*a, **k): return Yes()"]
+    programs += [
+        f"def f(*a, **k):\n    node = Node(Node)\n    node.{name} = lambda *a: True\n    return node"
+        for name in ("ends_with", "next")
+    ]
+    tests = asserts(code, prelude=NODES)
+    grades = verifier.grade_detailed(list(map(block, programs)), [tests] * len(programs))
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
 
 
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
