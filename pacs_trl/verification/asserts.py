@@ -3,9 +3,12 @@
 Whatever a program returns is compared as a plain value, which it has to choose before it can know what is expected:
 
 - Values of the types in `exchange.py` arrive as such, instances of subclasses as the standard type they inherit from.
+- Instances of classes that the prelude defines, which both processes have, arrive as copies with the same attributes.
 - Other objects stay in the program's process. An object that a function returned equals only itself, has no methods
   that standard types have, and is iterated over once. An object that the asserts made, by calling a class of the
   program, answers for itself, because its methods are what is tested.
+- Exceptions of the program are of a built-in class, of one of a loaded standard module, or of one that is made here
+  and has the name and base classes of the program's.
 - The program may call functions that the asserts handed over, and get plain values from them, nothing else.
 
 For confined processes, hence the standard library only.
@@ -19,10 +22,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
 
-from .exchange import Connection, decode, encode, refuse, update_arguments
+from .exchange import Connection, builtin_name, decode, refuse, shared_classes, update_arguments
 
 
 _PLAIN_TYPES = (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset)
@@ -41,6 +45,7 @@ class AssertsConnection(Connection):
     def __init__(self) -> None:
         super().__init__()
         self.objects: dict[int | str, Remote] = {}
+        self.error_classes: dict[int, type[Exception]] = {}
         self.handed_over: dict[int, Any] = {}
         self.has_called = False
 
@@ -54,13 +59,14 @@ class AssertsConnection(Connection):
         reply = self.request("call", (function, *args), kwargs)
         value = self.decode(reply["value"])
         if value is None:
-            update_arguments(list(args), self.decode(reply["changed"]))
+            changed = self.decode(reply["changed"])
+            update_arguments([*args, *kwargs.values()], changed, self.shared_classes.values())
         return value
 
     def construct(self, kind: "ProgramClass", args: tuple, kwargs: dict[str, Any]) -> Any:
         """Return a new instance of a class of the program. Two calls must not give the same object, or all instances
         would be equal, unless the calls are equal too (a class with one instance)."""
-        made_by = json.dumps([kind._remote_key, self.hand_over(args), self.hand_over(kwargs)])
+        made_by = json.dumps([kind._remote_key, self.encode(args), self.encode(kwargs)])
         value = self.request("call", (kind, *args), kwargs)["value"]
         key = _object_key(value)
         if key is None:
@@ -75,7 +81,11 @@ class AssertsConnection(Connection):
     def get_named(self, owner: "Namespace", name: str) -> Any:
         """Return what has a name in a module or class of the program. It must not be an object that a function
         returned before, except a member of an enumeration, whose key is its name."""
+        if owner._remote_key == "" and name in self.shared_classes:
+            return self.shared_classes[name]
         value = self.request("getattr", (owner, name), {})["value"]
+        if isinstance(value, dict) and "error class" in value:
+            return self.decode_error_class(value["error class"])
         key = _object_key(value)
         if key is None or key == f"{owner._remote_name}.{name}":
             return self.decode(value)
@@ -95,17 +105,27 @@ class AssertsConnection(Connection):
     def request(self, operation: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the reply to a request, or raise the exception that it reports."""
         try:
-            reply = self.exchange([operation, self.hand_over(list(args)), self.hand_over(kwargs)])
+            reply = self.exchange([operation, self.encode(list(args)), self.encode(kwargs)])
         except (EOFError, OSError) as error:
             raise ProgramEnded from error
         self.has_called = self.has_called or operation == "call"
         if "raises" not in reply:
             return reply
-        kind: Any = vars(builtins).get(reply["raises"])
-        is_error = isinstance(kind, type) and issubclass(kind, Exception)
-        if not is_error or kind is StopIteration and operation != "next":  # it would end a loop over asserts
+        kind = self.decode_error_class(reply.get("class", reply["raises"]))
+        if issubclass(kind, StopIteration) and operation != "next":  # it would end a loop over asserts
             kind = RuntimeError
-        raise kind(str(reply["message"]))
+        raise _new_error(kind, str(reply["message"]), Remote(self, reply.get("key", 0)))
+
+    def decode_error_class(self, data: Any) -> type[Exception]:
+        """Return an encoded class of exceptions; `RuntimeError` for a class that is none."""
+        if isinstance(data, str):
+            return _standard_error("builtins", data) or RuntimeError
+        key, module, name, bases = data
+        if key not in self.error_classes:
+            kinds = tuple(dict.fromkeys(map(self.decode_error_class, bases)))
+            remote = ProgramClass(self, key, name=name)
+            self.error_classes[key] = _standard_error(module, name) or _new_error_class(name, kinds, remote)
+        return self.error_classes[key]
 
     def perform(self, operation: str, key: int, data: Any, named: Any) -> dict[str, Any]:
         """Call a function that was handed over, or advance an iterator. Values that are not plain must be the
@@ -118,20 +138,16 @@ class AssertsConnection(Connection):
             value = handed_over(*args, **kwargs)
         else:
             raise TypeError(f"the program may not {operation} this object")
-        changed = encode(args, self._encode_known_object) if value is None else []
-        return {"value": encode(value, self._encode_known_object), "changed": changed}
-
-    def hand_over(self, value: Any) -> Any:
-        """Encode a value for the program, which may call it afterwards if it is a function."""
-        return encode(value, self._encode_object)
-
-    def decode(self, data: Any) -> Any:
-        """Decode a value of the program."""
-        return decode(data, self._decode_object)
+        arguments = [*args, *kwargs.values()] if value is None else []
+        known = self._encode_known_object
+        return {"value": self.encode(value, known), "changed": self.encode(arguments, known)}
 
     def _encode_object(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, _WithAttributes):
+        """Encode a value that is not plain for the program, which may call it afterwards if it is a function."""
+        if isinstance(value, _WithAttributes | _ProgramError):
             value = value._remote
+        if isinstance(value, _ProgramErrorClass):
+            value = value._remote_class
         if isinstance(value, Remote):
             return {"yours": value._remote_key}
         if _is_standard(value):  # the program looks it up by its name
@@ -140,7 +156,7 @@ class AssertsConnection(Connection):
         return {"object": id(value)}
 
     def _encode_known_object(self, value: Any) -> dict[str, Any]:
-        is_remote = isinstance(value, Remote | _WithAttributes)
+        is_remote = isinstance(value, Remote | _WithAttributes | _ProgramError | _ProgramErrorClass)
         if is_remote or _is_standard(value) or id(value) in self.handed_over:
             return self._encode_object(value)
         raise TypeError("the value of a function that asserts hand over must be plain")
@@ -150,6 +166,8 @@ class AssertsConnection(Connection):
             return self.handed_over[content]
         if kind == "type" and content in _TYPES:
             return _TYPES[content]
+        if kind == "error class":  # as a value it is an object like any other
+            kind, content = "object", [content[0], None]
         key = _object_key({kind: content})
         if key is None:
             raise TypeError(f"{kind!r:.80} is no kind of value")
@@ -220,7 +238,8 @@ class Remote:
         value = self._remote_ask("getattr", name)
         if callable(value):
             self._remote_changes()
-            if name in _METHODS_OF_PLAIN_TYPES:
+            classes = self._remote_connection.shared_classes.values()
+            if name in _METHODS_OF_PLAIN_TYPES or any(hasattr(kind, name) for kind in classes):
                 raise AttributeError(f"{name} of an object that is no plain value")
         return value
 
@@ -383,6 +402,56 @@ def _with_attributes(value: Any, remote: Remote) -> Any:
     return plain
 
 
+class _ProgramErrorClass(type):
+    """A class of exceptions that stands for one of the program, which makes the instances."""
+
+    _remote_class: ProgramClass
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        instance = cls._remote_class(*args, **kwargs)
+        return _new_error(cls, str(instance), instance)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls._remote_class, name)
+
+
+class _ProgramError:
+    """Mixin of exceptions of the program, which have the attributes of those in its process."""
+
+    _remote: Remote
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_remote":
+            raise AttributeError(name)
+        return getattr(self._remote, name)
+
+
+def _new_error_class(name: str, bases: tuple[type[Exception], ...], remote: ProgramClass) -> Any:
+    members = {"__module__": "solution", "_remote_class": remote}
+    return _ProgramErrorClass(name, (*bases, _ProgramError), members)
+
+
+def _standard_error(module: str, name: str) -> type[Exception] | None:
+    """Return a class of exceptions of a standard module that is loaded; `None` for another name, and for exceptions
+    with which `unittest` skips a test."""
+    package = module.partition(".")[0]
+    if package not in sys.stdlib_module_names or package == "unittest" or module not in sys.modules:
+        return None
+    kind = vars(sys.modules[module]).get(name)
+    return kind if isinstance(kind, type) and issubclass(kind, Exception) else None
+
+
+def _new_error(kind: Any, message: str, remote: Remote) -> Exception:
+    """Return an exception with a message. Only classes of Python are initialized: others may change the message."""
+    error = kind.__new__(kind, message)
+    if kind.__module__ == "builtins":
+        with suppress(TypeError):  # a few take other arguments
+            kind.__init__(error, message)
+    if isinstance(error, _ProgramError):
+        error._remote = remote
+    return error
+
+
 class _Names(dict):
     """Names of asserts. Those that they do not define are standard modules, never the program's, or the program's."""
 
@@ -408,7 +477,7 @@ def run_calls(calls: str, name: str) -> NoReturn:
         except ProgramEnded:
             os._exit(1)
         except Exception as error:
-            result = {"raises": type(error).__name__}
+            result = {"raises": builtin_name(error)}
         print(json.dumps(result), flush=True)
     os._exit(0)
 
@@ -427,6 +496,7 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
     exit_code = 0
     try:
         exec(prelude, names)
+        connection.shared_classes = shared_classes(prelude, names)
         names_before = dict(names)
         names[name] = function = connection.name_object(name, name)
         exec(compile(_with_reports(code), "asserts.py", "exec"), names)
@@ -447,7 +517,7 @@ def run_asserts(code: str, name: str, prelude: str) -> NoReturn:
     except BaseException as error:
         exit_code = 1
         if not isinstance(error, ProgramEnded):  # else the program has written why it ended
-            os.write(2, f"\n{type(error).__name__}".encode())
+            os.write(2, f"\n{builtin_name(error)}".encode())
     os._exit(exit_code)
 
 
@@ -476,8 +546,10 @@ class _Reports:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: Any) -> bool:
-        if isinstance(error, ProgramEnded) or not isinstance(error, Exception | None):
+        if error is None:
+            self.write("passed")
             return False
-        is_failed_assert = isinstance(error, AssertionError)
-        self.write("passed" if kind is None else "failed" if is_failed_assert else kind.__name__)
+        if isinstance(error, ProgramEnded) or not isinstance(error, Exception):
+            return False
+        self.write("failed" if isinstance(error, AssertionError) else builtin_name(error))
         return True

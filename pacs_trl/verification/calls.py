@@ -15,7 +15,7 @@ from enum import Enum
 from types import ModuleType
 from typing import Any, NoReturn
 
-from .exchange import Connection, decode, encode, update_arguments
+from .exchange import Connection, encode, shared_classes, update_arguments
 
 
 # Number of an open file. The worker opens it for each program, because processes share the flags of a file that they
@@ -33,13 +33,14 @@ def call(source: str, name: str) -> None:
         output.write(json.dumps(value))
 
 
-def serve(source: str, name: str) -> NoReturn:
-    """Run a program, and answer the asserts, which are connected to standard input."""
+def serve(source: str, name: str, prelude: str) -> NoReturn:
+    """Run a program, which begins with the prelude, and answer the asserts, which are connected to standard input."""
     connection = ProgramConnection()
     for file in (0, 1):
         os.dup2(devnull, file)
     module = _load(source, name)
     connection.objects.update(vars(module), **{"": module})
+    connection.shared_classes = shared_classes(prelude, vars(module))
     with suppress(EOFError, OSError):
         while True:
             connection.send(connection.reply_to(*connection.receive()))
@@ -84,21 +85,26 @@ class ProgramConnection(Connection):
         self.asserts_objects: dict[int, AssertsObject] = {}
 
     def perform(self, operation: str, data: Any, named: Any) -> dict[str, Any]:
-        args, kwargs = decode(data, self._decode_object), decode(named, self._decode_object)
+        args, kwargs = self.decode(data), self.decode(named)
         value = self.operations[operation](*args, **kwargs)
         is_for_effect = operation == "call" and value is None
-        changed = [encode(item, self._encode_object) for item in args[1:]] if is_for_effect else []
-        return {"value": encode(value, self._encode_object), "changed": changed}
+        arguments = [*args[1:], *kwargs.values()] if is_for_effect else []
+        return {"value": self.encode(value), "changed": self.encode(arguments)}
+
+    def report(self, error: BaseException) -> dict[str, Any]:
+        """Return an exception as a reply, with its class and its key."""
+        self.objects[id(error)] = error.with_traceback(None)
+        return super().report(error) | {"class": self._encode_error_class(type(error)), "key": id(error)}
 
     def call_back(self, operation: str, key: int, *args: Any, **kwargs: Any) -> Any:
         """Return the value of a function of the asserts, or the next item of an iterator."""
-        data = [encode(item, self._encode_object) for item in args]
-        reply = self.exchange([operation, key, data, encode(kwargs, self._encode_object)])
+        reply = self.exchange([operation, key, self.encode(list(args)), self.encode(kwargs)])
         if "raises" in reply:
             raise getattr(builtins, reply["raises"])(reply["message"])
-        value = decode(reply["value"], self._decode_object)
+        value = self.decode(reply["value"])
         if value is None:
-            update_arguments(list(args), decode(reply["changed"], self._decode_object))
+            changed = self.decode(reply["changed"])
+            update_arguments([*args, *kwargs.values()], changed, self.shared_classes.values())
         return value
 
     def _encode_object(self, value: Any) -> dict[str, Any]:
@@ -106,12 +112,22 @@ class ProgramConnection(Connection):
             return {"yours": value._key}
         if isinstance(value, type) and value.__module__ == "builtins":
             return {"type": value.__name__}
+        if isinstance(value, type) and issubclass(value, Exception):
+            return {"error class": self._encode_error_class(value)}
         key: Any = id(value)
         if isinstance(value, Enum):
             key = f"{type(value).__name__}.{value.name}"
         self.objects[key] = value
         data = _data(value)
         return {"object": [key, None if data is None else [encode(data, self._encode_object)]]}
+
+    def _encode_error_class(self, kind: type[BaseException]) -> Any:
+        """Encode a class of exceptions: a built-in one as its name, others with key, module, name, and bases."""
+        if kind.__module__ == "builtins":
+            return kind.__name__
+        self.objects[id(kind)] = kind
+        bases = [self._encode_error_class(base) for base in kind.__bases__ if issubclass(base, BaseException)]
+        return [id(kind), kind.__module__, kind.__name__, bases]
 
     def _decode_object(self, kind: str, content: Any) -> Any:
         if kind == "yours":

@@ -126,6 +126,8 @@ def _read_case(case: Any, index: int, is_function: bool) -> tuple[str, Any]:
 
 def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
     """Read asserts: those at the top level, in `check(candidate)`, and in `test_...()`."""
+    if isinstance(name, str):
+        name = name.removeprefix("Solution().")  # a method of that class is found by its name alone
     if not isinstance(name, str) or not name.isidentifier():
         raise UnusableTests(f"`entry_point` of asserts is {name!r:.80}. Set it to the function that they call.")
     try:
@@ -142,14 +144,28 @@ def _read_asserts(code: Any, name: Any, prelude: str) -> ProblemTests:
         raise UnusableTests(f"No assert that runs calls {name}: {code!r:.80}. Correct `entry_point` or `code`.")
     imported = {alias.name for node in running if isinstance(node, ast.Import) for alias in node.names}
     imported |= {str(node.module) for node in running if isinstance(node, ast.ImportFrom)}
-    if missing := {module.partition(".")[0] for module in imported} - sys.stdlib_module_names - {"solution"}:
+    packages = {module.partition(".")[0] for module in imported}
+    if missing := packages - sys.stdlib_module_names - {"solution"}:
         raise UserError(f"Asserts import {', '.join(missing)}. Only the standard library is there.")
+    _refuse_skipped_tests(tree, packages)
     if None in read:
         script = f"from {_PACKAGE}.asserts import run_asserts\nrun_asserts({source!r}, {name!r}, {prelude!r})"
         at_top_level = sum(isinstance(statement, ast.Assert) for statement in tree.body)
         all_others = int(num_tests > at_top_level)
         cases = [(script, PASSED)] * (at_top_level + all_others)
     return ProblemTests(name, tuple(cases), "tokens", prelude, are_asserts=True)
+
+
+def _refuse_skipped_tests(tree: ast.Module, imported: set[str]) -> None:
+    """Raise a `ValueError` for tests that would not run, because they need an event loop or are methods."""
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if "asyncio" in imported | names or any(isinstance(node, ast.AsyncFunctionDef) for node in nodes):
+        raise UserError("Asserts need an event loop, and none runs in the sandbox. Remove them.")
+    for kind in [part for part in tree.body if isinstance(part, ast.ClassDef)]:
+        methods = [part for part in kind.body if isinstance(part, ast.FunctionDef)]
+        if any(method.name.startswith("test") for method in methods):
+            raise UnusableTests(f"Tests in the class {kind.name} do not run. Make them functions.")
 
 
 def _has_no_effect(statement: ast.stmt) -> bool:
@@ -323,8 +339,9 @@ def runnable(tests: ProblemTests, source: str) -> str:
     source = _with_prelude(tests.prelude, source) if tests.prelude else source
     if tests.function is None:
         return source
-    function = "serve" if tests.are_asserts else "call"
-    return f"from {_PACKAGE}.calls import {function}\n{function}({source!r}, {tests.function!r})"
+    if tests.are_asserts:
+        return f"from {_PACKAGE}.calls import serve\nserve({source!r}, {tests.function!r}, {tests.prelude!r})"
+    return f"from {_PACKAGE}.calls import call\ncall({source!r}, {tests.function!r})"
 
 
 def input_of(tests: ProblemTests, cases: Sequence[tuple[str, Any]]) -> str:

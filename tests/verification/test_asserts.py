@@ -1,6 +1,7 @@
 """Tests that are Python asserts: HumanEval's own solutions and forgeries of them, forms of asserts, and bad input."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,141 @@ def test_forms_of_asserts(verifier, program, code, wrong):
     assert changed != program
     grades = verifier.grade_detailed(list(map(block, programs)), [asserts(code)] * 3)
     assert [grade.outcome.label for grade in grades] == [1.0, 1.0, 0.0], grades
+
+
+def test_the_entry_point_may_be_a_method_of_solution(verifier):
+    """As in LeetCodeDataset."""
+    tests = asserts("def check(candidate):\n    assert candidate(x=2) == 3", "Solution().f")
+    programs = [block(f"class Solution:\n    def f(self, x): return x + {added}") for added in (1, 2)]
+    assert verifier.grade(programs, [tests] * 2) == [1.0, 0.0]
+
+
+VALUES = """
+import collections, datetime, decimal, fractions
+DAY = datetime.date(2024, 2, 29)
+NOON = datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone.utc)
+VALUES = [
+    None, True, 2**70, -0.5, 1j, "x", b"x", bytearray(b"x"), [1], (1,), {1}, frozenset({1}), {(1,): "a"},
+    range(1, 9, 2), slice(1, None), decimal.Decimal("1.50"), fractions.Fraction(1, 3), DAY, NOON, NOON.time(),
+    NOON.timetz(), datetime.timedelta(days=-1, microseconds=5), collections.deque([1, 2]), collections.Counter("aab"),
+    collections.defaultdict(list, {1: [2]}), collections.OrderedDict(a=1), {1: [2]}.keys(), {1: 2}.items(),
+]
+"""
+
+
+def test_values_of_standard_types_cross_the_connection_in_both_directions(verifier):
+    code = VALUES + "for i, value in enumerate(VALUES):\n    assert f(i, 0) == value == f(None, value), value"
+    code += "\nfor i, value in enumerate(VALUES):\n    assert type(f(None, value)) is type(value), value"
+    code += "\nassert f(VALUES.index({1: [2]}), 0)[3] == []"
+    code += "\nassert f(None, collections.OrderedDict(a=1).keys()) == {'a'}"
+    code += "\nvalues = f(None, {1: [2]}.values())\nassert list(values) == [[2]] == list(values) and len(values) == 1"
+    right = VALUES + "def f(i, value): return value if i is None else VALUES[i]"
+    wrong = [
+        right.replace(*change)
+        for change in [("=5)", "=6)"), ("NOON.time()", "NOON"), ("{1: 2}.items", "{1: 3}.items"), ('"aab"', '"abb"')]
+    ]
+    grades = verifier.grade_detailed(list(map(block, [right, *wrong])), [asserts(code)] * 5)
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
+
+
+EFFECTS = """
+import collections
+values = [[1], collections.deque([1]), bytearray([1]), {1}]
+more = [{1: 1}, collections.Counter({1: 1}), collections.OrderedDict({1: 1}), collections.defaultdict(int, {1: 1})]
+for value in values + more:
+    f(x=value)
+    assert list(value) == [2] and f(None, value) is None and list(value) == [2, 3], value
+    calls.append(value)
+def change(x):
+    x[0] = 5
+values = f(change, [1])
+assert values == [5] and len(calls) == 8
+"""
+EFFECT = """
+def f(x, y=None):
+    if y is None:
+        x.clear()
+        add(x, 2)
+    elif x is None:
+        add(y, 3)
+    else:
+        x(x=y)
+        return y
+def add(values, item):
+    kind = type(values).__name__
+    if kind == "set": values.add(item)
+    elif hasattr(values, "append"): values.append(item)
+    elif kind in ("Counter", "defaultdict"): values[item] += 1
+    else: values[item] = 1
+"""
+
+
+def test_arguments_change_with_their_copies(verifier):
+    """Every standard container, also one that is passed by name, and one that a function of the asserts changes."""
+    programs = [EFFECT, EFFECT.replace("add(x, 2)", "pass"), EFFECT.replace("add(y, 3)", "pass")]
+    grades = verifier.grade_detailed(list(map(block, programs)), [asserts(f"calls = []\n{EFFECTS}")] * 3)
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0], grades
+
+
+NODES = """
+class Node:
+    def __init__(self, value, next=None):
+        self.value, self.next = value, next
+    def ends_with(self, values):
+        return self.value == values[-1] if self.next is None else self.next.ends_with(values)
+def linked(values):
+    return Node(values[0], linked(values[1:])) if values else None
+def items(node):
+    values = []
+    while node is not None and len(values) < 3000:
+        values.append(node.value)
+        node = node.next
+    return values
+"""
+REVERSE = """
+def f(head, last=None):
+    while head is not None:
+        head.next, last, head = last, head, head.next
+    return last
+"""
+DROP = "def f(head):\n    head.value, head.next = head.next.value, head.next.next"
+LONG = "def f(n):\n    node = None\n    for i in range(n): node = Node(i, node)\n    return node"
+CIRCLE = "def f(x):\n    node = Node(x)\n    node.next = node\n    return node"
+SAME = "def f(x): return [x, x]"
+PAIRS = "def f(nodes): return {node.value: node for node in nodes}"
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "wrong"),
+    [
+        (REVERSE, "assert items(f(head=linked([1, 2, 3]))) == [3, 2, 1] and f(None) is None", "return head"),
+        (
+            REVERSE,
+            "from solution import Node\nassert isinstance(f(Node(1)), Node) and f(Node(1)).next is None",
+            "return 1",
+        ),
+        (REVERSE, "def check(f):\n    assert f(linked([1, 3, 2])).ends_with([2, 3, 1])", "return Node(2, head)"),
+        (DROP, "x = linked([1, 2, 3])\nassert f(x) is None and items(x) == [2, 3]", "head.value = 2"),
+        (LONG, "assert items(f(2000)) == list(range(2000))[::-1]", "return Node(1999)"),
+        (CIRCLE, "x = f(3)\nassert x.next is x and x.value == 3", "return Node(3, Node(3))"),
+        (SAME, "x, y = f(Node(3))\nassert x is y and x.value == 3", "return [Node(3), Node(3)]"),
+        (PAIRS, "assert [items(x) for x in f([Node(3)]).values()] == [[3]]", "return {3: Node(4)}"),
+        (NODES + PAIRS, "assert [items(x) for x in f([Node(3)]).values()] == [[3]]", "return {}"),
+    ],
+)
+def test_instances_of_classes_of_the_prelude_are_values(verifier, program, code, wrong):
+    """As nodes of lists and trees in LeetCodeDataset are. Forged ones, with methods or without nodes, do not pass."""
+    programs = [program, re.sub(r"(def f\(.*\)):[^$]*", rf"\1:\n    {wrong}", program)]
+    forged = "class Yes:\n    value = next = 0\n    def __eq__(*a): return True\n    __call__ = ends_with = __eq__\n"
+    forged += "    def __iter__(self): return iter([self, self])\n"
+    programs += [f"{forged}def f(*a, **k): return Yes()"]
+    programs += [
+        f"def f(*a, **k):\n    node = Node(Node)\n    node.{name} = lambda *a: True\n    return node"
+        for name in ("ends_with", "next")
+    ]
+    tests = asserts(code, prelude=NODES)
+    grades = verifier.grade_detailed(list(map(block, programs)), [tests] * len(programs))
+    assert [grade.outcome.label for grade in grades] == [1.0, 0.0, 0.0, 0.0, 0.0], grades
 
 
 COUNT = "n = 0\ndef f():\n    global n\n    n += 1\n    return n"
@@ -199,6 +335,7 @@ def text_of(file):
         (asserts("assert g(1) == 2"), "No assert that runs calls f"),
         (asserts("f(1)"), "No assert that runs calls f"),
         (asserts("class T:\n    def test(self):\n        assert f(1)"), "No assert that runs calls f"),
+        (asserts("assert f(0)\nclass T:\n    def test_one(self):\n        assert f(1)"), "class T do not run"),
     ],
 )
 def test_asserts_that_cannot_be_run(tests, words):
@@ -212,6 +349,89 @@ def test_asserts_that_import_a_package_are_no_verdict():
     with pytest.raises(ValueError, match="import pytest"):
         read_tests(tests)
     assert json_of_tests(tests) is None  # the example is dropped, and counted
+
+
+@pytest.mark.parametrize(
+    "test",
+    ["async def test():\n    assert await f(1) == 1", "from asyncio import run", "assert asyncio.run(f(1)) == 1"],
+)
+def test_asserts_that_need_an_event_loop_are_no_verdict(test):
+    """None runs in the sandbox. Without one a test would pass that is not awaited, and right programs would fail."""
+    tests = asserts(f"assert f(0)\n{test}")
+    with pytest.raises(ValueError, match="event loop"):
+        read_tests(tests)
+    assert json_of_tests(tests) is None
+
+
+ERRORS = """
+import json, statistics
+class Failure(Exception): pass
+class TooSmall(Failure, ValueError):
+    def __init__(self, value, limit=0):
+        super().__init__(f"{value} < {limit}")
+        self.value = value
+    def missing(self): return -self.value
+def f(x):
+    if x < 0: raise TooSmall(x)
+    return [lambda: x, lambda: json.loads("x"), lambda: statistics.mean([]), lambda: b"\\xff".decode()][x]()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "label"),
+    [
+        ("with raises(TooSmall) as e: f(-2)\nassert str(e.exception) == '-2 < 0' and e.exception.value == -2", 1.0),
+        ("with raises(TooSmall) as e: f(-2)\nassert e.exception.missing() == 2 and e.exception.limit", 0.0),
+        ("with raises((KeyError, Failure)): f(-2)\nassert issubclass(TooSmall, Failure)", 1.0),
+        ("with raises(ValueError) as e: f(-2)\nassert type(e.exception).__name__ == 'TooSmall'", 1.0),
+        ("import solution\nwith raises(solution.Failure) as e: f(-1)\nassert isinstance(e.exception, TooSmall)", 1.0),
+        ("with raises(TooSmall): f(0)\nassert f(0) in (0,)", 0.0),
+        ("with raises(KeyError): f(-1)\nassert f(0) in (0,)", 0.0),
+        ("e = TooSmall(3, limit=4)\nassert f(0) == 0 and str(e) == '3 < 4' and isinstance(e, Failure)", 1.0),
+        (
+            "import json\nwith raises(json.JSONDecodeError) as e: f(1)\nassert 'Expecting value' in str(e.exception)",
+            1.0,
+        ),
+        ("import statistics\nwith raises(statistics.StatisticsError): f(2)\nassert f(0) in (0,)", 1.0),
+        ("with raises(UnicodeDecodeError): f(3)\nassert f(0) in (0,)", 1.0),
+    ],
+)
+def test_classes_of_exceptions_reach_asserts(verifier, code, label):
+    tests = asserts(f"import unittest\nraises = unittest.TestCase().assertRaises\n{code}", prelude="True")
+    (grade,) = verifier.grade_detailed([block(ERRORS)], [tests])
+    assert grade.outcome.label == label, grade
+
+
+CASE = """
+import unittest
+def test():
+    class Case(unittest.TestCase):
+        def test_f(self):
+            self.assertEqual(f(1), 1)
+    assert Case("test_f").run().wasSuccessful()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        ("passed", "Exception"),
+        ("x\\npassed\\n", "Exception"),
+        ("Skipped", "unittest.SkipTest"),
+        ("End", "StopIteration"),
+    ],
+)
+def test_classes_of_exceptions_pass_no_assert(verifier, name, base):
+    """Neither by a name, nor by what a base class means to a loop, or to `unittest`."""
+    program = f"import unittest\ndef f(x): raise type('{name}', ({base},), {{}})(x)"
+    for code in (
+        "assert f(1) in (1,)",
+        "assert all(f(x) == x for x in range(3))\nassert f(2) in (2,)",
+        "for x in map(f, range(3)):\n    assert x == 4\nassert f in (f,)",
+        CASE,
+    ):
+        (grade,) = verifier.grade_detailed([block(program)], [asserts(code)])
+        assert grade.outcome.label == 0.0, (code, grade)
 
 
 MBPP = {
