@@ -390,7 +390,7 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     first, last = sides[0], sides[-1]
     if operators == {r"\in"} and len(sides) == 2:
         return read_value(last, True)
-    if operators != {"="}:
+    if operators != {"="} or _is_wrong_calculation(sides):
         return None
     is_chain = len(sides) > 2
     if is_chain or names_quantity(first):
@@ -398,6 +398,17 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     if names_quantity(last):
         return _read_side(first)
     return _read_side(last) if _is_calculation(first, last) else None
+
+
+def _is_wrong_calculation(sides: tuple[str, ...]) -> bool:
+    """Whether a number of a chain of equations differs from the last one by more than rounding, as in `2 + 2 = 5`.
+    Numbers with a unit or in percent are not compared."""
+    numbers = [value for side in sides if isinstance(value := _read_side(side), Leaf) and not value.is_percent]
+    values = [number.value for number in numbers if number.unit is None]
+    return any(
+        is_near(value, values[-1]) is False and not is_equal_expression(value, values[-1], None, None)
+        for value in values[:-1]
+    )
 
 
 def _states_combination(relation: Relation) -> bool:
