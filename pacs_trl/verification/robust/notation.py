@@ -157,8 +157,12 @@ _FONT_AROUND_MATH = re.compile(
     r"|^\\text\s*\{\s*([-\d./]+(?:\s*(?:,|and|or|to|,\s*and)\s*[-\d./]+)+|\([a-z]\)(?:\s*(?:,|and)\s*\([a-z]\))+)\s*\}$"
     r"|^\\text\s*\{\s*([A-Za-z]\s*=\s*[-\d./]+)\s*\}$"
 )
+# The same answer once more: `0.5 \text{ (or } \frac{1}{2})`.
+_ALTERNATIVE_IN_BRACKETS = re.compile(
+    r"\s*\\text\s*\{\s*\(\s*(?:or(?:\s+equivalently)?|i\.\s?e\.|equivalently)\s*,?\s*\}\s*([^()]+)\)$"
+)
 _CONNECTIVE = re.compile(
-    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|or\s+equivalently|i\.\s?e\.)\s*,?\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
     r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
 )
 _LATEX_SYNONYMS = [
@@ -280,7 +284,7 @@ def normalize(text: str) -> str:
     text = _FONT_AROUND_MATH.sub(lambda match: f" {next(filter(None, match.groups()), '')} ", text)
     text = _CURRENCY_CODE.sub(lambda match: _CURRENCY_CODES[match[1].lower()], text)
     text = _CENTS_BEFORE_NUMBER.sub(r"\1 cents", text)
-    text = _CONNECTIVE.sub(", ", text)
+    text = _CONNECTIVE.sub(", ", _ALTERNATIVE_IN_BRACKETS.sub(r", \1", text))
     for pattern, replacement in _LATEX_SYNONYMS:
         text = pattern.sub(replacement, text)
     text = _REPEATING_DECIMALS.sub(_overline, strip_markup(re.sub(r"\s+", " ", text)))
