@@ -11,7 +11,7 @@ from .intervals import intervals_of, is_same_intervals
 from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
 from .quantities import combines_names, is_quantity, is_simple_quantity, names_in
 from .units import read_unit
-from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value
+from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value, with_other_variable
 
 
 def is_equal(gold: Any, answer: Any) -> bool:
@@ -356,7 +356,24 @@ def _is_equal_relation(gold: Any, answer: Any) -> bool:
     return _is_value_in_answer(gold, answer)
 
 
+_ARGUMENT = re.compile(r"^([A-Za-z])\s*(?:\(\s*([a-z])\s*\)|_\s*\{?\s*([a-z])\s*\}?)$")
+
+
+def _with_argument_of(gold: Relation, answer: Relation) -> Relation:
+    """Return `f(t) = 2t` as `f(x) = 2x` if the gold is an equation for `f(x)`; other relations unchanged."""
+    gold_function, answer_function = _ARGUMENT.match(gold.sides[0]), _ARGUMENT.match(answer.sides[0])
+    if not (gold_function and answer_function) or gold_function[1] != answer_function[1]:
+        return answer
+    argument, other = answer_function[2] or answer_function[3], gold_function[2] or gold_function[3]
+    sides = [with_other_variable(side, argument, other) for side in answer.sides]
+    is_name_of_function = gold_function[1] in (argument, other)
+    if argument == other or is_name_of_function or None in sides:
+        return answer
+    return Relation(tuple(side for side in sides if side is not None), answer.operators)
+
+
 def _is_same_relation(gold: Relation, answer: Relation) -> bool:
+    answer = _with_argument_of(gold, answer)
     gold_value, answer_value = _stated_value(gold), _stated_value(answer)
     if gold_value is not None and answer_value is not None:
         is_chain = len(gold.sides) > 2 or len(answer.sides) > 2
