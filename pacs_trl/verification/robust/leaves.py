@@ -267,6 +267,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     denominator = match["d3"] or match["d4"]
     is_quotient = denominator is not None and value.denominator == 1 and abs(int(denominator)) != 1
     rest = re.sub(r"^\\mu\s*(?=[mgs](?![A-Za-z]))", "u", text[match.end() :].strip())
+    rest = re.sub(r"^\\Omega$", "ohm", rest)
     if scale := _SCALE.match(rest):
         power = _SCALES[scale[2].lower()]
         value *= 10**power
@@ -293,7 +294,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     if in_text := _UNIT_IN_TEXT.fullmatch(rest) or _UNIT_IN_TEXT.fullmatch(" " + rest):
         unit = read_unit(in_text[1] + (in_text[2] or "")) or unit
         return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
-    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*[/.]?\s*)+", rest):
+    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*(?:[/.]|\\cdot)?\s*)+", rest):
         return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
     if _UNIT_WORDS.match(rest) and _is_unit(rest, has_space=text[match.end() : match.end() + 1] == " "):
         return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
