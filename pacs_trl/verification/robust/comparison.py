@@ -117,7 +117,7 @@ _VERDICT = re.compile(
 
 def _words(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"^(?:the|an?)\s+", "", text.strip().lower())
+    text = re.sub(r"^(?:the|an?|on)\s+", "", text.strip().lower())
     text = re.sub(r"(?<=\d)\s+(?=\d)", "_", text)  # `1 2` is not 12
     return re.sub(r"[\s.!,\"'\\]|\\ ", "", text).strip("-")
 
@@ -438,11 +438,11 @@ def _states_combination(relation: Relation) -> bool:
 
 
 def _is_calculation(left: str, right: str) -> bool:
-    """Whether two sides are numbers without variables, as in `6 \\cdot 7 = 42`."""
-    task, result = parse_expression(left), _read_side(right)
-    if task is None or task.free_symbols:
-        return False
-    return isinstance(result, Leaf) and not has_variables(result.value)
+    """Whether the left side is a task without variables and the right one a number, as in `6 \\cdot 7 = 42`."""
+    is_task = parse_expression(left) is not None or re.search(r"\d", left)
+    result = _read_side(right)
+    is_number = isinstance(result, Leaf) and not has_variables(result.value)
+    return bool(is_task and not names_in(left) and is_number)
 
 
 def _read_side(text: str) -> Any:
