@@ -108,10 +108,22 @@ def _is_answer(gold: Any, texts: list[str]) -> bool:
     if is_equal(gold, answer):
         return True
     if len(texts) > 1:
-        return len(values) > 1 and all(is_equal(gold, value) for value in values)
+        return all(is_equal(gold, value) for value in values)
+    if (
+        isinstance(gold, Leaf)
+        and _has_several_notations(answer)
+        and all(is_equal(gold, item) for item in answer.items)
+    ):
+        return True
     if isinstance(gold, Leaf) and re.fullmatch(r"-?\d+,\d+", texts[0]) and not re.search(r",\d{3}$", texts[0]):
         return is_equal(gold, read_value(texts[0].replace(",", ".")))  # a decimal comma
     return False
+
+
+def _has_several_notations(answer: Any) -> bool:
+    """Whether an answer is a list of different texts, which may be one value, as in "1/2 or 0.5"."""
+    is_list = isinstance(answer, Sequence) and answer.brackets == ""
+    return is_list and any(item != answer.items[0] for item in answer.items)
 
 
 def _has_commas(gold: Any) -> bool:

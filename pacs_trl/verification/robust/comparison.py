@@ -11,7 +11,7 @@ from .intervals import intervals_of, is_same_intervals
 from .leaves import Choice, Clock, Leaf, has_variables, parse_expression
 from .quantities import combines_names, is_quantity, is_simple_quantity, names_in
 from .units import read_unit
-from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value
+from .values import Based, Matrix, Ratio, Relation, Residue, Sequence, Union, read_value, with_other_variable
 
 
 def is_equal(gold: Any, answer: Any) -> bool:
@@ -117,7 +117,7 @@ _VERDICT = re.compile(
 
 def _words(text: str) -> str:
     text = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
-    text = re.sub(r"^(?:the|an?)\s+", "", text.strip().lower())
+    text = re.sub(r"^(?:the|an?|on)\s+", "", text.strip().lower())
     text = re.sub(r"(?<=\d)\s+(?=\d)", "_", text)  # `1 2` is not 12
     return re.sub(r"[\s.!,\"'\\]|\\ ", "", text).strip("-")
 
@@ -356,7 +356,24 @@ def _is_equal_relation(gold: Any, answer: Any) -> bool:
     return _is_value_in_answer(gold, answer)
 
 
+_ARGUMENT = re.compile(r"^([A-Za-z])\s*(?:\(\s*([a-z])\s*\)|_\s*\{?\s*([a-z])\s*\}?)$")
+
+
+def _with_argument_of(gold: Relation, answer: Relation) -> Relation:
+    """Return `f(t) = 2t` as `f(x) = 2x` if the gold is an equation for `f(x)`; other relations unchanged."""
+    gold_function, answer_function = _ARGUMENT.match(gold.sides[0]), _ARGUMENT.match(answer.sides[0])
+    if not (gold_function and answer_function) or gold_function[1] != answer_function[1]:
+        return answer
+    argument, other = answer_function[2] or answer_function[3], gold_function[2] or gold_function[3]
+    sides = [with_other_variable(side, argument, other) for side in answer.sides]
+    is_name_of_function = gold_function[1] in (argument, other)
+    if argument == other or is_name_of_function or None in sides:
+        return answer
+    return Relation(tuple(side for side in sides if side is not None), answer.operators)
+
+
 def _is_same_relation(gold: Relation, answer: Relation) -> bool:
+    answer = _with_argument_of(gold, answer)
     gold_value, answer_value = _stated_value(gold), _stated_value(answer)
     if gold_value is not None and answer_value is not None:
         is_chain = len(gold.sides) > 2 or len(answer.sides) > 2
@@ -390,7 +407,7 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     first, last = sides[0], sides[-1]
     if operators == {r"\in"} and len(sides) == 2:
         return read_value(last, True)
-    if operators != {"="}:
+    if operators != {"="} or _is_wrong_calculation(sides):
         return None
     is_chain = len(sides) > 2
     if is_chain or names_quantity(first):
@@ -398,6 +415,17 @@ def _stated_value(relation: Relation, names_quantity: Callable[[str], bool] = is
     if names_quantity(last):
         return _read_side(first)
     return _read_side(last) if _is_calculation(first, last) else None
+
+
+def _is_wrong_calculation(sides: tuple[str, ...]) -> bool:
+    """Whether a number of a chain of equations differs from the last one by more than rounding, as in `2 + 2 = 5`.
+    Numbers with a unit or in percent are not compared."""
+    numbers = [value for side in sides if isinstance(value := _read_side(side), Leaf) and not value.is_percent]
+    values = [number.value for number in numbers if number.unit is None]
+    return any(
+        is_near(value, values[-1]) is False and not is_equal_expression(value, values[-1], None, None)
+        for value in values[:-1]
+    )
 
 
 def _states_combination(relation: Relation) -> bool:
@@ -410,11 +438,11 @@ def _states_combination(relation: Relation) -> bool:
 
 
 def _is_calculation(left: str, right: str) -> bool:
-    """Whether two sides are numbers without variables, as in `6 \\cdot 7 = 42`."""
-    task, result = parse_expression(left), _read_side(right)
-    if task is None or task.free_symbols:
-        return False
-    return isinstance(result, Leaf) and not has_variables(result.value)
+    """Whether the left side is a task without variables and the right one a number, as in `6 \\cdot 7 = 42`."""
+    is_task = parse_expression(left) is not None or re.search(r"\d", left)
+    result = _read_side(right)
+    is_number = isinstance(result, Leaf) and not has_variables(result.value)
+    return bool(is_task and not names_in(left) and is_number)
 
 
 def _read_side(text: str) -> Any:

@@ -40,10 +40,10 @@ _WORD = re.compile(r"[^\W\d_]+")
 # "half of 72" is not 72, but "a total of 72" is.
 _TAKEN_OF = re.compile(r"\bof\s+(?:the\s+)?$", re.IGNORECASE)
 _NAMED_OF = re.compile(r"\b(?:total|value|answer|result)\s+of\s+$", re.IGNORECASE)
-# A total in Chinese, and what makes another number of it.
-_CHINESE_TOTAL = re.compile(r"[\u4e00-\u9fff]{0,8}(?:一共|总共)[\u4e00-\u9fff]{0,3}\s*")
+# A total or another result in Chinese, as in 小明有, and what makes another number of it; 小明 and others are names.
+_CHINESE_RESULT = re.compile(r"[\u4e00-\u9fff]{0,8}(?:一共|总共|有|是|需要|花|用|剩|得)[\u4e00-\u9fff]{0,3}\s*")
 _CHINESE_OTHER_VALUE = re.compile(
-    r"[或不没非无未少多大小超过于约近至最比差半倍根方积商余每各加减乘除前后吗两二三四五六七八九十百千万亿]"
+    r"小(?![明红华丽刚强军芳亮东李王张林])|[或不没非无未少多大超过于约近至最比差半倍根方积商余每各加减乘除前后吗两二三四五六七八九十百千万亿错误假]"
 )
 
 
@@ -57,7 +57,7 @@ def changes_value(words: str) -> bool:
 
 def states_value(before: str, after: str) -> bool:
     """Whether the words before and after a number state it: in English none of them changes the value, in Chinese
-    they say 一共 or 总共 ("in total"), and in other languages they are not understood."""
+    they say 一共 ("in total") or another such word, and in other languages they are not understood."""
     words = before + " " + after
     if not words.isascii():
         words = words.replace("\u2019", "'")
@@ -66,4 +66,4 @@ def states_value(before: str, after: str) -> bool:
         is_english = bool(parts & _ENGLISH_WORDS) and not parts & _FOREIGN_WORDS
         is_taken_of = _TAKEN_OF.search(before) and not _NAMED_OF.search(before)
         return is_english and not is_taken_of and not changes_value(words)
-    return bool(_CHINESE_TOTAL.fullmatch(before.lstrip())) and not _CHINESE_OTHER_VALUE.search(words)
+    return bool(_CHINESE_RESULT.fullmatch(before.lstrip())) and not _CHINESE_OTHER_VALUE.search(words)

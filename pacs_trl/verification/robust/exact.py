@@ -220,16 +220,16 @@ def _substitute(expression: Expr, values: dict[str, Expr]) -> Expr:
     return expression.xreplace({symbol: values[str(symbol)] for symbol in expression.free_symbols})
 
 
-def is_near(exact: Any, rounded: Any) -> bool:
-    """Whether a number is another one rounded to two digits or more."""
+def is_near(exact: Any, rounded: Any) -> bool | None:
+    """Whether a number is another one rounded to two digits or more; `None` if one of them cannot be evaluated."""
     if exact is None or rounded is None:
-        return False
+        return None
     exact, rounded = _sympified(exact), _sympified(rounded)
     if _has_large_number(exact) or _has_large_number(rounded) or exact.free_symbols or rounded.free_symbols:
-        return False
+        return None
     left, right = _evaluate(exact), _evaluate(rounded)
     if left is None or right is None:
-        return False
+        return None
     return bool(abs(left - right) <= abs(left) / 100)
 
 

@@ -175,8 +175,10 @@ _AFTERTHOUGHT = re.compile(
     re.I,
 )
 _REMARK = re.compile(r"(?<=\S)\s+\((?=[^()]*[A-Za-z]{2})[^()$\\]{1,100}\)\s*$")  # as in `5 (five)`
-_REJECTED_CHOICE = re.compile(r",\s+(?:and\s+)?not\s+\(?[A-J]\)?\s*$")  # as in "A, not B"
+# As in "A, not B" and "17 instead of 18".
+_REJECTED_VALUE = re.compile(r"(?:,\s+(?:and\s+)?not|\s(?:instead\s+of|rather\s+than))\s[^,\n]{1,100}$")
 _SPACE = re.compile(r"\s*")
+_ENVIRONMENT = re.compile(r"\\begin(\{(?:align|aligned|gather|gathered|cases)\*?\})")
 _END_OF_STATEMENT = re.compile(r"(?<=[^\d\s])\.(?=\s|$)|(?<=\d)\.(?=\s|$)|[\u3002\uff01]|\n|!(?=\s)|;\s")
 
 
@@ -197,6 +199,9 @@ def _split_statement(text: str, start: int) -> tuple[str, int]:
         first = start + len(opening)
         if text.startswith(opening, start) and (end := text.find(closing, first)) > 0:
             return text[first:end], end + len(closing)
+    if (environment := _ENVIRONMENT.match(text, start)) and (end := text.find(rf"\end{environment[1]}", start)) > 0:
+        end += len(rf"\end{environment[1]}")
+        return text[start:end], end
     stop = _END_OF_STATEMENT.search(text, start)
     end = stop.start() if stop else len(text)
     return _without_remarks(text[start:end]), end
@@ -206,7 +211,7 @@ def _without_remarks(statement: str) -> str:
     """Return a statement without what follows the answer in its sentence."""
     if statement.count("**") % 2 and statement.rstrip().endswith("**"):  # the phrase stands in bold text, too
         statement = statement[: statement.rfind("**")]
-    statement = _REJECTED_CHOICE.sub("", ROUNDED_AFTER.sub("", _REMARK.sub("", statement)))
+    statement = _REJECTED_VALUE.sub("", ROUNDED_AFTER.sub("", _REMARK.sub("", statement)))
     if re.search(r"[\w)]!\s*$", statement) and "$" not in statement:
         statement = statement.rstrip().removesuffix("!")  # an exclamation, not a factorial
     if afterthought := _AFTERTHOUGHT.search(statement):

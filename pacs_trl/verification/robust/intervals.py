@@ -32,14 +32,33 @@ def intervals_of(value: Any) -> list[_Interval] | None:
         return None if base is None else _without_points(base, difference[2].split(","))
     if isinstance(value, Sequence):
         if value.brackets == "" and value.items and all(isinstance(item, Relation) for item in value.items):
-            if all("=" not in item.operators for item in value.items):
-                return _joined([intervals_of(item) for item in value.items])
-            return None
+            return _intervals_of_relations(value.items)
         if len(value.items) == 2 and value.brackets in ("()", "[]", "(]", "[)"):
             left, right = (_end(item) for item in value.items)
             if left is not None and right is not None:
                 return [(left, value.brackets[0] == "(", right, value.brackets[1] == ")")]
     return None
+
+
+def _intervals_of_relations(relations: tuple[Relation, ...]) -> list[_Interval] | None:
+    """Return the union of inequalities for one name. Two whose union is the real line are meant as an intersection:
+    `x > -1, x < 4`."""
+    names = {side for relation in relations for side in relation.sides if is_name(side)}
+    if len(names) > 1 or any("=" in relation.operators for relation in relations):
+        return None
+    intervals = _joined([intervals_of(relation) for relation in relations])
+    if intervals is not None and len(intervals) == len(relations) == 2:
+        below, above = intervals if intervals[0][0] == -oo else intervals[::-1]
+        (left, _, upper, upper_open), (lower, lower_open, right, _) = below, above
+        if (
+            left == -oo
+            and right == oo
+            and isinstance(lower, Fraction)
+            and isinstance(upper, Fraction)
+            and lower < upper
+        ):
+            return [(lower, lower_open, upper, upper_open)]
+    return intervals
 
 
 _REAL_LINE = {r"\mathbbr", "allrealnumbers", "allreals", "allrealvalues", "realnumbers", "\u5168\u4f53\u5b9e\u6570"}

@@ -16,7 +16,8 @@ _FORMULA = re.compile(
 _BOLD = re.compile(r"\*\*(?P<bold>[^*\n]{1,200})\*\*")
 _NUMBERS = re.compile(
     r"""
-    (?<![\w.])(?:(?:negative|minus)\s(?=[\d.]))?(?:[-+\u2212](?=[\d.$\\\u20ac\u00a3]))?(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)?
+    (?<![^\W\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af])(?<![.\u7b2c])  # no letter of a name, but Chinese characters
+    (?:(?:negative|minus)\s(?=[\d.]))?(?:[-+\u2212](?=[\d.$\\\u20ac\u00a3]))?(?:\\?[$\u20ac\u00a3\u00a5\u20b9]\s?)?
     (?:
         \d+(?::\d+)+
         | (?:\d{1,3}(?:\ \d{3})+(?!\d)|\d[\d,.]*)(?:[eE][-+]?\d+)?(?:\s\d+/\d+|/\d+)?
@@ -52,6 +53,8 @@ def last_values(text: str) -> list[str]:
     number = _result_in_last_line(tail) or last_match(_NUMBERS, tail)
     if bold and not _NUMBERS.search(bold["bold"]) and "$" not in bold["bold"] and "\\" not in bold["bold"]:
         bold = None
+    if bold and _is_result_in_sentence(tail, bold):
+        return [_content(bold)]
     ends = [match.end() for match in (formula, bold, number) if match]
     if not ends:
         return []
@@ -65,6 +68,22 @@ def last_values(text: str) -> list[str]:
         return [_listed_formulas(tail, formulas)]
     content = _content(last)
     return last_values(content) if len(_WORD.findall(content)) > 2 else [content]
+
+
+_NUMBER_AND_UNIT = re.compile(rf"\s*(?:{_NUMBERS.pattern})(?:\ ?[A-Za-z]+)?\.?\s*", re.VERBOSE)
+_RESULT_AFTER = re.compile(
+    r"[=\n]|\b(?:is|are|was|were|has|have|had|be|makes?|gives?|gets?|equals?|totals?|so|thus|hence|therefore|but|then)\b",
+    re.IGNORECASE,
+)
+
+
+def _is_result_in_sentence(text: str, bold: re.Match) -> bool:
+    """Whether the last bold number of a text is the result that its last line states, as in "There are **17** integers
+    between 1 and 100": the only bold text of the line, inside of it, and without a verb or an equals sign after it."""
+    before = text[text.rfind("\n", 0, bold.start()) + 1 : bold.start()]
+    is_alone = before.strip() and "**" not in before and not _NEGATION_BEFORE.search(before)
+    is_number = _NUMBER_AND_UNIT.fullmatch(bold["bold"])
+    return bool(is_alone and is_number and not _RESULT_AFTER.search(text[bold.end() :].rstrip()))
 
 
 def _content(match: re.Match) -> str:

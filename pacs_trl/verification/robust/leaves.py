@@ -72,8 +72,21 @@ WORDS = re.compile(r"^(?:\\text\s*\{[^{}]*\}|[^\W\d_]|[\s,.'\-])+$")
 
 
 _TEXT = re.compile(r"\\text\s*\{([^{}]*)\}")
-_OTHER_VALUES = ("squared", "cubed", "is wrong", "is incorrect")
-# As in "3 boys and 4 girls", of which normalized text has a comma for "and".
+_OTHER_VALUE = re.compile(
+    r"squared|cubed|factorial|at (?:least|most)|is (?:wrong|incorrect|false)"
+    r"|is not (?:the|an?|right|correct)(?: [a-z]+)*|[\u4e00-\u9fff]?(?:以上|以下|以内)"
+)
+# As in "8 or more people". Normalized text has a comma for "or" and "and".
+_BOUND = re.compile(
+    r"(?:[a-z]+(?: [a-z]+)?)?, (?:more|less|fewer|greater|larger|smaller|higher|lower|above|below|over|under|up)\b"
+    r"(?! than)"
+)
+# As in "14 apples (or 15 if you count this one)" and "14 or 15 apples".
+_ALTERNATIVE = re.compile(
+    r"(?P<unit>(?:[a-z]+(?: [a-z]+)?)?) ?"
+    r"(?:\(, (?P<in_brackets>\d[^()]*)\)|, (?:maybe |perhaps |possibly )?(?P<after>\d[\d.,/]*(?: [a-z]+){0,2}))"
+)
+# As in "3 boys and 4 girls".
 _SECOND_COUNT = re.compile(
     r"[a-z]+(?: [a-z]+)?, (?:(?P<digits>\d{1,9})|(?P<numeral>[a-z]+))(?: [a-z]+)? (?P<unit>[a-z]+s)"
 )
@@ -164,7 +177,7 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
     if clock is not None:
         return clock
     number = _NUMBER.match(text)
-    if number and _is_other_value(text[number.end() :]):
+    if number and _is_other_value(number, text[number.end() :]):
         return Leaf(compact)
     if number and (leaf := _read_quantity(text, compact, number)) is not None:
         return leaf
@@ -197,17 +210,47 @@ def read_leaf(text: str) -> Leaf | Choice | Clock:
     return Leaf(compact, parse_expression(expression.strip()), unit=unit, is_percent=is_percent)
 
 
-def _is_other_value(words: str) -> bool:
-    """Whether the words after a number make another value of it: "squared" or "is wrong" alone, or a second count, as
-    in "3 boys and 4 girls". But "2 hours and 30 minutes" is one quantity."""
+def _is_other_value(number: re.Match, words: str) -> bool:
+    """Whether the words after a number make another value of it: "squared" or "is wrong" alone, a bound as in "8 or
+    more", another number after "or", or a second count, as in "3 boys and 4 girls". But "2 hours and 30 minutes" is
+    one quantity."""
     words = _TEXT.sub(r"\1", words).strip()
-    if words in _OTHER_VALUES:
+    if _OTHER_VALUE.fullmatch(words) or _BOUND.match(words):
         return True
+    if alternative := _ALTERNATIVE.fullmatch(words):
+        return _is_other_number(number, alternative)
     second = _SECOND_COUNT.fullmatch(words)
     if second is None or is_unit_word(second["unit"]):
         return False
     count = int(second["digits"]) if second["digits"] else english_number(second["numeral"])
     return count is not None and count > 0
+
+
+def _is_other_number(number: re.Match, alternative: re.Match) -> bool:
+    """Whether a number differs from the one after "or", which may be rounded, or in a unit of the same dimension."""
+    text = alternative["in_brackets"] or alternative["after"]
+    other_number = _NUMBER.match(text)
+    if other_number is None or "%" in text:
+        return False
+    value, other = read_number(number.group(), number), read_number(text, other_number)
+    if value is None or other is None or other[0] == 0 and alternative["unit"]:
+        return False
+    other_words = text[other_number.end() :].strip()
+    unit, other_unit = _unit_in_table(alternative["unit"]), _unit_in_table(other_words)
+    if number["currency"]:
+        unit = read_unit(CURRENCY_UNITS[number["currency"].removeprefix("\\")])
+    if other_unit and (unit is None or unit.dimension != other_unit.dimension):
+        return False
+    factor = other_unit.factor / unit.factor if unit and other_unit else Fraction(1)
+    if other_words.startswith("dozen"):
+        factor = Fraction(12)
+    difference = abs(value[0] - other[0] * factor)
+    is_rounded = other[1] is not None and difference < Fraction(10) ** -other[1]
+    return difference != 0 and not is_rounded
+
+
+def _unit_in_table(words: str) -> Unit | None:
+    return read_unit(words) if words and is_unit_word(words.split()[0]) else None
 
 
 def _is_product_of_letters(text: str) -> bool:
@@ -224,6 +267,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     denominator = match["d3"] or match["d4"]
     is_quotient = denominator is not None and value.denominator == 1 and abs(int(denominator)) != 1
     rest = re.sub(r"^\\mu\s*(?=[mgs](?![A-Za-z]))", "u", text[match.end() :].strip())
+    rest = re.sub(r"^\\Omega$", "ohm", rest)
     if scale := _SCALE.match(rest):
         power = _SCALES[scale[2].lower()]
         value *= 10**power
@@ -250,7 +294,7 @@ def _read_quantity(text: str, compact: str, match: re.Match) -> Leaf | None:
     if in_text := _UNIT_IN_TEXT.fullmatch(rest) or _UNIT_IN_TEXT.fullmatch(" " + rest):
         unit = read_unit(in_text[1] + (in_text[2] or "")) or unit
         return Leaf(compact, value, num_decimals, unit, is_quotient=is_quotient)
-    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*[/.]?\s*)+", rest):
+    if re.fullmatch(r"(?:\\text\s*\{[^{}]*\}\s*(?:\^\s*\{?\d\}?)?\s*(?:[/.]|\\cdot)?\s*)+", rest):
         return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)
     if _UNIT_WORDS.match(rest) and _is_unit(rest, has_space=text[match.end() : match.end() + 1] == " "):
         return Leaf(compact, value, num_decimals, read_unit(rest) or unit, is_quotient=is_quotient)

@@ -123,7 +123,10 @@ _SIZING = re.compile(
     r"|\\(?:tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge)(?![A-Za-z])"
 )
 _COLOR = re.compile(r"\\(?:text)?color\s*\{[^{}]*\}")
-_UNDERLINE = re.compile(r"\\(?:underline|ensuremath)\s*\{([^{}]*)\}")
+_STARRED_ENVIRONMENT = re.compile(r"(\\(?:begin|end)\{[a-z]+)\*\}")
+_FRAME = re.compile(r"\\(?:underline|ensuremath|boxed|fbox)\s*\{([^{}]*)\}")
+_MARK_AT_END = re.compile(r"\\(?:checkmark|blacksquare|qed|Box)\s*$")
+_ONLY = re.compile(r"(?<=[A-JVX])\s+only(?=\s*\}?$)")  # as in "I and II only"
 _FORMULAS = re.compile(r"(?<!\\)\$((?:[^$\\]|\\.)+)(?<!\\)\$")  # formulas in a sentence
 _HEDGE = re.compile(
     r"^\s*(?:(?:approximately|about|roughly|around|exactly|simply|just|only|equal to)\s+"
@@ -156,9 +159,15 @@ _FONT_AROUND_MATH = re.compile(
     r"|^\\text\s*\{\s*([A-J][.:)])\s*\}(?=\s*[^\s])"
     r"|^\\text\s*\{\s*([-\d./]+(?:\s*(?:,|and|or|to|,\s*and)\s*[-\d./]+)+|\([a-z]\)(?:\s*(?:,|and)\s*\([a-z]\))+)\s*\}$"
     r"|^\\text\s*\{\s*([A-Za-z]\s*=\s*[-\d./]+)\s*\}$"
+    r"|^\\text\s*\{\s*((?:[A-J]|[IVX]+)(?:\s*(?:,|and|,\s*and)\s*(?:[A-J]|[IVX]+))+)\s*\}$"
+)
+_REAL_POINT = r"-?(?:[\d./]+|\\frac\s*\{\d+\}\s*\{\d+\})"
+# The same answer once more: `0.5 \text{ (or } \frac{1}{2})`.
+_ALTERNATIVE_IN_BRACKETS = re.compile(
+    r"\s*\\text\s*\{\s*\(\s*(?:or(?:\s+equivalently)?|i\.\s?e\.|equivalently)\s*,?\s*\}\s*([^()]+)\)$"
 )
 _CONNECTIVE = re.compile(
-    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or)\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
+    r"\s*,?\s*(?:\\text\s*\{\s*,?\s*(?:and|or|or\s+equivalently|i\.\s?e\.)\s*,?\s*\}|\\(?:lor|land|vee|wedge)(?![A-Za-z])|\\&"
     r"|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])|或|和)\s*"
 )
 _LATEX_SYNONYMS = [
@@ -174,6 +183,15 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\(?:times|cdotp|ast|bullet)(?![A-Za-z])"), r"\\cdot "),
     (re.compile(r"\\div(?![A-Za-z])"), "/"),
     (re.compile(r"\\(?:varnothing|emptyset|O)(?![A-Za-z])"), r"\\emptyset "),
+    (re.compile(r"\\var(epsilon|phi|theta|rho|sigma)(?![A-Za-z])"), r"\\\1"),
+    (re.compile(r"\\log\s*_\s*(?:e(?![A-Za-z])|\{\s*e\s*\})"), r"\\ln "),
+    (
+        re.compile(
+            r"^(?:\\text\s*\{\s*)?(?:all|any)\s+real\s+(?:numbers|values)(?:\s+[a-z])?,?\s+except(?:\s+for)?\s*\}?"
+            rf"\s*(?:[a-z]\s*=\s*)?({_REAL_POINT}(?:,\s*{_REAL_POINT})*)\s*\}}?$"
+        ),
+        r"\\mathbb{R} \\setminus \\{\1\\}",
+    ),
     (re.compile(r"\\(?:dots|cdots|dotsc|dotsb|ldots)(?![A-Za-z])|\.\.\."), r"\\ldots "),
     (re.compile(r"\\(?:lbrace)(?![A-Za-z])"), r"\\{"),
     (re.compile(r"\\(?:rbrace)(?![A-Za-z])"), r"\\}"),
@@ -218,6 +236,7 @@ _LATEX_SYNONYMS = [
     (re.compile(r"\\sqrt\s+\{"), r"\\sqrt{"),
 ]
 _EMPHASIS = re.compile(r"^(\*\*\*|\*\*|\*|__|_|`{1,3})(?=\S)(.*\S)\1$", re.DOTALL)
+_CODE_BLOCK = re.compile(r"^```[a-z]*\s+(.*\S)\s*```$", re.DOTALL)
 _HTML = re.compile(r"</?(?:b|i|em|strong|u|span|p|br|div|code)(?:\s[^<>]{0,100})?/?>", re.IGNORECASE)
 _HTML_EXPONENT = re.compile(r"<sup>([^<>]{1,50})</sup>", re.IGNORECASE)
 _DELIMITERS = [("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")]
@@ -233,6 +252,8 @@ def strip_markup(text: str) -> str:
         if text.endswith((".", ",", ";", "?", ":")) and not text.endswith(("...", r"\,", r"\;", r"\:")):
             text = text.rstrip(_ENDING)
         text = text.removesuffix("\\\\").removesuffix("\\ ")
+        if code_block := _CODE_BLOCK.match(text):
+            text = code_block[1]
         if emphasis := _EMPHASIS.match(text):
             text = emphasis[2]
         for opening, closing in _DELIMITERS[1:]:  # one of a pair
@@ -266,8 +287,9 @@ def normalize(text: str) -> str:
     text = _APOSTROPHE_BEFORE_THOUSANDS.sub("", text)
     text = _THOUSANDS_IN_CODE.sub(lambda match: match.group().replace("_", ""), text)
     text = _DECIMAL_COMMA_IN_LATEX.sub(".", text)
+    text = _STARRED_ENVIRONMENT.sub(r"\1}", text)
     text = _COLOR.sub("", _SIZING.sub("", text))
-    text = _UNDERLINE.sub(r"\1", text)
+    text = _ONLY.sub("", _MARK_AT_END.sub("", _FRAME.sub(r"\1", _FRAME.sub(r"\1", text))))
     text = _FORMULAS.sub(r"\1", text)
     text = _HEDGE.sub("", text)
     if r"\\begin" in text:
@@ -280,21 +302,32 @@ def normalize(text: str) -> str:
     text = _FONT_AROUND_MATH.sub(lambda match: f" {next(filter(None, match.groups()), '')} ", text)
     text = _CURRENCY_CODE.sub(lambda match: _CURRENCY_CODES[match[1].lower()], text)
     text = _CENTS_BEFORE_NUMBER.sub(r"\1 cents", text)
-    text = _CONNECTIVE.sub(", ", text)
+    text = _CONNECTIVE.sub(", ", _ALTERNATIVE_IN_BRACKETS.sub(r", \1", text))
     for pattern, replacement in _LATEX_SYNONYMS:
         text = pattern.sub(replacement, text)
     text = _REPEATING_DECIMALS.sub(_overline, strip_markup(re.sub(r"\s+", " ", text)))
     text = _HEDGE.sub("", text)
     if re.match(r"[-+]?\d*\.\d", text):
         text = _CUT_DECIMALS.sub("", text)
-    words = re.sub(r"^\\text\s*\{\s*([A-Za-z -]+?)\s*\}$", r"\1", text)
+    words = re.sub(r"^\\text\s*\{\s*([^{}]+?)\s*\}$", r"\1", text)
+    if date := _DATE.fullmatch(words):
+        year = f", {date['year']}" if date["year"] else ""
+        return rf"\text{{{date['month']} {date['day']}{year}}}"
+    words, _, digits = words.partition(" (")
     number = english_number(words)
+    if digits and digits != f"{number})":
+        return text
     if number is not None:
         return str(number)
     first, _, unit = text.partition(" ")
     number = english_number(first)
     is_quantity = number is not None and re.fullmatch(r"[A-Za-z ]+", unit)
     return f"{number} {unit}" if is_quantity else text
+
+
+_MONTH = "(?P<month>January|February|March|April|May|June|July|August|September|October|November|December)"
+_DAY = r"(?P<day>\d{1,2})"
+_DATE = re.compile(rf"{_DAY}(?: of)? {_MONTH},?(?: (?P<year>\d{{4}}))?", re.IGNORECASE)
 
 
 CURRENCY_UNITS = {"$": "dollar", "\u20ac": "euro", "\u00a3": "pound", "\u00a5": "yen", "\u20b9": "rupee"}

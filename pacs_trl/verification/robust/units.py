@@ -52,14 +52,29 @@ _TABLE: dict[str, Unit] = {
     **_units("yuan", {"元 yuan rmb 块": 1, "角": "0.1"}),
     **_units("force", {"newton": 1}),
     **_units("energy", {"joule": 1, "kj kilojoule": 1000, "cal calorie": "4.184", "kcal kilocalorie": 4184}),
+    **_units("energy", {"electronvolt": "1.602176634e-19"}),
     **_units("power", {"watt": 1, "kw kilowatt": 1000}),
     **_units("voltage", {"volt": 1}),
     **_units("frequency", {"hertz hz": 1, "khz kilohertz": 1000}),
+    **_units("current", {"ampere amp": 1}),
+    **_units("temperature", {"kelvin": 1}),
+    **_units("pressure", {"pascal": 1}),
+    **_units("charge", {"coulomb": 1}),
+    **_units("resistance", {"ohm": 1}),
+    **_units("amount", {"mole mol": 1}),
     **_units("degree", {"degree deg": 1}),
     **_units("radian", {"radian rad": 1}),
 }
-# Symbols of units that are variables elsewhere, so that they are no unit words.
-_SYMBOLS = {"N": "newton", "J": "joule", "W": "watt", "V": "volt"}
+# Symbols of units that are variables elsewhere, so that they are no unit words, also with a prefix such as the `m` of
+# `mA`. `mW` and `MW` differ.
+_NAMES = {"N": "newton", "J": "joule", "W": "watt", "V": "volt", "A": "ampere", "K": "kelvin", "Hz": "hertz"}
+_NAMES |= {"Pa": "pascal", "C": "coulomb", "eV": "electronvolt", "mol": "mole"}
+_FACTORS = {"": "1", "n": "1e-9", "u": "1e-6", "m": "1e-3", "k": "1e3", "M": "1e6", "G": "1e9"}
+_SYMBOLS = {
+    prefix + symbol: Unit(_TABLE[name].dimension, _TABLE[name].factor * Fraction(factor))
+    for symbol, name in _NAMES.items()
+    for prefix, factor in _FACTORS.items()
+}
 _PRODUCT = re.compile(r"[A-Za-z]+(?:\^\{?-?\d\}?)?(?:\s+[A-Za-z]+(?:\^\{?-?\d\}?)?)+")
 _FACTOR = re.compile(r"([A-Za-z]+)(?:\^\{?(-?\d)\}?)?")
 _SQUARE = re.compile(r"^(?:square|sq\.?)\s+(.+)$|^(.+)\s+squared$|^平方(.+)$")
@@ -91,16 +106,19 @@ def read_unit(text: str) -> Unit | None:
         if match := pattern.match(name.lower()):
             name = next(group for group in match.groups() if group)
             exponent = power
-    name = _singular(_SYMBOLS.get(name, name))
+    symbol = _SYMBOLS.get(name)
+    name = _singular(name.replace("electron volt", "electronvolt"))
     if name in ("", "unit"):
         return None
     if name == "mph":
         return Unit("length/time", Fraction("1609.344") / 3600)
     if name in ("kmh", "kph"):
         return Unit("length/time", Fraction(1000, 3600))
-    unit = _TABLE.get(name, Unit(name, Fraction(1)))
+    unit = symbol or _TABLE.get(name, Unit(name, Fraction(1)))
     if exponent == 1:
         return unit
+    if unit.dimension == "length" and exponent == 3:
+        return Unit("volume", unit.factor**3 * 1000)  # in liters
     return Unit(f"{unit.dimension}^{exponent}", unit.factor**exponent)
 
 
@@ -109,7 +127,7 @@ def _read_product(name: str) -> Unit | None:
     above, below = [], []
     factor = Fraction(1)
     for word, power in _FACTOR.findall(name):
-        if not is_unit_word(word):
+        if word not in _SYMBOLS and not is_unit_word(word):
             return None
         unit = read_unit(f"{word}^{power.lstrip('-')}" if power.lstrip("-") not in ("", "1") else word)
         if unit is None:

@@ -75,8 +75,13 @@ _SET_BUILDER = re.compile(
     rf"^\\\{{\s*{_VARIABLE_OF_SET}(?:\\mid(?![A-Za-z])|\\vert(?![A-Za-z])|\||:)\s*(?P<in_braces>.+)\\\}}$"
     rf"|^{_VARIABLE_OF_SET}(?:\\mid(?![A-Za-z])|\|)\s*(?P<bare>[^|]+)$"
 )
+# That a parameter is a whole number: `k \in \mathbb{Z}`, "for any integer k", "where k is an integer".
 _CONDITION = re.compile(
-    r"[\s,]*(?:\\cdot\s*)?\(?\s*([kmn])\s*\\in\s*(?:\\mathbb\{[ZN]\}|[ZN])(?:\^?\{?[*+]\}?)?\s*\)?$"
+    r"[\s,]*(?:\\cdot\s*)?(?:\(?\s*([kmn])\s*\\in\s*(?:\\mathbb\{[ZN]\}|[ZN])(?:\^?\{?[*+]\}?)?\s*\)?"
+    r"|\\text\s*\{\s*,?\s*for\s+(?:(?:an|any|all|every|each|some)\s+)?integers?\s*\}\s*([kmn])"
+    r"|\\text\s*\{\s*,?\s*(?:where|with)\s*\}\s*([kmn])\s*\\text\s*\{\s*is\s+(?:an|any)\s+integer\s*\}"
+    r"|\\text\s*\{\s*,?\s*(?:for\s+(?:(?:an|any|all|every|each|some)\s+)?integers?\s+([kmn])"
+    r"|(?:where|with)\s+([kmn])\s+is\s+(?:an|any)\s+integer)\s*\})$"
 )
 # Where a function is defined, and from which number on a formula holds.
 _FOR_ALL = re.compile(
@@ -157,12 +162,35 @@ def _with_usual_brackets(text: str) -> str:
 
 
 def _without_condition(text: str) -> str:
-    """Return a text without the set of its parameter, as in `k\\pi, k \\in \\mathbb{Z}`, without the real line as the
-    domain of a function, and without the numbers from 0 or 1 on, as in `2^n - 1 \\text{ for } n \\geq 1`."""
+    """
+    Return a text without what is said of its variables: the set of a parameter, as in `k\\pi, k \\in \\mathbb{Z}`, the
+    real line as the domain of a function, and the numbers from 0 or 1 on, as in `2^n - 1 \\text{ for } n \\geq 1`.
+
+    The parameter of multiples of an angle becomes `n`.
+    """
     if for_all := _FOR_ALL.match(text):
         return for_all["definition"]
-    condition = _CONDITION.search(text) or _FROM_FIRST_NUMBER.search(text)
-    return text[: condition.start()] if condition and condition[1] in text[: condition.start()] else text
+    parameter = "k"
+    if condition := _CONDITION.search(text) or _FROM_FIRST_NUMBER.search(text):
+        without_condition = text[: condition.start()]
+        parameter = next(filter(None, condition.groups()))
+        if parameter not in without_condition:
+            return text
+        text = without_condition
+    if r"\pi" in text or r"^{\circ}" in text:
+        return with_other_variable(text, parameter, "n") or text
+    return text
+
+
+# A word, a command, or a letter, which is a variable.
+_LETTERS = re.compile(r"\\text\s*\{[^{}]*\}|\\?[A-Za-z]{3,}|\\[A-Za-z]+|[A-Za-z]")
+
+
+def with_other_variable(text: str, variable: str, other: str) -> str | None:
+    """Return a text with another name of a variable; `None` if it contains a variable of this name."""
+    if other in _LETTERS.findall(text):
+        return None
+    return _LETTERS.sub(lambda match: other if match.group() == variable else match.group(), text)
 
 
 def _read_set_builder(text: str) -> Relation | None:
