@@ -100,9 +100,9 @@ class ConversationEngine:
         self.engine = engine
         self.tools = tools
         self.batch_size = args.batch_size
-        self.max_rounds = args.max_tool_calling_iterations
-        if self.max_rounds is None:
-            self.max_rounds = math.inf
+        self.max_rounds = math.inf
+        if args.max_tool_calling_iterations is not None:
+            self.max_rounds = args.max_tool_calling_iterations
         self.row_of_problem = {problem.id: problem.row or {} for problem in benchmark.problems}
         self.number_of_problem = {problem.id: i for i, problem in enumerate(benchmark.problems)}
 
