@@ -154,8 +154,11 @@ def _audit_completions(args: argparse.Namespace) -> tuple[int, int]:
             graded[protocol] = [result.outcome for result in verifier.grade_detailed(texts, golds)]
     kinds = _completions_by_kind(texts, golds, graded)
     if args.true_column:
-        graded[args.true_column] = [_OUTCOME_OF_LABEL[label] for label in labels_by_hand]
-        kinds["label by hand differs"] = _differing(graded, args.protocols, args.true_column)
+        name_by_hand = args.true_column
+        if name_by_hand in args.protocols:
+            name_by_hand += " (by hand)"
+        graded[name_by_hand] = [_OUTCOME_OF_LABEL[label] for label in labels_by_hand]
+        kinds["label by hand differs"] = _differing(graded, args.protocols, name_by_hand)
     _print_outcomes(graded)
     for first, second in combinations(graded, 2):
         _print_disagreement(first, second, graded)
