@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate import PartialState
 from datasets import Dataset
-from peft import PeftConfig
 from transformers import TrainerState
 from transformers.integrations import CodeCarbonCallback, get_reporting_integration_callbacks
 from transformers.training_args import ParallelMode
@@ -79,17 +78,17 @@ def main(
     trainer_class = trainer_class or trainer_of_method(recipe.run.method)
 
     # Where the run starts
-    resume = str(training.resume_from_checkpoint)
-    if resume in WORDS_FOR_LAST_CHECKPOINT and _is_finished(training):
+    resume_from = str(training.resume_from_checkpoint)  # a word, or the path of a checkpoint
+    if resume_from in WORDS_FOR_LAST_CHECKPOINT and _is_finished(training):
         PartialState().print(
             f"The run in {training.output_dir} is finished and its model is saved. Raise max_steps or "
             "num_train_epochs to train longer."
         )
         return None
-    checkpoint = _checkpoint_to_resume(training.output_dir, resume)
+    checkpoint = _checkpoint_to_resume(training.output_dir, resume_from)
     if checkpoint is not None:
         _check_processes(recipe, checkpoint)
-    check_output_dir(training.output_dir, checkpoint, resumes=resume not in WORDS_FOR_NO_CHECKPOINT)
+    check_output_dir(training.output_dir, checkpoint, resumes=resume_from not in WORDS_FOR_NO_CHECKPOINT)
     make_directory(training.output_dir, "output_dir")
     _check_trackers(training.report_to)
     if training.fsdp and training.parallel_mode != ParallelMode.DISTRIBUTED:
@@ -97,10 +96,16 @@ def main(
 
     # Rewards, model, and data, so that errors come before weights are loaded
     configure_verification(recipe.verification)
+    environment, environment_factory = None, None
     with without_exit("The environment"):
-        environment = environment_of_user(recipe.run.environment) if recipe.run.environment else None
-        reward_funcs, tools, rollout_func = _functions(recipe.run, environment)
-    peft_config, tokenizer = _checked_model(recipe)
+        if recipe.run.environment:
+            environment = environment_of_user(recipe.run.environment)
+            environment_factory = environment.environment_factory
+        reward_funcs, tools, rollout_func = _functions_of_user(recipe.run, environment)
+    _complete_configuration(recipe)
+    tokenizer = _load_tokenizer(recipe)
+    _check_adapter(recipe)
+    peft_config = adapter_config(recipe.model)
     if checkpoint is not None:
         check_same_adapter(checkpoint, peft_config, is_in_model=False)
     with without_exit("The environment"):
@@ -116,7 +121,7 @@ def main(
     ):
         trainer = trainer_class(
             model=recipe.model_name,
-            reward_funcs=[*reward_funcs],
+            reward_funcs=list(reward_funcs),  # TRL replaces entries
             args=training,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -126,14 +131,14 @@ def main(
             callbacks=[tracking, stopping],
             tools=tools,
             rollout_func=rollout_func,
-            environment_factory=environment and environment.environment_factory,
+            environment_factory=environment_factory,
         )
-        trainer.recipe = _from_any_folder(recipe.settings)
+        trainer.recipe = _settings_that_repeat(recipe.settings)
         trainer.accelerator.print(_batch_sizes(recipe.step, len(train_dataset)))
         with during_run():
             trainer.train(resume_from_checkpoint=checkpoint)
         if stopping.stopped is not None:
-            _leave(trainer, Path(training.output_dir), stopping.stopped)
+            _exit_after_signal(trainer, Path(training.output_dir), stopping.stopped)
         trainer.save_model(_internal_call=True)  # no push yet
 
     trainer.accelerator.wait_for_everyone()
@@ -158,6 +163,7 @@ def _check_trackers(report_to: list[str]) -> None:
 
 
 def _batch_sizes(step: BatchSizes, num_prompts: int) -> str:
+    """Return the line that says what a generation and an optimizer step consist of."""
     return (
         f"Generation: {step.prompts_per_generation:.0f} of {num_prompts} prompts x {step.num_generations} "
         f"completions. Optimizer step: {step.prompts_per_update:g} prompts x {step.num_generations}. Optimizer "
@@ -165,37 +171,37 @@ def _batch_sizes(step: BatchSizes, num_prompts: int) -> str:
     )
 
 
-def _leave(trainer: "RolloutTrainer", output_dir: Path, signum: signal.Signals) -> NoReturn:
+def _exit_after_signal(trainer: "RolloutTrainer", output_dir: Path, signum: signal.Signals) -> NoReturn:
     """Exit after a signal, with a line that says how to continue."""
     trainer.accelerator.wait_for_everyone()  # a launcher ends the other processes when the first one exits
-    state, code = trainer.state, 128 + signum
+    state = trainer.state
+    exit_code = 128 + signum
     outcome = "; nothing was saved."
     if state.global_step:
         checkpoint = output_dir / f"checkpoint-{state.global_step}"
         outcome = f", saved in {checkpoint}. Continue with `--resume_from_checkpoint last`."
     trainer.accelerator.print(
         f"Stopped by {SIGNAL_NAMES[signum]} after optimizer step {state.global_step} of {state.max_steps}{outcome} "
-        f"Exit code {code}."
+        f"Exit code {exit_code}."
     )
-    raise SystemExit(code)
+    raise SystemExit(exit_code)
 
 
-def _from_any_folder(settings: dict) -> dict:
+def _settings_that_repeat(settings: dict) -> dict:
     """Return settings that repeat the run from any folder: absolute paths, and no checkpoint to resume from."""
     repeatable = {key: value for key, value in settings.items() if key != "resume_from_checkpoint"}
-    keys = ["model_name_or_path", "critic_model_name_or_path", "dataset_path"]
+    keys_of_paths = ["model_name_or_path", "critic_model_name_or_path", "dataset_path"]
     if settings.get("dataset_name") not in TRAINING_SETS:
-        keys.append("dataset_name")
-    for key in keys:
+        keys_of_paths.append("dataset_name")
+    for key in keys_of_paths:
         name = settings.get(key)
         if name and Path(name).exists():
             repeatable[key] = str(Path(name).resolve())
     return repeatable
 
 
-def _checked_model(recipe: Recipe) -> tuple[PeftConfig | None, Any]:
-    """Check the model without loading its weights, put its arguments into the training configuration, and return its
-    LoRA configuration (or `None`) and tokenizer."""
+def _complete_configuration(recipe: Recipe) -> None:
+    """Put the settings of model and data that the trainer reads into its configuration."""
     model, training = recipe.model, recipe.training
     loading = {
         "revision": model.model_revision,
@@ -204,21 +210,35 @@ def _checked_model(recipe: Recipe) -> tuple[PeftConfig | None, Any]:
     }
     training.model_init_kwargs = loading | (training.model_init_kwargs or {})
     training.eval_data = recipe.data  # from which prompts of benchmarks are made
-    name = recipe.model_name
+
+
+def _load_tokenizer(recipe: Recipe) -> Any:
+    """Load the tokenizer. Raises a `ValueError` if the model, or that of the critic, does not exist."""
+    training, name = recipe.training, recipe.model_name
     check_model_path(name, "training")
     if training.has_critic and training.critic_model_name_or_path:
         check_model_path(training.critic_model_name_or_path)
     try:
-        tokenizer = load_tokenizer(recipe)
+        return load_tokenizer(recipe)
     except OSError as error:
         if Path(name).exists() or looks_like_path(name):
             raise
         raise unloadable_model(name, error) from error
-    if model.use_peft and (config := local_config(recipe)) is not None:
-        empty = empty_model(config, training.trust_remote_code)
-        if empty is not None and (does_not_fit := adapter_error(recipe, empty)):
-            raise UserError(does_not_fit)
-    return adapter_config(model), tokenizer
+
+
+def _check_adapter(recipe: Recipe) -> None:
+    """Raise a `ValueError` if the LoRA settings do not fit a local model, without loading its weights."""
+    if not recipe.model.use_peft:
+        return
+    config = local_config(recipe)
+    if config is None:
+        return
+    model_without_weights = empty_model(config, recipe.training.trust_remote_code)
+    if model_without_weights is None:
+        return
+    error = adapter_error(recipe, model_without_weights)
+    if error:
+        raise UserError(error)
 
 
 def _datasets(
@@ -227,7 +247,8 @@ def _datasets(
     """Return the training and evaluation examples, of the environment or of the named data."""
     training, data = recipe.training, recipe.data
     if environment is not None:
-        num_examples = int(recipe.step.num_generation_batches(training.max_steps) * recipe.step.prompts_per_generation)
+        num_generations = recipe.step.num_generation_batches(training.max_steps)
+        num_examples = int(num_generations * recipe.step.prompts_per_generation)  # of an environment without a dataset
         examples = examples_of(environment, num_examples, data.eval_split_size)
         train_dataset, eval_dataset = shuffled_and_split(examples, data)
     else:
@@ -245,48 +266,57 @@ def _datasets(
     return train_dataset, eval_dataset
 
 
-def _functions(run: RunArguments, environment: Any) -> tuple[list[Callable], list[Callable] | None, Callable | None]:
-    """Return the reward functions, tools, and rollout function of a recipe, and start the sandbox, so that errors come
-    before training."""
-    functions = [reward_function(name) for name in run.reward_funcs] or reward_functions_of(environment)
-    tools = [tool_function(name) for name in run.tools] if run.tools else None
-    rollout_func = function_of_user(run.rollout_func, "rollout_func") if run.rollout_func else None
-    if rewards.code_reward in functions or run_python in (tools or []):
+def _functions_of_user(
+    run: RunArguments, environment: Any
+) -> tuple[list[Callable], list[Callable] | None, Callable | None]:
+    """Return the reward functions (of the environment, if the recipe names none), tools, and rollout function of a
+    recipe, and start the sandbox, so that errors come before training."""
+    reward_funcs = [reward_function(name) for name in run.reward_funcs]
+    if not reward_funcs:
+        reward_funcs = reward_functions_of(environment)
+    tools = None
+    if run.tools:
+        tools = [tool_function(name) for name in run.tools]
+    rollout_func = None
+    if run.rollout_func:
+        rollout_func = function_of_user(run.rollout_func, "rollout_func")
+    if rewards.code_reward in reward_funcs or run_python in (tools or []):
         verifier = shared_code_verifier()
         verifier.start()
         PartialState().print(f"Programs run with {verifier.level}.")
-    return functions, tools, rollout_func
+    return reward_funcs, tools, rollout_func
 
 
-def _checkpoint_to_resume(output_dir: str, resume: str) -> str | None:
-    """Return the checkpoint to continue from."""
-    if resume in WORDS_FOR_NO_CHECKPOINT:
+def _checkpoint_to_resume(output_dir: str, resume_from: str) -> str | None:
+    """Return the checkpoint to continue from; `None` to start from the beginning."""
+    if resume_from in WORDS_FOR_NO_CHECKPOINT:
         return None
-    if resume in WORDS_FOR_LAST_CHECKPOINT:
+    if resume_from in WORDS_FOR_LAST_CHECKPOINT:
         last = last_resumable_checkpoint(output_dir)
         if last is None:
             PartialState().print(f"{output_dir} contains no checkpoint, so training starts from the beginning.")
         return last
-    check_complete(resume)
-    return resume
+    check_complete(resume_from)
+    return resume_from
 
 
 def _check_processes(recipe: Recipe, checkpoint: str) -> None:
     """Raise a `ValueError` if the processes of this launch cannot continue from a checkpoint."""
-    training, saved = recipe.training, read_saved_run(checkpoint)
+    training = recipe.training
+    saved_run = read_saved_run(checkpoint)
     sharding = "none"
     if training.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
         sharding = "FSDP"
     if training.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         sharding = "DeepSpeed"
     check_processes(
-        saved,
+        saved_run,
         checkpoint,
         training.world_size,
         sharding,
         needs_same_number=training.needs_same_number_of_processes,
     )
-    check_batch(saved, checkpoint, recipe.step, keeps_batch=recipe.run.keep_global_batch)
+    check_batch(saved_run, checkpoint, recipe.step, keeps_batch=recipe.run.keep_global_batch)
 
 
 def _is_finished(training: GRPOConfig) -> bool:

@@ -102,7 +102,7 @@ def test_a_launch_that_cannot_continue_is_refused_before_the_model_is_loaded(tmp
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr(train, "check_complete", lambda checkpoint: None)
-    monkeypatch.setattr(train, "_checked_model", fail)
+    monkeypatch.setattr(train, "_load_tokenizer", fail)
     settings = RECIPE | {"output_dir": str(tmp_path), "report_to": "none"}
     settings["resume_from_checkpoint"] = checkpoint_of(tmp_path / "checkpoint-3", **saved)
     argv = [word for name, value in settings.items() for word in (f"--{name}", str(value))]

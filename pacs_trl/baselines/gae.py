@@ -33,15 +33,16 @@ def generalized_advantages(
         Advantages and returns (`A_t + V_t`, the critic's targets), both `(B, T)` and 0 where `mask` is `False`.
     """
     advantages = torch.zeros_like(values)
-    reward = rewards.clone()  # applied at the last token
-    advantage = torch.zeros_like(rewards)
+    reward = rewards.clone()  # 0 before the last token
+    next_advantage = torch.zeros_like(rewards)
     next_value = torch.zeros_like(rewards)
     for t in reversed(range(values.size(1))):
         is_counted = mask[:, t]
         delta = reward + gamma * next_value - values[:, t]
-        between = gae_lambda[:, t] if isinstance(gae_lambda, torch.Tensor) else gae_lambda
-        advantage = torch.where(is_counted, delta + gamma * between * advantage, advantage)
+        lambda_t = gae_lambda[:, t] if isinstance(gae_lambda, torch.Tensor) else gae_lambda
+        advantage = torch.where(is_counted, delta + gamma * lambda_t * next_advantage, next_advantage)
         next_value = torch.where(is_counted, values[:, t], next_value)
+        next_advantage = advantage
         reward = reward.masked_fill(is_counted, 0.0)
         advantages[:, t] = advantage
     advantages = advantages.masked_fill(~mask, 0.0)
@@ -71,14 +72,14 @@ def explained_variance(
 ) -> torch.Tensor:
     """Return the fraction of the variance of `returns` that `values` explain, a scalar: 1 is perfect, 0 is as good as
     a constant, and negative values are worse than a constant. NaN if all returns are equal up to rounding."""
-    residual = masked_mean_and_variance(returns - values, mask, reduce)[1]
-    return_mean, total = masked_mean_and_variance(returns, mask, reduce)
+    _, residual_variance = masked_mean_and_variance(returns - values, mask, reduce)
+    return_mean, return_variance = masked_mean_and_variance(returns, mask, reduce)
     value_mean, value_variance = masked_mean_and_variance(values, mask, reduce)
     # The returns of equal rewards differ, because sums of thousands of float32 values are rounded: relative to the
     # squares of returns and values, by a variance of up to 1e-12 at 4,096 tokens and 3e-11 at 131,072. One wrong token
     # among a million right ones has 1e-6.
     least = 1e-9 * (return_mean.square() + value_mean.square() + value_variance)
-    return torch.where(total > least, 1.0 - residual / total, torch.nan)
+    return torch.where(return_variance > least, 1.0 - residual_variance / return_variance, torch.nan)
 
 
 def clipped_value_losses(
@@ -102,4 +103,5 @@ def clipped_value_losses(
     move = values - old_values
     clipped_error = (old_values + move.clamp(-clip_range, clip_range) - returns).square()
     # Comparing errors alone would count rounding differences as clipped: old + (new - old) may differ from new.
-    return torch.maximum(error, clipped_error), (move.abs() > clip_range) & (clipped_error > error)
+    is_clipped = (move.abs() > clip_range) & (clipped_error > error)
+    return torch.maximum(error, clipped_error), is_clipped

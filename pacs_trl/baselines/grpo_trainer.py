@@ -43,7 +43,8 @@ class SurrogateObjective(RatioObjective):
     needs_all_completions: bool = False
 
     def coefficients_and_completion_scales(self, rollouts: list[Rollout]) -> tuple[torch.Tensor, torch.Tensor]:
-        advantages = torch.tensor([rollout.advantage * rollout.weight for rollout in rollouts], dtype=torch.float64)
+        weighted_advantages = [rollout.advantage * rollout.weight for rollout in rollouts]
+        advantages = torch.tensor(weighted_advantages, dtype=torch.float64)
         generation_tokens = [rollout.generation_share * max(rollout.generation_tokens, 1.0) for rollout in rollouts]
         completion_scales = surrogate.completion_scales(
             self.ratio_loss.loss_type,
@@ -106,21 +107,25 @@ class SurrogateObjective(RatioObjective):
             return {}
         if self.ratio_loss.loss_type == "vespo":
             return {"vespo/phi_seq_mean": phi.mean().item()}
-        counts = num_tokens
+        num_ratios = num_tokens
         if self.ratio_loss.importance_sampling_level != "token":
-            counts = torch.ones_like(num_tokens)
-        total = max(int(counts.sum()), 1)
-        low_mean = (low_fraction * counts).sum().item() / total
-        high_mean = (high_fraction * counts).sum().item() / total
+            num_ratios = torch.ones_like(num_tokens)
+        total = max(int(num_ratios.sum()), 1)
+        low_mean = (low_fraction * num_ratios).sum().item() / total
+        high_mean = (high_fraction * num_ratios).sum().item() / total
         if self.ratio_loss.loss_type == "cispo":
             return {"cispo_clip_ratio": high_mean}
         has_tokens = num_tokens > 0
+        low_min, high_max = math.nan, math.nan
+        if has_tokens.any():
+            low_min = low_fraction[has_tokens].min().item()
+            high_max = high_fraction[has_tokens].max().item()
         return {
             "clip_ratio/low_mean": low_mean,
             "clip_ratio/high_mean": high_mean,
             "clip_ratio/region_mean": low_mean + high_mean,
-            "clip_ratio/low_min": low_fraction[has_tokens].min().item() if has_tokens.any() else math.nan,
-            "clip_ratio/high_max": high_fraction[has_tokens].max().item() if has_tokens.any() else math.nan,
+            "clip_ratio/low_min": low_min,
+            "clip_ratio/high_max": high_max,
         }
 
 
@@ -138,7 +143,8 @@ class RatioFunctionObjective(SurrogateObjective):
     settings_of_f: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self):
-        loss, default = self.ratio_loss, surrogate.RatioLoss()
+        loss = self.ratio_loss
+        default = surrogate.RatioLoss()
         if loss.loss_type in ("sapo", "cispo", "vespo"):
             raise UserError(
                 f"loss_type={loss.loss_type!r} names another function of the ratio than {type(self).__name__}, "
@@ -151,7 +157,8 @@ class RatioFunctionObjective(SurrogateObjective):
             "epsilon_high": not math.isclose(epsilon, epsilon_high),  # its default is epsilon
             "delta": loss.delta is not None,
         }
-        if ignored := [name for name in is_set if is_set[name] and name not in self.settings_of_f]:
+        ignored = [name for name in is_set if is_set[name] and name not in self.settings_of_f]
+        if ignored:
             raise UserError(
                 f"{' and '.join(ignored)} would be ignored: {type(self).__name__} has another function of the ratio "
                 "than GRPO. Remove the keys, or, if `f` reads them, name them in its attribute `settings_of_f`."
@@ -201,13 +208,17 @@ class GRPOTrainer(ExactUpdateTrainer):
 
     def create_objective(self) -> SurrogateObjective:
         args = self.args
+        lower_bound, upper_bound = 1 - self.epsilon_low, 1 + self.epsilon_high
         if args.loss_type == "cispo":  # its bound is a cap, not a distance from 1
             lower_bound, upper_bound = -math.inf, self.epsilon_high
-        else:
-            lower_bound, upper_bound = 1 - self.epsilon_low, 1 + self.epsilon_high
-        mismatch = self._mismatch if self.corrects_mismatch and args.loss_type == "vespo" else None
-        has_later_updates = args.num_iterations > 1 or args.steps_per_generation > args.gradient_accumulation_steps
-        has_later_updates = has_later_updates or self.is_sliced
+        is_vespo = args.loss_type == "vespo"
+        mismatch = self._mismatch if is_vespo and self.corrects_mismatch else None
+        # In the first update of its own rollouts a policy has ratios of 1.
+        has_later_updates = (
+            args.num_iterations > 1
+            or args.steps_per_generation > args.gradient_accumulation_steps
+            or self.is_sliced  # steps take completions as they come
+        )
         ratios_differ_from_1 = has_later_updates or args.is_asynchronous or mismatch is not None
         return SurrogateObjective(
             surrogate.RatioLoss(
@@ -225,7 +236,7 @@ class GRPOTrainer(ExactUpdateTrainer):
             max_completion_length=args.max_completion_length or 1,  # read by dr_grpo alone
             off_policy_threshold=args.off_policy_mask_threshold,
             mismatch=mismatch,
-            needs_all_completions=args.loss_type == "vespo" and ratios_differ_from_1,
+            needs_all_completions=is_vespo and ratios_differ_from_1,
         )
 
     @property

@@ -47,13 +47,15 @@ def load_critic(policy: str | PreTrainedModel, args: ActorCriticConfig, **more: 
     `architecture`, by default that of the checkpoint, and those of `from_pretrained`."""
     kwargs = {**(args.model_init_kwargs or {}), "dtype": "float32", "device_map": None, **more}
     kwargs.setdefault("trust_remote_code", args.trust_remote_code)
-    if args.critic_model_name_or_path is not None:
+    is_other_model = args.critic_model_name_or_path is not None
+    if is_other_model:
         kwargs.pop("revision", None)
-    if not isinstance(policy, str):
-        kwargs.setdefault("attn_implementation", policy.config._attn_implementation)
+    policy_in_memory = None if isinstance(policy, str) else policy
+    if policy_in_memory is not None:
+        kwargs.setdefault("attn_implementation", policy_in_memory.config._attn_implementation)
     critic = create_model_from_path(critic_path(policy, args), **kwargs)
-    if args.critic_model_name_or_path is None and not isinstance(policy, str) and args.process_index == 0:
-        _check_weights_of_path(policy, critic)
+    if policy_in_memory is not None and not is_other_model and args.process_index == 0:
+        _check_weights_of_path(policy_in_memory, critic)
     if args.disable_dropout:
         disable_dropout_in_model(critic)
         disable_noise(critic)
@@ -66,16 +68,17 @@ def _check_weights_of_path(policy: PreTrainedModel | PeftModel, critic: PreTrain
     """Raise a `ValueError` if the policy in memory has other weights than its path, where `critic` was loaded from.
     The policy may have been rounded, also to bfloat16 and back."""
     base = without_peft(policy)
-    loaded = dict(critic.base_model.named_parameters())
+    weights_of_path = dict(critic.base_model.named_parameters())
     for name, weight in base.base_model.named_parameters():
-        loaded_weight = loaded.get(name.replace(".base_layer", "").replace(".original_module", ""))
-        if loaded_weight is None or not weight.is_floating_point():  # of an adapter, or quantized
+        name_without_peft = name.replace(".base_layer", "").replace(".original_module", "")
+        weight_of_path = weights_of_path.get(name_without_peft)
+        if weight_of_path is None or not weight.is_floating_point():  # of an adapter, or quantized
             continue
-        expected = loaded_weight.detach().to(weight.device)
-        same = weight.shape == expected.shape and (
+        expected = weight_of_path.detach().to(weight.device)
+        is_equal = weight.shape == expected.shape and (
             torch.equal(weight, expected.to(weight.dtype)) or torch.equal(weight, expected.bfloat16().to(weight.dtype))
         )
-        if not same:
+        if not is_equal:
             raise UserError(
                 f"The policy was changed in memory ({name}), but its critic would be loaded from "
                 f"{get_config_model_id(base.config)} without these changes. Save the policy and pass the directory as "
@@ -100,13 +103,16 @@ class ActorCriticTrainer(RolloutTrainer):
                 f"{type(self).__name__} supports FSDP2 only. Set fsdp_version: 2 in the accelerate config file."
             )
         self._critic_pass = self.create_forward_pass(self.critic, temperature=1.0)
-        decayed = set(self.get_decay_parameter_names(self.critic))
+        names_with_decay = set(self.get_decay_parameter_names(self.critic))
+        with_decay, without_decay = [], []
+        for name, parameter in self.critic.named_parameters():
+            if name in names_with_decay:
+                with_decay.append(parameter)
+            else:
+                without_decay.append(parameter)
         groups = [
-            {
-                "params": [p for name, p in self.critic.named_parameters() if (name in decayed) == decay],
-                "weight_decay": self.args.weight_decay if decay else 0.0,
-            }
-            for decay in (True, False)
+            {"params": with_decay, "weight_decay": self.args.weight_decay},
+            {"params": without_decay, "weight_decay": 0.0},
         ]
         optimizer_class, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.critic)
         optimizer = optimizer_class(groups, **kwargs | {"lr": self.args.critic_learning_rate})
@@ -171,25 +177,31 @@ class ActorCriticTrainer(RolloutTrainer):
         advantages, returns = generalized_advantages(
             rewards.nan_to_num(0.0), values, mask, gamma=self.args.gamma, gae_lambda=gae_lambda
         )
+        value_mean, _ = masked_mean_and_variance(values, mask, self._sum)
+        return_mean, _ = masked_mean_and_variance(returns, mask, self._sum)
         self._log_values(
             explained_variance=explained_variance(values, returns, mask, self._sum).item(),
-            value_mean=masked_mean_and_variance(values, mask, self._sum)[0].item(),
-            return_mean=masked_mean_and_variance(returns, mask, self._sum)[0].item(),
+            value_mean=value_mean.item(),
+            return_mean=return_mean.item(),
         )
         if self.args.whiten_advantages:
             advantages = whiten(advantages, mask, self._sum)
-        means = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)
-        self._log_advantages(self.accelerator.gather(means).tolist())
+        mean_advantages = advantages.sum(dim=1) / mask.sum(dim=1).clamp(min=1)  # of completions
+        self._log_advantages(self.accelerator.gather(mean_advantages).tolist())
         return output | {"values": values, "returns": returns, "advantages": advantages}
 
     def _value_mask(self, batch: dict) -> torch.Tensor:
-        mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-        return mask.bool() & batch["has_verdict"].unsqueeze(1)
+        """Return which tokens have a value, bool `(B, T)`: those that the policy generated, of completions with a
+        reward."""
+        is_generated = batch["completion_mask"] * batch.get("tool_mask", 1)
+        return is_generated.bool() & batch["has_verdict"].unsqueeze(1)
 
     def _sum(self, total: torch.Tensor) -> torch.Tensor:
+        """Sum over processes."""
         return self.accelerator.reduce(total, reduction="sum")
 
     def _log_values(self, **metrics: float) -> None:
+        """Log metrics under the name of the method, such as `ppo/value_mean`."""
         self.record_metrics({f"{self._name.lower()}/{name}": value for name, value in metrics.items()})
 
     def training_step(self, model, inputs, num_items_in_batch=None):
@@ -206,42 +218,52 @@ class ActorCriticTrainer(RolloutTrainer):
         loss = super()._compute_loss(model, inputs)
         log_ratio = self._last_logps - inputs.get("old_per_token_logps", self._last_logps)
         mask = self._value_mask(inputs)
-        self._add_to_step(approx_kl=(log_ratio.exp() - 1.0 - log_ratio)[mask].sum(), tokens=mask.sum())
+        kl_terms = log_ratio.exp() - 1.0 - log_ratio  # Schulman's estimator k3
+        self._add_to_step(approx_kl=kl_terms[mask].sum(), tokens=mask.sum())
         if self.accelerator.sync_gradients:
-            all_sums = self._sum(torch.stack([*self._step_sums.values()])).tolist()
-            totals = dict(zip(self._step_sums, all_sums, strict=True))
-            num_tokens = max(totals.pop("tokens"), 1)
-            self._log_values(**{name: total / num_tokens for name, total in totals.items()})
-            self._step_sums = {}
+            self._log_step()
         return loss
+
+    def _log_step(self) -> None:
+        """Log the means over the tokens of an optimizer step on all processes, and forget its sums."""
+        all_sums = self._sum(torch.stack([*self._step_sums.values()])).tolist()
+        totals = dict(zip(self._step_sums, all_sums, strict=True))
+        num_tokens = max(totals.pop("tokens"), 1)
+        self._log_values(**{name: total / num_tokens for name, total in totals.items()})
+        self._step_sums = {}
 
     def _get_per_token_logps_and_entropies(
         self, model, input_ids, attention_mask, logits_to_keep, batch_size=None, **kwargs
     ):
         """Compute the parent's log-probs and entropies with a [`ForwardPass`], which packs completions."""
         forward_pass = self.ref_pass if model is self.ref_model else self.forward_pass
-        width = input_ids.size(1) - logits_to_keep
-        prompts = without_padding(input_ids[:, :width], attention_mask[:, :width])
-        completions = without_padding(input_ids[:, width:], attention_mask[:, width:])
+        prompt_width = input_ids.size(1) - logits_to_keep
+        prompts = without_padding(input_ids[:, :prompt_width], attention_mask[:, :prompt_width])
+        completions = without_padding(input_ids[:, prompt_width:], attention_mask[:, prompt_width:])
         size = batch_size or len(prompts)
+        logps: list[torch.Tensor] = []
+        entropies: list[torch.Tensor] = []
+        # Passes with a gradient are a part of the update, not of `time/log_probs`.
         with contextlib.nullcontext() if torch.is_grad_enabled() else self.timer.part("log_probs"):
-            passes = [
-                forward_pass.compute_logps(model, prompts[i : i + size], completions[i : i + size])
-                for i in range(0, len(prompts), size)
-            ]
-        logps = [values for outputs in passes for values in outputs.logps]
-        entropies = [values for outputs in passes for values in outputs.entropies]
+            for start in range(0, len(prompts), size):
+                part = slice(start, start + size)
+                outputs = forward_pass.compute_logps(model, prompts[part], completions[part])
+                logps += outputs.logps
+                entropies += outputs.entropies
         padded_logps = padded(logps, logits_to_keep)
-        padded_entropies = padded(entropies, logits_to_keep) if entropies else None
+        padded_entropies = None
+        if entropies:
+            padded_entropies = padded(entropies, logits_to_keep)
         self._last_logps = padded_logps.detach()
         return padded_logps, padded_entropies, None
 
     def _share_of_generation(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the divisor for a mean over the tokens of an optimizer step, from those of the generation batch."""
-        share = self.current_gradient_accumulation_steps / self.args.steps_per_generation
-        return tokens.clamp(min=1.0) / self.accelerator.num_processes * share
+        share_of_step = self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return tokens.clamp(min=1.0) / self.accelerator.num_processes * share_of_step
 
     def _add_to_step(self, **totals: torch.Tensor) -> None:
+        """Add sums over the tokens of a micro-batch to those of its optimizer step, see [`_log_step`]."""
         for name, total in totals.items():
             self._step_sums[name] = self._step_sums.get(name, 0.0) + total.float()
 
@@ -257,15 +279,17 @@ class ActorCriticTrainer(RolloutTrainer):
 
     # The critic: its optimizer is of the type of the policy's, and its gradient is clipped to the same maximum norm.
 
-    def _accumulating_critic(self, last: bool = True) -> contextlib.AbstractContextManager:
-        """Return the context for forward and backward pass of a micro-batch or a part of it. Gradients are
-        synchronized across processes only after the last one of an optimizer step."""
-        synchronizes = last and self.accelerator.sync_gradients
-        return contextlib.nullcontext() if synchronizes else self.accelerator.no_sync(self.critic)
+    def _accumulating_critic(self, is_last: bool = True) -> contextlib.AbstractContextManager:
+        """Return the context for the critic's forward and backward pass on a micro-batch or a part of it; `is_last`
+        says whether it is the last part. Gradients are synchronized across processes only after the last one of an
+        optimizer step."""
+        if is_last and self.accelerator.sync_gradients:
+            return contextlib.nullcontext()
+        return self.accelerator.no_sync(self.critic)
 
     def _step_critic(self) -> float:
         """Update the critic, and return the norm of its gradient before clipping."""
-        max_norm = self.args.max_grad_norm if self.args.max_grad_norm else math.inf
+        max_norm = self.args.max_grad_norm or math.inf
         self.accelerator.unscale_gradients()
         # accelerate's function compares the parameters with the policy's, which fails if both are sharded
         grad_norm = torch.nn.utils.clip_grad_norm_(self.critic.parameters(), max_norm)
@@ -347,7 +371,9 @@ class PPOTrainer(ActorCriticTrainer):
     def _value_tokens(self, inputs, batch):
         """Compute the values in micro-batches of the size that training uses."""
         self.critic.eval()
-        size = self.args.per_device_train_batch_size if self.model.training else self.args.per_device_eval_batch_size
+        size = self.args.per_device_train_batch_size
+        if not self.model.training:
+            size = self.args.per_device_eval_batch_size
         with self.timer.part("log_probs"):
             values = self._values(batch, size)
         self.critic.train()
@@ -357,26 +383,28 @@ class PPOTrainer(ActorCriticTrainer):
         """Return the value of each token, `(B, T)`, read at the position before it, from `size` rows at a time."""
         prompts = without_padding(batch["prompt_ids"], batch["prompt_mask"])
         completions = without_padding(batch["completion_ids"], batch["completion_mask"])
-        parts = [slice(start, start + size) for start in range(0, len(prompts), size)]
-        values = [self._critic_pass.values(self.critic, prompts[part], completions[part]) for part in parts]
-        return padded(sum(values, []), batch["completion_ids"].size(1))
+        values: list[torch.Tensor] = []  # of each completion
+        for start in range(0, len(prompts), size):
+            part = slice(start, start + size)
+            values += self._critic_pass.values(self.critic, prompts[part], completions[part])
+        return padded(values, batch["completion_ids"].size(1))
 
     def _train_critic(self, inputs: dict) -> None:
         mask = self._value_mask(inputs)
+        num_completions = len(inputs["completion_ids"])
         with self._accumulating_critic(), self._critic_pass.attention():
-            losses, clipped = clipped_value_losses(
-                self._values(inputs, len(inputs["prompt_ids"])),
-                inputs["values"],
-                inputs["returns"],
-                self.args.value_clip_range,
+            values = self._values(inputs, num_completions)
+            losses, is_clipped = clipped_value_losses(
+                values, inputs["values"], inputs["returns"], self.args.value_clip_range
             )
             losses = losses.masked_fill(~mask, 0.0)
-            # divided as the policy's loss by the parent; losses are then averaged over processes
-            denominator = self._share_of_generation(inputs["num_items_in_batch"])
+            # Divided as the policy's loss by the parent; losses are then averaged over processes.
             if self.loss_type == "dr_grpo":
-                rows = len(inputs["completion_ids"]) * self.current_gradient_accumulation_steps
-                denominator = rows * self.max_completion_length
+                num_completions_of_step = num_completions * self.current_gradient_accumulation_steps
+                denominator = num_completions_of_step * self.max_completion_length
+            else:
+                denominator = self._share_of_generation(inputs["num_items_in_batch"])
             self.accelerator.backward(losses.sum() / denominator)
-        self._add_to_step(value_loss=losses.detach().sum(), value_clip_fraction=(clipped & mask).sum())
+        self._add_to_step(value_loss=losses.detach().sum(), value_clip_fraction=(is_clipped & mask).sum())
         if self.accelerator.sync_gradients:
             self._log_values(critic_grad_norm=self._step_critic())

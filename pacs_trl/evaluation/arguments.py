@@ -23,16 +23,26 @@ if TYPE_CHECKING:  # slow to import, and `--help` needs this module
 logger = logging.getLogger(__name__)
 
 DEFAULT_KS = (1, 4, 8, 16, 32, 64)
-# Settings that not every engine reads.
+# The engines that read a setting, of settings that not every engine reads.
 _READ_BY = {
-    **dict.fromkeys(("revision", "trust_remote_code", "dtype"), ("transformers", "vllm")),
-    **dict.fromkeys(("tensor_parallel_size", "gpu_memory_utilization", "max_model_len", "enforce_eager"), ("vllm",)),
+    "revision": ("transformers", "vllm"),
+    "trust_remote_code": ("transformers", "vllm"),
+    "dtype": ("transformers", "vllm"),
     "batch_size": ("transformers",),
-    **dict.fromkeys(("base_url", "concurrency"), ("server",)),
+    "tensor_parallel_size": ("vllm",),
+    "gpu_memory_utilization": ("vllm",),
+    "max_model_len": ("vllm",),
+    "enforce_eager": ("vllm",),
+    "base_url": ("server",),
+    "concurrency": ("server",),
 }
 # Those of them that set speed and memory alone. The others say what is measured.
 _WITHOUT_EFFECT_ON_RESULTS = {
-    *("batch_size", "concurrency", "tensor_parallel_size", "gpu_memory_utilization", "enforce_eager"),
+    "batch_size",
+    "concurrency",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "enforce_eager",
 }
 
 
@@ -147,17 +157,20 @@ class EvaluationArguments:
     def _ignored_settings(self) -> dict[str, tuple[str, ...]]:
         """Return the settings that differ from their default and that the engine does not read, with those that do."""
         defaults = {declared.name: declared.default for declared in fields(self)}
-        readers = _READ_BY | ({"batch_size": ("transformers", "vllm")} if self.calls_tools else {})
-        return {
-            name: engines
-            for name, engines in readers.items()
-            if getattr(self, name) != defaults[name] and self.engine not in engines
-        }
+        read_by = dict(_READ_BY)
+        if self.calls_tools:
+            read_by["batch_size"] = ("transformers", "vllm")  # the conversations at a time
+        ignored = {}
+        for name, engines in read_by.items():
+            if getattr(self, name) != defaults[name] and self.engine not in engines:
+                ignored[name] = engines
+        return ignored
 
     @property
     def calls_tools(self) -> bool:
-        """Whether completions may have several turns."""
-        return bool(self.tools) or any(":" in spec and "=" not in spec for spec in self.benchmark_specs)
+        """Whether completions may have several turns: with tools, or in an environment (`module:attribute`)."""
+        names_environment = any(":" in spec and "=" not in spec for spec in self.benchmark_specs)
+        return bool(self.tools) or names_environment
 
     @property
     def benchmark_specs(self) -> list[str]:
@@ -172,9 +185,11 @@ class EvaluationArguments:
 
     def prompt_of(self, problem: str | list, benchmark: "LoadedBenchmark | None" = None) -> str | list:
         """Build the prompt of a problem, with the instruction of its benchmark unless the user sets one."""
-        instruction, is_prompt = self.prompt_instruction, False
+        instruction = self.prompt_instruction
+        is_prompt = False
         if benchmark is not None:
-            instruction, is_prompt = instruction_for(benchmark, instruction), benchmark.is_prompt
+            instruction = instruction_for(benchmark, self.prompt_instruction)
+            is_prompt = benchmark.is_prompt
         return prompt_of(problem, is_prompt=is_prompt, instruction=instruction, system_prompt=self.system_prompt)
 
     @property
@@ -184,6 +199,7 @@ class EvaluationArguments:
 
     @property
     def sampling(self) -> SamplingSettings:
+        """The settings that change the text of a completion."""
         return SamplingSettings(self.temperature, self.top_p, self.top_k, self.max_new_tokens)
 
 
@@ -192,10 +208,9 @@ def read_evaluation(argv: Sequence[str]) -> tuple[EvaluationArguments, Verificat
     settings = read_settings(argv)
     values = typed_values(settings, (EvaluationArguments, VerificationArguments), "pacs-trl evaluate")
     set_environment(settings)
-    return (
-        EvaluationArguments(**{declared.name: values[declared.name] for declared in fields(EvaluationArguments)}),
-        VerificationArguments(**{declared.name: values[declared.name] for declared in fields(VerificationArguments)}),
-    )
+    evaluation_values = {declared.name: values[declared.name] for declared in fields(EvaluationArguments)}
+    verification_values = {declared.name: values[declared.name] for declared in fields(VerificationArguments)}
+    return EvaluationArguments(**evaluation_values), VerificationArguments(**verification_values)
 
 
 def _comma_separated(entries: str | Sequence[Any]) -> list[str]:

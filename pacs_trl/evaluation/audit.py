@@ -36,11 +36,19 @@ from .benchmarks import BENCHMARKS, name_and_path
 
 
 NUM_EXAMPLES = 20
-_LABELS = dict.fromkeys(("1", "1.0", "true"), Outcome.CORRECT) | dict.fromkeys(("0", "0.0", "false"), Outcome.WRONG)
-_LABELS |= dict.fromkeys(("none", "nan"), Outcome.GOLD_UNPARSEABLE)
-
-
+# Labels by hand as they are written in files, in lower case.
+_OUTCOME_OF_LABEL = {
+    "1": Outcome.CORRECT,
+    "1.0": Outcome.CORRECT,
+    "true": Outcome.CORRECT,
+    "0": Outcome.WRONG,
+    "0.0": Outcome.WRONG,
+    "false": Outcome.WRONG,
+    "none": Outcome.GOLD_UNPARSEABLE,  # unknown
+    "nan": Outcome.GOLD_UNPARSEABLE,
+}
 _HAS_TESTS = "`--golds` {!r} is a set of programs, which has tests. Use `--programs`."
+# Options that each of the three forms reads.
 _USED_OPTIONS = {
     "completions": {"completion_column", "solution_column", "true_column", "protocols"},
     "golds": {"solution_column", "protocols", "max_problems"},
@@ -96,19 +104,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _refuse_ignored_options(parser: Parser, args: argparse.Namespace) -> None:
-    subject = next(name for name in _USED_OPTIONS if getattr(args, name))
-    for name in sorted(set().union(*_USED_OPTIONS.values()) - _USED_OPTIONS[subject]):
+    """Raise a `ValueError` for an option that the chosen form does not read and that has not its default."""
+    form = next(name for name in _USED_OPTIONS if getattr(args, name))
+    all_options = set().union(*_USED_OPTIONS.values())
+    for name in sorted(all_options - _USED_OPTIONS[form]):
         if getattr(args, name) != parser.get_default(name):
-            raise UserError(f"`--{name}` would be ignored with `--{subject}`. Remove it.")
+            raise UserError(f"`--{name}` would be ignored with `--{form}`. Remove it.")
 
 
 def at_least_one(text: str) -> int:
+    """Parse an option that is an integer of at least 1."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1.")
     return int(text)
 
 
 def share(text: str) -> float:
+    """Parse an option that is a number in [0, 1]."""
     if not 0.0 <= float(text) <= 1.0:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1.")
     return float(text)
@@ -116,45 +128,56 @@ def share(text: str) -> float:
 
 def _audit_completions(args: argparse.Namespace) -> tuple[int, int]:
     """Print outcomes, disagreements, kinds, and examples; return the number of listed completions, and of all."""
-    rows_of_file = read_rows(Path(args.completions))
-    args.solution_column = args.solution_column or "solution"
-    named = {name: getattr(args, name) for name in ("completion_column", "solution_column", "true_column")}
-    require_columns(args.completions, rows_of_file, named)
-    rows, texts = [], []  # one per completion
-    for row in rows_of_file:
+    rows = read_rows(Path(args.completions))
+    solution_column = args.solution_column or "solution"
+    columns_of_settings = {
+        "completion_column": args.completion_column,
+        "solution_column": solution_column,
+        "true_column": args.true_column,
+    }
+    require_columns(args.completions, rows, columns_of_settings)
+    texts, golds, labels_by_hand = [], [], []  # one per completion
+    for row in rows:
         for completion in _completions(row.get(args.completion_column)):
-            rows.append(row)
             texts.append(completion_text(completion))
-    golds = [row.get(args.solution_column) for row in rows]
-    labels = [str(row.get(args.true_column)).lower() for row in rows] if args.true_column else []
-    if unknown := [label for label in labels if label not in _LABELS]:
-        raise UserError(f"true_column contains {unknown[0]!r}. Labels are 1 or true, 0 or false, or null.")
+            golds.append(row.get(solution_column))
+            if args.true_column:
+                labels_by_hand.append(str(row.get(args.true_column)).lower())
+    for label in labels_by_hand:
+        if label not in _OUTCOME_OF_LABEL:
+            raise UserError(f"true_column contains {label!r}. Labels are 1 or true, 0 or false, or null.")
     print(f"{len(texts)} completions of {args.completions}\n")
-    graded = {}
+
+    graded = {}  # outcomes of all completions, by protocol, and last those of the labels by hand
     for protocol in args.protocols:
         with VerificationArguments(verification_protocol=protocol).build() as verifier:
             graded[protocol] = [result.outcome for result in verifier.grade_detailed(texts, golds)]
     kinds = _completions_by_kind(texts, golds, graded)
-    if labels:
-        graded[args.true_column] = [_LABELS[label] for label in labels]
-        kinds["label by hand differs"] = _differing(graded, args.protocols, args.true_column)
+    if args.true_column:
+        name_by_hand = args.true_column
+        if name_by_hand in args.protocols:
+            name_by_hand += " (by hand)"
+        graded[name_by_hand] = [_OUTCOME_OF_LABEL[label] for label in labels_by_hand]
+        kinds["label by hand differs"] = _differing(graded, args.protocols, name_by_hand)
     _print_outcomes(graded)
     for first, second in combinations(graded, 2):
         _print_disagreement(first, second, graded)
-
-    examples = _print_kinds(kinds, "completions", len(texts))
-    for i in examples:
-        print(f"  row {i}: " + ", ".join(f"{name} {outcomes[i].name.lower()}" for name, outcomes in graded.items()))
-        print(f"    kinds      {', '.join(kind for kind, indices in kinds.items() if i in indices)}")
+    _print_counts(kinds, "completions", len(texts))
+    for i in _examples(kinds):
+        outcomes_of_completion = [f"{name} {outcomes[i].name.lower()}" for name, outcomes in graded.items()]
+        print(f"  row {i}: {', '.join(outcomes_of_completion)}")
+        print(f"    kinds      {', '.join(_kinds_of(i, kinds))}")
         print(f"    gold       {str(golds[i])[:200]!r}")
         print(f"    completion ...{(texts[i] or '')[-200:]!r}")
-    return len({i for indices in kinds.values() for i in indices}), len(texts)
+    return _num_listed(kinds), len(texts)
 
 
 def _completions(cell: Any) -> list[Any]:
     """Return the completions in a cell: a list of them, or one, which is text or a conversation."""
-    is_conversation = isinstance(cell, list) and bool(cell) and isinstance(cell[0], dict)
-    return cell if isinstance(cell, list) and not is_conversation else [cell]
+    if not isinstance(cell, list):
+        return [cell]
+    is_conversation = bool(cell) and isinstance(cell[0], dict)
+    return [cell] if is_conversation else cell
 
 
 def _completions_by_kind(
@@ -189,39 +212,63 @@ def _completions_by_kind(
 
 
 def _differing(graded: dict[str, list[Outcome]], protocols: Sequence[str], by_hand: str) -> list[int]:
-    """Return the indices of completions that a protocol labels otherwise than the known label by hand."""
+    """Return the indices of completions that a protocol labels otherwise than the label by hand, where that is
+    known."""
     differing = []
-    for i, truth in enumerate(graded[by_hand]):
+    for i, outcome_by_hand in enumerate(graded[by_hand]):
         labels = {graded[protocol][i].label for protocol in protocols}
-        if truth.label is not None and labels != {truth.label}:
+        if outcome_by_hand.label is not None and labels != {outcome_by_hand.label}:
             differing.append(i)
     return differing
 
 
 def _print_disagreement(first: str, second: str, graded: dict[str, list[Outcome]]) -> None:
-    pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
-    num_differing = sum(one != other for one, other in pairs)
-    rejected = [one for one, other in pairs if other == 0.0 and one is not None]  # by the second
-    accepted = [one for one, other in pairs if other == 1.0 and one is not None]
-    print(f"\n{first} and {second} disagree on the label of {num_differing} of {len(pairs)} completions")
+    """Print how two protocols differ; completions that one of them cannot grade differ, and are neither accepted nor
+    rejected."""
+    label_pairs = [(one.label, other.label) for one, other in zip(graded[first], graded[second], strict=True)]
+    num_differing = sum(label != other_label for label, other_label in label_pairs)
+    # Labels of the first protocol, of completions that the second one rejects, and accepts.
+    labels_of_rejected, labels_of_accepted = [], []
+    for label, other_label in label_pairs:
+        if label is not None and other_label == 0.0:
+            labels_of_rejected.append(label)
+        if label is not None and other_label == 1.0:
+            labels_of_accepted.append(label)
+    print(f"\n{first} and {second} disagree on the label of {num_differing} of {len(label_pairs)} completions")
     print(
-        f"  {first} accepts {rejected.count(1.0)} of {len(rejected)} that {second} rejects, and rejects "
-        f"{accepted.count(0.0)} of {len(accepted)} that it accepts"
+        f"  {first} accepts {labels_of_rejected.count(1.0)} of {len(labels_of_rejected)} that {second} rejects, and "
+        f"rejects {labels_of_accepted.count(0.0)} of {len(labels_of_accepted)} that it accepts"
     )
 
 
-def _print_kinds(kinds: dict[str, list[int]], noun: str, num_rows: int) -> list[int]:
-    """Print the counts by kind, and return the indices of the examples: the first of each kind, then the second of
-    each, up to `NUM_EXAMPLES`."""
-    num_listed = len({i for indices in kinds.values() for i in indices})
-    print(f"\n{num_listed} of {num_rows} {noun} are listed")
+def _num_listed(kinds: dict[str, list[int]]) -> int:
+    """Return the number of rows that are of a kind; `kinds` has their indices."""
+    return len({i for indices in kinds.values() for i in indices})
+
+
+def _kinds_of(index: int, kinds: dict[str, list[int]]) -> list[str]:
+    """Return the kinds of one row."""
+    return [kind for kind, indices in kinds.items() if index in indices]
+
+
+def _print_counts(kinds: dict[str, list[int]], noun: str, num_rows: int) -> None:
+    """Print the number of listed rows, which `noun` names, and that of each kind."""
+    print(f"\n{_num_listed(kinds)} of {num_rows} {noun} are listed")
     for kind, indices in kinds.items():
         print(f"  {kind:36}{len(indices):10}")
-    in_turn = [i for one_of_each_kind in zip_longest(*kinds.values()) for i in one_of_each_kind if i is not None]
-    examples = sorted(list(dict.fromkeys(in_turn))[:NUM_EXAMPLES])
-    if examples:
+    if any(kinds.values()):
         print("\nExamples:")
-    return examples
+
+
+def _examples(kinds: dict[str, list[int]]) -> list[int]:
+    """Return the indices of examples, sorted: the first of each kind, then the second of each, up to
+    `NUM_EXAMPLES`."""
+    in_turn: dict[int, None] = {}  # a set in order
+    for one_of_each_kind in zip_longest(*kinds.values()):
+        for i in one_of_each_kind:
+            if i is not None:
+                in_turn[i] = None
+    return sorted(list(in_turn)[:NUM_EXAMPLES])
 
 
 def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
@@ -242,30 +289,33 @@ def _audit_golds(args: argparse.Namespace) -> tuple[int, int]:
         raise UserError(_HAS_TESTS.format(args.golds))
     print(f"{len(golds)} gold answers of {args.golds}\n")
 
-    unreadable_by = {}
+    read_by_none = set(range(len(golds)))
     for protocol in args.protocols:
         with VerificationArguments(verification_protocol=protocol).build() as verifier:
-            unreadable_by[protocol] = verifier.unreadable_golds(golds)
-        num_unreadable = sum(bool(gold_texts(golds[i])) for i in unreadable_by[protocol])
+            unreadable = verifier.unreadable_golds(golds)
+        read_by_none &= set(unreadable)
+        num_unreadable = sum(bool(gold_texts(golds[i])) for i in unreadable)  # empty golds are a kind of their own
         print(f"{'not read by ' + protocol:38}{num_unreadable:10}")
-    by_none = set.intersection(*map(set, unreadable_by.values()))
-    kinds = golds_by_kind(golds, sorted(by_none))
+    kinds = golds_by_kind(golds, sorted(read_by_none))
     kinds["no protocol reads it"] = kinds.pop("unreadable")
-    for i in _print_kinds(kinds, "gold answers", len(golds)):
-        kinds_of_gold = ", ".join(kind for kind, indices in kinds.items() if i in indices)
-        print(f"  row {i} ({kinds_of_gold}): {golds[i]!r:.200}")
-    return len({i for indices in kinds.values() for i in indices}), len(golds)
+    _print_counts(kinds, "gold answers", len(golds))
+    for i in _examples(kinds):
+        print(f"  row {i} ({', '.join(_kinds_of(i, kinds))}): {golds[i]!r:.200}")
+    return _num_listed(kinds), len(golds)
 
 
 def _print_outcomes(graded: dict[str, list[Outcome]]) -> None:
+    """Print a table with the number of each outcome by protocol, and the accuracy."""
     print(f"{'outcome':18}" + "".join(f"{protocol:>10}" for protocol in graded))
     counts = [Counter(outcomes) for outcomes in graded.values()]
     for outcome in Outcome:
         if any(count[outcome] for count in counts):
             print(f"{outcome.name.lower():18}" + "".join(f"{count[outcome]:10}" for count in counts))
-    readable = [max(1, count.total() - count[Outcome.GOLD_UNPARSEABLE]) for count in counts]
-    shares = [f"{count[Outcome.CORRECT] / total:10.4f}" for count, total in zip(counts, readable, strict=True)]
-    print(f"{'accuracy':18}" + "".join(shares) + "   (of completions with a readable gold)")
+    accuracies = ""
+    for count in counts:
+        num_readable = count.total() - count[Outcome.GOLD_UNPARSEABLE]
+        accuracies += f"{count[Outcome.CORRECT] / max(1, num_readable):10.4f}"
+    print(f"{'accuracy':18}{accuracies}   (of completions with a readable gold)")
 
 
 def _audit_programs(args: argparse.Namespace) -> tuple[int, int]:
@@ -282,27 +332,38 @@ def _audit_programs(args: argparse.Namespace) -> tuple[int, int]:
     elif args.solution_column:
         entry = replace(entry, solution_column=args.solution_column)
     require_columns(args.programs, rows, {"solution_column": entry.solution_column})
-    tests, problems = [], []  # `None` and the reason, where tests cannot be read
+    tests, problems_of_tests = [], []  # tests are `None` where they cannot be read, for the reason in the other list
     for row in rows:
         cell = row.get(entry.solution_column)
+        problem = ""
         try:
-            readable, problem = gold_answer(cell, "tests"), ""
-            if not readable:
+            row_tests = gold_answer(cell, "tests")
+            if not row_tests:
                 problem = f"tests missing or malformed: {json.dumps(cell, default=str)[:80]}"
         except ValueError as error:
-            readable, problem = None, str(error)
-        tests.append(readable)
-        problems.append(problem)
-    solutions = [row.get(args.reference_column) for row in rows]
-    fenced = [f"```python\n{s}\n```" if isinstance(s, str) and last_program(s) is None else s for s in solutions]
+            row_tests = None
+            problem = str(error)
+        tests.append(row_tests)
+        problems_of_tests.append(problem)
+    solutions = [_as_completion(row.get(args.reference_column)) for row in rows]
     with CodeVerifier() as verifier:
         print(f"{len(rows)} problems of {args.programs}, run with {verifier.level}\n")
-        grades = verifier.grade_detailed(fenced, tests)
+        grades = verifier.grade_detailed(solutions, tests)
     for outcome, count in Counter(grade.outcome for grade in grades).most_common():
         print(f"{outcome.name.lower():18}{count:10}")
     print(f"{'seconds per program':18}{sum(grade.seconds for grade in grades) / len(grades):10.3f}\n")
-    for index, (row, grade, problem) in enumerate(zip(rows, grades, problems, strict=True)):
-        if grade.outcome is not Outcome.CORRECT:
-            why = problem or grade.error or f"passes {grade.share:.0%} of the tests up to the first that fails"
-            print(f"  row {index} ({row.get('problem_id', index)}): {grade.outcome.name.lower()}: {why}")
-    return sum(grade.outcome is not Outcome.CORRECT for grade in grades), len(grades)
+    num_failed = 0
+    for index, (row, grade, problem) in enumerate(zip(rows, grades, problems_of_tests, strict=True)):
+        if grade.outcome is Outcome.CORRECT:
+            continue
+        num_failed += 1
+        reason = problem or grade.error or f"passes {grade.share:.0%} of the tests up to the first that fails"
+        print(f"  row {index} ({row.get('problem_id', index)}): {grade.outcome.name.lower()}: {reason}")
+    return num_failed, len(grades)
+
+
+def _as_completion(solution: Any) -> Any:
+    """Return a reference solution as a completion: code alone in a code block."""
+    if isinstance(solution, str) and last_program(solution) is None:
+        return f"```python\n{solution}\n```"
+    return solution

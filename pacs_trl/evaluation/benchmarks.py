@@ -5,13 +5,11 @@ runners. Raise `version` whenever the rows or the way an answer is read change: 
 put in one table.
 """
 
-import builtins
 import hashlib
 import json
 import random
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,140 +36,48 @@ from ..data.sets import ProblemSet, choose_columns, gold_answer, is_data_file, l
 from ..errors import UserError
 from ..settings import did_you_mean
 from ..verification.cases import json_of_tests
-from ..verification.code import CodeVerifier
+from . import benchmark_rows
 
 
-LETTERS = "ABCD"
-# The window of the PACS paper's evaluation, both days included: 322 problems, as its scores imply.
-LIVECODEBENCH_WINDOW = ("2024-07-01", "2025-01-01")
-# Imports that LiveCodeBench's runner prepends to a program.
-_MODULES = (
-    "string re datetime collections heapq bisect copy math random statistics itertools functools operator io sys json"
-).split()
-_PRELUDE = "\n".join(
-    [
-        *(f"from {name} import *" for name in (*_MODULES, "builtins", "typing")),
-        f"import {', '.join(_MODULES[:12])}",
-        f"import {', '.join(_MODULES[12:])}",
-        "sys.setrecursionlimit(50000)",
-    ]
+LETTERS = "ABCD"  # of options
+
+BENCHMARKS = named_sets(
+    "benchmarks",
+    {
+        "livecodebench": benchmark_rows.livecodebench,
+        "humaneval": benchmark_rows.humaneval,
+        "mbpp": benchmark_rows.mbpp,
+        "gpqa_diamond": benchmark_rows.gpqa,
+    },
 )
-_UNPACK = """
-import base64, pickle, sys, zlib
-sys.stdout.write(pickle.loads(zlib.decompress(base64.b64decode(sys.stdin.read()))))
-"""
-
-
-def _livecodebench(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert the rows of the window, with public and private tests. Raises a `ValueError` for tests that cannot be
-    unpacked, or an empty window."""
-    first, last = LIVECODEBENCH_WINDOW
-    chosen = [row for row in rows if first <= str(row["contest_date"])[:10] <= last]
-    if not chosen:
-        raise UserError(f"None of the {len(rows)} rows of LiveCodeBench is from {first} to {last}. Use other files.")
-    packed = [row["private_test_cases"] for row in chosen]
-    unpacked = _unpack([text for text in packed if not text.lstrip().startswith("[")])
-    converted = []
-    for row, text in zip(chosen, packed, strict=True):
-        private = text if text.lstrip().startswith("[") else next(unpacked)
-        cases = json.loads(row["public_test_cases"]) + json.loads(private)
-        name = json.loads(row["metadata"]).get("func_name")
-        task = "Read the input from standard input and write the answer to standard output."
-        if row.get("starter_code"):
-            task = f"Complete this code:\n```python\n{row['starter_code'].strip()}\n```"
-        tests: dict[str, Any] = {"type": "stdin_stdout"} if name is None else {"type": "function", "name": name}
-        tests["cases"] = [{"input": case["input"], "output": case["output"]} for case in cases]
-        if name is not None:
-            for case in tests["cases"]:
-                case["input"] = [json.loads(line) for line in case["input"].split("\n")]
-                case["output"] = json.loads(case["output"])
-        tests |= {"compare": "lines" if name is None else "tokens", "prelude": _PRELUDE}
-        problem = f"{row['question_content'].strip()}\n\n{task}"
-        converted.append({"id": row["question_id"], "problem": problem, "answer": tests})
-    return converted
-
-
-def _unpack(texts: list[str]) -> Iterator[str]:
-    """Yield the text in each pickle. A pickle can run any program, so they are unpacked in the sandbox."""
-    if not texts:
-        return
-    verifier = CodeVerifier(
-        num_workers=2, cpu_seconds=60.0, timeout_seconds=120.0, memory_limit_mb=4096, output_limit_mb=1024
-    )
-    with verifier:
-        for start in range(0, len(texts), 8):  # some are a hundred megabytes
-            part = texts[start : start + 8]
-            for execution in verifier.run([_UNPACK] * len(part), part):
-                if execution.outcome is not None:
-                    why = (execution.messages.strip().splitlines() or [execution.error])[-1]
-                    raise UserError(f"Private tests of LiveCodeBench cannot be unpacked: {why}. Check the file.")
-                yield execution.output
-
-
-def _gpqa(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert questions with options, of which the correct one is stored first; each sample has its own order."""
-    names = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
-    return [
-        {
-            "id": row.get("Record ID") or str(index),
-            "problem": row["Question"].strip(),
-            "options": [row[name].strip() for name in names],
-            "answer": "A",
-        }
-        for index, row in enumerate(rows)
-    ]
-
-
-def _humaneval(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert problems whose asserts are in a function `check`; the prompt has their imports and helpers."""
-    return [
-        {
-            "id": row["task_id"],
-            "problem": f"Complete this function:\n```python\n{row['prompt'].strip()}\n```",
-            "answer": _asserts(row["test"], row["entry_point"], row["prompt"]),
-        }
-        for row in rows
-    ]
-
-
-def _mbpp(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Convert problems of MBPP, or of its sanitized version; the asserts are part of the problem, as usual."""
-    converted = []
-    for row in rows:
-        text, asserts = row.get("text") or row["prompt"], "\n".join(row["test_list"])
-        setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or [])
-        defined = re.findall(r"^\s*(?:def|class)\s+(\w+)", row.get("code") or "", re.MULTILINE)
-        called = re.findall(r"(\w+)\(", asserts)
-        name = min(called, key=lambda name: (name not in defined, name in vars(builtins)), default=None)
-        problem = f"{text}\n\nThe program must pass these tests:\n```python\n{asserts}\n```"
-        converted.append({"id": row["task_id"], "problem": problem, "answer": _asserts(f"{setup}\n{asserts}", name)})
-    return converted
-
-
-def _asserts(code: str, name: str | None, prelude: str = "") -> dict[str, Any]:
-    return {"type": "asserts", "code": code, "entry_point": name, "prelude": prelude}
-
-
-_CONVERT = {"livecodebench": _livecodebench, "humaneval": _humaneval, "mbpp": _mbpp, "gpqa_diamond": _gpqa}
-BENCHMARKS = named_sets("benchmarks", _CONVERT)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem: `id` is unique in its benchmark, `problem` is text or messages, `solution` is the gold answer or a
-    list of alternatives. In multiple choice `problem` is the question, `options` are the answers in stored order, and
-    `solution` is a letter."""
+    """
+    One problem.
+
+    Attributes:
+        id (`str`): Unique in its benchmark.
+        problem (`str` or `list[dict]`): Text or messages; in multiple choice the question without options.
+        solution (`str` or `list[str]`): The gold answer or a list of alternatives; in multiple choice the letter of
+            the correct option in stored order.
+        options (tuple of `str`): Answers of multiple choice, in stored order; empty for other problems.
+        row (`dict`, *optional*): Of an environment: the arguments of `reset`.
+        images (`tuple`): Of columns, as the row has them.
+    """
 
     id: str
     problem: str | list[dict]
     solution: str | list[str]
     options: tuple[str, ...] = ()
-    row: dict[str, Any] | None = None  # of an environment: the arguments of `reset`
-    images: tuple = ()  # of columns, as the row has them
+    row: dict[str, Any] | None = None
+    images: tuple = ()
 
     @property
     def has_images(self) -> bool:
-        return bool(self.images) or next(image_blocks(self.problem), None) is not None
+        """Whether the problem has images, in columns or in blocks of its messages."""
+        return bool(self.images) or _has_image_blocks(self.problem)
 
     def with_images(self, prompt: Any) -> Any:
         """Return a prompt of this problem with its images in blocks."""
@@ -182,18 +88,28 @@ class Problem:
         if not self.options:
             return self.problem, self.solution
         letters = LETTERS[: len(self.options)]
-        order = random.Random(seed).sample(letters, len(letters))  # stored letters as they are shown
-        listed = "\n".join(
-            f"{shown}) {self.options[LETTERS.index(stored)]}" for shown, stored in zip(letters, order, strict=True)
-        )
-        return f"{self.problem}\n\n{listed}", letters[order.index(str(self.solution))]
+        shuffled = random.Random(seed).sample(letters, len(letters))  # stored letters in the order of this sample
+        lines = []
+        for letter, stored_letter in zip(letters, shuffled, strict=True):
+            lines.append(f"{letter}) {self.options[LETTERS.index(stored_letter)]}")
+        gold_letter = letters[shuffled.index(str(self.solution))]
+        return "\n".join([f"{self.problem}\n", *lines]), gold_letter
 
 
 @dataclass(frozen=True)
 class LoadedBenchmark:
-    """Problems of a benchmark: `source` is plain data (id, revision, split, version, digest), `instruction` replaces
-    the default one; with `is_code` answers are tests of programs; with `is_prompt` text is a whole prompt;
-    `environment` has the factories and reward functions."""
+    """
+    Problems of a benchmark.
+
+    Attributes:
+        name (`str`), title (`str`): Name in files and metrics, and in tables.
+        problems (`list[Problem]`): In the order of the source.
+        source (`dict`): Plain data that identifies the problems: id, revision, split, version, digest.
+        instruction (`str`, *optional*): Replacement for the default instruction.
+        is_code (`bool`): Whether answers are tests of programs.
+        is_prompt (`bool`): Whether text is a whole prompt.
+        environment (`tuple`, *optional*): The factories and reward functions of an environment.
+    """
 
     name: str
     title: str
@@ -206,6 +122,7 @@ class LoadedBenchmark:
 
     @property
     def has_images(self) -> bool:
+        """Whether a problem has images."""
         return any(problem.has_images for problem in self.problems)
 
     @property
@@ -234,28 +151,15 @@ def load_benchmark(
         return _environment(spec, max_problems)
     name, path = checked_name(spec)
     columns = columns or {}
-    source: dict[str, Any]
     try:
         if name.startswith(f"{gym.NAME}/") and not path:
-            task = name.partition("/")[2]
-            written = (gym_tasks or {}).get(task)
-            settings = gym.task_settings(task, written)
-            entry = ProblemSet(
-                "",
-                title=task.replace("_", " "),
-                instruction=gym.INSTRUCTION,
-                problem_column="question",
-                solution_column="solution",
-            )
-            source = {"generator": gym.NAME, "seed": gym.BENCHMARK_SEED, "config": dict(settings.config)}
-            if settings.answer is not None:
-                source["answer"] = settings.answer
-            rows = gym.benchmark(task, written, max_problems)
+            entry, source, rows = _gym_problems(name, gym_tasks or {}, max_problems)
         elif name in BENCHMARKS:
             entry = BENCHMARKS[name]
-            source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
             if path:
                 source = {"file": Path(path).name}
+            else:
+                source = {fact: getattr(entry, fact) for fact in ("hub_id", "config", "split", "revision")}
             rows = load_rows(name, entry, path or None)
         else:  # a file of the user
             source = {"file": Path(path).name, **columns}
@@ -264,7 +168,7 @@ def load_benchmark(
             entry = choose_columns(
                 ProblemSet("", title=name), names, columns.get("problem_column"), columns.get("solution_column")
             )
-        if path or Path(name).is_file():
+        if path or Path(name).is_file():  # paths of images are relative to the file
             rows = [with_absolute_paths(row, Path(path or name).parent) for row in rows]
         problems = [_problem(name, entry, i, row) for i, row in enumerate(rows)][:max_problems]
     except KeyError as error:
@@ -272,15 +176,47 @@ def load_benchmark(
             f"Benchmark {name} needs the column {error}, which a row lacks. Use the files of the Hub, or name the "
             "columns of a file of your own with problem_column and solution_column."
         ) from error
-    if repeated := [row_id for row_id, count in Counter(p.id for p in problems).items() if count > 1]:
+    counts = Counter(problem.id for problem in problems)
+    repeated = [problem_id for problem_id, count in counts.items() if count > 1]
+    if repeated:
         raise UserError(
             f"Benchmark {spec} contains the id {repeated[0]!r} twice. Make ids unique: samples are stored by id."
         )
-    is_code = json_of_tests(problems[0].solution) is not None
     content = json.dumps([_content(problem) for problem in problems], ensure_ascii=False)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-    source |= {"version": entry.version, "num_problems": len(problems), "digest": digest}
-    return LoadedBenchmark(name, entry.title, problems, source, entry.instruction, is_code, entry.is_prompt)
+    source |= {"version": entry.version, "num_problems": len(problems), "digest": _digest(content)}
+    return LoadedBenchmark(
+        name,
+        entry.title,
+        problems,
+        source,
+        entry.instruction,
+        is_code=json_of_tests(problems[0].solution) is not None,
+        is_prompt=entry.is_prompt,
+    )
+
+
+def _gym_problems(
+    name: str, gym_tasks: Mapping[str, Any], max_problems: int | None
+) -> tuple[ProblemSet, dict[str, Any], list[dict[str, Any]]]:
+    """Return entry, source, and rows of a task of reasoning-gym; `name` is `reasoning_gym/<task>`."""
+    task = name.partition("/")[2]
+    settings_of_user = gym_tasks.get(task)
+    settings = gym.task_settings(task, settings_of_user)
+    entry = ProblemSet(
+        "",
+        title=task.replace("_", " "),
+        instruction=gym.INSTRUCTION,
+        problem_column="question",
+        solution_column="solution",
+    )
+    source = {"generator": gym.NAME, "seed": gym.BENCHMARK_SEED, "config": dict(settings.config)}
+    if settings.answer is not None:
+        source["answer"] = settings.answer
+    return entry, source, gym.benchmark(task, settings_of_user, max_problems)
+
+
+def _digest(content: str) -> str:
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def checked_name(spec: str) -> tuple[str, str]:
@@ -300,50 +236,70 @@ def _environment(name: str, max_problems: int | None) -> LoadedBenchmark:
     dataset = examples_of(environment, max_problems or gym.BENCHMARK_SIZE, first_seed=gym.BENCHMARK_SEED)
     factories = prepare_environments(environment.environment_factory, {name: dataset}, takes_images=False)
     rows = list(dataset)[:max_problems]
-    prompts = [read_problem(row.get("prompt"), "prompt") or EMPTY_PROMPT for row in rows]
-    problems = [Problem(str(i), prompt, "", row=rows[i]) for i, prompt in enumerate(prompts)]
-    digest = hashlib.sha256(json.dumps(rows, default=repr).encode()).hexdigest()[:16]
+    problems = []
+    for i, row in enumerate(rows):
+        prompt = read_problem(row.get("prompt"), "prompt") or EMPTY_PROMPT
+        problems.append(Problem(str(i), prompt, "", row=row))
+    digest = _digest(json.dumps(rows, default=repr))
     source = {"environment": name, "version": 1, "num_problems": len(problems), "digest": digest}
     factories_and_rewards = (factories, reward_functions_of(environment))
     return LoadedBenchmark(name, name, problems, source, is_prompt=True, environment=factories_and_rewards)
 
 
 def name_and_path(spec: str) -> tuple[str, str]:
-    """Split a spec into the name of a benchmark and the path of a file, or an empty string."""
+    """Split `name`, `name=PATH`, or PATH into the name of a benchmark and the path of a file, or an empty string. The
+    name of a PATH alone is that of the file without its suffix."""
     name, _, path = spec.partition("=")
-    return (Path(name).stem, name) if not path and is_data_file(name) else (name, path)
+    if not path and is_data_file(name):
+        return Path(name).stem, name
+    return name, path
 
 
 def _problem(name: str, entry: ProblemSet, index: int, row: dict) -> Problem:
+    """Read a row. Raises a `ValueError` that names benchmark and row if problem, answer, or images cannot be read."""
     try:
         answer = gold_answer(row[entry.solution_column], entry.answer_in)
         problem = read_problem(row[entry.problem_column], entry.problem_column)
         images = tuple(images_of_columns(row))
-        if images or next(image_blocks(problem), None) is not None:
+        if images or _has_image_blocks(problem):
             _check_images(problem, images, entry)
         if answer is None or problem is None:
             column = entry.problem_column if problem is None else entry.solution_column
             raise UserError(f"the column {column!r} is empty ({row[column]!r:.80}). Remove the row, or complete it.")
     except ValueError as error:
         raise UserError(f"Benchmark {name}, row {index}: {error}") from error
-    row_id = str(row[entry.id_column]) if entry.id_column else str(index)
-    options = tuple(row["options"]) if entry.convert_rows is _gpqa else ()
-    return Problem(row_id, problem, answer, options, images=images)
+    problem_id = str(row[entry.id_column]) if entry.id_column else str(index)
+    is_multiple_choice = entry.convert_rows is benchmark_rows.gpqa  # rows of others may have a column of this name
+    options = tuple(row["options"]) if is_multiple_choice else ()
+    return Problem(problem_id, problem, answer, options, images=images)
+
+
+def _has_image_blocks(problem: Any) -> bool:
+    """Return whether the messages of a problem have blocks of images."""
+    return next(image_blocks(problem), None) is not None
 
 
 def _check_images(problem: Any, images: Sequence[Any], entry: ProblemSet) -> None:
-    """Raise a `ValueError` if images cannot be read, or do not fit the placeholders of the problem."""
-    is_question = isinstance(problem, str) and not entry.is_prompt  # which becomes a message
-    messages = checked_messages([{"role": "user", "content": problem}] if is_question else problem, images)
-    for image in [*images, *(block["image"] for block in image_blocks(messages) if "image" in block)]:
+    """Raise a `ValueError` if images of columns or of blocks cannot be read, or do not fit the placeholders of the
+    problem."""
+    if isinstance(problem, str) and not entry.is_prompt:  # text that becomes a message
+        problem = [{"role": "user", "content": problem}]
+    messages = checked_messages(problem, images)
+    images_of_blocks = [block["image"] for block in image_blocks(messages) if "image" in block]
+    for image in [*images, *images_of_blocks]:
         image_size(image)
 
 
 def _content(problem: Problem) -> list:
     """Return what identifies a problem as plain data; images by their hashes."""
-    text, hashes = problem.problem, [image_digest(image) for image in problem.images]
+    text = problem.problem
+    hashes = [image_digest(image) for image in problem.images]
     if isinstance(text, list) and problem.has_images:
-        images = [block["image"] for block in image_blocks(text) if block.get("image") is not None]
-        hashes += [image_digest(image) for image in images]
+        for block in image_blocks(text):
+            if block.get("image") is not None:
+                hashes.append(image_digest(block["image"]))
         text = json.loads(json.dumps(text, default=lambda image: "image"))
-    return [problem.id, text, problem.solution, *problem.options, *([hashes] if hashes else [])]
+    content = [problem.id, text, problem.solution, *problem.options]
+    if hashes:
+        content.append(hashes)
+    return content

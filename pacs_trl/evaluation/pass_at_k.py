@@ -46,10 +46,11 @@ def pass_at_k(n, c, k):
 
     values = np.empty(n.shape + (ks.size,))
     for num_samples in np.unique(n):
-        rows = n == num_samples
-        for column, draws in enumerate(np.atleast_1d(ks)):
-            values[rows, column] = _all_counts(int(num_samples), int(draws))[c[rows]]
-    values = values if ks.ndim else values[..., 0]
+        problems = n == num_samples
+        for column, each_k in enumerate(np.atleast_1d(ks)):
+            values[problems, column] = _all_counts(int(num_samples), int(each_k))[c[problems]]
+    if ks.ndim == 0:
+        values = values[..., 0]
     return float(values) if values.ndim == 0 else values
 
 
@@ -89,15 +90,14 @@ def pass_interval(*benchmarks, confidence: float = 0.95) -> Interval:
         squares = ((values - centre) ** 2).sum(axis=0) + 0.5 * (centre**2 + (1 - centre) ** 2)
         means.append(values.mean(axis=0))
         centres.append(centre)
-        # of the mean: squares / P is the variance of one of the P + 1 values
+        # The variance of the mean: squares / P is that of one of the P + 1 values.
         variances.append(squares / num_problems**2)
     mean, centre = np.mean(means, axis=0), np.mean(centres, axis=0)
     variance = np.sum(variances, axis=0) / len(benchmarks) ** 2
     effective_problems = centre * (1 - centre) / variance
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     lower, upper = wilson(mean, effective_problems, z)
-    # against rounding
-    lower, upper = np.clip(lower, 0, mean), np.clip(upper, mean, 1)
+    lower, upper = np.clip(lower, 0, mean), np.clip(upper, mean, 1)  # against rounding
     return Interval(float(mean), float(lower), float(upper)) if mean.ndim == 0 else Interval(mean, lower, upper)
 
 
@@ -135,9 +135,9 @@ def paired_interval(*pairs, confidence: float = 0.95) -> Interval:
     first, second = (pass_interval(*which, confidence=confidence) for which in zip(*arrays, strict=True))
     covariance, first_variance, second_variance = np.sum(products, axis=0)
     spread = np.sqrt(first_variance * second_variance)
-    r = np.clip(
-        np.divide(covariance, spread, out=np.zeros_like(covariance), where=spread > 1e-25), -1, 1
-    )  # less is rounding
+    # A smaller spread is rounding: the correlation is 0.
+    r = np.divide(covariance, spread, out=np.zeros_like(covariance), where=spread > 1e-25)
+    r = np.clip(r, -1, 1)
 
     def distance(a, b):
         return np.sqrt(np.maximum(a**2 - 2 * r * a * b + b**2, 0))

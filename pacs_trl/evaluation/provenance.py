@@ -30,27 +30,37 @@ _BLOCK = 1 << 20  # bytes hashed at start, middle, and end of a weight file; an 
 
 
 def model_identity(model: str, revision: str | None = None, trust_remote_code: bool = False) -> dict[str, Any]:
-    """Return the name of a model with, for a checkpoint directory, `digest` of configuration and weights,
-    `text_digest` of tokenizer, chat template, and generation settings, `code_digest` of code that is trusted, and
-    `base_digest` or `base_revision` of the base model of an adapter, or, for a Hub id, `revision` (a commit). Raises a
-    `ValueError` if the model does not exist."""
+    """
+    Return what identifies a model, as plain data.
+
+    Returns:
+        `dict`: `name`, and for a Hub id `revision` (a commit). For a checkpoint directory `digest` of configuration
+        and weights, `text_digest` of tokenizer, chat template, and generation settings, with trusted code its
+        `code_digest`, and for an adapter `base_digest` or `base_revision` of its base model.
+
+    Raises:
+        `ValueError`: if the model does not exist.
+    """
     path = Path(model)
     check_model_path(model)
-    if path.is_dir():
-        identity: dict[str, Any] = {"name": path.resolve().name, "digest": checkpoint_digest(path)}
-        identity["text_digest"] = _content_digest(path, _TEXT_FILES)
-        if trust_remote_code and any(path.glob("*.py")):
-            identity["code_digest"] = _content_digest(path, ("*.py",))
-        adapter = path / "adapter_config.json"
-        if adapter.is_file():
-            settings = json.loads(adapter.read_text(encoding="utf-8"))
-            base = settings["base_model_name_or_path"]
-            if Path(base).is_dir():
-                identity["base_digest"] = checkpoint_digest(Path(base))
-            else:
-                identity["base_revision"] = _hub_commit(base, settings.get("revision"), trust_remote_code)
-        return identity
-    return {"name": model, "revision": _hub_commit(model, revision, trust_remote_code)}
+    if not path.is_dir():
+        return {"name": model, "revision": _hub_commit(model, revision, trust_remote_code)}
+    identity: dict[str, Any] = {
+        "name": path.resolve().name,
+        "digest": checkpoint_digest(path),
+        "text_digest": _content_digest(path, _TEXT_FILES),
+    }
+    if trust_remote_code and any(path.glob("*.py")):
+        identity["code_digest"] = _content_digest(path, ("*.py",))
+    adapter_file = path / "adapter_config.json"
+    if adapter_file.is_file():
+        adapter = json.loads(adapter_file.read_text(encoding="utf-8"))
+        base = adapter["base_model_name_or_path"]
+        if Path(base).is_dir():
+            identity["base_digest"] = checkpoint_digest(Path(base))
+        else:
+            identity["base_revision"] = _hub_commit(base, adapter.get("revision"), trust_remote_code)
+    return identity
 
 
 def _hub_commit(model: str, revision: str | None, trust_remote_code: bool) -> str | None:
@@ -67,11 +77,14 @@ def _hub_commit(model: str, revision: str | None, trust_remote_code: bool) -> st
 def checkpoint_digest(path: Path) -> str:
     """Return 16 hex digits of a SHA-256 over configuration and weight files: name, size, and three blocks of each."""
     sha = hashlib.sha256()
-    for file in sorted(file for pattern in _IDENTIFYING_FILES for file in path.glob(pattern)):
+    files = [file for pattern in _IDENTIFYING_FILES for file in path.glob(pattern)]
+    for file in sorted(files):
         size = file.stat().st_size
         sha.update(f"{file.name}:{size}\n".encode())
+        middle = max(0, size // 2 - _BLOCK // 2)
+        last = max(0, size - _BLOCK)
         with file.open("rb") as content:
-            for start in sorted({0, max(0, size // 2 - _BLOCK // 2), max(0, size - _BLOCK)}):
+            for start in sorted({0, middle, last}):
                 content.seek(start)
                 sha.update(content.read(_BLOCK))
     return sha.hexdigest()[:16]
@@ -79,9 +92,11 @@ def checkpoint_digest(path: Path) -> str:
 
 def _content_digest(path: Path, patterns: Sequence[str]) -> str:
     """Return 16 hex digits of a SHA-256 over the names and contents of files."""
+    files = {file for pattern in patterns for file in path.glob(pattern) if file.is_file()}
     sha = hashlib.sha256()
-    for file in sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()}):
-        sha.update(f"{file.relative_to(path)}:{hashlib.sha256(file.read_bytes()).hexdigest()}\n".encode())
+    for file in sorted(files):
+        digest_of_file = hashlib.sha256(file.read_bytes()).hexdigest()
+        sha.update(f"{file.relative_to(path)}:{digest_of_file}\n".encode())
     return sha.hexdigest()[:16]
 
 
@@ -123,4 +138,7 @@ def source_commit() -> str | None:
         commit = subprocess.run(command, cwd=root, capture_output=True, text=True).stdout.strip()
     except OSError:
         return None
-    return commit if commit and (root / ".git").exists() else None
+    is_repository = (root / ".git").exists()  # otherwise git may have described another one around it
+    if not commit or not is_repository:
+        return None
+    return commit

@@ -1,7 +1,7 @@
 """Requests to an engine and its completions, as plain values without torch."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,8 +22,16 @@ class SamplingSettings:
 
 
 class Completion(NamedTuple):
-    """A completion: `text` without special tokens, `num_tokens` with the end token, `finish_reason` "stop" (ended) or
-    "length" (truncated); its `token_ids`, and `more` entries of its record."""
+    """
+    A completion.
+
+    Attributes:
+        text (`str`): Without special tokens.
+        num_tokens (`int`): With the end token.
+        finish_reason (`str`): "stop" (ended) or "length" (truncated).
+        token_ids (sequence of `int`): Empty if the engine does not report them.
+        more (`dict`): Further entries of its record in the sample store.
+    """
 
     text: str
     num_tokens: int
@@ -33,12 +41,15 @@ class Completion(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One completion to generate."""
+    """One completion to generate: `sample` is its number among those of the problem, from 0."""
 
     problem_id: str
     sample: int
     seed: int
     prompt: Prompt
+
+
+FinishedRequests = Iterator[tuple[Request, Completion]]  # in any order
 
 
 def sample_seed(seed: int, problem_id: str, sample: int) -> int:

@@ -22,12 +22,16 @@ from .store import differences, identifying_facts
 logger = logging.getLogger(__name__)
 
 RESULTS_SCHEMA = 1
-_FIELDS = "method n k protocol benchmarks created model prompt_digest engine hardware versions commit".split()
-_COMPARED = ("version", "digest", "num_problems")  # of the source of a benchmark
+_REQUIRED_FIELDS = (
+    *("method", "n", "k", "protocol", "benchmarks", "created"),
+    *("model", "prompt_digest", "engine", "hardware", "versions", "commit"),
+)
+_COMPARED_FACTS = ("version", "digest", "num_problems")  # of the source of a benchmark
 
 
 class GradedSample(NamedTuple):
-    """A graded completion; `outcome` is the label: 1.0 correct, 0.0 wrong, `None` if the gold answer is unreadable."""
+    """A graded completion of the problem with the id `problem`; `outcome` is its label in [0, 1]: 1.0 correct, 0.0
+    wrong, `None` if the gold answer is unreadable. `num_tokens` and `finish_reason` are those of [`Completion`]."""
 
     problem: str
     outcome: float | None
@@ -36,51 +40,72 @@ class GradedSample(NamedTuple):
 
 
 def summarize(problem_ids: Sequence[str], samples: Iterable[GradedSample], ks: Sequence[int]) -> dict[str, Any]:
-    """Return counts per problem, in the order of `problem_ids`, and pass@k over problems of one benchmark, from the
-    samples that could be graded. A problem with fewer than k of them is excluded from pass@k of that k: `excluded` has
-    their number by k where it is not 0, and `unscorable` lists the problems without a graded sample. The share of
-    truncated completions is that of all problems. Raises a `ValueError` if a k excludes all."""
-    by_problem: dict[str, list[GradedSample]] = {problem: [] for problem in problem_ids}
+    """
+    Return counts and pass@k of one benchmark, from the samples that could be graded.
+
+    Args:
+        problem_ids (sequence of `str`): All problems, each with at least one sample.
+        samples (iterable of [`GradedSample`]): Their samples, in any order.
+        ks (sequence of `int`): Values of k.
+
+    Returns:
+        `dict`: `problems`, the counts of each problem in the order of `problem_ids`; `pass_at_k`, see
+        [`pass_at_k_table`]; `excluded`, the number of problems that are left out of pass@k, because fewer than k of
+        their samples are graded, by k where it is not 0; `unscorable`, the problems without a graded sample;
+        `ungraded`, the number of samples that are not graded; `mean_tokens`, and `truncated_share` in [0, 1], of the
+        samples of all problems.
+
+    Raises:
+        `ValueError`: if the largest k excludes all problems.
+    """
+    samples_of_problem: dict[str, list[GradedSample]] = {problem_id: [] for problem_id in problem_ids}
     for sample in samples:
-        by_problem[sample.problem].append(sample)
-    problems: list[dict[str, Any]] = [
-        {
-            "id": problem,
+        samples_of_problem[sample.problem].append(sample)
+    problems: list[dict[str, Any]] = []
+    for problem_id, generated in samples_of_problem.items():
+        counts = {
+            "id": problem_id,
             "n": len(generated),
             "c": sum(sample.outcome == 1.0 for sample in generated),
             "ungraded": sum(sample.outcome is None for sample in generated),
             "truncated": sum(sample.finish_reason == "length" for sample in generated),
             "mean_tokens": sum(sample.num_tokens for sample in generated) / len(generated),
         }
-        for problem, generated in by_problem.items()
-    ]
+        problems.append(counts)
     num_excluded = {k: len(problems) - len(graded_counts(problems, k)) for k in ks}
     if num_excluded[max(ks)] == len(problems):
         raise UserError(
             f"No problem has {max(ks)} samples that could be graded. Check the gold answers, verification_protocol, "
             "and rewards that return nothing, or leave this value out of k."
         )
+    num_graded = [problem["n"] - problem["ungraded"] for problem in problems]
+    num_correct = [problem["c"] for problem in problems]
+    num_truncated = sum(problem["truncated"] for problem in problems)
     return {
         "problems": problems,
-        "unscorable": [p["id"] for p in problems if p["ungraded"] == p["n"]],
+        "unscorable": [problem["id"] for problem in problems if problem["ungraded"] == problem["n"]],
         "excluded": {str(k): number for k, number in num_excluded.items() if number},
-        "ungraded": sum(p["ungraded"] for p in problems),
-        "pass_at_k": pass_at_k_table([p["n"] - p["ungraded"] for p in problems], [p["c"] for p in problems], ks),
-        "mean_tokens": float(np.mean([p["mean_tokens"] for p in problems])),
-        "truncated_share": sum(p["truncated"] for p in problems) / sum(p["n"] for p in problems),
+        "ungraded": sum(problem["ungraded"] for problem in problems),
+        "pass_at_k": pass_at_k_table(num_graded, num_correct, ks),
+        "mean_tokens": float(np.mean([problem["mean_tokens"] for problem in problems])),
+        "truncated_share": num_truncated / sum(problem["n"] for problem in problems),
     }
 
 
 def graded_counts(problems: Iterable[dict[str, Any]], k: int) -> dict[str, tuple[int, int]]:
     """Return the numbers of graded and of correct samples by problem, without problems that have fewer than `k` graded
     ones, whose pass@k cannot be estimated. In `problems`, `n` counts all samples."""
-    counts = {problem["id"]: (problem["n"] - problem["ungraded"], problem["c"]) for problem in problems}
-    return {problem: (n, c) for problem, (n, c) in counts.items() if n >= k}
+    counts = {}
+    for problem in problems:
+        num_graded = problem["n"] - problem["ungraded"]
+        if num_graded >= k:
+            counts[problem["id"]] = (num_graded, problem["c"])
+    return counts
 
 
 def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> dict[str, dict[str, float]]:
-    """Return `{"k": {"value", "lower", "upper"}}` with intervals over the problems with `n >= k`; keys are strings, as
-    in JSON."""
+    """Return `{"k": {"value", "lower", "upper"}}`, pass@k in [0, 1] with intervals over the problems with `n >= k`,
+    from the numbers of samples, `n`, and of correct ones, `c`, of each problem. Keys are strings, as in JSON."""
     num_graded, num_correct = np.asarray(n), np.asarray(c)
     table = {}
     # Values of k that exclude equally many problems exclude the same ones, and are computed together.
@@ -88,8 +113,9 @@ def pass_at_k_table(n: Sequence[int], c: Sequence[int], ks: Sequence[int]) -> di
         ks_of_group = list(group)
         is_included = num_graded >= ks_of_group[0]
         interval = pass_interval(pass_at_k(num_graded[is_included], num_correct[is_included], ks_of_group))
-        for k, value, lower, upper in zip(ks_of_group, *map(np.asarray, interval), strict=True):
-            table[k] = {"value": float(value), "lower": float(lower), "upper": float(upper)}
+        means, lowers, uppers = map(np.asarray, interval)
+        for k, mean, lower, upper in zip(ks_of_group, means, lowers, uppers, strict=True):
+            table[k] = {"value": float(mean), "lower": float(lower), "upper": float(upper)}
     return {str(k): table[k] for k in ks}
 
 
@@ -127,18 +153,21 @@ class Document(dict):
 def parse_json(text: str | bytes, where: str, fields: Iterable[str] = ()) -> Document:
     """Parse a JSON object as nested [`Document`]s. Raises a `ValueError` naming `where` if it is not such an object or
     lacks one of the `fields`."""
+    problem = None
     try:
         content = json.loads(text, object_hook=lambda fields_of_object: Document(fields_of_object, where))
-        problem = "" if isinstance(content, Document) else f"{content!r:.60}"
     except ValueError as error:  # JSON or UTF-8
         problem = str(error)
-    if problem:
+    else:
+        if not isinstance(content, Document):
+            problem = f"{content!r:.60}"
+    if problem is not None:
         raise UserError(
             f"{where} is damaged, or of another kind: it is not a JSON object ({problem}). Create it again, or "
             "correct the name."
         )
     for field in fields:
-        content[field]
+        content[field]  # raises an error if it is missing
     return content
 
 
@@ -153,26 +182,31 @@ def read_results(path: str | Path) -> Document:
     path = Path(path)
     file = path / "results.json" if path.is_dir() else path
     if not file.is_file():
-        state = f"contains no {file.name}" if path.is_dir() else f"does not exist in {Path.cwd()}"
-        hint = ""
-        if path.is_dir() and any([*path.glob("trainer_state.json"), *path.glob("checkpoint-*/trainer_state.json")]):
-            hint = f" It is a training run: name it with --training METHOD={path}."
-        raise UserError(f"{str(path)!r} {state}. Name results.json of `pacs-trl evaluate`, or its directory.{hint}")
+        raise _error_without_results(path)
     results = read_json(file)
     if results["schema_version"] != RESULTS_SCHEMA:
         raise UserError(
             f"{path}: its schema is {results['schema_version']}, not {RESULTS_SCHEMA}. Evaluate again, which uses the "
             "stored samples."
         )
-    for field in _FIELDS:
-        results[field]
-    has_graded_problem = [
-        bool(results["k"]) and bool(graded_counts(benchmark["problems"], max(results["k"])))
-        for benchmark in results["benchmarks"].values()
-    ]
-    if not has_graded_problem or not all(has_graded_problem):
+    for field in _REQUIRED_FIELDS:
+        results[field]  # raises an error if it is missing
+    ks = results["k"]
+    benchmarks = results["benchmarks"].values()
+    if not benchmarks or not all(ks and graded_counts(benchmark["problems"], max(ks)) for benchmark in benchmarks):
         raise UserError(f"{path} has no benchmark, or one without graded problems. Evaluate again.")
     return results
+
+
+def _error_without_results(path: Path) -> UserError:
+    """Return the error for a path that is no results file and no directory with one."""
+    state = f"does not exist in {Path.cwd()}"
+    hint = ""
+    if path.is_dir():
+        state = "contains no results.json"
+        if any(path.glob("trainer_state.json")) or any(path.glob("checkpoint-*/trainer_state.json")):
+            hint = f" It is a training run: name it with --training METHOD={path}."
+    return UserError(f"{str(path)!r} {state}. Name results.json of `pacs-trl evaluate`, or its directory.{hint}")
 
 
 def instruction_of(result: dict[str, Any], benchmark: str) -> str | None:
@@ -183,42 +217,55 @@ def instruction_of(result: dict[str, Any], benchmark: str) -> str | None:
 
 def prompts_of(results: Sequence[dict[str, Any]]) -> list[tuple[list[str], str | None]]:
     """Return each instruction of results files with the titles of its benchmarks, in order of first appearance."""
-    titles: dict[str | None, dict[str, None]] = {}
+    titles_by_instruction: dict[str | None, list[str]] = {}
     for result in results:
         for benchmark, entry in result["benchmarks"].items():
-            titles.setdefault(instruction_of(result, benchmark), {})[entry["title"]] = None
-    return [(list(of_instruction), instruction) for instruction, of_instruction in titles.items()]
+            titles = titles_by_instruction.setdefault(instruction_of(result, benchmark), [])
+            if entry["title"] not in titles:
+                titles.append(entry["title"])
+    return [(titles, instruction) for instruction, titles in titles_by_instruction.items()]
 
 
 def require_same_protocol(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
     """Check that results can be compared: equal sampling settings, prompt, verifier, and, for each benchmark that two
     files share, instruction, version, and problems; a `ValueError` names the two files and every difference. The
     number of samples and the engine may differ, since pass@k is unbiased in n."""
-    first: dict[str, tuple[str, dict[str, Any]]] = {}  # by what is compared: the first file that has it
+    # The first file with a protocol, and with each benchmark: later ones are compared with it.
+    first: dict[str, tuple[str, dict[str, Any]]] = {}
     for name, result in zip(names, results, strict=True):
         for key in ("protocol", *result["benchmarks"]):
-            other_name, other = first.setdefault(key, (name, result))
+            first_name, first_result = first.setdefault(key, (name, result))
             if key == "protocol":
-                theirs, ours = _without_instruction(other["protocol"]), _without_instruction(result["protocol"])
+                first_facts = _without_instruction(first_result["protocol"])
+                facts = _without_instruction(result["protocol"])
             else:
-                theirs, ours = _benchmark_facts(other, key), _benchmark_facts(result, key)
-                is_stated = ["instruction" in file["benchmarks"][key] for file in (other, result)]
-                if any(is_stated) and not all(is_stated):  # one of an earlier version states only what was set
-                    theirs["instruction"], ours["instruction"] = _instruction_set(other), _instruction_set(result)
-            if lines := differences(theirs, ours, key=key):
+                first_facts = _benchmark_facts(first_result, key)
+                facts = _benchmark_facts(result, key)
+                first_states_instruction = "instruction" in first_result["benchmarks"][key]
+                states_instruction = "instruction" in result["benchmarks"][key]
+                if states_instruction != first_states_instruction:
+                    # One of an earlier version states only what was set, so that is compared.
+                    first_facts["instruction"] = _instruction_set(first_result)
+                    facts["instruction"] = _instruction_set(result)
+            lines = differences(first_facts, facts, key=key)
+            if lines:
                 raise UserError(
-                    f"{other_name} and {name} were measured with different protocols:\n  "
+                    f"{first_name} and {name} were measured with different protocols:\n  "
                     + "\n  ".join(lines)
                     + "\nEvaluate one of them again with the protocol of the other."
                 )
 
 
 def _benchmark_facts(result: dict[str, Any], benchmark: str) -> dict[str, Any]:
+    """Return the facts about a benchmark that must be equal in compared files."""
     source = result["benchmarks"][benchmark]["source"]
-    return {fact: source[fact] for fact in _COMPARED} | {"instruction": instruction_of(result, benchmark)}
+    facts = {fact: source[fact] for fact in _COMPARED_FACTS}
+    facts["instruction"] = instruction_of(result, benchmark)
+    return facts
 
 
 def _instruction_set(result: dict[str, Any]) -> str | None:
+    """Return the instruction that the user set for all benchmarks."""
     return result["protocol"].get("prompt", {}).get("instruction")
 
 
@@ -233,8 +280,8 @@ def require_different_evaluations(results: Sequence[dict[str, Any]], names: Sequ
     names both."""
     for i, (name, result) in enumerate(zip(names, results, strict=True)):
         if result in results[:i]:
-            other_name = names[results.index(result)]
-            raise UserError(f"{other_name} and {name} are one evaluation. Name it once.")
+            first_name = names[results.index(result)]
+            raise UserError(f"{first_name} and {name} are one evaluation. Name it once.")
 
 
 def require_chosen_labels(results: Sequence[dict[str, Any]], names: Sequence[str]) -> None:

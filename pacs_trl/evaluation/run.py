@@ -9,32 +9,30 @@ import json
 import logging
 import os
 import re
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from tqdm.auto import tqdm
 
 from ..data import check_chat_template_kwargs, gym, instruction_for
-from ..data.golds import report_golds
 from ..data.messages import MessageCheck
 from ..data.prompt_date import prints_date, stored_date, with_date
 from ..data.prompts import is_conversation
 from ..errors import UserError, without_exit
 from ..rewards import configure_verification
 from ..settings.names import check_model_path, make_directory, require_vllm
-from ..verification import Outcome, Verifier
+from ..verification import Verifier
 from ..verification.code import CodeVerifier
 from . import provenance
 from .arguments import EvaluationArguments, read_evaluation
-from .benchmarks import LoadedBenchmark, Problem, load_benchmark
-from .engines import identify_model, load_processor, start_engine
+from .benchmarks import LoadedBenchmark, load_benchmark
+from .engines import identify_model, start_engine
+from .grading import check_failures, check_grading, grade_in_background
+from .image_requests import load_processor
 from .requests import Request, render_prompt, sample_seed
 from .results import RESULTS_SCHEMA, GradedSample, check_results_are_kept, summarize, write_results
 from .store import SampleStore, digest, evaluation_file, identifying_facts, read_samples
@@ -48,8 +46,6 @@ _NAMES_MANY_RUNS = re.compile(
     r"snapshots|[0-9a-f]{40}",
     re.IGNORECASE,
 )
-CHUNK_SIZE = 128  # completions graded per call of the verifier
-MAX_WAITING = 32  # chunks in the queue: bounds memory when stored completions are read faster than graded
 
 
 def main(argv: Sequence[str]) -> int:
@@ -57,26 +53,31 @@ def main(argv: Sequence[str]) -> int:
     args, verification = read_evaluation(argv)
     if args.calls_tools:
         configure_verification(verification)  # of tools and rewards
-    # they start their processes when they are first used, which is after all checks
+    # Verifiers start their processes when they are first used, which is after all checks.
     with closing(verification.build()) as verifier, closing(verification.build_code()) as code_verifier:
-        share = verification.verification_max_failure_share
+        max_failure_share = verification.verification_max_failure_share
         with without_exit("A tool, an environment, or a reward function"):
-            results = evaluate(args, verifier, code_verifier, max_failure_share=share)
+            results = evaluate(args, verifier, code_verifier, max_failure_share=max_failure_share)
     for entry in results["benchmarks"].values():
-        line = "  ".join(
-            f"pass@{k} {100 * v['value']:.2f} [{100 * v['lower']:.2f}, {100 * v['upper']:.2f}]"
-            for k, v in entry["pass_at_k"].items()
-        )
-        print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {line}")
-        if entry["ungraded"]:
-            print(f"  {entry['ungraded']} samples could not be graded and are left out of pass@k")
-        if entry["excluded"]:
-            numbers = ", ".join(f"{number} for k={k}" for k, number in entry["excluded"].items())
-            print(f"  problems with fewer than k graded samples, which are excluded from pass@k: {numbers}")
-        if "programs" in entry:
-            print(f"  programs ran with {entry['programs']['confinement']}")
+        _print_benchmark(entry)
     print(f"results: {Path(args.output_dir) / 'results.json'}")
     return 0
+
+
+def _print_benchmark(entry: dict[str, Any]) -> None:
+    """Print the results of one benchmark; `entry` is its part of results.json."""
+    cells = []
+    for k, cell in entry["pass_at_k"].items():
+        value, lower, upper = 100 * cell["value"], 100 * cell["lower"], 100 * cell["upper"]
+        cells.append(f"pass@{k} {value:.2f} [{lower:.2f}, {upper:.2f}]")
+    print(f"{entry['title']}: truncated {100 * entry['truncated_share']:.1f} %  {'  '.join(cells)}")
+    if entry["ungraded"]:
+        print(f"  {entry['ungraded']} samples could not be graded and are left out of pass@k")
+    if entry["excluded"]:
+        numbers = ", ".join(f"{number} for k={k}" for k, number in entry["excluded"].items())
+        print(f"  problems with fewer than k graded samples, which are excluded from pass@k: {numbers}")
+    if "programs" in entry:
+        print(f"  programs ran with {entry['programs']['confinement']}")
 
 
 def evaluate(
@@ -95,75 +96,91 @@ def evaluate(
         verifier ([`~pacs_trl.verification.Verifier`]): Grades math answers; use that of training for comparable
             numbers.
         code_verifier ([`~pacs_trl.verification.code.CodeVerifier`], *optional*): Runs the programs of code benchmarks.
-        max_failure_share (`float`): Largest share of a benchmark's completions that may be impossible to verify.
+        max_failure_share (`float`): Largest share of a benchmark's completions, in [0, 1], that may be impossible to
+            verify.
         progress (`bool`): Whether to show a progress bar on a terminal.
+
+    Returns:
+        `dict`: The content of results.json: settings, provenance, and an entry per benchmark in `benchmarks`.
 
     Raises:
         `ValueError`: before the model is loaded, if an argument, a benchmark, the model, or a store is rejected; after
             grading, if more than `max_failure_share` of a benchmark could not be verified.
     """
+    # Arguments, benchmarks, and prompts are checked before anything is written or loaded.
     args.warn_of_ignored_settings()
     if args.engine != "server":
         check_model_path(args.model)
-    benchmarks, model = load_benchmarks(args), identify_model(args)
+    benchmarks = load_benchmarks(args)
+    model = identify_model(args)
     _warn_of_equal_samples(args, benchmarks)
-    code_verifier = code_verifier or CodeVerifier()
+    if code_verifier is None:
+        code_verifier = CodeVerifier()
     check_grading(benchmarks, verifier, code_verifier)
-    tokenizer = None if args.engine == "server" else _load_tokenizer(args)
-    needs_template = [benchmark.name for benchmark in benchmarks if _has_conversations(args, benchmark)]
-    if tokenizer is not None and tokenizer.chat_template is None and needs_template:
-        raise UserError(
-            f"{', '.join(needs_template)} has messages as prompts, and {args.model} has no chat template. Evaluate a "
-            "model with one, or write whole prompts as text into a column `prompt`."
-        )
-    if tokenizer is not None and needs_template:
-        check_chat_template_kwargs(tokenizer, args.chat_template_kwargs)
-    tools = None
+    tokenizer = None  # a server has its own
+    if args.engine != "server":
+        tokenizer = _load_tokenizer(args)
+    with_conversations = [benchmark.name for benchmark in benchmarks if _has_conversations(args, benchmark)]
+    if tokenizer is not None and with_conversations:
+        _check_chat_template(args, tokenizer, with_conversations)
+    tokenizer_of_tools, tools = None, None
     if args.calls_tools:
         _check_conversations(benchmarks)
         from .conversations import ConversationEngine, load_tools  # imports TRL's trainer
 
-        tools = load_tools(args)
+        tokenizer_of_tools, tools = load_tools(args)
     make_directory(args.output_dir, "output_dir")
     results_file = Path(args.output_dir) / "results.json"
     check_results_are_kept(results_file, [benchmark.name for benchmark in benchmarks])
+
     entries: dict[str, Any] = {}
     settings_not_sent: set[str] = set()
     with ExitStack() as stack:
+        # The engine is started if a sample is missing.
         stores = [stack.enter_context(_open_store(args, model, benchmark)) for benchmark in benchmarks]
-        requests = [requests_to_generate(args, b, store.keys) for b, store in zip(benchmarks, stores, strict=True)]
+        requests = [
+            requests_to_generate(args, benchmark, store.keys)
+            for benchmark, store in zip(benchmarks, stores, strict=True)
+        ]
         # Prompts are rendered with these arguments; stored and published are those of the user.
         prompt_args = _with_stored_date(args, tokenizer)
-        prompt_digest = _prompt_digest(prompt_args, tokenizer, is_template_used=bool(needs_template))
+        prompt_digest = _prompt_digest(prompt_args, tokenizer, is_template_used=bool(with_conversations))
         engine = None
         if any(requests):
             if args.engine == "vllm":
                 require_vllm("sample with `--engine transformers`")
-            _check_messages(prompt_args, tokenizer, benchmarks, requests, tools[1] if tools else None)
+            _check_messages(prompt_args, tokenizer, benchmarks, requests, tools)
             engine = start_engine(prompt_args)
             stack.callback(engine.close)
+
         for benchmark, store, to_generate in zip(benchmarks, stores, requests, strict=True):
-            grader = code_verifier if benchmark.is_code else verifier
+            benchmark_engine = engine
+            if engine is not None and tools is not None:
+                benchmark_engine = ConversationEngine(engine, tokenizer_of_tools, tools, prompt_args, benchmark)
+            grader: Verifier | CodeVerifier = verifier
             if benchmark.is_gym:
                 grader = stack.enter_context(replace(verifier, protocol="reasoning_gym"))
-            bar = tqdm(
-                total=len(to_generate), desc=benchmark.title, disable=None if progress and to_generate else True
-            )
-            generator = ConversationEngine(engine, *tools, prompt_args, benchmark) if engine and tools else engine
-            records = _records(args, store, to_generate, generator, bar)
+            elif benchmark.is_code:
+                grader = code_verifier
+            shows_bar = progress and bool(to_generate)
+            # `disable=None` hides the bar unless the output is a terminal
+            bar = tqdm(total=len(to_generate), desc=benchmark.title, disable=None if shows_bar else True)
+            records = _stored_and_generated(args, store, to_generate, benchmark_engine, bar)
             records = _collect_settings_not_sent(records, settings_not_sent)
-            graded, outcomes = grade_in_background(grader, benchmark.problems, records)
-            _check_failures(benchmark.title, grader.FAILURES, outcomes, max_failure_share)
-            entries[benchmark.name] = {
+            graded, num_by_outcome = grade_in_background(grader, benchmark.problems, records)
+            check_failures(benchmark.title, grader, num_by_outcome, max_failure_share)
+            entry = {
                 "title": benchmark.title,
                 "source": benchmark.source,
                 "instruction": _instruction_of(args, benchmark),
-                "verification": dict(outcomes),
+                "verification": dict(num_by_outcome),
                 **summarize([problem.id for problem in benchmark.problems], graded.values(), args.ks),
             }
             if benchmark.is_code:
-                entries[benchmark.name]["programs"] = code_verifier.facts()
+                entry["programs"] = code_verifier.facts()
+            entries[benchmark.name] = entry
             _write_grades(args, benchmark, graded)
+
     results = _results(args, model, prompt_digest, verifier, entries)
     if settings_not_sent:
         results["engine"]["settings_not_sent"] = sorted(settings_not_sent)
@@ -177,12 +194,26 @@ def _warn_of_equal_samples(args: EvaluationArguments, benchmarks: Sequence[Loade
     options differ in their order, and those with tools and environments in what these return."""
     if args.temperature > 0 or args.n == 1 or args.calls_tools:
         return
-    titles = [b.title for b in benchmarks if not any(problem.options for problem in b.problems)]
+    titles = []
+    for benchmark in benchmarks:
+        if not any(problem.options for problem in benchmark.problems):
+            titles.append(benchmark.title)
     if titles:
         logger.warning(
             f"temperature=0 generates {args.n} equal completions for each problem of {', '.join(titles)}, so pass@k "
             "is pass@1. Set n: 1, or a temperature above 0."
         )
+
+
+def _check_chat_template(args: EvaluationArguments, tokenizer: Any, with_conversations: Sequence[str]) -> None:
+    """Raise a `ValueError` if the tokenizer has no chat template, which the benchmarks `with_conversations` need, or
+    the template does not read one of `chat_template_kwargs`."""
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{', '.join(with_conversations)} has messages as prompts, and {args.model} has no chat template. "
+            "Evaluate a model with one, or write whole prompts as text into a column `prompt`."
+        )
+    check_chat_template_kwargs(tokenizer, args.chat_template_kwargs)
 
 
 def _check_conversations(benchmarks: Sequence[LoadedBenchmark]) -> None:
@@ -209,40 +240,46 @@ def load_benchmarks(args: EvaluationArguments) -> list[LoadedBenchmark]:
         for spec in args.benchmark_specs
     ]
     names = [benchmark.name for benchmark in benchmarks]
-    unused = [f"reasoning_gym: {task}" for task in args.reasoning_gym or {} if f"{gym.NAME}/{task}" not in names]
-    if columns and not any(columns.keys() <= benchmark.source.keys() for benchmark in benchmarks):
+    unused = []
+    for task in args.reasoning_gym or {}:
+        if f"{gym.NAME}/{task}" not in names:
+            unused.append(f"reasoning_gym: {task}")
+    # `source` of a file of the user has the columns that were named for it
+    reads_columns = any(columns.keys() <= benchmark.source.keys() for benchmark in benchmarks)
+    if columns and not reads_columns:
         unused += columns
     if unused:
-        them = "them" if len(unused) > 1 else "it"
+        pronoun = "it" if len(unused) == 1 else "them"
         specs = ", ".join(args.benchmark_specs)
-        raise UserError(f"{' and '.join(unused)} would be ignored by benchmarks {specs}. Remove {them}.")
+        raise UserError(f"{' and '.join(unused)} would be ignored by benchmarks {specs}. Remove {pronoun}.")
     if len(set(names)) < len(names):
         raise UserError(f"benchmarks contains a name twice: {', '.join(names)}. Name each benchmark once.")
     return benchmarks
 
 
-def check_grading(benchmarks: Sequence[LoadedBenchmark], verifier: Verifier, code_verifier: CodeVerifier) -> None:
-    """Start the sandbox if a benchmark needs it, which fails where it is unavailable, and report unreadable golds."""
-    if any(benchmark.is_code or benchmark.is_gym for benchmark in benchmarks):
-        code_verifier.start()
-    for benchmark in (b for b in benchmarks if not (b.is_code or b.environment or b.is_gym)):
-        ids, golds = [p.id for p in benchmark.problems], [p.solution for p in benchmark.problems]
-        report_golds(benchmark.title, golds, verifier, ids)
-
-
 def requests_to_generate(
     args: EvaluationArguments, benchmark: LoadedBenchmark, stored: set[tuple[str, int]]
 ) -> list[Request]:
-    """Return the requests that are not stored, with the transformers engine also the stored ones of their batches."""
+    """
+    Return the requests of a benchmark whose samples are missing, in the order of its problems.
+
+    With the transformers engine they come with the stored ones of their batches. Rounding in a forward pass depends on
+    the other completions of the batch, and can change a token. A batch with one missing sample is therefore generated
+    as a whole, and that sample is the one of an uninterrupted run.
+
+    Args:
+        stored (`set`): (problem id, sample number) of the samples that exist.
+    """
     requests = []
     for problem in benchmark.problems:
         for sample in range(args.n):
             seed = sample_seed(args.seed, f"{benchmark.name}/{problem.id}", sample)
-            prompt = problem.with_images(args.prompt_of(problem.for_seed(seed)[0], benchmark))
+            question, _ = problem.for_seed(seed)
+            prompt = problem.with_images(args.prompt_of(question, benchmark))
             requests.append(Request(problem.id, sample, seed, prompt))
-    # Rounding in a forward pass depends on the other completions of the batch, and can change a token. A batch with
-    # one missing sample is therefore generated as a whole, and that sample is the one of an uninterrupted run.
-    batch_size = args.batch_size if args.engine == "transformers" else 1
+    batch_size = 1
+    if args.engine == "transformers":
+        batch_size = args.batch_size
     to_generate: list[Request] = []
     for start in range(0, len(requests), batch_size):
         batch = requests[start : start + batch_size]
@@ -259,8 +296,11 @@ def _load_tokenizer(args: EvaluationArguments) -> Any:
 
 def _has_conversations(args: EvaluationArguments, benchmark: LoadedBenchmark) -> bool:
     """Return whether a prompt of a benchmark is a list of messages, to which a chat template is applied."""
-    prompts = (args.prompt_of(problem.for_seed(args.seed)[0], benchmark) for problem in benchmark.problems)
-    return any(is_conversation(prompt) for prompt in prompts)
+    for problem in benchmark.problems:
+        question, _ = problem.for_seed(args.seed)  # a list of messages, or text, with any seed
+        if is_conversation(args.prompt_of(question, benchmark)):
+            return True
+    return False
 
 
 def _with_stored_date(args: EvaluationArguments, tokenizer: Any) -> EvaluationArguments:
@@ -269,7 +309,8 @@ def _with_stored_date(args: EvaluationArguments, tokenizer: Any) -> EvaluationAr
     if tokenizer is None or not prints_date(tokenizer.chat_template):
         return args
     date = stored_date(Path(args.output_dir))
-    return replace(args, chat_template_kwargs=with_date(args.chat_template_kwargs, lambda: date))
+    dated_kwargs = with_date(args.chat_template_kwargs, lambda: date)
+    return replace(args, chat_template_kwargs=dated_kwargs)
 
 
 def _check_messages(
@@ -282,20 +323,25 @@ def _check_messages(
     """Raise a `ValueError` if the text of a message would not reach the prompt. A server has its own chat template."""
     if tokenizer is None:
         return
-    messages = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
+    message_check = MessageCheck(tokenizer, args.chat_template_kwargs, tools)
     for benchmark, requests_of_benchmark in zip(benchmarks, requests, strict=True):
         if benchmark.has_images and requests_of_benchmark:  # whose processor is loaded before the model
             processor = load_processor(args.model, **args.loading)
-            messages = MessageCheck(processor, args.chat_template_kwargs, tools)
+            message_check = MessageCheck(processor, args.chat_template_kwargs, tools)
         for request in requests_of_benchmark:
             if is_conversation(request.prompt):
-                messages.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
+                message_check.check_prompt(f"Problem {request.problem_id} of {benchmark.title}", request.prompt)
 
 
 def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: LoadedBenchmark) -> SampleStore:
+    """Open the samples of a benchmark. Raises a `ValueError` if the stored ones have other settings."""
     settings = {
         "model": identifying_facts(model),
-        "benchmark": {"name": benchmark.name, **{key: benchmark.source[key] for key in ("version", "digest")}},
+        "benchmark": {
+            "name": benchmark.name,
+            "version": benchmark.source["version"],
+            "digest": benchmark.source["digest"],
+        },
         "prompt": _prompt_facts(args) | {"instruction": instruction_for(benchmark, args.prompt_instruction)},
         "sampling": asdict(args.sampling),
         "seed": args.seed,
@@ -309,15 +355,18 @@ def _open_store(args: EvaluationArguments, model: dict[str, Any], benchmark: Loa
     return SampleStore(evaluation_file(args.output_dir, "samples", benchmark.name), settings)
 
 
-def _records(
+def _stored_and_generated(
     args: EvaluationArguments, store: SampleStore, to_generate: Sequence[Request], engine: Any, bar: tqdm
 ) -> Iterator[dict[str, Any]]:
-    """Yield the stored samples, then those that are missing as they are generated and stored."""
+    """Yield the records of stored samples, then those of missing samples as they are generated and stored. `engine` is
+    `None` if no sample is missing."""
     for record in read_samples(store.path):
         if record["sample"] < args.n:
             yield record
     with bar:
-        for request, completion in engine.generate(to_generate, args.sampling) if to_generate else ():
+        if not to_generate:
+            return
+        for request, completion in engine.generate(to_generate, args.sampling):
             if (request.problem_id, request.sample) not in store.keys:
                 yield store.append(request, completion)
             bar.update()
@@ -332,94 +381,41 @@ def _collect_settings_not_sent(
         yield record
 
 
-def grade_in_background(
-    verifier: Verifier | CodeVerifier, problems: Sequence[Problem], records: Iterator[dict[str, Any]]
-) -> tuple[dict[tuple[str, int], GradedSample], Counter[str]]:
-    """Grade a chunk of records while the engine generates the next; return graded samples by (problem, sample), and
-    the number of each outcome (correct, wrong, no_answer, timeout, ...)."""
-    by_id = {problem.id: problem for problem in problems}
-    graded: dict[tuple[str, int], GradedSample] = {}
-    outcomes: Counter[str] = Counter()
-
-    def grade(chunk: list[dict[str, Any]]) -> None:
-        is_rewarded = "reward" in chunk[0]  # by an environment, as all samples of its benchmark
-        chunk_outcomes = _reward_outcomes(chunk) if is_rewarded else _verify(verifier, chunk, by_id)
-        for record, outcome in zip(chunk, chunk_outcomes, strict=True):
-            outcomes[outcome.name.lower()] += 1
-            graded[record["problem"], record["sample"]] = GradedSample(
-                problem=record["problem"],
-                outcome=outcome.label,
-                num_tokens=record["num_tokens"],
-                finish_reason=record["finish_reason"],
-            )
-
-    waiting: deque[Future[None]] = deque()
-    pool = ThreadPoolExecutor(max_workers=1)
-    try:
-        while chunk := list(islice(records, CHUNK_SIZE)):
-            waiting.append(pool.submit(grade, chunk))
-            if len(waiting) > MAX_WAITING:
-                waiting.popleft().result()
-        for future in waiting:
-            future.result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-    return graded, outcomes
-
-
-def _verify(
-    verifier: Verifier | CodeVerifier, records: Sequence[dict[str, Any]], problems: Mapping[str, Problem]
-) -> list[Outcome]:
-    """Return the outcomes of the completions of records; `problems` are by id."""
-    completions = [record["completion"] for record in records]
-    solutions = [problems[record["problem"]].for_seed(record["seed"])[1] for record in records]
-    truncated = [record["finish_reason"] == "length" for record in records]
-    return [graded.outcome for graded in verifier.grade_detailed(completions, solutions, truncated)]
-
-
-def _reward_outcomes(records: Sequence[dict[str, Any]]) -> list[Outcome]:
-    """Return the outcomes that the rewards of an environment mean: 1 or more is correct, `None` is not gradable."""
-    outcomes = []
-    for record in records:
-        reward = record["reward"]
-        if reward is None:
-            outcomes.append(Outcome.GOLD_UNPARSEABLE)
-        else:
-            outcomes.append(Outcome.CORRECT if reward >= 1 else Outcome.WRONG)
-    return outcomes
-
-
-def _check_failures(title: str, kinds: frozenset[Outcome], outcomes: Counter[str], max_share: float) -> None:
-    failures = {o.name.lower(): outcomes[o.name.lower()] for o in kinds if outcomes[o.name.lower()]}
-    if sum(failures.values()) > max_share * outcomes.total():
-        raise UserError(
-            f"{title}: {failures} of {outcomes.total()} completions could not be verified, more than "
-            f"verification_max_failure_share={max_share}. The samples are stored: check the gold answers and the "
-            "verification limits, or raise the share, and run the same command again."
-        )
-
-
 def _write_grades(
     args: EvaluationArguments, benchmark: LoadedBenchmark, graded: dict[tuple[str, int], GradedSample]
 ) -> None:
     """Write one character per sample, in order: 1 correct, 0 wrong (or a label below 1), - not gradable."""
     grades = {}
     for problem in benchmark.problems:
-        outcomes = [graded[problem.id, sample].outcome for sample in range(args.n)]
-        grades[problem.id] = "".join("-" if o is None else "1" if o == 1.0 else "0" for o in outcomes)
+        samples = [graded[problem.id, number] for number in range(args.n)]
+        grades[problem.id] = "".join(_grade_character(sample.outcome) for sample in samples)
     path = evaluation_file(args.output_dir, "grades", benchmark.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(grades, indent=0) + "\n", encoding="utf-8")
 
 
+def _grade_character(outcome: float | None) -> str:
+    if outcome is None:
+        return "-"
+    return "1" if outcome == 1.0 else "0"
+
+
 def _results(
     args: EvaluationArguments, model: dict, prompt_digest: str, verifier: Verifier, entries: dict
 ) -> dict[str, Any]:
-    engine_keys = {"transformers": ("batch_size",), "vllm": ("tensor_parallel_size",)}.get(args.engine, ())
+    """Return the content of results.json; `entries` are those of the benchmarks, by name."""
+    label = args.method
+    if not label:
+        label = default_label(model["name"] if args.engine == "server" else args.model)
+    engine: dict[str, Any] = {"name": args.engine, "dtype": args.dtype}
+    if args.engine == "transformers":
+        engine["batch_size"] = args.batch_size
+    elif args.engine == "vllm":
+        engine["tensor_parallel_size"] = args.tensor_parallel_size
     return {
         "schema_version": RESULTS_SCHEMA,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "method": args.method or default_label(model["name"] if args.engine == "server" else args.model),
+        "method": label,
         "method_is_default": not args.method,
         "model": model,
         "n": args.n,
@@ -437,7 +433,7 @@ def _results(
             },
         },
         "prompt_digest": prompt_digest,
-        "engine": {"name": args.engine, "dtype": args.dtype} | {key: getattr(args, key) for key in engine_keys},
+        "engine": engine,
         "benchmarks": entries,
         "versions": provenance.versions(),
         "hardware": provenance.hardware(),
@@ -459,8 +455,10 @@ def default_label(model: str) -> str:
         parts = ()
     else:
         parts = tuple(part for part in Path(model).parts if part != os.pardir)
+    if not parts:  # outside of the working directory, or that directory
+        parts = path.parts[-1:]
     names: list[str] = []
-    for name in reversed(parts or path.parts[-1:]):
+    for name in reversed(parts):
         names.insert(0, name)
         if not _NAMES_MANY_RUNS.fullmatch(name):
             break
@@ -468,12 +466,16 @@ def default_label(model: str) -> str:
 
 
 def _prompt_facts(args: EvaluationArguments) -> dict[str, Any]:
-    return {
+    """Return the settings of prompts, which samples and results are compared by."""
+    facts: dict[str, Any] = {
         "instruction": args.prompt_instruction,
         "system_prompt": args.system_prompt,
         "chat_template_kwargs": args.chat_template_kwargs,
-        **({key: getattr(args, key) for key in ("tools", "max_tool_calling_iterations")} if args.calls_tools else {}),
     }
+    if args.calls_tools:
+        facts["tools"] = args.tools
+        facts["max_tool_calling_iterations"] = args.max_tool_calling_iterations
+    return facts
 
 
 def _instruction_of(args: EvaluationArguments, benchmark: LoadedBenchmark) -> str | None:

@@ -20,7 +20,7 @@ from .requests import SamplingSettings
 
 def generate_tokens(
     model,
-    rows: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]],
     seeds: Sequence[int],
     settings: SamplingSettings,
     *,
@@ -30,15 +30,29 @@ def generate_tokens(
     **more,
 ) -> tuple[list[list[int]], list[list[float]] | None]:
     """
-    Sample one completion per list of prompt tokens and seed, in one call of `generate`, which gets `more`. With
-    `share_prompts` equal prompts are read once.
+    Sample one completion per prompt and seed, in one call of `generate`.
+
+    Args:
+        model: Of transformers.
+        prompts (`B` sequences of `int`), seeds (`B` of `int`): Token ids and seeds.
+        settings ([`SamplingSettings`]): Temperature 0 is greedy decoding.
+        pad_token_id (`int`): Padding of prompts, on the left, and of completions.
+        stop_ids (set of `int`): Tokens that end a completion.
+        share_prompts (`bool`): Whether equal prompts are read once.
+        **more: Further arguments of `generate`.
 
     Returns:
-        Tokens, padded to one length after the end token, and their log-probs; `None` instead at temperature 0.
+        Token ids of `B` completions, padded to one length after the end token, and their log-probs in nats; `None`
+        instead at temperature 0.
     """
-    longest = max(len(row) for row in rows)
-    input_ids = torch.tensor([[pad_token_id] * (longest - len(row)) + list(row) for row in rows])  # (B, prompt)
-    attention_mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows])
+    longest = max(len(prompt) for prompt in prompts)
+    padded_prompts, masks = [], []
+    for prompt in prompts:
+        num_padding = longest - len(prompt)
+        padded_prompts.append([pad_token_id] * num_padding + list(prompt))
+        masks.append([0] * num_padding + [1] * len(prompt))
+    input_ids = torch.tensor(padded_prompts)  # (B, longest)
+    attention_mask = torch.tensor(masks)
     # `generate` takes unset values from the generation config of the checkpoint, which may have a repetition penalty.
     generation_config = GenerationConfig(
         do_sample=False,
@@ -50,8 +64,12 @@ def generate_tokens(
         eos_token_id=sorted(stop_ids),
         pad_token_id=pad_token_id,
     )
-    sampler = SeededSampler(settings, seeds, prompt_length=longest) if settings.temperature > 0 else None
-    generate = partial(generate_sharing_prompts, model, model.generate) if share_prompts else model.generate
+    sampler = None
+    if settings.temperature > 0:
+        sampler = SeededSampler(settings, seeds, prompt_length=longest)
+    generate = model.generate
+    if share_prompts:
+        generate = partial(generate_sharing_prompts, model, model.generate)
     with undisturbed(model, model.device):
         model.eval()
         output = generate(
@@ -61,7 +79,9 @@ def generate_tokens(
             logits_processor=LogitsProcessorList([sampler] if sampler else []),
             **more,
         )
-    logps = None if sampler is None else torch.stack(sampler.logps, dim=1).tolist()
+    logps = None
+    if sampler is not None:
+        logps = torch.stack(sampler.logps, dim=1).tolist()
     return output[:, longest:].tolist(), logps
 
 
@@ -81,9 +101,9 @@ class SeededSampler(LogitsProcessor):
         if settings.top_p < 1:
             self.warpers.append(TopPLogitsWarper(settings.top_p))
         # Philox is counter-based: token t uses uniform number t of its seed in any batch.
-        self.uniforms = torch.from_numpy(
-            np.stack([np.random.Generator(np.random.Philox(s)).random(settings.max_new_tokens) for s in seeds])
-        )  # (B, max_new_tokens) float64
+        streams = [np.random.Generator(np.random.Philox(seed)) for seed in seeds]
+        uniforms = np.stack([stream.random(settings.max_new_tokens) for stream in streams])
+        self.uniforms = torch.from_numpy(uniforms)  # (B, max_new_tokens) float64
         self.logps: list[torch.Tensor] = []  # of the sampled tokens, (B,) per position
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
@@ -101,6 +121,7 @@ class SeededSampler(LogitsProcessor):
 
 def stop_token_ids(model, tokenizer) -> set[int]:
     """Return the end tokens of the tokenizer and of the generation config (Qwen has one for turns, one for texts)."""
-    declared = model.generation_config.eos_token_id
-    declared = declared if isinstance(declared, list) else [declared]
-    return {token for token in [*declared, tokenizer.eos_token_id] if token is not None}
+    of_config = model.generation_config.eos_token_id
+    if not isinstance(of_config, list):
+        of_config = [of_config]
+    return {token for token in [*of_config, tokenizer.eos_token_id] if token is not None}

@@ -80,8 +80,8 @@ class SampleStore(AbstractContextManager):
         self._file.close()
 
     def _read_first_line(self, settings: dict[str, Any]) -> str | None:
-        """Write the header if the file has no completions, or a crash truncated the header, else compare; return what
-        is wrong."""
+        """Compare the header with that of `settings`, and write it if the file has no completions, or a crash
+        truncated the header. Return what is wrong, as the predicate of a sentence, or `None`."""
         expected = json.dumps({"format": STORE_FORMAT, "settings": settings}).encode() + b"\n"
         self._file.seek(0)
         first_line = self._file.readline()
@@ -98,18 +98,24 @@ class SampleStore(AbstractContextManager):
             lines = differences(json.loads(first_line), json.loads(expected))
         except ValueError:
             lines = ["it is not a sample store"]
+        if not lines:
+            return None
         text = "\n  ".join(lines)
-        return text and f"has samples of other settings (stored != requested):\n  {text}\nUse the stored settings"
+        return f"has samples of other settings (stored != requested):\n  {text}\nUse the stored settings"
 
     def _read_keys(self) -> str | None:
-        """Read the keys of all records, and remove a truncated last line; return what is wrong."""
+        """Read the keys of all records, and remove a truncated last line. Return what is wrong, as the predicate of a
+        sentence, or `None`."""
         end = self._file.tell()
         for number, line in enumerate(iter(self._file.readline, b""), start=2):
             try:
-                record = json.loads(line) if line.endswith(b"\n") else {}  # the newline may be all that is missing
+                if not line.endswith(b"\n"):
+                    raise ValueError("truncated")  # although the newline may be all that is missing
+                record = json.loads(line)
                 self.keys.add((record["problem"], record["sample"]))
             except (ValueError, KeyError, TypeError):
-                if self._file.readline():
+                has_further_lines = bool(self._file.readline())
+                if has_further_lines:
                     return f"is damaged in line {number}, which is not its last. Remove the line by hand"
                 logger.warning(f"{self.path}: removed an incomplete last line; that sample is generated again.")
                 self._file.truncate(end)
@@ -128,7 +134,8 @@ def read_samples(path: str | Path) -> Iterator[dict[str, Any]]:
 
 def evaluation_file(output_dir: str | Path, kind: str, benchmark: str) -> Path:
     """Return the path of the "samples" or "grades" of a benchmark in an evaluation directory."""
-    return Path(output_dir) / kind / (benchmark.replace("/", "_") + {"samples": ".jsonl", "grades": ".json"}[kind])
+    suffix = {"samples": ".jsonl", "grades": ".json"}[kind]
+    return Path(output_dir) / kind / f"{benchmark.replace('/', '_')}{suffix}"
 
 
 def identifying_facts(model: dict[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..update.context_length import context_lengths
 
 
 CRITIC_PROMPTS = Path(__file__).parent / "critic_prompts"
-HIGHEST = 10
+HIGHEST_SCORE = 10
 PLACEHOLDERS = ("problem", "response", "tokens_used", "token_limit", "actor", "success_rate", "score")
 _PLACEHOLDER = re.compile(rf"\{{({'|'.join(PLACEHOLDERS)})\}}")
 _SCORE_IN_TAGS = re.compile(r"(\S+)\{score\}(\S*[^\s.,;:])")  # a sentence may end after them
@@ -108,9 +108,9 @@ class CriticPrompt:
         self.prompt_template = critic_prompt_path(name).read_text(encoding="utf-8").strip()
         in_tags = _SCORE_IN_TAGS.search(self.prompt_template)
         assert in_tags is not None
-        before, after = in_tags.groups()
-        self.tags = (before, after)
-        self._answer = re.compile(rf"{re.escape(before)}\s*([0-9]{{1,2}})\s*{re.escape(after)}")
+        opening, closing = in_tags.groups()
+        self.tags = (opening, closing)
+        self._score_of_answer = re.compile(rf"{re.escape(opening)}\s*([0-9]{{1,2}})\s*{re.escape(closing)}")
 
     def render(self, state: State, actor: Actor) -> str:
         """Return the prompt of a state. Braces in problem and response are kept."""
@@ -128,15 +128,23 @@ class CriticPrompt:
 
     def parse(self, answer: str) -> float | None:
         """Return the value in [0, 1] from the last tags of an answer; `None` without an integer from 0 to 10."""
-        scores = self._answer.findall(answer)
-        if not scores or int(scores[-1]) > HIGHEST:
+        scores = self._score_of_answer.findall(answer)
+        if not scores:
             return None
-        return int(scores[-1]) / HIGHEST
+        score = int(scores[-1])
+        if score > HIGHEST_SCORE:
+            return None
+        return score / HIGHEST_SCORE
 
 
 def answer_length(tokenizer, ids: Sequence[int], tag: str | None, stop_ids: set[int]) -> int:
-    """Return the number of tokens up to the end token or `tag`."""
-    end = next((i for i, token in enumerate(ids, 1) if token in stop_ids), len(ids))
+    """Return the number of tokens of an answer: of `ids`, up to and with the first end token, or the token that
+    completes `tag`."""
+    end = len(ids)
+    for position, token in enumerate(ids):
+        if token in stop_ids:
+            end = position + 1
+            break
     if tag is None:
         return end
 
@@ -145,9 +153,11 @@ def answer_length(tokenizer, ids: Sequence[int], tag: str | None, stop_ids: set[
 
     # Bisection assumes that a text with the tag still has it when tokens are added. Tokenizers that clean texts up
     # remove spaces, of which the tag has none.
-    lengths = range(1, end)
-    first = bisect_left(lengths, True, key=has_tag)
-    return lengths[first] if first < len(lengths) else end
+    shorter_lengths = range(1, end)
+    index = bisect_left(shorter_lengths, True, key=has_tag)
+    if index < len(shorter_lengths):
+        return shorter_lengths[index]
+    return end
 
 
 def generate_answers(
@@ -161,23 +171,41 @@ def generate_answers(
     batch_size: int,
     synced: bool = False,
 ) -> list[Answer]:
-    """Generate one answer, which `tag` ends, per prompt (token ids), in batches of similar length. `synced`: whether
-    all processes make their forward passes together."""
+    """
+    Generate one answer per prompt, in batches of prompts of similar length.
+
+    Args:
+        model, tokenizer: The critic and its tokenizer.
+        prompts (sequence of lists of `int`), seeds (sequence of `int`): Token ids of each prompt, and the seed of its
+            answer.
+        settings ([`SamplingSettings`]): Of the answers.
+        tag (`str`, *optional*): Text that ends an answer.
+        batch_size (`int`): Answers per call of `generate`.
+        synced (`bool`): Whether all processes make their forward passes together.
+
+    Returns:
+        `list[Answer]`: In the order of `prompts`.
+    """
     stop_ids = stop_token_ids(model, tokenizer)
-    options: dict[str, Any] = {"stop_ids": stop_ids, "synced_gpus": synced}
-    options["pad_token_id"] = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    pad_token_id = tokenizer.pad_token_id
+    if pad_token_id is None:
+        pad_token_id = tokenizer.eos_token_id
+    options: dict[str, Any] = {"stop_ids": stop_ids, "synced_gpus": synced, "pad_token_id": pad_token_id}
     if tag is not None:
         options |= {"stop_strings": [tag], "tokenizer": tokenizer}
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Answer] = {}  # by the index of the prompt
     by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     for start in range(0, len(by_length), batch_size):
         indices = by_length[start : start + batch_size]
-        batch_prompts, batch_seeds = [prompts[i] for i in indices], [seeds[i] for i in indices]
+        batch_prompts = [prompts[i] for i in indices]
+        batch_seeds = [seeds[i] for i in indices]
         generated, logps = generate_tokens(model, batch_prompts, batch_seeds, settings, **options)
-        for position, i in enumerate(indices):
-            length = answer_length(tokenizer, generated[position], tag, stop_ids)
-            answer_logps = [math.nan] * length if logps is None else logps[position][:length]
-            answers[i] = Answer(list(prompts[i]), generated[position][:length], answer_logps)
+        for row, i in enumerate(indices):
+            length = answer_length(tokenizer, generated[row], tag, stop_ids)
+            answer_logps = [math.nan] * length
+            if logps is not None:
+                answer_logps = logps[row][:length]
+            answers[i] = Answer(list(prompts[i]), generated[row][:length], answer_logps)
     return [answers[i] for i in range(len(prompts))]
 
 
@@ -203,30 +231,46 @@ def check_critic(
     prompt: CriticPrompt,
     prompts: Iterable[str | list[dict]],
 ) -> None:
-    """Raise a `ValueError` if the critic's context is too short for the longest prompt and answer, or one engine would
-    serve two architectures."""
-    trust = {"trust_remote_code": args.trust_remote_code}
-    config = AutoConfig.from_pretrained(path, **trust)
+    """
+    Check a critic before it is loaded.
+
+    Args:
+        policy (`str` or [`~transformers.PreTrainedModel`]): Path or instance of the policy.
+        path (`str`): Path of the critic.
+        args ([`GenACConfig`]): Configuration of the run.
+        tokenizer: That of the critic.
+        prompt ([`CriticPrompt`]): Its template.
+        prompts (iterable of `str` or `list[dict]`): Prompts of the training set.
+
+    Raises:
+        `ValueError`: if the critic's context is too short for the longest prompt and answer, or one engine would serve
+            two architectures.
+    """
+    config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
     limits = [context_lengths(config)["max_position_embeddings"]]
     if args.use_vllm:
         limits.append(args.vllm_max_model_length)
-    room = min((limit for limit in limits if limit is not None), default=math.inf)
-    problems = list({problem_text(each) for each in prompts})
-    _, longest = max(zip(prompt_lengths(problems, tokenizer), problems, strict=True), default=(0, ""))
-    state, actor = State(longest, "", args.max_completion_length), Actor(path, args.max_completion_length, 1.0)
+    context_length = min((limit for limit in limits if limit is not None), default=math.inf)
+    problems = list({problem_text(policy_prompt) for policy_prompt in prompts})
+    _, longest_problem = max(zip(prompt_lengths(problems, tokenizer), problems, strict=True), default=(0, ""))
+    state = State(longest_problem, "", args.max_completion_length)
+    actor = Actor(path, args.max_completion_length, 1.0)
     (question,) = question_ids(tokenizer, [prompt.render(state, actor)], args.chat_template_kwargs)
-    needed = len(question) + args.max_completion_length + args.critic_max_new_tokens
-    if needed > room:
+    num_tokens = len(question) + args.max_completion_length + args.critic_max_new_tokens
+    if num_tokens > context_length:
         raise UserError(
-            f"The critic {path} has a context of {room} tokens, but its longest prompt, max_completion_length="
-            f"{args.max_completion_length}, and critic_max_new_tokens={args.critic_max_new_tokens} need {needed}. "
-            "Lower the last two, or shorten the template."
+            f"The critic {path} has a context of {context_length} tokens, but its longest prompt, "
+            f"max_completion_length={args.max_completion_length}, and critic_max_new_tokens="
+            f"{args.critic_max_new_tokens} need {num_tokens}. Lower the last two, or shorten the template."
         )
     if args.use_vllm:
-        policy_config = AutoConfig.from_pretrained(policy, **trust) if isinstance(policy, str) else policy.config
-        policy_sizes, critic_sizes = policy_config.get_text_config(), config.get_text_config()
+        if isinstance(policy, str):
+            policy_config = AutoConfig.from_pretrained(policy, trust_remote_code=args.trust_remote_code)
+        else:
+            policy_config = policy.config
+        policy_text, critic_text = policy_config.get_text_config(), config.get_text_config()
         names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
-        if any(getattr(policy_sizes, name, None) != getattr(critic_sizes, name, None) for name in names):
+        if any(getattr(policy_text, name, None) != getattr(critic_text, name, None) for name in names):
             raise UserError(
                 f"The critic {path} has another architecture than the policy, so one vLLM engine cannot serve both. "
                 "Use a critic like the policy, or use_vllm: false."
@@ -234,26 +278,34 @@ def check_critic(
 
 
 def segment_starts(
-    probabilities: Sequence[float], *, threshold: float | None, length: int | None, most: int
+    probabilities: Sequence[float], *, threshold: float | None, length: int | None, max_segments: int
 ) -> list[int]:
-    """Return the first token of each segment of a completion, increasing from 0. Tokens with a lower probability under
-    the policy than `threshold`, every `length`-th token, and the last one end segments; of more ends than `most`, ones
-    with even distances are kept."""
-    number = len(probabilities)
-    ends = [
-        t
-        for t, probability in enumerate(probabilities)
-        if (threshold is not None and probability < threshold)
-        or (length is not None and (t + 1) % length == 0)
-        or t == number - 1
-    ]
-    kept = min(most, len(ends))
-    ends = [ends[(i + 1) * len(ends) // kept - 1] for i in range(kept)]
-    return [0, *(end + 1 for end in ends[:-1])] if ends else []
+    """
+    Return the first token of each segment of a completion, increasing from 0; empty without tokens.
+
+    Args:
+        probabilities (sequence of `float`): Probability of each token under the policy.
+        threshold (`float`, *optional*): Tokens with a lower probability end a segment.
+        length (`int`, *optional*): Every `length`-th token ends a segment.
+        max_segments (`int`): Of more segments, the ends with even distances (in their own numbers) are kept.
+    """
+    if not probabilities:
+        return []
+    ends = []
+    for t, probability in enumerate(probabilities):
+        is_improbable = threshold is not None and probability < threshold
+        is_multiple = length is not None and (t + 1) % length == 0
+        is_last = t == len(probabilities) - 1
+        if is_improbable or is_multiple or is_last:
+            ends.append(t)
+    num_segments = min(max_segments, len(ends))
+    kept_ends = [ends[(i + 1) * len(ends) // num_segments - 1] for i in range(num_segments)]
+    return [0, *(end + 1 for end in kept_ends[:-1])]
 
 
 def token_values(values: Sequence[float], starts: Sequence[int], num_tokens: int) -> torch.Tensor:
-    """Return the value of the segment of each token, `(T,)`."""
+    """Return the value of the segment of each token, float32 `(T,)`. `values` and `starts` are those of the segments,
+    and `num_tokens` is `T`."""
     lengths = [end - start for start, end in zip(starts, [*starts[1:], num_tokens], strict=True)]
     return torch.tensor(values, dtype=torch.float32).repeat_interleave(torch.tensor(lengths, dtype=torch.long))
 
@@ -267,7 +319,8 @@ def border_lambdas(starts: Sequence[int], num_tokens: int, gae_lambda: float) ->
 
 
 def critic_rewards(values: torch.Tensor, outcomes: torch.Tensor) -> torch.Tensor:
-    """Return `1 - (R - v)^2` of each answer, `(N,)` in [0, 1]; 0 for a value that could not be parsed (NaN)."""
+    """Return the reward of each answer, `1 - (R - v)^2` in [0, 1], from its value `v` and the outcome `R`, all `(N,)`;
+    0 for a value that could not be parsed (NaN)."""
     return (1.0 - (outcomes - values).square()).nan_to_num(0.0)
 
 
@@ -279,11 +332,13 @@ def reinforce_weights(
     """Return the factor on the log-prob of each answer, `(N,)`: its reward minus the mean reward of the other
     answers about completions with the same outcome, correct (above 0.5) or wrong, 0 without any. `rewards` and
     `outcomes`, `(N,)`, are those of this process; `reduce` sums over processes."""
-    right = (outcomes > 0.5).long()
-    has_outcome = torch.nn.functional.one_hot(right, 2).to(torch.float64)  # (N, 2)
-    sums, counts = reduce(torch.stack([rewards.double() @ has_outcome, has_outcome.sum(dim=0)]))
-    others = (sums[right] - rewards) / (counts[right] - 1.0).clamp(min=1.0)
-    return (rewards - others.masked_fill(counts[right] == 1, 0.0)).to(rewards.dtype)
+    is_correct = (outcomes > 0.5).long()  # also the column of a completion in tables with one for each outcome
+    in_column = torch.nn.functional.one_hot(is_correct, 2).to(torch.float64)  # (N, 2)
+    reward_sums, counts = reduce(torch.stack([rewards.double() @ in_column, in_column.sum(dim=0)]))
+    num_others = counts[is_correct] - 1.0
+    mean_of_others = (reward_sums[is_correct] - rewards) / num_others.clamp(min=1.0)
+    mean_of_others = mean_of_others.masked_fill(num_others == 0, 0.0)
+    return (rewards - mean_of_others).to(rewards.dtype)
 
 
 def reinforce_losses(

@@ -132,6 +132,7 @@ class GenACTrainer(ActorCriticTrainer):
     args: GenACConfig
     vllm_generation: Engine
     _success_rate: float | None  # smoothed; part of the critic's prompt
+    _num_answers: int  # of all processes in training so far; seeds of answers without vLLM
     _critic_loss: torch.Tensor  # of an optimizer step so far
     _saved_attributes = (*ActorCriticTrainer._saved_attributes, "_success_rate", "_num_answers")
     _name = "GenAC"
@@ -142,7 +143,7 @@ class GenACTrainer(ActorCriticTrainer):
     }
 
     def _create_critic(self, policy: str | PreTrainedModel, args: GenACConfig, arguments: dict[str, Any]):
-        self._prompt = _critic.CriticPrompt(args.critic_prompt)
+        self._critic_prompt = _critic.CriticPrompt(args.critic_prompt)
         path = critic_path(policy, args)
         tokenizer = arguments["processing_class"]
         if tokenizer is None or args.critic_model_name_or_path is not None:
@@ -152,7 +153,7 @@ class GenACTrainer(ActorCriticTrainer):
         self._critic_tokenizer = tokenizer
         dataset = arguments["train_dataset"]
         prompts = dataset["prompt"] if is_in_memory(dataset) else []  # those of a stream are not known
-        _critic.check_critic(policy, path, args, tokenizer, self._prompt, prompts)
+        _critic.check_critic(policy, path, args, tokenizer, self._critic_prompt, prompts)
         critic = load_critic(policy, args)
         add_fused_lm_head(critic, outputs=("log_probs",))
         return critic
@@ -162,21 +163,26 @@ class GenACTrainer(ActorCriticTrainer):
         args = self.args
         self._batch_size = args.critic_batch_size or args.per_device_train_batch_size
         self.timer.parts = ("critic", *PARTS)
-        size = sum(parameter.numel() for parameter in self.model.parameters())
-        size_text = f"{size / 1e9:.1f}B" if size >= 1e8 else f"{size / 1e6:.1f}M"
-        self._actor_name = f"{get_config_model_id(self.model.config).rsplit('/')[-1]}, {size_text} parameters"
+        num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        if num_parameters >= 1e8:
+            size = f"{num_parameters / 1e9:.1f}B"
+        else:
+            size = f"{num_parameters / 1e6:.1f}M"
+        model_name = get_config_model_id(self.model.config).rsplit("/")[-1]
+        self._actor_name = f"{model_name}, {size} parameters"
 
     def _value_tokens(self, inputs, batch):
         mask = self._value_mask(batch)
         completions = self._segmented(batch, mask)
         states = self._states(inputs, batch, completions)
         answers = self._generate_answers(states)
-        parsed = [self._prompt.parse(self._critic_tokenizer.decode(answer.ids)) for answer in answers]
+        texts = [self._critic_tokenizer.decode(answer.ids) for answer in answers]
+        parsed_values = [self._critic_prompt.parse(text) for text in texts]
 
         segment_values: list[list[float]] = [[] for _ in completions]
-        for state, value in zip(states, parsed, strict=True):
+        for state, value in zip(states, parsed_values, strict=True):
             if state.begins_segment:
-                segment_values[state.completion].append(value or 0.0)
+                segment_values[state.completion].append(0.0 if value is None else value)
         values = torch.zeros(mask.shape, device=mask.device)
         lambdas = torch.ones(mask.shape, device=mask.device)
         for i, completion in enumerate(completions):
@@ -187,7 +193,7 @@ class GenACTrainer(ActorCriticTrainer):
                 values[i, positions] = token_values.to(mask.device)
                 lambdas[i, positions] = token_lambdas.to(mask.device)
 
-        answer_values = torch.tensor([math.nan if value is None else value for value in parsed])
+        answer_values = torch.tensor([math.nan if value is None else value for value in parsed_values])
         self._log_answers(states, answers, answer_values)
         if self.model.training:
             self._store_answers(batch, states, answers, answer_values)
@@ -197,16 +203,16 @@ class GenACTrainer(ActorCriticTrainer):
     def _segmented(self, batch: dict, mask: torch.Tensor) -> list[SegmentedCompletion]:
         """Return the completions of a generation batch with their segments; `mask`, `(B, T)`, marks the tokens that
         have a value."""
-        args, probabilities = self.args, self._token_probabilities(batch)
+        probabilities = self._token_probabilities(batch)
+        completion_ids = without_padding(batch["completion_ids"], batch["completion_mask"])
         completions = []
-        all_token_ids = without_padding(batch["completion_ids"], batch["completion_mask"])
-        for token_ids, has_value, token_probabilities in zip(all_token_ids, mask.cpu(), probabilities, strict=True):
+        for token_ids, has_value, token_probabilities in zip(completion_ids, mask.cpu(), probabilities, strict=True):
             positions = has_value.nonzero()[:, 0].tolist()
             starts = _critic.segment_starts(
                 token_probabilities[positions].tolist(),
-                threshold=args.segment_probability,
-                length=args.segment_length,
-                most=args.max_segments,
+                threshold=self.args.segment_probability,
+                length=self.args.segment_length,
+                max_segments=self.args.max_segments,
             )
             completions.append(SegmentedCompletion(token_ids, positions, starts))
         return completions
@@ -226,21 +232,31 @@ class GenACTrainer(ActorCriticTrainer):
 
     def _states(self, inputs, batch: dict, completions: Sequence[SegmentedCompletion]) -> list[State]:
         """Return the state before each segment, and in training also that before the last token."""
-        training, labels, group_means = self.model.training, batch["labels"].tolist(), self._group_means(len(inputs))
+        is_training = self.model.training
+        labels = batch["labels"].tolist()
+        group_means = self._group_means(len(inputs))
         states = []
         for i, completion in enumerate(completions):
-            problem = _critic.problem_text(inputs[i]["prompt"])
-            positions, starts = completion.policy_positions, completion.segment_starts
-            next_tokens = [(start, True) for start in starts]  # the token after the prefix, and whether it is a start
-            last = len(positions) - 1
-            if training and positions and starts[-1] != last:
-                next_tokens.append((last, False))
-            for next_token, begins_segment in next_tokens:
+            positions = completion.policy_positions
+            # Each state is followed by one of these tokens, indices in `positions`.
+            next_tokens = list(completion.segment_starts)
+            last_token = len(positions) - 1
+            if is_training and positions and last_token not in next_tokens:
+                next_tokens.append(last_token)
+            for next_token in next_tokens:
                 prefix = completion.token_ids[: positions[next_token]]
-                response = self._tokenizer.decode(prefix, skip_special_tokens=True)
-                # Before the first token, what the completions of the prompt have in common: their mean.
-                outcome = group_means[i] if training and next_token == 0 else labels[i]
-                states.append(State(problem, response, len(prefix), i, begins_segment, outcome))
+                outcome = labels[i]
+                if is_training and next_token == 0:
+                    outcome = group_means[i]  # before the first token, what the completions of the prompt share
+                state = State(
+                    problem=_critic.problem_text(inputs[i]["prompt"]),
+                    response=self._tokenizer.decode(prefix, skip_special_tokens=True),
+                    tokens_used=len(prefix),
+                    completion=i,
+                    begins_segment=next_token in completion.segment_starts,
+                    outcome=outcome,
+                )
+                states.append(state)
         return states
 
     def _group_means(self, num_completions: int) -> list[float]:
@@ -255,17 +271,18 @@ class GenACTrainer(ActorCriticTrainer):
         """Return the critic's answer about each state."""
         assert self.max_completion_length is not None  # refused by `GenACConfig.errors`
         actor = _critic.Actor(self._actor_name, self.max_completion_length, self._success_rate)
-        texts = [self._prompt.render(state, actor) for state in states]
+        texts = [self._critic_prompt.render(state, actor) for state in states]
         prompts = _critic.question_ids(self._critic_tokenizer, texts, self.chat_template_kwargs)
         # Processes generate together, so each needs equally many prompts; padding samples are discarded.
-        counts = gather_object([len(prompts)])
-        if max(counts) == 0:  # no completion has a verdict
+        num_prompts_by_process = gather_object([len(prompts)])
+        num_prompts = max(num_prompts_by_process)
+        if num_prompts == 0:  # no completion has a verdict
             return []
-        padding = [[self._critic_tokenizer.eos_token_id]] * (max(counts) - len(prompts))
-        first = self._num_answers + sum(counts[: self.accelerator.process_index])
+        padding = [[self._critic_tokenizer.eos_token_id]] * (num_prompts - len(prompts))
+        first_answer = self._num_answers + sum(num_prompts_by_process[: self.accelerator.process_index])
         if self.model.training:
-            self._num_answers += sum(counts)
-        seeds = [request_seed(f"{self.args.seed}/critic", first + i) for i in range(max(counts))]
+            self._num_answers += sum(num_prompts_by_process)
+        seeds = [request_seed(f"{self.args.seed}/critic", first_answer + i) for i in range(num_prompts)]
         try:
             with self.timer.part("critic"):
                 if self.use_vllm:
@@ -276,16 +293,23 @@ class GenACTrainer(ActorCriticTrainer):
             stop_without_engine(self, failure)
         return answers[: len(prompts)]
 
+    @property
+    def _temperature(self) -> float:
+        """The temperature of answers: sampled in training, the most probable tokens in an evaluation."""
+        return 1.0 if self.model.training else 0.0
+
     def _answers_of_model(self, prompts: list[list[int]], seeds: list[int]) -> list[Answer]:
+        """Generate answers with `generate` of the critic, one per prompt (token ids) and seed."""
         settings = SamplingSettings(
-            temperature=1.0 if self.model.training else 0.0,
+            temperature=self._temperature,
             top_p=1.0,
             max_new_tokens=self.args.critic_max_new_tokens,
         )
-        checkpointing = self.args.gradient_checkpointing_kwargs
         with (
             unwrap_model_for_generation(
-                self.critic, self.accelerator, gradient_checkpointing_kwargs=checkpointing
+                self.critic,
+                self.accelerator,
+                gradient_checkpointing_kwargs=self.args.gradient_checkpointing_kwargs,
             ) as critic,
             self._dist.summon_full_params(self.critic, recurse=False),
         ):
@@ -295,21 +319,22 @@ class GenACTrainer(ActorCriticTrainer):
                 prompts,
                 seeds,
                 settings,
-                tag=self._prompt.tags[1],
+                tag=self._critic_prompt.tags[1],
                 batch_size=self._batch_size,
                 synced=self.is_fsdp_enabled,
             )
 
     def _answers_of_engine(self, prompts: list[list[int]]) -> list[Answer]:
+        """Generate answers with vLLM, one per prompt (token ids)."""
         sampling = {
-            "temperature": 1.0 if self.model.training else 0.0,
+            "temperature": self._temperature,
             "top_p": 1.0,
             "top_k": 0,
             "min_p": None,
             "repetition_penalty": 1.0,
             "max_completion_length": self.args.critic_max_new_tokens,
             "structured_outputs_regex": None,
-            "generation_kwargs": {"stop": [self._prompt.tags[1]], "include_stop_str_in_output": True},
+            "generation_kwargs": {"stop": [self._critic_prompt.tags[1]], "include_stop_str_in_output": True},
         }
         engine = self.vllm_generation
         self._last_loaded_step = -1  # the policy's weights are sent again before its next generation
@@ -317,29 +342,27 @@ class GenACTrainer(ActorCriticTrainer):
             _, ids, logps, _ = engine.generate(prompts=prompts, images=None, num_generations=1)
         answers = []
         for prompt, answer_ids, answer_logps in zip(prompts, ids, logps, strict=True):
-            # vLLM returns the log-probs of one token as a list, with that of the generated token first
-            sampled = [math.nan if token[0] is None else token[0] for token in answer_logps]
-            if answer_ids:
-                answers.append(Answer(prompt, list(answer_ids), sampled))
-            else:
+            if not answer_ids:
                 answers.append(Answer(prompt, [self._critic_tokenizer.eos_token_id], [math.nan]))
+                continue
+            # vLLM returns the log-probs of one token as a list, with that of the generated token first
+            logps_of_tokens = [math.nan if token[0] is None else token[0] for token in answer_logps]
+            answers.append(Answer(prompt, list(answer_ids), logps_of_tokens))
         return answers
 
     def _log_answers(self, states: list[State], answers: list[Answer], values: torch.Tensor) -> None:
-        """Log metrics over the answers of all processes."""
-        triples = zip(states, answers, values.tolist(), strict=True)
-        records = gather_object(
-            [(value, state.outcome, state.begins_segment, len(answer.ids)) for state, answer, value in triples]
-        )
+        """Log metrics over the answers of all processes; `values`, `(N,)`, are those of this process."""
+        all_values = torch.tensor(gather_object(values.tolist()))
+        all_outcomes = torch.tensor(gather_object([state.outcome for state in states]))
+        begins_segment = gather_object([state.begins_segment for state in states])
+        answer_lengths = gather_object([len(answer.ids) for answer in answers])
         num_completions = sum(gather_object([len({state.completion for state in states})]))
-        all_values = torch.tensor([value for value, *_ in records])
-        outcomes = torch.tensor([outcome for _, outcome, _, _ in records])
         self._log_values(
-            critic_reward=_critic.critic_rewards(all_values, outcomes).double().mean().item(),
-            brier=(outcomes - all_values.double().nan_to_num(0.0)).square().mean().item(),
+            critic_reward=_critic.critic_rewards(all_values, all_outcomes).double().mean().item(),
+            brier=(all_outcomes - all_values.double().nan_to_num(0.0)).square().mean().item(),
             unparsed=all_values.isnan().double().mean().item(),
-            segments=sum(begins_segment for _, _, begins_segment, _ in records) / max(num_completions, 1),
-            answer_length=sum(length for *_, length in records) / max(len(records), 1),
+            segments=sum(begins_segment) / max(num_completions, 1),
+            answer_length=sum(answer_lengths) / max(len(answer_lengths), 1),
             success_rate=math.nan if self._success_rate is None else self._success_rate,
         )
 
@@ -356,6 +379,7 @@ class GenACTrainer(ActorCriticTrainer):
         batch["answer_tokens"] = self._sum(torch.tensor(num_tokens, device=device))
 
     def _update_success_rate(self) -> None:
+        """Update the moving average with the mean label of the generation batch on all processes."""
         rate = self._labels.nanmean().item()
         if math.isnan(rate):
             return
@@ -364,16 +388,17 @@ class GenACTrainer(ActorCriticTrainer):
         self._success_rate = rate
 
     def _train_critic(self, inputs: dict) -> None:
-        answers = [answer for completion_answers in inputs["answers"] for answer in completion_answers]
+        answers = [answer for answers_of_completion in inputs["answers"] for answer in answers_of_completion]
         denominator = self._share_of_generation(inputs["answer_tokens"])
         loss = torch.zeros((), device=self.accelerator.device)
         # Processes need equally many batches.
-        size = self._batch_size
-        num_batches = max(1, *gather_object([-(-len(answers) // size)]))
+        num_batches = max(1, *gather_object([math.ceil(len(answers) / self._batch_size)]))
         with self._critic_pass.attention():
             for i in range(num_batches):
-                answer_batch = answers[i * size : (i + 1) * size] or [_NO_ANSWER]
-                with self._accumulating_critic(i == num_batches - 1):
+                start = i * self._batch_size
+                answer_batch = answers[start : start + self._batch_size] or [_NO_ANSWER]
+                is_last = i == num_batches - 1
+                with self._accumulating_critic(is_last):
                     losses = self._answer_losses(answer_batch)
                     self.accelerator.backward(losses.sum() / denominator)
                 loss += losses.detach().sum() / denominator
@@ -384,7 +409,7 @@ class GenACTrainer(ActorCriticTrainer):
             self._log_values(critic_loss=mean_loss, critic_grad_norm=self._step_critic())
 
     def _answer_losses(self, answers: list[dict]) -> torch.Tensor:
-        """Return the losses of the tokens of some answers, concatenated."""
+        """Return the losses of the tokens of some answers, concatenated, `(M,)`."""
         prompt_ids = [answer["prompt"] for answer in answers]
         answer_ids = [answer["ids"] for answer in answers]
         logps = torch.cat(self._critic_pass.compute_logps(self.critic, prompt_ids, answer_ids).logps)
@@ -395,5 +420,5 @@ class GenACTrainer(ActorCriticTrainer):
     def _reset_run(self) -> None:
         super()._reset_run()
         self._success_rate = None
-        self._num_answers = 0  # of all processes; seeds without vLLM
+        self._num_answers = 0
         self._critic_loss = torch.zeros((), device=self.accelerator.device)

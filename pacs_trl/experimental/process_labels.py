@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -68,49 +69,57 @@ class Prefixes:
     def __init__(
         self, groups: Groups, labels: Sequence[Sequence[float]], class_weighting: ClassWeighting = "balanced"
     ):
-        numbers = np.array([len(completion_labels) for completion_labels in labels])
-        self.row = torch.from_numpy(np.repeat(np.arange(len(numbers)), numbers))
-        self.outcomes = torch.from_numpy(numbers.cumsum() - 1)
-        all_labels = torch.tensor(
-            [label for completion_labels in labels for label in completion_labels], dtype=groups.labels.dtype
-        )
+        num_positions = np.array([len(labels_of_completion) for labels_of_completion in labels])  # (B,)
+        ends = num_positions.cumsum()
+        self.starts = (ends - num_positions).tolist()
+        self.outcomes = torch.from_numpy(ends - 1)
+        self.row = torch.from_numpy(np.repeat(np.arange(len(num_positions)), num_positions))
+        in_sequence = [label for labels_of_completion in labels for label in labels_of_completion]
+        all_labels = torch.tensor(in_sequence, dtype=groups.labels.dtype)  # (M,)
         self.labels = all_labels.masked_fill(~groups.scorable[self.row], math.nan)
-        compared = np.full((len(all_labels), groups.size - 1), -1)
-        self.starts = starts = (numbers.cumsum() - numbers).tolist()
-        for members in groups.members:
-            rows = [i for i in members if groups.scorable[i]]
-            for i in rows:
-                for column, j in enumerate(j for j in rows if j != i):
-                    aligned = aligned_positions(numbers[i], numbers[j])
-                    aligned = np.where(aligned > 0, starts[j] + aligned - 1, -1)
-                    compared[starts[i] : starts[i] + numbers[i], column] = aligned
-        self.compared = torch.from_numpy(compared)
-        self._is_other = self.compared >= 0
-        self.scored = self._is_other.any(dim=1)
-        self._num_compared = self._is_other.sum(dim=1).clamp(min=1)
+        self._num_scorable = max(int(groups.scorable.sum()), 1)
+
+        self.compared = self._counterparts(groups, num_positions)
+        self._has_counterpart = self.compared >= 0  # (M, G - 1)
+        self.scored = self._has_counterpart.any(dim=1)
+        self._num_compared = self._has_counterpart.sum(dim=1).clamp(min=1)
+
         # For the derivative of the loss: the share 1 / n_u of each of the n_u counterparts in the score of position u,
         # and 1 minus the sum of the shares that a position has in the scores of others.
-        self._counterparts = self.compared.clamp(min=0).flatten()
-        self._shares = self._is_other.double() / self._num_compared[:, None]
-        received = torch.zeros(len(all_labels), dtype=torch.float64).index_add(
-            0, self._counterparts, self._shares.flatten()
-        )
+        self._compared_or_0 = self.compared.clamp(min=0).flatten()
+        self._shares = self._has_counterpart.double() / self._num_compared[:, None]
+        received = torch.zeros(len(all_labels), dtype=torch.float64)
+        received.index_add_(0, self._compared_or_0, self._shares.flatten())
         self._remaining_share = 1 - received
         self._remaining_share[self._remaining_share.abs() < 1e-9] = 0  # seven times 1/7 is not 1
-        self._num_scorable = max(int(groups.scorable.sum()), 1)
-        others = self.labels[self.compared].masked_fill(~self._is_other, math.nan)
-        grid = torch.cat([self.labels[:, None], others], dim=1)  # (M, G)
+
+        # Class weights see each position and its counterparts as a group.
+        labels_of_counterparts = self.labels[self.compared].masked_fill(~self._has_counterpart, math.nan)
+        grid = torch.cat([self.labels[:, None], labels_of_counterparts], dim=1)  # (M, G)
         grid_weights, grid_targets = class_weights(
             grid.flatten(), num_generations=grid.shape[1], class_weighting=class_weighting
         )
-        weights = grid_weights.view(grid.shape)[:, 0]
         self.targets = grid_targets.view(grid.shape)[:, 0]
-        shares = torch.zeros(len(numbers)).index_add(0, self.row, self.scored.float())
-        self.weights = weights / shares.clamp(min=1)[self.row]
+        num_scored = torch.zeros(len(num_positions)).index_add(0, self.row, self.scored.float())  # (B,)
+        self.weights = grid_weights.view(grid.shape)[:, 0] / num_scored.clamp(min=1)[self.row]
+
+    def _counterparts(self, groups: Groups, num_positions: np.ndarray) -> torch.Tensor:
+        """Return the position of each other completion of the group that each position is compared with, `(M, G - 1)`;
+        -1 is none."""
+        compared = np.full((num_positions.sum(), groups.size - 1), -1)
+        for members in groups.members:
+            scorable = [i for i in members if groups.scorable[i]]
+            for i in scorable:
+                others = [j for j in scorable if j != i]
+                for column, j in enumerate(others):
+                    aligned = aligned_positions(num_positions[i], num_positions[j])  # counted from 1 in completion j
+                    positions = np.where(aligned > 0, self.starts[j] + aligned - 1, -1)
+                    compared[self.starts[i] : self.starts[i] + num_positions[i], column] = positions
+        return torch.from_numpy(compared)
 
     def scores(self, proxies: torch.Tensor) -> torch.Tensor:
         """Return `psi` from prefix proxies, both `(M,)`; 0 without counterparts or if all proxies are equal."""
-        differences = (proxies[:, None] - proxies[self.compared]).masked_fill(~self._is_other, 0.0)
+        differences = (proxies[:, None] - proxies[self.compared]).masked_fill(~self._has_counterpart, 0.0)
         return differences.sum(dim=1) / self._num_compared.to(proxies)
 
     def loss(self, proxies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,7 +141,7 @@ class Prefixes:
         # `e_m - sum_u e_u / n_u`, written as `e_m * remaining_share + sum_u (e_m - e_u) / n_u` with a
         # `remaining_share` of `1 - sum_u 1 / n_u`, so that equal residuals cancel exactly.
         kept = residuals * self._remaining_share.to(residuals)
-        return kept.index_add_(0, self._counterparts, differences.flatten())
+        return kept.index_add_(0, self._compared_or_0, differences.flatten())
 
 
 def token_coefficients(
@@ -146,17 +155,24 @@ def token_coefficients(
 
 def checked_labels(name: str, i: int, pairs: Any, num_tokens: int) -> tuple[list[int], list[float]]:
     """
-    Return the positions and labels that reward function `name` returned for completion `i`.
+    Return the positions and labels that a reward function returned for a completion.
+
+    Args:
+        name (`str`), i (`int`): Of the reward function and the completion, for the message.
+        pairs: What it returned.
+        num_tokens (`int`): Tokens of the completion.
 
     Raises:
         `ValueError`: if they are not (position, label) pairs, or out of range.
     """
     try:
-        positions, labels = [operator.index(p) for p, _ in pairs], [float(y) for _, y in pairs]
+        positions = [operator.index(position) for position, _ in pairs]
+        labels = [float(label) for _, label in pairs]
     except (TypeError, ValueError):
         positions, labels = [], []
-    rising = all(earlier < later for earlier, later in zip([-1, *positions], [*positions, num_tokens], strict=True))
-    if not positions or not rising or not all(0 <= label <= 1 for label in labels):
+    increase = all(earlier < later for earlier, later in pairwise([-1, *positions, num_tokens]))
+    are_labels = all(0 <= label <= 1 for label in labels)
+    if not positions or not increase or not are_labels:
         raise UserError(
             f"The reward function {name!r} returned {pairs!r:.100} for completion {i} of {num_tokens} tokens. Return "
             "None or (position, label) pairs, the last one the outcome: increasing indices of completion_ids, labels "
@@ -166,14 +182,16 @@ def checked_labels(name: str, i: int, pairs: Any, num_tokens: int) -> tuple[list
 
 
 def prefix_ends(rollout: Rollout) -> np.ndarray:
-    """Return the index of the last token of each labeled prefix."""
-    return rollout.extra.get("positions", np.array([len(rollout.completion_ids) - 1]))
+    """Return the index of the last token of each labeled prefix; without process labels, of the whole completion."""
+    whole_completion = np.array([len(rollout.completion_ids) - 1])
+    return rollout.extra.get("positions", whole_completion)
 
 
 def rows_and_ends(micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
     """Return completion and end of each labeled prefix of a micro-batch, `(M,)`."""
     ends = [torch.from_numpy(prefix_ends(rollout)).long() for rollout in micro_batch.rollouts]
-    rows = torch.arange(len(ends)).repeat_interleave(torch.tensor(list(map(len, ends))))
+    num_prefixes = torch.tensor([len(ends_of_completion) for ends_of_completion in ends])
+    rows = torch.arange(len(ends)).repeat_interleave(num_prefixes)
     device = micro_batch.loss_mask.device
     return rows.to(device), torch.cat(ends).to(device)
 
@@ -185,8 +203,11 @@ class PrefixMinibatch(Minibatch):
     prefixes: Prefixes = field(kw_only=True)
 
     def proxy_indices(self, indices: list[int]) -> list[int]:
-        starts = self.prefixes.starts
-        return [starts[i] + k for i in indices for k in range(len(prefix_ends(self.rollouts[i])))]
+        proxy_indices: list[int] = []
+        for i in indices:
+            start = self.prefixes.starts[i]
+            proxy_indices += range(start, start + len(prefix_ends(self.rollouts[i])))
+        return proxy_indices
 
     @property
     def num_proxies(self) -> int:
@@ -207,35 +228,42 @@ class PrefixUpdate(GroupLossUpdate):
         return PrefixMinibatch(**vars(minibatch), prefixes=prefixes)
 
     def counted_tokens(self, rollout: Rollout) -> int:
-        return int(rollout.loss_mask[: prefix_ends(rollout)[-1] + 1].sum())
+        longest_prefix = prefix_ends(rollout)[-1] + 1
+        return int(rollout.loss_mask[:longest_prefix].sum())
 
     def proxies(self, logps: torch.Tensor, micro_batch: MicroBatch) -> torch.Tensor:
         """Return [`objective.sequence_proxies`] of the prefixes, `(M,)`, from one float64 cumulative sum per
         completion."""
-        rows, last = rows_and_ends(micro_batch)
+        rows, ends = rows_and_ends(micro_batch)
         mask, proxy = micro_batch.loss_mask, self.objective.proxy
-        if len(rows) == len(logps):
-            mask = mask & (torch.arange(logps.shape[1], device=logps.device) <= last[:, None])
-            return super().proxies(logps, replace(micro_batch, loss_mask=mask))
+        has_one_prefix_each = len(rows) == len(logps)
+        if has_one_prefix_each:
+            is_in_prefix = torch.arange(logps.shape[1], device=logps.device) <= ends[:, None]
+            return super().proxies(logps, replace(micro_batch, loss_mask=mask & is_in_prefix))
         terms = logps.detach()
         if proxy != "mean_logp":
             terms = terms.float() - micro_batch.ref_logps.float()
-        sums = F.pad(terms.masked_fill(~mask, 0.0).double().cumsum(dim=1), (1, 0))[rows, last + 1]
+        # Column `t` of the padded sums has the sum of the first `t` tokens.
+        sums_of_first = F.pad(terms.masked_fill(~mask, 0.0).double().cumsum(dim=1), (1, 0))
+        sums = sums_of_first[rows, ends + 1]
         if proxy != "log_ratio":
-            num_tokens = F.pad(mask.cumsum(dim=1), (1, 0))[rows, last + 1]
+            num_tokens = F.pad(mask.cumsum(dim=1), (1, 0))[rows, ends + 1]
             sums = sums / num_tokens.clamp(min=1)
         return (self.objective.pacs_beta * sums).float()
 
     def coefficients(self, minibatch: Minibatch, indices: list[int], proxies: torch.Tensor) -> torch.Tensor:
         if not isinstance(minibatch, PrefixMinibatch):
             return super().coefficients(minibatch, indices, proxies)
-        prefixes = [(minibatch.rollouts[i], end + 1) for i in indices for end in prefix_ends(minibatch.rollouts[i])]
-        num_tokens = torch.tensor([int(rollout.loss_mask[:end].sum()) for rollout, end in prefixes])
-        weights = torch.tensor([rollout.weight for rollout, _ in prefixes])
+        num_tokens, weights = [], []  # of each prefix
+        for rollout in (minibatch.rollouts[i] for i in indices):
+            for end in prefix_ends(rollout):
+                num_tokens.append(int(rollout.loss_mask[: end + 1].sum()))
+                weights.append(rollout.weight)
         proxy_indices = torch.tensor(minibatch.proxy_indices(indices))
         all_proxies = torch.zeros(minibatch.num_proxies).index_copy(0, proxy_indices, proxies)
         loss_derivatives = minibatch.prefixes.coefficients(all_proxies)[proxy_indices]
-        return self.objective.proxy_derivatives(num_tokens) * loss_derivatives * weights
+        proxy_derivatives = self.objective.proxy_derivatives(torch.tensor(num_tokens))
+        return proxy_derivatives * loss_derivatives * torch.tensor(weights)
 
     def token_coefficients(self, micro_batch: MicroBatch, coefficients: torch.Tensor) -> torch.Tensor:
         return token_coefficients(coefficients, *rows_and_ends(micro_batch), micro_batch.loss_mask.shape)
@@ -248,15 +276,19 @@ class PrefixUpdate(GroupLossUpdate):
         has_label = ~prefixes.labels.isnan()
         num_completions = int(has_label[outcomes].sum())
         is_process_label = has_label.index_fill(0, outcomes, False)
-        differs = prefixes.labels[prefixes.compared] != prefixes.labels[:, None]
-        mixed = (differs & (prefixes.compared >= 0)).any(dim=1)
+        has_other_label = prefixes.labels[prefixes.compared] != prefixes.labels[:, None]
+        is_mixed = (has_other_label & (prefixes.compared >= 0)).any(dim=1)
         metrics = {
             "process/labels": int(is_process_label.sum()) / max(num_completions, 1),
             "process/label_mean": prefixes.labels[is_process_label].float().mean().item(),
-            "process/mixed_fraction": mixed[is_process_label & prefixes.scored].float().mean().item(),
+            "process/mixed_fraction": is_mixed[is_process_label & prefixes.scored].float().mean().item(),
         }
-        weighting = self.objective.class_weighting
-        metrics |= critic_metrics(proxies[outcomes], scores[outcomes], minibatch.groups, class_weighting=weighting)
+        metrics |= critic_metrics(
+            proxies[outcomes],
+            scores[outcomes],
+            minibatch.groups,
+            class_weighting=self.objective.class_weighting,
+        )
         return loss.item(), metrics
 
 
@@ -298,7 +330,8 @@ class ProcessLabelsTrainer(PACSTrainer):
 
     def _outcomes(self, index: int, name: str, rewards: Any, arguments: dict) -> Any:
         """Store the process labels that a reward function returned, and return its outcomes."""
-        if not isinstance(rewards, list) or not any(isinstance(reward, list | tuple) for reward in rewards):
+        has_pairs = isinstance(rewards, list) and any(isinstance(reward, list | tuple) for reward in rewards)
+        if not has_pairs:
             return rewards
         completion_ids = arguments["completion_ids"]
         if len(rewards) != len(completion_ids):
@@ -308,13 +341,19 @@ class ProcessLabelsTrainer(PACSTrainer):
                 f"{name!r} is the second reward function that returned (position, label) pairs. Return all pairs from "
                 "one function, and numbers from the others."
             )
-        pairs = [
-            None if reward is None else checked_labels(name, i, reward, len(ids))
-            for i, (reward, ids) in enumerate(zip(rewards, completion_ids, strict=True))
-        ]
-        self._extra_of_completions = [{} for _ in pairs]
-        for extra, each in zip(self._extra_of_completions, pairs, strict=True):
-            if each is not None:
-                weighted = np.array(each[1][:-1], dtype=np.float32) * self.reward_weights[index].item()
-                extra["positions"], extra["process_labels"] = np.array(each[0], np.int32), np.clip(weighted, 0, 1)
-        return [None if each is None else each[1][-1] for each in pairs]
+        outcomes: list[float | None] = []
+        extra_of_completions: list[dict[str, np.ndarray]] = []
+        for i, (pairs, ids) in enumerate(zip(rewards, completion_ids, strict=True)):
+            if pairs is None:
+                outcomes.append(None)
+                extra_of_completions.append({})
+                continue
+            positions, labels = checked_labels(name, i, pairs, len(ids))
+            *process_labels, outcome = labels
+            weighted = np.array(process_labels, dtype=np.float32) * self.reward_weights[index].item()
+            outcomes.append(outcome)
+            extra_of_completions.append(
+                {"positions": np.array(positions, np.int32), "process_labels": np.clip(weighted, 0, 1)}
+            )
+        self._extra_of_completions = extra_of_completions
+        return outcomes

@@ -11,10 +11,9 @@ import hashlib
 import inspect
 import json
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import gather_object
@@ -32,25 +31,36 @@ TAGS = ("<answer>", "</answer>")
 BOX = "\\boxed{"
 
 
-Edited = tuple[str, int, int]  # a completion with the reference answer at some characters: text, start, end
+class EditedCompletion(NamedTuple):
+    """A completion with the reference answer at the characters from `start` to before `end` of `text`."""
+
+    text: str
+    start: int
+    end: int
 
 
-def with_reference(text: str | None, answer: str, prompt: Any = None) -> Edited | None:
+def with_reference(text: str | None, answer: str, prompt: Any = None) -> EditedCompletion | None:
     """
-    Return the text up to the answer and its leading white space (in tags at least a space), the reference answer, and
-    the closing tag.
+    Return a completion with the reference answer in place of its own: the text up to its answer with leading white
+    space (in tags at least a space), the reference answer, and the closing tag.
 
     The answer is in `<answer> ... </answer>`, whose opening tag must occur once; or, if neither text nor prompt has
     that tag, in the only `\\boxed{...}`. Any other text gives `None`.
     """
-    in_tags = TAGS[0] in (text or "") or TAGS[0] in str(prompt)
-    opening, closing = (TAGS[0], f" {TAGS[1]}") if in_tags else (BOX, "}")
-    if text is None or text.count(opening) != 1:
+    if text is None:
         return None
-    before, after = text.split(opening)
-    space = re.match(r"\s*", after)[0] or (" " if in_tags else "")  # type: ignore[index]
-    start = len(before) + len(opening) + len(space)
-    return f"{before}{opening}{space}{answer}{closing}", start, start + len(answer)
+    opening, space, closing = BOX, "", "}"
+    if TAGS[0] in text or TAGS[0] in str(prompt):
+        opening, space, closing = TAGS[0], " ", f" {TAGS[1]}"
+    if text.count(opening) != 1:
+        return None
+    before_tag, after_tag = text.split(opening)
+    num_spaces = len(after_tag) - len(after_tag.lstrip())
+    if num_spaces:
+        space = after_tag[:num_spaces]
+    before_answer = f"{before_tag}{opening}{space}"
+    start = len(before_answer)
+    return EditedCompletion(f"{before_answer}{answer}{closing}", start, start + len(answer))
 
 
 def is_well_formed(text: str | None, prompt: Any = None) -> bool:
@@ -61,13 +71,19 @@ def is_well_formed(text: str | None, prompt: Any = None) -> bool:
     each tag once (the authors' `format_mode=R1`); otherwise the two answer tags once each, in order (`R1_nothink`).
     If neither prompt nor text has a tag, it is one closed box.
     """
-    text, asked = text or "", str(prompt)
-    tags = (*THINK, *TAGS) if THINK[0] in asked else TAGS
-    if any(tag in text or tag in asked for tag in tags):
-        in_order = re.search(".*".join(map(re.escape, tags)), text, re.DOTALL)
-        starts = THINK[0] not in tags or text.startswith(THINK[0])
-        return starts and in_order is not None and all(text.count(tag) == 1 for tag in tags)
-    return text.count(BOX) == 1 and "}" in text.split(BOX)[1]
+    text = text or ""
+    prompt_text = str(prompt)
+    thinks = THINK[0] in prompt_text
+    tags = (*THINK, *TAGS) if thinks else TAGS
+    has_tags = any(tag in text or tag in prompt_text for tag in tags)
+    if not has_tags:
+        return text.count(BOX) == 1 and "}" in text.split(BOX)[1]
+    if thinks and not text.startswith(THINK[0]):
+        return False
+    if any(text.count(tag) != 1 for tag in tags):
+        return False
+    places = [text.index(tag) for tag in tags]
+    return places == sorted(places)
 
 
 def reference_text(answer: Any) -> str:
@@ -77,6 +93,7 @@ def reference_text(answer: Any) -> str:
 
 
 def _key(prompt: Any, answer: Any) -> str:
+    """Return a short key of a prompt and its reference answer, equal on all processes and in a resumed run."""
     text = json.dumps([prompt, reference_text(answer)], default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
@@ -111,15 +128,21 @@ def probability_reward(
     if reference_probability is None:
         raise UserError("`probability_reward` needs log-probs of the policy. Set `method: rlpr`.")
     texts = [completion_text(completion) for completion in completions]
-    formats = [float(is_well_formed(*pair)) for pair in zip(texts, prompts, strict=True)]
+    formats = [float(is_well_formed(text, prompt)) for text, prompt in zip(texts, prompts, strict=True)]
     if truncated is not None and not shared_arguments().verification_grade_truncated:
-        texts = [None if cut and not f else text for text, cut, f in zip(texts, truncated, formats, strict=True)]
-    after = reference_probability.after_reasoning(prompts, texts, solution)
-    without = reference_probability.without_reasoning(prompts, solution)
+        for i, is_truncated in enumerate(truncated):
+            if is_truncated and not formats[i]:
+                texts[i] = None
+    after_reasoning = reference_probability.after_reasoning(prompts, texts, solution)  # s
+    without_reasoning = reference_probability.without_reasoning(prompts, solution)  # s0
     if log_metric is not None and texts:
-        for name, values in (("after_reasoning", after), ("without_reasoning", without), ("format", formats)):
-            log_metric(f"probability/{name}", sum(values) / len(values))
-    return [0.9 * max(0.0, s - s0) + 0.1 * f for s, s0, f in zip(after, without, formats, strict=True)]
+        log_metric("probability/after_reasoning", sum(after_reasoning) / len(texts))
+        log_metric("probability/without_reasoning", sum(without_reasoning) / len(texts))
+        log_metric("probability/format", sum(formats) / len(texts))
+    return [
+        0.9 * max(0.0, s - s0) + 0.1 * format_reward
+        for s, s0, format_reward in zip(after_reasoning, without_reasoning, formats, strict=True)
+    ]
 
 
 # As in RLPR: generations that are ignored, generations whose mean starts the moving average, and its decay.
@@ -144,28 +167,37 @@ def filter_by_spread(
         Labels with NaN for the completions of masked groups, metrics, and the next `history`.
     """
     grid = labels.view(-1, num_generations).double()
-    count = (~grid.isnan()).sum(dim=1)
-    mean = grid.nansum(dim=1) / count.clamp(min=1)
-    squares = ((grid - mean[:, None]) ** 2).nansum(dim=1)
-    spreads = (squares / (count - 1).clamp(min=1)).sqrt()  # unbiased
-    has_spread = count >= 2
-    spread = spreads[has_spread].mean().item() if has_spread.any() else math.nan
+    num_labels = (~grid.isnan()).sum(dim=1)
+    mean_labels = grid.nansum(dim=1) / num_labels.clamp(min=1)
+    squares = ((grid - mean_labels[:, None]) ** 2).nansum(dim=1)
+    spreads = (squares / (num_labels - 1).clamp(min=1)).sqrt()  # unbiased, one per group
+    has_spread = num_labels >= 2
+    mean_spread = math.nan
+    if has_spread.any():
+        mean_spread = spreads[has_spread].mean().item()
 
-    number, *means = history
-    active = number >= _IGNORED + _COLLECTED and bool(means)
-    bound = share * means[0] if active else 0.0
-    dropped = has_spread & (spreads < bound)
-    if has_spread.any() and number >= _IGNORED:
-        means = [_DECAY * means[0] + (1 - _DECAY) * spread] if active else [*means, spread]
-    number += 1
+    num_before, *means = history  # `means` is the average alone after the first generations
+    has_average = num_before >= _IGNORED + _COLLECTED and bool(means)
+    bound = 0.0
+    if has_average:
+        bound = share * means[0]
+    is_dropped = has_spread & (spreads < bound)
+
+    if has_spread.any() and num_before >= _IGNORED:
+        if has_average:
+            means = [_DECAY * means[0] + (1 - _DECAY) * mean_spread]
+        else:
+            means = [*means, mean_spread]
+    number = num_before + 1
     if number == _IGNORED + _COLLECTED and means:
         means = [sum(means) / len(means)]
     metrics = {
-        "spread_filter/spread": spread,
+        "spread_filter/spread": mean_spread,
         "spread_filter/bound": bound,
-        "spread_filter/dropped_fraction": (dropped.sum() / has_spread.sum().clamp(min=1)).item(),
+        "spread_filter/dropped_fraction": (is_dropped.sum() / has_spread.sum().clamp(min=1)).item(),
     }
-    return labels.masked_fill(dropped.repeat_interleave(num_generations), math.nan), metrics, [number, *means]
+    kept_labels = labels.masked_fill(is_dropped.repeat_interleave(num_generations), math.nan)
+    return kept_labels, metrics, [number, *means]
 
 
 @dataclass
@@ -199,14 +231,19 @@ class RLPRTrainer(PACSTrainer):
 
     def _before_loading(self, model, args, arguments) -> None:
         super()._before_loading(model, args, arguments)
-        functions, dataset = arguments["reward_funcs"], arguments["train_dataset"]
+        reward_funcs, dataset = arguments["reward_funcs"], arguments["train_dataset"]
+        if not isinstance(reward_funcs, list):
+            reward_funcs = [reward_funcs]
         self._needs_reference = any(
-            callable(each) and "reference_probability" in inspect.signature(each).parameters
-            for each in (functions if isinstance(functions, list) else [functions])
+            callable(function) and "reference_probability" in inspect.signature(function).parameters
+            for function in reward_funcs
         )
-        answers = dataset["solution"] if is_in_memory(dataset) and "solution" in dataset.column_names else [""]
-        with_tools = arguments["tools"] or arguments["environment_factory"]
-        if self._needs_reference and (with_tools or not all(map(reference_text, answers))):
+        if not self._needs_reference:
+            return
+        has_answers = is_in_memory(dataset) and "solution" in dataset.column_names
+        has_answers = has_answers and all(reference_text(answer) for answer in dataset["solution"])
+        uses_tools = arguments["tools"] or arguments["environment_factory"]
+        if uses_tools or not has_answers:
             raise UserError(
                 "probability_reward needs a training set in memory (streaming=False), a column `solution` without "
                 "empty answers, and no tools. Change these, or use another reward."
@@ -229,9 +266,11 @@ class RLPRTrainer(PACSTrainer):
         """Return the mean token probability of each reference answer directly after the prompt, under the initial
         policy of the run; under the current policy for prompts outside of the training set. All processes must call
         it equally often."""
-        keys = [_key(*pair) for pair in zip(prompts, answers, strict=True)]
-        pairs = dict(zip(keys, zip(prompts, answers, strict=True), strict=True))
-        missing = {key: pair for key, pair in pairs.items() if key not in self._without_reasoning}
+        keys = [_key(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        missing = {}
+        for key, prompt, answer in zip(keys, prompts, answers, strict=True):
+            if key not in self._without_reasoning:
+                missing[key] = (prompt, answer)
         probabilities = self._without_reasoning | self._compute_without_reasoning(missing)
         return [probabilities[key] for key in keys]
 
@@ -240,35 +279,41 @@ class RLPRTrainer(PACSTrainer):
         the key of the pair of prompt and answer."""
         prompts = [prompt for prompt, _ in pairs.values()]
         answers = [reference_text(answer) for _, answer in pairs.values()]
-        edited = [(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
+        edited = [EditedCompletion(f" {answer} ", 1, 1 + len(answer)) for answer in answers]
         return dict(zip(pairs, self._mean_probabilities(prompts, edited, None), strict=True))
 
     def _mean_probabilities(
-        self, prompts: Sequence, edited: Sequence[Edited | None], max_length: int | None
+        self, prompts: Sequence, edited_completions: Sequence[EditedCompletion | None], max_length: int | None
     ) -> list[float]:
-        """Return the mean probability of the tokens at the edited characters; 0 without a text, or if it has more than
+        """Return the mean probability of the tokens of each reference answer; 0 without a text, or if it has more than
         `max_length` tokens."""
         tokenizer = self._tokenizer
-        answer_tokens: dict[int, list[int]] = {}  # indices in the completion
+        answer_positions: dict[int, list[int]] = {}  # in the tokens of completion `i`, of those that are evaluated
         completion_ids = []
-        for i, each in enumerate(edited):
-            if each is None:
+        for i, edited in enumerate(edited_completions):
+            if edited is None:
                 continue
-            text, start, end = each
-            tokens = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-            indices = [j for j, (first, last) in enumerate(tokens["offset_mapping"]) if first < end and last > start]
+            tokens = tokenizer(edited.text, add_special_tokens=False, return_offsets_mapping=True)
             ids = [*tokens["input_ids"], tokenizer.eos_token_id]
-            if indices and (max_length is None or len(ids) <= max_length):
-                answer_tokens[i] = indices
+            positions = []
+            for position, (first_character, end_character) in enumerate(tokens["offset_mapping"]):
+                if first_character < edited.end and end_character > edited.start:
+                    positions.append(position)
+            fits = max_length is None or len(ids) <= max_length
+            if positions and fits:
+                answer_positions[i] = positions
                 completion_ids.append(ids)
-        prompt_ids = self._tokenize_prompts([prompts[i] for i in answer_tokens])[0] if answer_tokens else []
-        probabilities = [0.0] * len(edited)
-        for i, logps in zip(answer_tokens, self.compute_logps(prompt_ids, completion_ids), strict=True):
-            probabilities[i] = logps[answer_tokens[i]].exp().mean().item()
+        prompt_ids = []
+        if answer_positions:
+            prompt_ids = self._tokenize_prompts([prompts[i] for i in answer_positions])[0]
+        probabilities = [0.0] * len(edited_completions)
+        for i, logps in zip(answer_positions, self.compute_logps(prompt_ids, completion_ids), strict=True):
+            probabilities[i] = logps[answer_positions[i]].exp().mean().item()
         return probabilities
 
     def _compute_labels(self, rewards_per_func: torch.Tensor) -> torch.Tensor:
-        labels, share = super()._compute_labels(rewards_per_func), self.args.spread_filter
+        labels = super()._compute_labels(rewards_per_func)
+        share = self.args.spread_filter
         if share is None or not self.model.training:
             return labels
         labels, metrics, self._spreads = filter_by_spread(labels, self.num_generations, share, self._spreads)
@@ -278,10 +323,12 @@ class RLPRTrainer(PACSTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         if self._needs_reference and resume_from_checkpoint is None:
-            accelerator, dataset = self.accelerator, self.train_dataset
-            pairs = {_key(*pair): pair for pair in zip(dataset["prompt"], dataset["solution"], strict=True)}
-            process_pairs = dict(list(pairs.items())[accelerator.process_index :: accelerator.num_processes])
-            probabilities = self._compute_without_reasoning(process_pairs)
+            pairs = {}
+            for prompt, answer in zip(self.train_dataset["prompt"], self.train_dataset["solution"], strict=True):
+                pairs[_key(prompt, answer)] = (prompt, answer)
+            all_pairs = list(pairs.items())
+            pairs_of_process = all_pairs[self.accelerator.process_index :: self.accelerator.num_processes]
+            probabilities = self._compute_without_reasoning(dict(pairs_of_process))
             self._without_reasoning = dict(gather_object(list(probabilities.items())))
         return prepared
 

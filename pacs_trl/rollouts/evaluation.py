@@ -25,9 +25,10 @@ from transformers.trainer_utils import has_length
 from ..errors import UserError
 from ..evaluation.arguments import EvaluationArguments
 from ..evaluation.benchmarks import LoadedBenchmark
+from ..evaluation.grading import check_grading, grade_in_background
 from ..evaluation.pass_at_k import pass_at_k, pass_interval
 from ..evaluation.results import graded_counts, summarize
-from ..evaluation.run import check_grading, grade_in_background, load_benchmarks, requests_to_generate
+from ..evaluation.run import load_benchmarks, requests_to_generate
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
 from ..verification import completion_text

@@ -17,17 +17,8 @@ from ..data import TRAINING_SETS, gym
 from ..data.columns import is_in_memory
 from ..data.images import has_images
 from ..evaluation.provenance import training_facts
-from ..hub import (
-    LOG_FILE,
-    NEUTRAL_PROBLEM,
-    README_FILE,
-    RECIPE_FILE,
-    TRAINING_FACTS_FILE,
-    create_branch,
-    kept_readme,
-    push,
-    write_card,
-)
+from ..hub import LOG_FILE, RECIPE_FILE, TRAINING_FACTS_FILE, create_branch, push
+from ..model_card import NEUTRAL_PROBLEM, README_FILE, kept_readme, write_card
 from ..redaction import without_secrets
 from .checkpoint import reporting_full_disk
 from .image_checkpoints import copy_processor_files

@@ -226,3 +226,12 @@ def test_errors_of_a_grader_are_counted_against_true_labels(tmp_path, capsys):
     output = capsys.readouterr().out
     assert "trl accepts 1 of 2 that by_hand rejects, and rejects 1 of 2 that it accepts" in output
     assert "authors accepts 1 of 2 that trl rejects, and rejects 0 of 2 that it accepts" in output
+
+
+def test_labels_in_a_column_with_the_name_of_a_protocol_are_compared_with_it(tmp_path, capsys):
+    file = tmp_path / "completions.jsonl"
+    file.write_text("".join(json.dumps(row | {"authors": 0}) + "\n" for row in ROWS))
+    main(["--completions", str(file), "--protocols", "authors", "--true-column", "authors"])
+    output = capsys.readouterr().out
+    assert "authors and authors (by hand) disagree" in output
+    assert counts_by_kind(output)["label by hand differs"] > 0

@@ -5,8 +5,8 @@ import json
 import pytest
 from support.servers import Loopback
 
-from pacs_trl.evaluation.engines import ServerEngine
 from pacs_trl.evaluation.requests import Completion, Request, SamplingSettings, sample_seed
+from pacs_trl.evaluation.server_engine import ServerEngine
 
 
 SETTINGS = SamplingSettings(0.7, 0.9, 5, 8)

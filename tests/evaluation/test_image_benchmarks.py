@@ -13,7 +13,8 @@ from support.image_runs import picture
 from pacs_trl.data.images import prompt_with_images
 from pacs_trl.evaluation.arguments import EvaluationArguments
 from pacs_trl.evaluation.benchmarks import load_benchmark
-from pacs_trl.evaluation.engines import TransformersEngine, openai_messages
+from pacs_trl.evaluation.engines import TransformersEngine
+from pacs_trl.evaluation.image_requests import openai_messages
 from pacs_trl.evaluation.requests import SamplingSettings
 from pacs_trl.evaluation.run import evaluate, requests_to_generate
 from pacs_trl.update.prompt_images import process_prompt

@@ -26,9 +26,9 @@ SETTINGS |= {"critic_pretraining_steps": 0}
 def build(output_dir, model_path, *, read=True, **settings):
     """An untrained critic generates no tags; with `read` most of its answers count as some value all the same."""
     trainer = actor_critics.build(GenACTrainer, output_dir, model_path, **(SETTINGS | settings))
-    parse = trainer._prompt.parse
+    parse = trainer._critic_prompt.parse
     if read:
-        trainer._prompt.parse = lambda text: (
+        trainer._critic_prompt.parse = lambda text: (
             score if (score := parse(text)) is not None else (sum(map(ord, text)) % 11 / 10 if len(text) % 7 else None)
         )
     return trainer
@@ -70,7 +70,7 @@ def test_two_updates_equal_the_long_way(tmp_path, model_path, settings):
     rows, args = replay.rows(0, 16), trainer.args
     answers = [answer for row in batch["answers"] for answer in row]
     assert [len(row) == 0 for row in batch["answers"]] == [row.label is None for row in rows]
-    values = [trainer._prompt.parse(TOKENIZER.decode(answer["ids"])) for answer in answers]
+    values = [trainer._critic_prompt.parse(TOKENIZER.decode(answer["ids"])) for answer in answers]
     rewards = [0.0 if v is None else 1 - (each.outcome - v) ** 2 for v, each in zip(values, asked, strict=True)]
     weights = reinforce_weights(torch.tensor(rewards), torch.tensor([a.outcome for a in asked]))
     assert [answer["weight"] for answer in answers] == pytest.approx(weights.tolist(), abs=1e-6)

@@ -88,11 +88,11 @@ def test_losses_and_gradient_equal_those_worked_by_hand():
 )
 def test_cuts_by_hand(probabilities, rules, starts):
     threshold, length, most = rules
-    assert segment_starts(probabilities, threshold=threshold, length=length, most=most) == starts
+    assert segment_starts(probabilities, threshold=threshold, length=length, max_segments=most) == starts
 
 
 def test_thinning_is_even_and_keeps_the_last_token():
-    starts = segment_starts([0.0] * 1000, threshold=0.2, length=None, most=16)
+    starts = segment_starts([0.0] * 1000, threshold=0.2, length=None, max_segments=16)
     lengths = [end - start for start, end in zip(starts, [*starts[1:], 1000])]
     assert len(starts) == 16 and sum(lengths) == 1000 and set(lengths) <= {62, 63}
 
@@ -103,7 +103,7 @@ def test_no_value_knows_an_action_that_it_baselines():
     rng = random.Random(shifted(0))
     for _ in range(50):
         actions = list(range(rng.randrange(1, 40)))
-        starts = segment_starts([rng.random() for _ in actions], threshold=0.5, length=7, most=5)
+        starts = segment_starts([rng.random() for _ in actions], threshold=0.5, length=7, max_segments=5)
         seen = [set(actions[:start]) for start in starts]
         places = token_values(range(len(starts)), starts, len(actions)).int().tolist()
         for action in actions:
@@ -127,7 +127,7 @@ def target_by_definition(t, starts, values, reward, length, gamma, lam):
 def test_advantages_equal_the_definition(gamma, lam):
     rng = random.Random(shifted(1))
     for length in (1, 2, 9, 30):
-        starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, most=6)
+        starts = segment_starts([rng.random() for _ in range(length)], threshold=0.3, length=8, max_segments=6)
         values, reward = [rng.random() for _ in starts], rng.random()
         values_by_token = token_values(values, starts, length)[None]
         advantages, _ = generalized_advantages(

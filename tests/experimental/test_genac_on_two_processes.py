@@ -19,7 +19,7 @@ CRITIC = {"critic_prompt": CRITIC_PROMPT, "critic_max_new_tokens": 5, "critic_pr
 
 def build(output_dir, model_path, **settings):
     trainer = actor_critics.build(GenACTrainer, output_dir, model_path, **CRITIC, **settings)
-    trainer._prompt.parse = lambda text: len(text) % 11 / 10  # an untrained critic writes no tags
+    trainer._critic_prompt.parse = lambda text: len(text) % 11 / 10  # an untrained critic writes no tags
     return trainer
 
 

@@ -13,6 +13,7 @@ from support.runs import build_trainer, spy_on
 
 from pacs_trl.data import build_prompt
 from pacs_trl.experimental.rlpr import (
+    EditedCompletion,
     RLPRTrainer,
     filter_by_spread,
     is_well_formed,
@@ -143,7 +144,9 @@ def test_answers_that_are_too_long_count_as_malformed(tmp_path):
     probabilities = reference.after_reasoning([PROMPT] * 3, texts, ["2", "2", "2" * 12])
     assert probabilities[0] > 0 and probabilities[1:] == [0.0, 0.0]
     assert reference._mean_probabilities([], [], None) == []
-    assert reference._mean_probabilities([PROMPT], [("ab", 1, 1)], None) == [0.0]  # no token lies there
+    assert reference._mean_probabilities([PROMPT], [EditedCompletion("ab", 1, 1)], None) == [
+        0.0
+    ]  # no token lies there
 
 
 def test_spread_filter_drops_groups_as_worked_by_hand():

@@ -20,8 +20,9 @@ from experiments.miniature.files import data_file, write_data
 from experiments.miniature.warm_start import CARD
 from pacs_trl import train
 from pacs_trl.evaluation.provenance import training_facts
-from pacs_trl.hub import build_card, kept_readme, license_of, push
+from pacs_trl.hub import push
 from pacs_trl.methods import method_names
+from pacs_trl.model_card import build_card, kept_readme, license_of
 from pacs_trl.recipe import trainer_of_method
 
 
