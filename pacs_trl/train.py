@@ -42,8 +42,8 @@ from .recipe import (
     trainer_of_method,
 )
 from .rewards import configure_verification, run_python, shared_code_verifier, tool_function
-from .rollouts.checkpoint import check_same_adapter
 from .rollouts.checkpoint_files import check_complete, check_output_dir, last_resumable_checkpoint
+from .rollouts.compared_settings import check_same_adapter
 from .rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
 from .rollouts.process_count import check_batch, check_processes, read_saved_run

@@ -31,9 +31,11 @@ from ..evaluation.run import check_grading, grade_in_background, load_benchmarks
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
 from ..verification import completion_text
-from . import checkpoint, completion_tables
+from . import completion_tables
+from .compared_settings import check_fixed
 from .evaluation_metrics import EvaluationMetrics
 from .prompt_lengths import check_lengths
+from .random_numbers import evaluation_seed, seeded_random_numbers
 
 
 class BenchmarkEvaluation:
@@ -96,8 +98,8 @@ class BenchmarkEvaluation:
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
         """Evaluate without affecting the training run: random states and logs are restored afterwards."""
-        checkpoint.check_fixed(self)
-        with checkpoint.seeded_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
+        check_fixed(self)
+        with seeded_random_numbers(evaluation_seed(self), self.accelerator.device):
             with self._collect_metrics(dataloader):
                 output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self._evaluation.result(self.reward_func_names, self.reward_weights)

@@ -47,8 +47,8 @@ from ..update.minibatch import Minibatch
 from ..update.reference import local_shard
 from ..update.rollout import Rollout
 from ..update.step_sizes import BatchSizes
-from .checkpoint import random_states, restore_random_states
 from .model_config import config_of, weights_dtype
+from .random_numbers import random_states, restore_random_states
 from .rollout_config import RolloutConfig
 
 

@@ -17,7 +17,7 @@ from ..update.driver import OutOfMemoryElsewhere, StepResult
 from ..update.minibatch import Minibatch
 from ..update.peft_models import without_peft
 from ..update.recomputation import set_recomputation
-from .checkpoint import fixed_settings
+from .compared_settings import fixed_settings
 from .memory import (
     MemoryPlan,
     StartOfUpdate,
