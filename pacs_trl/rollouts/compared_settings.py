@@ -95,7 +95,7 @@ _ENTRIES_OF_SHAPES = (
 
 def check_same_model(checkpoint: str, config: PreTrainedConfig) -> None:
     """Raise a `ValueError` if the weights in a checkpoint have other shapes than those of a model with this
-    configuration. A checkpoint of an adapter says nothing about its model, and passes."""
+    configuration. A checkpoint of an adapter has no configuration of its model, and passes."""
     file = Path(checkpoint, CONFIG_NAME)
     if not file.is_file():
         return

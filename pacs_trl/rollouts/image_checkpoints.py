@@ -6,7 +6,6 @@ files of the processor, so that they still read images.
 
 import copy
 import inspect
-import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
@@ -27,6 +26,7 @@ from ..data import images
 from ..data.text_tokenizer import accepting_text, load_text_tokenizer
 from ..errors import UserError
 from ..update.peft_models import without_peft
+from .launched_sharding import fsdp_version, uses_plugin
 from .rollout_config import RolloutConfig
 
 
@@ -113,11 +113,9 @@ def check_settings_for_images(args: RolloutConfig, arguments: dict[str, Any]) ->
         unsupported.append("vllm_sync_adapter without freeze_vision_tower")
     if not args.supports_images:
         unsupported.append(type(args).__name__)
-    if args.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+    if uses_plugin(args, "DEEPSPEED"):
         unsupported.append("DeepSpeed")
-    fsdp_config = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
-    version = fsdp_config.get("version") or fsdp_config.get("fsdp_version") or os.environ.get("FSDP_VERSION")
-    if (args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true") and str(version) != "2":
+    if uses_plugin(args, "FSDP") and fsdp_version(args) != 2:
         unsupported.append("FSDP 1 (set fsdp_version: 2)")
     functions = arguments["reward_funcs"]
     for function in functions if isinstance(functions, list) else [functions]:

@@ -486,6 +486,20 @@ def test_settings_that_cannot_train_on_images_are_named(tmp_path):
         check_settings_for_images(args, arguments)
 
 
+def test_the_version_of_fsdp_with_images_is_that_of_trainer(tmp_path, monkeypatch):
+    """Which is 2 unless `fsdp_config` says otherwise; with `accelerate launch` it is that of the launcher."""
+    arguments = dict.fromkeys(("tools", "environment_factory", "rollout_func")) | {"reward_funcs": [digit_reward]}
+    settings = {"bf16": False, "use_cpu": True, "fsdp": True}
+    check_settings_for_images(pacs_trl.GRPOConfig(str(tmp_path), **settings), arguments)
+    args = pacs_trl.GRPOConfig(str(tmp_path), fsdp_config={"version": 1}, **settings)
+    with pytest.raises(ValueError, match="FSDP 1 "):
+        check_settings_for_images(args, arguments)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    args = pacs_trl.GRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
+    with pytest.raises(ValueError, match="FSDP 1 "):
+        check_settings_for_images(args, arguments)
+
+
 # Recipes -------------------------------------------------------------------------------------------------------------
 
 
