@@ -69,7 +69,7 @@ class Sign(NamedTuple):
     A sign of life of a rank.
 
     Attributes:
-        count (`int`): Number of the sign, from 1; an older one is told by it.
+        number (`int`): Number of the sign, from 1, by which a new one is told from an old one.
         state (`str`): `"running"`, `"failed"`, or `"ended"`.
         busy (`float`, *optional*): Seconds since a call of a user's code began; `None` outside of one.
         failure (`str`, *optional*): Why the rank has failed.
@@ -77,7 +77,7 @@ class Sign(NamedTuple):
         machine (`str`): See [`_machine`].
     """
 
-    count: int
+    number: int
     state: Literal["running", "failed", "ended"]
     busy: float | None
     failure: str | None
@@ -144,7 +144,7 @@ class RankWatch:
     def _write_sign(self, state: Literal["running", "failed", "ended"]) -> None:
         self._num_signs += 1
         sign = Sign(
-            count=self._num_signs,
+            number=self._num_signs,
             state=state,
             busy=interruption.seconds_in_user_code(),
             failure=self._failure,
@@ -163,7 +163,7 @@ class RankWatch:
             if not self._store.check([self._key(rank)]):
                 continue
             sign = Sign(**json.loads(self._store.get(self._key(rank))))
-            is_new = rank not in self._last_signs or sign.count != self._last_signs[rank].count
+            is_new = rank not in self._last_signs or sign.number != self._last_signs[rank].number
             if is_new:
                 self._last_signs[rank] = sign
                 self._times_of_signs[rank] = time.monotonic()
