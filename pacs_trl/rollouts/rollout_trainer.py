@@ -125,7 +125,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         mxfp4.check_mxfp4(model, config, args, arguments)
         self._has_language_model_inside = image_checkpoints.has_language_model_inside(config)
         if self._has_language_model_inside:
-            self._reads_images = image_checkpoints.has_images(args, arguments)
+            self._reads_images = image_checkpoints.has_images(arguments)
             if self._reads_images:
                 image_checkpoints.prepare_for_images(model, config, name, args, arguments)
             else:
