@@ -154,7 +154,16 @@ def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]
             "image(s). Write one `{'type': 'image'}` per image, or the content as text, before which the images are "
             "placed."
         )
+    if num_placeholders > 0:
+        messages = [_with_text_in_block(message) for message in messages]  # to which TRL adds no placeholders
     return messages
+
+
+def _with_text_in_block(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _without_absent_keys(message: Mapping[str, Any]) -> dict[str, Any]:

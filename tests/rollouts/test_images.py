@@ -408,6 +408,18 @@ def test_lengths_of_prompts_are_those_that_the_model_reads():
         build(OURS["GRPO"], "qwen2_5_vl", dataset=rows(), max_completion_length=480)
 
 
+def test_an_image_block_after_a_turn_of_text_has_the_image_of_the_row():
+    """TRL would add a placeholder to the first text of a user as well, and then miss an image."""
+    question = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
+    image = picture(0)
+    filled = prompt_with_images({"prompt": [*turns, {"role": "user", "content": question}], "image": image})
+    assert [block["type"] for message in filled for block in message["content"]] == ["text", "text", "image", "text"]
+    assert filled[0]["content"] == [{"type": "text", "text": "Hello."}]
+    assert filled[2]["content"][0]["image"].tobytes() == image.tobytes()
+    assert turns[0]["content"] == "Hello." and question[0] == {"type": "image"}
+
+
 BLOCK = {"type": "image"}
 BROKEN = {
     "more placeholders than images": ({"content": [BLOCK, BLOCK], "images": ["a.png"]}, "2 image block.* 1 image"),
