@@ -9,7 +9,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .errors import FailedRun
 from .settings.checks import refuse_illegal_values
@@ -73,26 +73,38 @@ class VerificationArguments:
 
     def __post_init__(self):
         refuse_illegal_values(self)
-        self.build(), self.build_code()  # checks that CPU limits are below wall-clock limits
+        # Verifiers check that CPU limits are below wall-clock limits.
+        self.build()
+        self.build_code()
 
     def build(self) -> Verifier:
         """Return a verifier with these settings, not yet started."""
-        names = ("protocol", "num_workers", "timeout_seconds", "cpu_seconds", "memory_limit_mb", "grade_truncated")
-        return Verifier(**{name: getattr(self, f"verification_{name}") for name in names})
+        return Verifier(
+            protocol=self.verification_protocol,
+            num_workers=self.verification_num_workers,
+            timeout_seconds=self.verification_timeout_seconds,
+            cpu_seconds=self.verification_cpu_seconds,
+            memory_limit_mb=self.verification_memory_limit_mb,
+            grade_truncated=self.verification_grade_truncated,
+        )
 
     def build_code(self) -> CodeVerifier:
         """Return a verifier of programs with these settings, not yet started."""
-        names = ("isolation", "cpu_seconds", "timeout_seconds", "memory_limit_mb")
         return CodeVerifier(
+            isolation=self.code_isolation,
             num_workers=self.verification_num_workers,
             stop_early=self.code_label == "all",
-            **{name: getattr(self, f"code_{name}") for name in names},
+            cpu_seconds=self.code_cpu_seconds,
+            timeout_seconds=self.code_timeout_seconds,
+            memory_limit_mb=self.code_memory_limit_mb,
         )
 
 
+# Shared verifiers ---------------------------------------------------------------------------------------------------
+
 _lock = threading.RLock()
 _arguments = VerificationArguments()
-_verifiers: dict[str, Any] = {}
+_verifiers: dict[str, Any] = {}  # by what they grade: "answers", "programs", or "entries" of reasoning-gym
 
 
 def configure_verification(arguments: VerificationArguments) -> None:
@@ -114,6 +126,7 @@ def shared_arguments() -> VerificationArguments:
 
 
 def _shared(kind: str, build: Callable[[], Any]) -> Any:
+    """Return the shared verifier of a kind, which is built at its first use."""
     with _lock:
         if kind not in _verifiers:
             _verifiers[kind] = build()
@@ -136,6 +149,8 @@ def shared_gym_verifier() -> Verifier:
     shared_code_verifier().start()
     return _shared("entries", lambda: replace(shared_verifier(), protocol="reasoning_gym"))
 
+
+# Tools --------------------------------------------------------------------------------------------------------------
 
 # Maximum number of characters of a tool reply.
 MAX_REPLY = 2000
@@ -160,7 +175,12 @@ def run_python(code: str, input: str = "") -> str:
 
 def tool_function(name: str) -> Callable:
     """Return `run_python`, or a tool of the user by its dotted path, also from the working directory."""
-    return run_python if name == run_python.__name__ else function_of_user(name, "tools", [run_python.__name__])
+    if name == run_python.__name__:
+        return run_python
+    return function_of_user(name, "tools", [run_python.__name__])
+
+
+# Reward functions ---------------------------------------------------------------------------------------------------
 
 
 def math_reward(
@@ -261,8 +281,8 @@ def reasoning_gym_reward(
     grades = _grade("entries", shared_gym_verifier(), completions, solution, truncated, log_metric)
     if log_metric is not None:
         for name in sorted(set(task)):
-            shares = [grade.share for grade, each in zip(grades, task, strict=True) if each == name]
-            log_metric(f"reasoning_gym/{name}", _mean(shares))
+            scores = [grade.share for grade, task_name in zip(grades, task, strict=True) if task_name == name]
+            log_metric(f"reasoning_gym/{name}", _mean(scores))
     return _labels(grades, _arguments.reasoning_gym_label)
 
 
@@ -282,19 +302,35 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _labels(grades: Sequence[Grade], kind: str) -> list[float | None]:
-    return [g.share if kind == "share" and g.outcome.label is not None else g.outcome.label for g in grades]
+    """Return the label of each grade: its share with `kind="share"`, else that of its outcome; `None` without
+    verdict."""
+    labels: list[float | None] = []
+    for grade in grades:
+        label = grade.outcome.label
+        if kind == "share" and label is not None:
+            label = grade.share
+        labels.append(label)
+    return labels
 
 
 class VerificationFailure(FailedRun):
     """Too many completions could not be verified."""
 
 
+class _Graded(NamedTuple):
+    """A graded completion: its outcome, its text if it has one, and the gold answer."""
+
+    outcome: Outcome
+    text: str | None
+    gold: Any
+
+
 # Completions that decide whether a run stops, at least and, except in larger batches, at most. They span batches,
 # because a rank may have the completions of one prompt only: a dataset of unreadable golds must stop the run, but a
 # single one must not.
 _MIN_WINDOW, _MAX_WINDOW = 64, 256
-_windows: dict[str, list[tuple[Outcome, str | None, Any]]] = {}
-_warned: set[str] = set()
+_windows: dict[str, list[_Graded]] = {}  # the last completions, by kind
+_kinds_with_warning: set[str] = set()
 
 
 def _grade(
@@ -312,25 +348,31 @@ def _grade(
     grades = verifier.grade_detailed(texts, solutions, truncated)
     outcomes = [grade.outcome for grade in grades]
     if log_metric is not None and grades:
-        for outcome in [each for each in Outcome if each is not Outcome.ERROR]:
-            log_metric(f"verification/{outcome.name.lower()}", outcomes.count(outcome) / len(outcomes))
+        for outcome in Outcome:
+            if outcome is not Outcome.ERROR:  # which only programs have
+                log_metric(f"verification/{outcome.name.lower()}", outcomes.count(outcome) / len(outcomes))
     if log_extra is not None:
         log_extra("verification", [outcome.name.lower() for outcome in outcomes])
-    new = list(zip(outcomes, texts, solutions, strict=True))
-    unreadable = [gold for outcome, _, gold in new if outcome is Outcome.GOLD_UNPARSEABLE]
-    if unreadable and kind not in _warned:
-        _warned.add(kind)
+
+    batch = [_Graded(*entry) for entry in zip(outcomes, texts, solutions, strict=True)]
+    unreadable_golds = [graded.gold for graded in batch if graded.outcome is Outcome.GOLD_UNPARSEABLE]
+    if unreadable_golds and kind not in _kinds_with_warning:
+        _kinds_with_warning.add(kind)
         logger.warning(
-            f"The gold answer {unreadable[0]!r:.200} is missing or cannot be parsed, so its completions are masked "
-            "out. verification/gold_unparseable counts further ones."
+            f"The gold answer {unreadable_golds[0]!r:.200} is missing or cannot be parsed, so its completions are "
+            "masked out. verification/gold_unparseable counts further ones."
         )
-    _windows[kind] = window = (_windows.get(kind, []) + new)[-max(_MAX_WINDOW, len(new)) :]
-    failures = [entry for entry in window if entry[0] in verifier.FAILURES]
+
+    window_size = max(_MAX_WINDOW, len(batch))
+    window = (_windows.get(kind, []) + batch)[-window_size:]
+    _windows[kind] = window
+    failures = [graded for graded in window if graded.outcome in verifier.FAILURES]
     max_share = _arguments.verification_max_failure_share
     if len(window) >= _MIN_WINDOW and len(failures) > max_share * len(window):
         examples = "\n".join(
-            f"  {outcome.name.lower()}: gold {str(gold)[:200]!r}, completion ends in {(text or '')[-200:]!r}"
-            for outcome, text, gold in failures[-3:]
+            f"  {graded.outcome.name.lower()}: gold {str(graded.gold)[:200]!r}, completion ends in "
+            f"{(graded.text or '')[-200:]!r}"
+            for graded in failures[-3:]
         )
         raise VerificationFailure(
             f"{len(failures)} of the last {len(window)} completions could not be verified (timeout, killed, too "

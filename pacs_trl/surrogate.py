@@ -63,12 +63,24 @@ class RatioTerms(NamedTuple):
 
 
 def log_importance_weights(log_ratios: torch.Tensor, mask: torch.Tensor, level: str) -> torch.Tensor:
-    """Aggregate log-ratios `(B, T)` to an `importance_sampling_level`: `(B, T)` for `"token"`, otherwise `(B, 1)`."""
+    """
+    Aggregate log-ratios to an `importance_sampling_level`.
+
+    Args:
+        log_ratios (shape `(B, T)`): Differences of log-probs in nats.
+        mask (bool, shape `(B, T)`): `True` for counted tokens.
+        level (`str`): `"token"`, `"sequence"` (mean over tokens), or `"completion"` (sum over tokens).
+
+    Returns:
+        `torch.Tensor`: Log-ratios of shape `(B, T)` for `"token"`, 0 outside the mask, otherwise `(B, 1)`.
+    """
     log_ratios = log_ratios.masked_fill(~mask, 0.0)
     if level == "token":
         return log_ratios
-    total = log_ratios.sum(dim=1, keepdim=True)
-    return total / mask.sum(dim=1, keepdim=True).clamp(min=1) if level == "sequence" else total
+    sums = log_ratios.sum(dim=1, keepdim=True)
+    if level == "sequence":
+        return sums / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return sums
 
 
 # Returns `f(rho)` and its derivative with respect to log rho from the ratios and the signs of the advantages, see
@@ -90,8 +102,8 @@ def with_derivative(
     """
     ratio = ratio.detach().requires_grad_()
     surrogates = f(ratio, sign)
-    (slopes,) = torch.autograd.grad(surrogates.sum(), ratio)
-    return surrogates.detach(), slopes * ratio.detach()
+    (derivatives_in_ratio,) = torch.autograd.grad(surrogates.sum(), ratio)
+    return surrogates.detach(), derivatives_in_ratio * ratio.detach()
 
 
 # Losses -------------------------------------------------------------------------------------------------------------
@@ -152,19 +164,29 @@ def _terms_of_detached_weights(weights: torch.Tensor, inputs: _LossInputs) -> _L
 
 def _clipped_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """GRPO: `f` is that of `min(min(rho, delta) * A, clip(rho) * A)`, where `clip` is to the bounds of the loss."""
-    ratio, limit = inputs.ratio, math.inf if loss.delta is None else loss.delta
-    capped, clipped = ratio.clamp(max=limit), ratio.clamp(loss.lower_bound, loss.upper_bound)
-    takes_first = torch.where(inputs.positive, capped <= clipped, capped >= clipped)
-    inside = torch.where(takes_first, ratio <= limit, (loss.lower_bound <= ratio) & (ratio <= loss.upper_bound))
-    surrogates = torch.where(takes_first, capped, clipped)
-    return _terms_of_function(surrogates, ratio.masked_fill(~inside, 0.0), inputs, loss)
+    ratio = inputs.ratio
+    delta = math.inf if loss.delta is None else loss.delta
+    capped = ratio.clamp(max=delta)
+    clipped = ratio.clamp(loss.lower_bound, loss.upper_bound)
+    # The smaller product is that of the smaller ratio for a positive advantage, else that of the larger one.
+    takes_capped = torch.where(inputs.positive, capped <= clipped, capped >= clipped)
+    surrogates = torch.where(takes_capped, capped, clipped)
+
+    # The derivative of rho in log rho is rho, and that of a bound is 0.
+    is_below_delta = ratio <= delta
+    is_within_bounds = (loss.lower_bound <= ratio) & (ratio <= loss.upper_bound)
+    follows_ratio = torch.where(takes_capped, is_below_delta, is_within_bounds)
+    derivatives = ratio.masked_fill(~follows_ratio, 0.0)
+    return _terms_of_function(surrogates, derivatives, inputs, loss)
 
 
 def _sapo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """SAPO: `f` is `4 / tau * sigmoid(tau * (rho - 1))`."""
     tau = _by_sign(inputs.positive, loss.sapo_temperatures, inputs.ratio)
     gate = torch.sigmoid(tau * (inputs.ratio - 1))
-    return _terms_of_function(4 / tau * gate, 4 * gate * (1 - gate) * inputs.ratio, inputs, loss)
+    surrogates = 4 / tau * gate
+    derivatives = 4 * gate * (1 - gate) * inputs.ratio
+    return _terms_of_function(surrogates, derivatives, inputs, loss)
 
 
 def _cispo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
@@ -174,24 +196,28 @@ def _cispo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
 
 def _vespo_loss(inputs: _LossInputs, loss: RatioLoss) -> _LossTerms:
     """VESPO: log pi is multiplied by the weight of its completion, [`vespo_weights`]."""
-    log_ratio = inputs.log_ratios.clamp(-20.0, 20.0).masked_fill(~inputs.mask, 0.0).sum(dim=1, keepdim=True)
+    log_ratios = inputs.log_ratios.clamp(-20.0, 20.0).masked_fill(~inputs.mask, 0.0)  # bounds as in TRL
+    log_ratio_of_completion = log_ratios.sum(dim=1, keepdim=True)
     if inputs.log_correction is not None:
-        log_ratio = log_ratio + inputs.log_correction
-    weights = vespo_weights(log_ratio, ~inputs.negative, loss)
+        log_ratio_of_completion = log_ratio_of_completion + inputs.log_correction
+    weights = vespo_weights(log_ratio_of_completion, ~inputs.negative, loss)
     return _terms_of_detached_weights(weights, inputs)._replace(phi=weights[:, 0])
 
 
 def _by_sign(positive: torch.Tensor, pair: tuple[float, float], like: torch.Tensor) -> torch.Tensor:
-    return torch.where(positive, like.new_tensor(pair[0]), like.new_tensor(pair[1]))
+    """Return the first value of a pair where `positive`, else the second, with dtype and device of `like`."""
+    value_if_positive, value_if_negative = pair
+    return torch.where(positive, like.new_tensor(value_if_positive), like.new_tensor(value_if_negative))
 
 
 def vespo_weights(log_ratio: torch.Tensor, not_negative: torch.Tensor, loss: RatioLoss) -> torch.Tensor:
     """Return VESPO's weight of each completion, `exp(lambda) * w^k * exp(-lambda * w)` with `w = exp(log_ratio)`,
     clamped as in TRL. `not_negative` is whether the advantage is at least 0. All tensors have shape `(B, 1)`."""
     log_w = log_ratio.clamp(math.log(1e-8), 20.0)
-    k, lambda_ = (_by_sign(not_negative, pair, log_w) for pair in (loss.vespo_k, loss.vespo_lambda))
-    lambda_ = lambda_.clamp(min=1e-4)
-    return (lambda_ + k * log_w - lambda_ * log_w.exp()).exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
+    k = _by_sign(not_negative, loss.vespo_k, log_w)
+    lambda_ = _by_sign(not_negative, loss.vespo_lambda, log_w).clamp(min=1e-4)
+    log_weights = lambda_ + k * log_w - lambda_ * log_w.exp()
+    return log_weights.exp().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 class LossType(NamedTuple):
@@ -237,10 +263,15 @@ def ratio_terms(
         loss ([`RatioLoss`]): The loss and its settings.
         token_weights (shape `(B, T)`, *optional*): Weights of the losses of the tokens (masks, importance weights).
         log_correction (shape `(B, 1)`, *optional*): Added to the log-ratio of a completion by `"vespo"`.
-        function (`RatioFunction`, *optional*): Used instead of the function of `loss.loss_type`.
+        function (`RatioFunction`, *optional*): Used instead of the function of `loss.loss_type`, with its `ratio` and
+            the signs of the advantages, 1, 0, or -1, of shape `(B, 1)`.
     """
     log_ratios = logps - old_logps
     ratio = log_importance_weights(log_ratios, mask, loss.importance_sampling_level).exp()
+    if token_weights is None:
+        token_weights = mask.to(logps.dtype)
+    else:
+        token_weights = token_weights.masked_fill(~mask, 0.0)
     inputs = _LossInputs(
         logps,
         log_ratios,
@@ -249,21 +280,28 @@ def ratio_terms(
         negative=advantages[:, None] < 0,
         mask=mask,
         num_tokens=mask.sum(dim=1, keepdim=True).clamp(min=1),
-        token_weights=mask.to(logps.dtype) if token_weights is None else token_weights.masked_fill(~mask, 0.0),
+        token_weights=token_weights,
         log_correction=log_correction,
     )
     if function is not None:
-        terms = _terms_of_function(*function(ratio, advantages[:, None].sign()), inputs, loss)
+        surrogates, derivatives = function(ratio, advantages[:, None].sign())
+        terms = _terms_of_function(surrogates, derivatives, inputs, loss)
     else:
         terms = LOSS_TYPES[loss.loss_type].compute_terms(inputs, loss)
     phi = logps.new_ones(len(logps)) if terms.phi is None else terms.phi
 
-    if loss.delta is not None:
-        ratio = ratio.clamp(max=loss.delta)
-    is_below = (ratio < loss.lower_bound) & inputs.negative & mask
-    is_above = (ratio > loss.upper_bound) & inputs.positive & mask
-    low_fraction, high_fraction = (where.sum(dim=1) / inputs.num_tokens[:, 0] for where in (is_below, is_above))
-    return RatioTerms(terms.logp_weights, terms.surrogate_sums, low_fraction, high_fraction, phi)
+    # Clip fractions are of the ratio after the cap `delta`, as in TRL.
+    capped_ratio = ratio if loss.delta is None else ratio.clamp(max=loss.delta)
+    is_clipped_low = (capped_ratio < loss.lower_bound) & inputs.negative & mask
+    is_clipped_high = (capped_ratio > loss.upper_bound) & inputs.positive & mask
+    num_tokens = inputs.num_tokens[:, 0]
+    return RatioTerms(
+        terms.logp_weights,
+        terms.surrogate_sums,
+        low_fraction=is_clipped_low.sum(dim=1) / num_tokens,
+        high_fraction=is_clipped_high.sum(dim=1) / num_tokens,
+        phi=phi,
+    )
 
 
 def completion_scales(
@@ -287,7 +325,8 @@ def completion_scales(
         generation_tokens (shape `(B,)`): Number of counted tokens in the generation batch of each completion, divided
             by the number of optimizer steps that share it.
     """
-    num_completions, num_tokens = len(num_tokens), num_tokens.double()
+    num_completions = len(num_tokens)
+    num_tokens = num_tokens.double()
     divisors = {
         "completion": num_completions * num_tokens.clamp(min=1),
         "step": num_tokens.sum().clamp(min=1).expand(num_completions),
@@ -305,8 +344,8 @@ def kl_terms(
     log_weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the k3 estimator of KL(policy || reference) of each token in nats, `(B, T)`, 0 outside the mask.
-    `log_weights` are the log importance weights of TRL's `use_bias_correction_kl`. Differentiable in `logps` and
-    `log_weights`."""
+    `log_weights` are the log importance weights of TRL's `use_bias_correction_kl`, `(B, T)` or `(B, 1)`.
+    Differentiable in `logps` and `log_weights`."""
     log_ratio = (ref_logps - logps).masked_fill(~mask, 0.0)  # before `exp`, whose overflow would have a NaN gradient
     terms = torch.exp(log_ratio) - log_ratio - 1
     if log_weights is not None:
@@ -317,8 +356,16 @@ def kl_terms(
 def off_policy_mask(
     logps: torch.Tensor, sampling_logps: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, threshold: float
 ) -> torch.Tensor:
-    """Return which completions are kept, bool `(B, 1)`: those with an advantage of at least 0, and those whose mean
-    `sampling_logps - logps` is at most `threshold`. Tokens without sampling log-probs (NaN) count as 0."""
-    difference = (sampling_logps - logps).nan_to_num(nan=0.0).masked_fill(~mask, 0.0)
-    mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
-    return (advantages[:, None] >= 0) | (mean <= threshold)
+    """
+    Return which completions are kept, bool `(B, 1)`: those with an advantage of at least 0, and those whose mean
+    `sampling_logps - logps` is at most `threshold`. Tokens without sampling log-probs (NaN) count as 0.
+
+    Args:
+        logps, sampling_logps (shape `(B, T)`): Log-probs in nats under the current policy and when they were sampled.
+        advantages (shape `(B,)`): Advantages.
+        mask (bool, shape `(B, T)`): `True` for counted tokens.
+        threshold (`float`): TRL's `off_policy_mask_threshold`, in nats per token.
+    """
+    differences = (sampling_logps - logps).nan_to_num(nan=0.0).masked_fill(~mask, 0.0)
+    mean_difference = differences.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return (advantages[:, None] >= 0) | (mean_difference <= threshold)

@@ -8,7 +8,6 @@ if __name__ == "__main__":  # before the slow imports below, so that help, error
 
     sys.exit(run("train", sys.argv[1:]))
 
-import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -42,10 +41,11 @@ from .recipe import (
     trainer_of_method,
 )
 from .rewards import configure_verification, needs_solution, run_python, shared_code_verifier, tool_function
-from .rollouts.checkpoint import check_same_adapter
 from .rollouts.checkpoint_files import check_complete, check_output_dir, last_resumable_checkpoint
+from .rollouts.compared_settings import check_same_adapter
 from .rollouts.dataset_checks import OPTIONAL_PARAMETERS, check_dataset, check_number_of_prompts
 from .rollouts.image_checkpoints import processor_of
+from .rollouts.launched_sharding import uses_plugin
 from .rollouts.process_count import check_batch, check_processes, read_saved_run
 from .rollouts.stop_on_signal import SIGNAL_NAMES, StopOnSignal
 from .rollouts.trackers import tracked_run
@@ -305,9 +305,9 @@ def _check_processes(recipe: Recipe, checkpoint: str) -> None:
     training = recipe.training
     saved_run = read_saved_run(checkpoint)
     sharding = "none"
-    if training.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if uses_plugin(training, "FSDP"):
         sharding = "FSDP"
-    if training.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+    if uses_plugin(training, "DEEPSPEED"):
         sharding = "DeepSpeed"
     check_processes(
         saved_run,

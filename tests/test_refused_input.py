@@ -185,6 +185,17 @@ def test_a_process_that_generates_is_refused_where_the_system_is_not_linux(tmp_p
         build_trainer(tmp_path, model="no/model", **LAG)
 
 
+@pytest.mark.parametrize("variables", [{}, {"ACCELERATE_USE_FSDP": "True"}])
+def test_a_process_that_generates_is_refused_with_fsdp_of_settings_or_of_the_launcher(
+    tmp_path, monkeypatch, variables
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = {} if variables else {"fsdp": True}
+    with pytest.raises(ValueError, match="does not support FSDP or DeepSpeed without vLLM. Remove rollout_lag"):
+        build_trainer(tmp_path, model="no/model", **LAG, **settings)
+
+
 @pytest.mark.parametrize(("column", "value"), [("image", None), ("images", None), ("images", [])])
 def test_columns_of_images_without_images_are_text(tmp_path, column, value):
     trainer = build_trainer(tmp_path, more={"train_dataset": with_column(column, value)}, reward=digit_reward)

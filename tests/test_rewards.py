@@ -35,7 +35,7 @@ def small_shared_verifier():
 @pytest.fixture(autouse=True)
 def fresh_window(monkeypatch):
     monkeypatch.setattr(rewards, "_windows", {})
-    monkeypatch.setattr(rewards, "_warned", set())
+    monkeypatch.setattr(rewards, "_kinds_with_warning", set())
 
 
 def conversational(text):

@@ -49,9 +49,9 @@ def _from_verl(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     converted = []
     for row in rows:
         if isinstance(row.get("prompt"), list):
-            problem = content_as_text(row["prompt"][-1]).get("content")
-            answer = (row.get("reward_model") or row).get("ground_truth")
-            row = {"problem": problem, "answer": answer} | row
+            last_turn = content_as_text(row["prompt"][-1])
+            has_answer = row.get("reward_model") or row  # flat rows have the answer beside the prompt
+            row = {"problem": last_turn.get("content"), "answer": has_answer.get("ground_truth")} | row
         converted.append(row)
     return converted
 
@@ -124,28 +124,29 @@ class DataArguments:
             raise UserError("dataset_name is empty. Set it to a named set, a file, a folder, or a dataset on the Hub.")
         is_gym = self.dataset_name == gym.NAME
         is_file = self.dataset_path is not None or is_data_file(self.dataset_name)
-        is_loaded = not (is_file or is_gym or is_function(self.dataset_name))  # by the library datasets
-        allowed = {
-            "dataset_config": is_loaded,
-            "dataset_revision": is_loaded,
-            "dataset_split": is_loaded,
+        is_loaded_by_datasets = not (is_file or is_gym or is_function(self.dataset_name))
+        is_read = {
+            "dataset_config": is_loaded_by_datasets,
+            "dataset_revision": is_loaded_by_datasets,
+            "dataset_split": is_loaded_by_datasets,
             "dataset_path": self.dataset_name in TRAINING_SETS,
             gym.NAME: is_gym,
             "dataset_size": is_gym,
         }
-        ignored = [name for name in allowed if getattr(self, name) is not None and not allowed[name]]
-        if ignored:
-            self._refuse_ignored(ignored[0])
+        for name in is_read:
+            if getattr(self, name) is not None and not is_read[name]:
+                self._refuse_ignored(name)
         if is_gym:
             gym.check_settings(self)
 
     def _refuse_ignored(self, name: str) -> None:
         """Raise a `ValueError` on a setting that is not for the data of the other settings."""
-        purpose = "datasets on the Hub and folders"
         if name == "dataset_path":
             purpose = f"the named sets {', '.join(TRAINING_SETS)}"
         elif name in (gym.NAME, "dataset_size"):
             purpose = f"dataset_name: {gym.NAME}"
+        else:
+            purpose = "datasets on the Hub and folders"
         data = f"dataset_name={self.dataset_name!r}"
         if self.dataset_path is not None:
             data += f" and dataset_path={self.dataset_path!r}"
@@ -184,7 +185,8 @@ def unread_template_arguments(
 
 def check_chat_template_kwargs(tokenizer: Any, chat_template_kwargs: Mapping[str, Any] | None) -> None:
     """Raise a `ValueError` on a key that the chat template of the tokenizer would ignore."""
-    if unread := unread_template_arguments(tokenizer, chat_template_kwargs):
+    unread = unread_template_arguments(tokenizer, chat_template_kwargs)
+    if unread:
         raise UserError(
             f"chat_template_kwargs: the chat template would ignore {', '.join(unread)}. Correct or remove it, or "
             "give the tokenizer another template."
@@ -216,23 +218,29 @@ def load_training_data(
     Raises:
         ValueError: On an unknown name, file, column, or key of `chat_template_kwargs`, or if too few rows are left.
     """
-    entry = _problem_set(args)
+    # Load
+    problem_set = _problem_set(args)
     path = args.dataset_name if is_data_file(args.dataset_name) else args.dataset_path
     if args.dataset_name == gym.NAME:
         assert args.reasoning_gym is not None  # checked by `DataArguments`
         rows = gym.gym_rows(args.reasoning_gym, args.dataset_size or gym.DEFAULT_SIZE, args.dataset_seed)
     else:
-        rows = load_rows(args.dataset_name, entry, path)
+        rows = load_rows(args.dataset_name, problem_set, path)
     if path is not None:
         rows = [with_absolute_paths(row, Path(path).parent) for row in rows]
-    dataset = _prepare(rows, entry, args, needs_solution)
+
+    # Prepare and check
+    dataset = _prepare(rows, problem_set, args, needs_solution=needs_solution)
     if not all(isinstance(prompt, str) for prompt in dataset["prompt"]):
         check_chat_template_kwargs(tokenizer, chat_template_kwargs)
     if tokenizer is not None and load_processor is not None and has_images(dataset):
         tokenizer = load_processor()
     if tokenizer is not None:
         MessageCheck(tokenizer, chat_template_kwargs).check(repr(args.dataset_name), dataset["prompt"])
-    if (limit := args.max_prompt_length) is not None:
+
+    # Filter, shuffle, and split
+    limit = args.max_prompt_length
+    if limit is not None:
         lengths = dataset_prompt_lengths(repr(args.dataset_name), dataset, tokenizer, chat_template_kwargs)
         fitting = [i for i, length in enumerate(lengths) if length <= limit]
         if len(fitting) < len(dataset):
@@ -247,9 +255,11 @@ def load_training_data(
 def _problem_set(args: DataArguments) -> ProblemSet:
     """Return the named set, or a description of the user's data, with what the settings say otherwise."""
     if args.dataset_name == gym.NAME:
-        entry = ProblemSet(gym.NAME, instruction=gym.INSTRUCTION)
+        problem_set = ProblemSet(gym.NAME, instruction=gym.INSTRUCTION)
+    elif args.dataset_name in TRAINING_SETS:
+        problem_set = TRAINING_SETS[args.dataset_name]
     else:
-        entry = TRAINING_SETS.get(args.dataset_name) or ProblemSet(args.dataset_name, revision="main")
+        problem_set = ProblemSet(args.dataset_name, revision="main")
     settings: dict[str, Any] = {
         "revision": args.dataset_revision,
         "config": args.dataset_config,
@@ -259,19 +269,14 @@ def _problem_set(args: DataArguments) -> ProblemSet:
     }
     if args.solution_column:
         settings["answer_in"] = "column"
-    return replace(entry, **{field: value for field, value in settings.items() if value is not None})
+    return replace(problem_set, **{name: value for name, value in settings.items() if value is not None})
 
 
 def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Dataset, Dataset | None]":
-    """Return training and evaluation examples; the second is `None` if `eval_split_size` is 0."""
+    """Return training and evaluation examples; the second is `None` if `eval_split_size` is 0. Raises a `ValueError`
+    if none is left for training."""
     if len(dataset) <= args.eval_split_size:
-        count = f"Only {len(dataset)} rows" if len(dataset) else "No row"
-        limit = f", and at most max_prompt_length={args.max_prompt_length} tokens" if args.max_prompt_length else ""
-        all_held_out = f"; eval_split_size={args.eval_split_size} holds them all out" if len(dataset) else ""
-        raise UserError(
-            f"{count} of {args.dataset_name!r} {'have' if len(dataset) else 'has'} a problem and a gold answer"
-            f"{limit}{all_held_out}. Change these settings, or use more data."
-        )
+        raise UserError(_too_few_rows(len(dataset), args))
     dataset = dataset.shuffle(seed=args.dataset_seed)
     # Held-out rows come first, so that they do not depend on `max_train_samples`.
     evaluation = dataset.select(range(args.eval_split_size)) if args.eval_split_size else None
@@ -279,70 +284,109 @@ def shuffled_and_split(dataset: "Dataset", args: DataArguments) -> "tuple[Datase
     return dataset.select(range(args.eval_split_size, stop)), evaluation
 
 
-def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments, needs_solution: bool) -> "Dataset":
+def _too_few_rows(num_rows: int, args: DataArguments) -> str:
+    limit = f", and at most max_prompt_length={args.max_prompt_length} tokens" if args.max_prompt_length else ""
+    problem = f"No row of {args.dataset_name!r} has a problem and a gold answer{limit}"
+    if num_rows > 0:
+        problem = (
+            f"Only {num_rows} rows of {args.dataset_name!r} have a problem and a gold answer{limit}; "
+            f"eval_split_size={args.eval_split_size} holds them all out"
+        )
+    return f"{problem}. Change these settings, or use more data."
+
+
+def _prepare(
+    rows: list[dict[str, Any]], problem_set: ProblemSet, args: DataArguments, *, needs_solution: bool
+) -> "Dataset":
     """Build `prompt` and `solution`; drop and count rows without a problem or gold. If no row has a gold and none is
     needed, there is no `solution`."""
-    from datasets import Dataset
-
     names = list(dict.fromkeys(name for row in rows for name in row))
     source = args.dataset_path or args.dataset_name
     if args.dataset_name not in TRAINING_SETS:
-        entry = choose_columns(entry, names, args.problem_column, args.solution_column)
-    required = {"problem_column": entry.problem_column}
+        problem_set = choose_columns(problem_set, names, args.problem_column, args.solution_column)
+    problem_column, solution_column = problem_set.problem_column, problem_set.solution_column
+    required_columns = {"problem_column": problem_column}
     if needs_solution or args.solution_column:
-        required["solution_column"] = entry.solution_column
-    require_columns(source, rows, required)
-    instruction = instruction_for(entry, args.prompt_instruction)
+        required_columns["solution_column"] = solution_column
+    require_columns(source, rows, required_columns)
+    instruction = instruction_for(problem_set, args.prompt_instruction)
+
     problems, golds = [], []
     for index, row in enumerate(rows):
         try:
-            problems.append(read_problem(row.get(entry.problem_column), entry.problem_column))
-            golds.append(gold_answer(row.get(entry.solution_column), entry.answer_in))
+            problems.append(read_problem(row.get(problem_column), problem_column))
+            golds.append(gold_answer(row.get(solution_column), problem_set.answer_in))
         except ValueError as error:
             raise UserError(f"Row {index} of {source!r}: {error}") from error
     has_golds = needs_solution or any(gold is not None for gold in golds)
-    usable, prompts = [], []
-    solutions: list[str | list[str]] = []
+
+    usable_rows, prompts, solutions = [], [], []
     num_mappings = 0  # of rows without a gold answer, which have a mapping in its place
     for row, problem, gold in zip(rows, problems, golds, strict=True):
-        if not problem:
-            continue
-        if gold is not None:
-            solutions.append(gold)
-        elif has_golds:
-            num_mappings += isinstance(row.get(entry.solution_column), Mapping)
+        if problem and gold is None and has_golds and isinstance(row.get(solution_column), Mapping):
+            num_mappings += 1
+        if not problem or (gold is None and has_golds):
             continue
         system_prompt = args.system_prompt
-        if system_prompt is None and isinstance(problem, str) and not entry.is_prompt:
-            turns = row["prompt"] if is_conversation(row.get("prompt")) else []  # rows of verl
-            system_turns = [content_as_text(turn) for turn in turns if turn["role"] == "system"]
-            system_prompt = system_turns[0].get("content") if system_turns else None
-        prompt = prompt_of(problem, is_prompt=entry.is_prompt, instruction=instruction, system_prompt=system_prompt)
-        prompts.append(prompt)
-        usable.append(row)
-    if len(usable) < len(rows):
-        dropped = f"Dropped {len(rows) - len(usable)} of {len(rows)} rows of {args.dataset_name}"
-        message = f"{dropped} that have no problem or no gold answer."
+        if system_prompt is None and isinstance(problem, str) and not problem_set.is_prompt:
+            system_prompt = _system_prompt_of_row(row)
+        prompts.append(
+            prompt_of(problem, is_prompt=problem_set.is_prompt, instruction=instruction, system_prompt=system_prompt)
+        )
+        solutions.append(gold)
+        usable_rows.append(row)
+    if len(usable_rows) < len(rows):
+        message = (
+            f"Dropped {len(rows) - len(usable_rows)} of {len(rows)} rows of {args.dataset_name} that have no problem "
+            "or no gold answer."
+        )
         if num_mappings:
             message += (
-                f" In {num_mappings} of them `{entry.solution_column}` is a mapping, which is read as tests of a "
-                "program. Write an answer as text, or tests as docs/code.md says."
+                f" In {num_mappings} of them `{solution_column}` is a mapping, which is read as tests of a program. "
+                "Write an answer as text, or tests as docs/code.md says."
             )
         logger.warning(message)
-    if any(isinstance(solution, list) for solution in solutions):  # a column has one type
-        solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
-    columns: dict[str, list[Any]] = {name: [row.get(name) for row in usable] for name in names}
-    cells = columns.get(entry.solution_column, [])
-    if has_golds and (any(_holds_number(cell) for cell in cells) or _type_error(cells) is not None):
-        columns[entry.solution_column] = solutions  # also of text, numbers, and lists together
+
+    columns: dict[str, list[Any]] = {name: [row.get(name) for row in usable_rows] for name in names}
+    return _to_dataset(columns, prompts, solutions if has_golds else None, solution_column, source)
+
+
+def _system_prompt_of_row(row: Mapping[str, Any]) -> str | None:
+    """Return the system turn of a row of verl, whose column `prompt` has the messages; `None` if there is none."""
+    if not is_conversation(row.get("prompt")):
+        return None
+    for turn in row["prompt"]:
+        if turn["role"] == "system":
+            return content_as_text(turn).get("content")
+    return None
+
+
+def _to_dataset(
+    columns: dict[str, list[Any]],
+    prompts: list[Any],
+    solutions: list[Any] | None,
+    solution_column: str,
+    source: str,
+) -> "Dataset":
+    """Return a dataset with the columns of the data and `prompt` and, of data with gold answers, `solution`. Values of
+    a column must have one type: solutions become lists if any is one, and replace a column of gold answers that has
+    numbers or several types. Raises a `ValueError` for other columns of several types."""
+    from datasets import Dataset
+
+    columns["prompt"] = prompts
+    if solutions is not None:
+        if any(isinstance(solution, list) for solution in solutions):
+            solutions = [solution if isinstance(solution, list) else [solution] for solution in solutions]
+        golds = columns.get(solution_column, [])
+        if any(_holds_number(gold) for gold in golds) or _type_error(golds) is not None:
+            columns[solution_column] = solutions
+        columns["solution"] = solutions
     for name in IMAGE_COLUMNS:  # of sets for text and images
         if name in columns and all(value is None for value in columns[name]):
             del columns[name]
-    columns["prompt"] = prompts
-    if has_golds:
-        columns["solution"] = solutions
     for name, values in columns.items():
-        if (type_error := _type_error(values)) is not None:
+        type_error = _type_error(values)
+        if type_error is not None:
             raise UserError(
                 f"The column `{name}` of {source!r} has values of mixed types ({type_error}). Write all of them "
                 "alike, for example as text."
@@ -352,11 +396,12 @@ def _prepare(rows: list[dict[str, Any]], entry: ProblemSet, args: DataArguments,
 
 def _holds_number(value: Any) -> bool:
     """Whether a cell is a number or a list with one."""
-    return any(isinstance(part, Number) for part in (value if isinstance(value, list) else [value]))
+    parts = value if isinstance(value, list) else [value]
+    return any(isinstance(part, Number) for part in parts)
 
 
 def _type_error(values: list[Any]) -> Exception | None:
-    """Return the error if the values do not fit into one column of a dataset."""
+    """Return the error if the values do not fit into one column of a dataset, else `None`."""
     from datasets import Dataset
 
     try:

@@ -35,7 +35,9 @@ def environment_of_user(name: str, key: str = "environment") -> Any:
 def reward_functions_of(environment: Any) -> list[Callable]:
     """Return the reward functions of an environment as a list, which is empty if its objects have `get_reward`."""
     reward_funcs = getattr(environment, "reward_funcs", None) or []
-    return list(reward_funcs) if isinstance(reward_funcs, list | tuple) else [reward_funcs]
+    if isinstance(reward_funcs, list | tuple):
+        return list(reward_funcs)
+    return [reward_funcs]
 
 
 def examples_of(environment: Any, num_examples: int, num_held_out: int = 0, first_seed: int = 0) -> "Dataset":
@@ -53,8 +55,9 @@ def examples_of(environment: Any, num_examples: int, num_held_out: int = 0, firs
         return dataset
     if num_examples <= 0:
         raise UserError("The environment has no `train_dataset`, so the run has no length. Set max_steps.")
-    number = num_examples + num_held_out
-    return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * number, "seed": list(range(first_seed, first_seed + number))})
+    num_seeds = num_examples + num_held_out
+    seeds = list(range(first_seed, first_seed + num_seeds))
+    return Dataset.from_dict({"prompt": [EMPTY_PROMPT] * num_seeds, "seed": seeds})
 
 
 def environment_tools(environment: Any) -> list[Callable]:
@@ -65,46 +68,65 @@ def environment_tools(environment: Any) -> list[Callable]:
 
 
 def prepare_environments(factories: Any, datasets: Mapping[str, Any], *, takes_images: bool = True) -> Any:
-    """Start one environment of each kind, reset it with its first example, and return factories that return it first.
-    Raises a `ValueError` if that fails, if environments cannot be told apart, or if images are not taken, but
-    returned."""
+    """
+    Start one environment of each kind, reset it with its first example, and return factories that return it first.
+
+    Args:
+        factories: A factory of environments, or a dictionary of several by the name in the column `environment`.
+        datasets (mapping): Datasets by the name of the argument; streams and `None` are skipped.
+        takes_images (`bool`): Whether observations may have images.
+
+    Raises:
+        `ValueError`: if an environment fails, if environments cannot be told apart, or if images are not taken, but
+            returned.
+    """
     from transformers.utils import get_json_schema
 
     from ..rollouts.group_starts import check_observation, takes_seed
 
     is_single = not isinstance(factories, dict)
-    row: dict[str, Any] = {}
+    factories_by_name = {None: factories} if is_single else factories
+    columns_of_reset: list[str] = []  # of the last call of `reset`, for the message
     try:
-        named = {name: _EagerFactory(each) for name, each in ({None: factories} if is_single else factories).items()}
-        first = {name: factory.ready[0] for name, factory in named.items()}
-        for tool in [tool for environment in first.values() for tool in environment_tools(environment)]:
-            get_json_schema(tool)  # raises for methods without types or description
-        for key, dataset in datasets.items():
+        eager_factories = {name: _EagerFactory(factory) for name, factory in factories_by_name.items()}
+        environments = {name: factory.ready[0] for name, factory in eager_factories.items()}
+        for environment in environments.values():
+            for tool in environment_tools(environment):
+                get_json_schema(tool)  # raises for methods without types or description
+
+        for argument, dataset in datasets.items():
             if not is_in_memory(dataset) or len(dataset) == 0:
                 continue
-            if not is_single and "environment" not in dataset.column_names:
+            if is_single:
+                names_in_rows = [None]
+            elif "environment" in dataset.column_names:
+                names_in_rows = dataset["environment"][:]
+            else:
                 raise UserError(
-                    f"{key} has no column `environment`, which names the environment of each example among "
-                    f"{', '.join(map(repr, named))}. Add the column, or pass a single environment."
+                    f"{argument} has no column `environment`, which names the environment of each example among "
+                    f"{', '.join(map(repr, eager_factories))}. Add the column, or pass a single environment."
                 )
-            kinds = [None] if is_single else dataset["environment"][:]
-            for name in first.keys() & set(kinds):
-                row = dataset[kinds.index(name)]
-                row = {column: row[column] for column in row if is_single or column != "environment"}
-                if takes_seed(first[name].reset):
+            for name in environments.keys() & set(names_in_rows):
+                environment = environments[name]
+                row = dict(dataset[names_in_rows.index(name)])
+                if not is_single:
+                    del row["environment"]
+                columns_of_reset = list(row)
+                if takes_seed(environment.reset):
                     row = {"seed": 0, **row}
-                observation = first[name].reset(**row)
+                    columns_of_reset = list(row)
+                observation = environment.reset(**row)
                 if observation is not None:
-                    check_observation(observation, type(first[name]).__name__, takes_images=takes_images)
+                    check_observation(observation, type(environment).__name__, takes_images=takes_images)
     except ValueError:
         raise
     except (Exception, SystemExit) as error:  # no `reset`, another signature, code of a user, or its server
-        columns = f" at `reset` with the columns {', '.join(row)}" if row else ""
+        where = f" at `reset` with the columns {', '.join(columns_of_reset)}" if columns_of_reset else ""
         raise UserError(
-            f"The environment failed{columns} ({type(error).__name__}: {error}). Write `reset` as `def reset(self, "
+            f"The environment failed{where} ({type(error).__name__}: {error}). Write `reset` as `def reset(self, "
             "**kwargs)` and tools with types and a docstring, and start what they need."
         ) from error
-    return named[None] if is_single else named
+    return eager_factories[None] if is_single else eager_factories
 
 
 class _EagerFactory:

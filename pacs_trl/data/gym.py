@@ -15,7 +15,9 @@ from ..settings import did_you_mean
 NAME = "reasoning_gym"
 INSTRUCTION = "Reply with the answer only."
 DEFAULT_SIZE = 1000
-BENCHMARK_SEED, BENCHMARK_SIZE, MAX_BENCHMARK_SIZE = 1_000_000, 100, 1000
+BENCHMARK_SEED = 1_000_000
+BENCHMARK_SIZE = 100
+MAX_BENCHMARK_SIZE = 1000
 
 
 def check_settings(args: Any) -> None:
@@ -62,36 +64,45 @@ class TaskSettings(NamedTuple):
 
 def task_settings(task: str, settings: Any) -> TaskSettings:
     """Read the settings of a task, a mapping or `None`. Raises a `ValueError` for other keys or values."""
-    if isinstance(settings, dict | None):
-        written = {key: value for key, value in (settings or {}).items() if value is not None}
-        if written.keys() <= set(TaskSettings._fields):
-            read = TaskSettings(**written)
-            has_weight = isinstance(read.weight, int | float) and read.weight > 0
-            if has_weight and isinstance(read.config, Mapping) and read.answer in (None, "last_number"):
-                return read
-    raise UserError(
+    error = UserError(
         f"`reasoning_gym`: {task} has {settings!r}. Its keys are weight, above 0; config, a mapping; and answer: "
         "last_number."
     )
+    if not isinstance(settings, dict | None):
+        raise error
+    written = {key: value for key, value in (settings or {}).items() if value is not None}
+    if not written.keys() <= set(TaskSettings._fields):
+        raise error
+    read = TaskSettings(**written)
+    has_weight = isinstance(read.weight, int | float) and read.weight > 0
+    if not has_weight or not isinstance(read.config, Mapping) or read.answer not in (None, "last_number"):
+        raise error
+    return read
 
 
 def gym_rows(tasks: Mapping[str, Any], size: int, seed: int) -> list[dict[str, Any]]:
     """Return `size` problems with `question` and `solution`, the name of the entry as JSON; of each task as many as
     its `weight` (default 1) says. With `answer: last_number`, the last number of an answer is graded."""
-    settings = {task: task_settings(task, written) for task, written in tasks.items()}
-    total_weight = sum(each.weight for each in settings.values())
+    settings_by_task = {task: task_settings(task, written) for task, written in tasks.items()}
+    total_weight = sum(settings.weight for settings in settings_by_task.values())
     weight_so_far = 0.0
     rows: list[dict[str, Any]] = []
-    for task, each in settings.items():
-        weight_so_far += each.weight
-        count = round(weight_so_far / total_weight * size) - len(rows)  # the counts of all tasks sum to `size`
-        dataset_size = max(count, 1)
-        entries = checked_dataset(task, each.config, seed, dataset_size)
-        name: dict[str, Any] = {"task": task, "config": dict(each.config), "seed": seed, "size": dataset_size}
-        if each.answer is not None:
-            name["answer"] = each.answer
-        for i in range(count):
-            solution = json.dumps(name | {"index": i})
+    for task, settings in settings_by_task.items():
+        weight_so_far += settings.weight
+        # Rounding the sum so far lets the counts of all tasks sum to `size`.
+        num_problems = round(weight_so_far / total_weight * size) - len(rows)
+        dataset_size = max(num_problems, 1)
+        entries = checked_dataset(task, settings.config, seed, dataset_size)
+        name_of_dataset: dict[str, Any] = {
+            "task": task,
+            "config": dict(settings.config),
+            "seed": seed,
+            "size": dataset_size,
+        }
+        if settings.answer is not None:
+            name_of_dataset["answer"] = settings.answer
+        for i in range(num_problems):
+            solution = json.dumps(name_of_dataset | {"index": i})
             rows.append({"question": entries[i]["question"], "solution": solution, "task": task})
     return rows
 

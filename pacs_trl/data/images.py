@@ -35,12 +35,20 @@ def images_of_columns(row: Mapping[str, Any]) -> list[Any]:
 
 
 def image_blocks(prompt: Any) -> Iterator[MutableMapping[str, Any]]:
-    """Yield the image blocks of a prompt: text, messages, or token ids."""
-    for message in prompt if isinstance(prompt, list | tuple) else ():
+    """Yield the image blocks of a prompt, which is text, messages, or token ids; only messages have any."""
+    if not isinstance(prompt, list | tuple):
+        return
+    for message in prompt:
         content = message.get("content") if isinstance(message, Mapping) else None
-        for block in content if isinstance(content, list | tuple) else ():
+        if not isinstance(content, list | tuple):
+            continue
+        for block in content:
             if isinstance(block, MutableMapping) and block.get("type") == "image":
                 yield block
+
+
+def _has_image_block(prompt: Any) -> bool:
+    return next(image_blocks(prompt), None) is not None
 
 
 def has_images(dataset: Any) -> bool:
@@ -56,7 +64,7 @@ def has_images(dataset: Any) -> bool:
         return True
     if "prompt" not in names or "type" not in str(dataset.features["prompt"]):
         return False
-    return any(next(image_blocks(prompt), None) is not None for prompt in dataset["prompt"])
+    return any(_has_image_block(prompt) for prompt in dataset["prompt"])
 
 
 def _has_values(column: Any) -> bool:
@@ -77,12 +85,14 @@ def prompt_with_images(row: Mapping[str, Any], read: Callable[[Any], Any] | None
             is text.
     """
     prompt, images = row["prompt"], images_of_columns(row)
-    if not images and next(image_blocks(prompt), None) is None:
+    if not images and not _has_image_block(prompt):
         return prompt
-    filled = with_image_blocks(prompt, images)
-    for block in image_blocks(filled):
-        block["image"] = (read or read_image)(block["image"])
-    return filled
+    if read is None:
+        read = read_image
+    messages = with_image_blocks(prompt, images)
+    for block in image_blocks(messages):
+        block["image"] = read(block["image"])
+    return messages
 
 
 class ImageReader:
@@ -92,10 +102,12 @@ class ImageReader:
         self._images: dict[Any, Any] = {}
 
     def __call__(self, value: Any) -> Any:
-        is_content = isinstance(value, Mapping)
-        if not is_content and not isinstance(value, str):
+        if isinstance(value, Mapping):  # undecoded
+            key: Any = (value.get("path"), value.get("bytes"))
+        elif isinstance(value, str):  # a path or an address
+            key = value
+        else:
             return read_image(value)
-        key = (value.get("path"), value.get("bytes")) if is_content else value
         if key not in self._images:
             self._images[key] = read_image(value)
         return self._images[key]
@@ -110,15 +122,15 @@ def with_image_blocks(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]
 
 
 def image_digest(value: Any) -> str:
-    """Return a hash of an image of a row, of the content of a file."""
+    """Return a hash of an image of a row: of the content of its file, of its pixels, or of its address."""
     if isinstance(value, Mapping) and value.get("bytes"):
-        content = value["bytes"]
+        hashed = value["bytes"]
     elif _is_pil(value):
-        content = _digest(value)
+        hashed = _pixel_digest(value)
     else:
         path = value["path"] if isinstance(value, Mapping) else str(value)
-        content = Path(path).read_bytes() if _is_file(Path(path)) else str(path).encode()
-    return hashlib.sha256(content).hexdigest()
+        hashed = Path(path).read_bytes() if _is_file(Path(path)) else str(path).encode()
+    return hashlib.sha256(hashed).hexdigest()
 
 
 def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]:
@@ -130,16 +142,28 @@ def checked_messages(prompt: Any, images: Sequence[Any]) -> list[dict[str, Any]]
             "of images."
         )
     messages = [_without_absent_keys(message) for message in prompt]
-    placeholders = sum("image" not in block for block in image_blocks(messages))
-    takes_images = (
-        any(isinstance(m.get("content"), str) and m["role"] == "user" for m in messages) and not placeholders
+    num_placeholders = sum("image" not in block for block in image_blocks(messages))
+    has_text_of_user = any(
+        message["role"] == "user" and isinstance(message.get("content"), str) for message in messages
     )
-    if placeholders != len(images) and not (images and takes_images):
+    # Without placeholders TRL places all images before the first text of a user.
+    are_placed_by_trl = bool(images) and num_placeholders == 0 and has_text_of_user
+    if num_placeholders != len(images) and not are_placed_by_trl:
         raise UserError(
-            f"A prompt has {placeholders} image block(s) without an image, and its row has {len(images)} image(s). "
-            "Write one `{'type': 'image'}` per image, or the content as text, before which the images are placed."
+            f"A prompt has {num_placeholders} image block(s) without an image, and its row has {len(images)} "
+            "image(s). Write one `{'type': 'image'}` per image, or the content as text, before which the images are "
+            "placed."
         )
+    if num_placeholders > 0:
+        messages = [_with_text_in_block(message) for message in messages]  # to which TRL adds no placeholders
     return messages
+
+
+def _with_text_in_block(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _without_absent_keys(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -216,26 +240,28 @@ def _is_file(path: Path) -> bool:
 
 
 def share_equal_images(prompts: Sequence[Any]) -> list[Any]:
-    """Return prompts in which equal images are one object, and equal prompts are one object."""
-    images: dict[bytes, Any] = {}
-    digests: dict[int, bytes] = {}  # by object
-    distinct: dict[tuple, Any] = {}
-    shared = []
+    """Return prompts in which equal images are one object, and equal prompts are one object. Changes image blocks of
+    `prompts`, whose images are PIL images."""
+    image_by_digest: dict[bytes, Any] = {}
+    digest_by_id: dict[int, bytes] = {}  # of objects that are images, so that each is read once
+    prompt_by_key: dict[tuple, Any] = {}
+    shared_prompts = []
     for prompt in prompts:
         for block in image_blocks(prompt):
             image = block["image"]
-            if id(image) not in digests:
-                digests[id(image)] = _digest(image)
-            block["image"] = images.setdefault(digests[id(image)], image)
-        shared.append(distinct.setdefault(_key(prompt), prompt))
-    return shared
+            if id(image) not in digest_by_id:
+                digest_by_id[id(image)] = _pixel_digest(image)
+            block["image"] = image_by_digest.setdefault(digest_by_id[id(image)], image)
+        shared_prompts.append(prompt_by_key.setdefault(_key(prompt), prompt))
+    return shared_prompts
 
 
-def _digest(image: Any) -> bytes:
+def _pixel_digest(image: Any) -> bytes:
     return hashlib.sha256(repr(image.size).encode() + image.tobytes()).digest()
 
 
 def _key(value: Any) -> Any:
+    """Return a hashable value that equal prompts have in common, if equal images are one object."""
     if isinstance(value, Mapping):
         return tuple((key, _key(inner)) for key, inner in value.items())
     if isinstance(value, list | tuple):
@@ -282,27 +308,24 @@ def image_prompt_lengths(
     Count the tokens of the prompts of a dataset, with those of their images, from the sizes of the images. Raises a
     `ValueError` that names the row of `name` whose images cannot be read or do not fit its placeholders.
     """
-    texts, sizes = [], []
+    # All images are looked at before any tokens are counted, which is slow.
+    prompts, sizes_by_prompt = [], []
     for i, row in enumerate(_undecoded(dataset)):
-        prompt = row["prompt"]
         try:
-            images = images_of_columns(row)
-            check_no_image_placeholders(prompt, processor)
-            if images or next(image_blocks(prompt), None) is not None:
-                blocks = [block for block in image_blocks(checked_messages(prompt, images)) if "image" in block]
-                images = [*images, *(block["image"] for block in blocks)]
-            sizes.append([image_size(image) for image in images])
+            check_no_image_placeholders(row["prompt"], processor)
+            sizes_by_prompt.append([image_size(image) for image in _images_of_row(row)])
         except ValueError as error:
             raise UserError(f"Row {i} of {name}: {error}") from error
-        texts.append(prompt)
+        prompts.append(row["prompt"])
+
     counter = _TokenCounter(processor, {"add_generation_prompt": True, **(chat_template_kwargs or {})})
     lengths = []
-    for i, (prompt, prompt_sizes) in enumerate(zip(texts, sizes, strict=True)):
+    for i, (prompt, sizes) in enumerate(zip(prompts, sizes_by_prompt, strict=True)):
         text_prompt = prompt if isinstance(prompt, str) else [_without_images(message) for message in prompt]
         try:
-            image_tokens = sum(map(counter.image_tokens, prompt_sizes))
+            image_tokens = sum(counter.image_tokens(size) for size in sizes)
         except ValueError as error:  # of a processor
-            height, width = max(prompt_sizes, key=lambda size: max(size) / max(min(size), 1))
+            height, width = max(sizes, key=lambda size: max(size) / max(min(size), 1))
             raise UserError(
                 f"Row {i} of {name}: the processor rejects an image ({error}; the longest one has {width} x {height} "
                 "pixels). Crop it, or remove the row."
@@ -311,17 +334,32 @@ def image_prompt_lengths(
     return lengths
 
 
+def _images_of_row(row: Mapping[str, Any]) -> list[Any]:
+    """Return the images in the columns of a dataset row and in the blocks of its prompt. Raises the errors of
+    [`checked_messages`]."""
+    images = images_of_columns(row)
+    if not images and not _has_image_block(row["prompt"]):
+        return []
+    messages = checked_messages(row["prompt"], images)
+    return [*images, *(block["image"] for block in image_blocks(messages) if "image" in block)]
+
+
 def check_no_image_placeholders(prompt: Any, processor: Any) -> None:
     """Raise a `UserError` if the text of a prompt has a placeholder of images, which would stand for none."""
-    texts = [prompt] if isinstance(prompt, str) else []
-    for message in prompt if isinstance(prompt, list | tuple) else ():
+    texts = []
+    messages = []
+    if isinstance(prompt, str):
+        texts.append(prompt)
+    elif isinstance(prompt, list | tuple):
+        messages = list(prompt)
+    for message in messages:
         content = message.get("content")
         if isinstance(content, str):
             texts.append(content)
         elif isinstance(content, list | tuple):
             texts += [block.get("text") or "" for block in content]
-    for name in ("image_token", "boi_token"):
-        token: str | None = getattr(processor, name, None)
+    for attribute in ("image_token", "boi_token"):
+        token: str | None = getattr(processor, attribute, None)
         if token and any(token in text for text in texts):
             raise UserError(
                 f"The text of a prompt has {token!r}, for which the processor expects an image. Write a block "

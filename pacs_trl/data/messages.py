@@ -58,11 +58,11 @@ class MessageCheck:
 
         self.tokenizer = tokenizer
         self.reads_images = isinstance(tokenizer, ProcessorMixin)
-        self.how: dict[str, Any] = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
+        self.template_arguments: dict[str, Any] = {"add_generation_prompt": True, **(chat_template_kwargs or {})}
         if tools:
-            self.how["tools"] = list(tools)
+            self.template_arguments["tools"] = list(tools)
         if chat_template is not None:
-            self.how["chat_template"] = chat_template
+            self.template_arguments["chat_template"] = chat_template
         self._checked: set[tuple] = set()  # kinds of the messages of prompts that are rendered as a whole
 
     def check(self, name: str, prompts: Iterable[Any]) -> None:
@@ -89,7 +89,7 @@ class MessageCheck:
                 from trl.data_utils import prepare_multimodal_messages
 
                 marked = prepare_multimodal_messages(marked)
-            rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.how)
+            rendered = self.tokenizer.apply_chat_template(marked, tokenize=False, **self.template_arguments)
         except (TemplateError, TypeError, AttributeError, LookupError) as error:
             roles = ", ".join(str(message["role"]) for message in prompt)
             raise UserError(
@@ -117,23 +117,30 @@ def _kind(message: Mapping[str, Any]) -> tuple:
     content = message.get("content")
     types: Any = type(content).__name__
     if isinstance(content, list):
-        types = tuple(
-            "text" if _is_text_block(block) else "image" if _is_image_block(block) else "other" for block in content
-        )
+        types = tuple(_kind_of_block(block) for block in content)
     return message["role"], types, bool(message.get("tool_calls"))
 
 
+def _kind_of_block(block: Any) -> str:
+    if _is_text_block(block):
+        return "text"
+    if _is_image_block(block):
+        return "image"
+    return "other"
+
+
 def _check_content(where: str, message: Mapping[str, Any], may_have_images: bool) -> None:
+    """Raise a `ValueError` if a message has no content, or a content that is neither text nor an allowed image."""
     content, role = message.get("content"), message["role"]
-    if isinstance(content, str) or content is None and message.get("tool_calls"):
+    is_only_call = content is None and message.get("tool_calls")
+    if isinstance(content, str) or is_only_call:
         return
     if content is None or content == []:
         raise UserError(
             f"{where} has a message of the role {role!r} without content. Remove the row, or complete the message."
         )
-    is_known = isinstance(content, list) and all(
-        _is_text_block(block) or may_have_images and _is_image_block(block) for block in content
-    )
+    known_kinds = ("text", "image") if may_have_images else ("text",)
+    is_known = isinstance(content, list) and all(_kind_of_block(block) in known_kinds for block in content)
     if not is_known:
         raise UserError(
             f"{where} has a message of the role {role!r} with the content {content!r:.100}. Models are trained on "
@@ -150,12 +157,17 @@ def _markers(name: str, message: Mapping[str, Any]) -> list[str]:
 
 
 def _with_texts(message: Mapping[str, Any], texts: Sequence[str]) -> dict[str, Any]:
+    """Return a message with `texts` in place of its text blocks, or of its whole text."""
     content = message.get("content")
-    if isinstance(content, list):
-        remaining = iter(texts)
-        blocks = [
-            {**block, "text": next(remaining)} if _is_text_block(block) else {"type": "image", "image": None}
-            for block in content
-        ]
-        return {**message, "content": blocks}
-    return {**message, "content": None if content is None else texts[0]}
+    if content is None:
+        return {**message, "content": None}
+    if not isinstance(content, list):
+        return {**message, "content": texts[0]}
+    remaining_texts = iter(texts)
+    blocks: list[dict[str, Any]] = []
+    for block in content:
+        if _is_text_block(block):
+            blocks.append({**block, "text": next(remaining_texts)})
+        else:
+            blocks.append({"type": "image", "image": None})
+    return {**message, "content": blocks}

@@ -27,16 +27,20 @@ def prompt_of(problem: str | list, *, is_prompt: bool, instruction: str, system_
     ignored."""
     if isinstance(problem, str) and not is_prompt:
         return build_prompt(problem, instruction=instruction, system_prompt=system_prompt)
-    has_instruction = instruction not in ("", PROMPT_INSTRUCTION)
-    if has_instruction or isinstance(problem, str) and system_prompt is not None:
-        key = f"prompt_instruction={instruction!r}" if has_instruction else f"system_prompt={system_prompt!r}"
+    ignored = None
+    if instruction not in ("", PROMPT_INSTRUCTION):
+        ignored = f"prompt_instruction={instruction!r}"
+    elif isinstance(problem, str) and system_prompt is not None:
+        ignored = f"system_prompt={system_prompt!r}"
+    if ignored is not None:
         raise UserError(
-            f"{key} would be ignored, because the data contains whole prompts. Remove it, or name a column of "
+            f"{ignored} would be ignored, because the data contains whole prompts. Remove it, or name a column of "
             "problems with problem_column (problem_column: prompt, if text there is only a problem)."
         )
     if system_prompt is None or isinstance(problem, str):
         return problem
-    return [{"role": "system", "content": system_prompt}, *(turn for turn in problem if turn["role"] != "system")]
+    other_turns = [turn for turn in problem if turn["role"] != "system"]
+    return [{"role": "system", "content": system_prompt}, *other_turns]
 
 
 def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
@@ -51,8 +55,9 @@ def read_problem(cell: Any, column: str) -> str | list[dict[str, Any]] | None:
     messages = [content_as_text(turn) for turn in cell]
     if column == "prompt":
         return messages or None
-    end = max((i + 1 for i, turn in enumerate(messages) if turn["role"] == "user"), default=0)
-    return messages[:end] or None
+    while messages and messages[-1]["role"] != "user":  # the answer
+        messages.pop()
+    return messages or None
 
 
 def is_conversation(cell: Any) -> TypeGuard[list[dict[str, Any]]]:
@@ -71,6 +76,12 @@ def prompt_lengths(
         return []
     if isinstance(prompts[0], str):
         return [len(ids) for ids in tokenizer(text=list(prompts))["input_ids"]]
-    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, **(chat_template_kwargs or {})}
-    how |= {"tools": list(tools)} if tools else {}
-    return [len(ids) for ids in tokenizer.apply_chat_template(list(prompts), **how)]
+    arguments = {
+        "add_generation_prompt": True,
+        "tokenize": True,
+        "return_dict": False,
+        **(chat_template_kwargs or {}),
+    }
+    if tools:
+        arguments["tools"] = list(tools)
+    return [len(ids) for ids in tokenizer.apply_chat_template(list(prompts), **arguments)]

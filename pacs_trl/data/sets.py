@@ -95,24 +95,29 @@ def choose_columns(
     entry: ProblemSet, names: Sequence[str], problem_column: str | None, solution_column: str | None
 ) -> ProblemSet:
     """Choose the columns of the user's own data that the user does not name."""
-    candidates = [column for column in PROBLEM_COLUMNS if column in names] or [entry.problem_column]
-    column = problem_column or candidates[0]
-    is_prompt = column == "prompt" and not problem_column
+    candidates = [column for column in PROBLEM_COLUMNS if column in names]
+    if not candidates:
+        candidates = [entry.problem_column]
+    is_prompt = False
+    if not problem_column:
+        problem_column = candidates[0]
+        is_prompt = problem_column == "prompt"
     if is_prompt and len(candidates) > 1:
         logger.warning(
             f"The column `prompt` of {entry.title or entry.hub_id} is used unchanged, and `{candidates[1]}` is not. "
             f"Set problem_column: {candidates[1]} to use the other."
         )
-    golds = ("solution", "answer") if column == "prompt" else ("answer", "solution")
-    default = column if column == "messages" else golds[0]
-    solution = solution_column or next((name for name in golds if name in names), default)
-    return replace(entry, problem_column=column, solution_column=solution, is_prompt=is_prompt)
+    if not solution_column:
+        solution_columns = ("solution", "answer") if problem_column == "prompt" else ("answer", "solution")
+        default = "messages" if problem_column == "messages" else solution_columns[0]
+        solution_column = next((name for name in solution_columns if name in names), default)
+    return replace(entry, problem_column=problem_column, solution_column=solution_column, is_prompt=is_prompt)
 
 
 def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> list[dict[str, Any]]:
-    """Load the rows of a set from the file `path`, a function of the user, the Hub, or a folder."""
-    package, _, file = (entry.package_file or "").partition("/")
-    installed = find_spec(package) if package else None
+    """Load the rows of a set from the file `path`, a function of the user, the Hub, or a folder. Raises a `ValueError`
+    that says what to correct if they cannot be loaded."""
+    file_of_package = _installed_file(entry.package_file)
     if path is not None or Path(name).is_file():
         rows = read_rows(Path(path or name))
     elif is_function(name):
@@ -121,35 +126,56 @@ def load_rows(name: str, entry: ProblemSet, path: str | Path | None = None) -> l
             raise UserError(
                 f"dataset_name: {name!r} must return rows, one dict with the columns per problem. Correct it."
             )
-    elif installed is not None and installed.origin:
-        lines = gzip.decompress((Path(installed.origin).parent / file).read_bytes()).decode().splitlines()
+    elif file_of_package is not None:
+        lines = gzip.decompress(file_of_package.read_bytes()).decode().splitlines()
         rows = [json.loads(line) for line in lines if line]
-    elif (looks_like_path(name) or Path(name).suffix.lower() in _OTHER_FILES) and not Path(name).exists():
+    elif _looks_like_file(name) and not Path(name).exists():
         raise UserError(f"The data {name!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     else:
-        from datasets import load_dataset
-        from datasets.exceptions import DatasetsError
-
-        files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files or ()]
-        try:
-            if files:
-                rows = load_dataset("json", data_files=files, split="train").to_list()
-            else:
-                rows = load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision).to_list()
-        except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
-            near = hub_suggestion("datasets", entry.hub_id, hub_ids())
-            raise UserError(
-                f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}).{near} Without a connection, "
-                "name a downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in "
-                "evaluation."
-            ) from error
-        except (ValueError, DatasetsError) as error:  # no such split or configuration, files that do not fit together
-            reason = shorten(str(error.__cause__ or error), 400).rstrip(".")
-            raise UserError(
-                f"The dataset {entry.hub_id!r} could not be loaded: {reason}. Correct dataset_split, dataset_config, "
-                "or its files, or name one of the files."
-            ) from error
+        rows = _load_with_datasets(name, entry)
     return entry.convert_rows(rows) if entry.convert_rows else rows
+
+
+def _looks_like_file(name: str) -> bool:
+    return looks_like_path(name) or Path(name).suffix.lower() in _OTHER_FILES
+
+
+def _installed_file(package_file: str | None) -> Path | None:
+    """Return the file that a `package_file` of [`ProblemSet`] names, `None` if its package is not installed."""
+    if not package_file:
+        return None
+    package, _, file = package_file.partition("/")
+    installed = find_spec(package)
+    if installed is None or not installed.origin:
+        return None
+    return Path(installed.origin).parent / file
+
+
+def _load_with_datasets(name: str, entry: ProblemSet) -> list[dict[str, Any]]:
+    """Load the rows of a repository on the Hub, or of a folder."""
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
+    files = [f"hf://datasets/{entry.hub_id}@{entry.revision or 'main'}/{file}" for file in entry.files or ()]
+    try:
+        if files:
+            dataset = load_dataset("json", data_files=files, split="train")
+        else:
+            dataset = load_dataset(entry.hub_id, entry.config, split=entry.split, revision=entry.revision)
+        return dataset.to_list()
+    except OSError as error:  # no connection, no such dataset, no rights, a folder of something else
+        suggestion = hub_suggestion("datasets", entry.hub_id, hub_ids())
+        raise UserError(
+            f"{entry.title or name} ({entry.hub_id}) could not be loaded ({error}).{suggestion} Without a "
+            "connection, name a downloaded file: dataset_path (named sets) or dataset_name in training, NAME=PATH in "
+            "evaluation."
+        ) from error
+    except (ValueError, DatasetsError) as error:  # no such split or configuration, files that do not fit together
+        reason = shorten(str(error.__cause__ or error), 400).rstrip(".")
+        raise UserError(
+            f"The dataset {entry.hub_id!r} could not be loaded: {reason}. Correct dataset_split, dataset_config, "
+            "or its files, or name one of the files."
+        ) from error
 
 
 def is_data_file(name: str | Path) -> bool:
@@ -170,14 +196,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         raise UserError(f"The data file {str(path)!r} does not exist (relative to {Path.cwd()}). Correct the path.")
     suffix = path.suffix.lower()
     if suffix not in FILE_FORMATS:
-        command = "`from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
+        remedy = "Convert it"
+        if suffix == ".csv":
+            remedy += ": `from datasets import Dataset; Dataset.from_csv(FILE).to_json('rows.jsonl')`"
         raise UserError(
             f"The data file {str(path)!r} is not in a format that is read, which are {', '.join(FILE_FORMATS)}. "
-            f"Convert it{f': {command}' if suffix == '.csv' else ''}."
+            f"{remedy}."
         )
     import pyarrow.parquet
 
-    where = ""
+    line_of_error = ""  # for the message
     try:
         if suffix == ".parquet":
             rows = pyarrow.parquet.read_table(path).to_pylist()  # lists stay lists; pandas would make arrays of them
@@ -186,17 +214,17 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         else:
             rows = []
             for number, line in enumerate(path.read_bytes().split(b"\n"), 1):  # other line ends may be inside a text
-                where = f", line {number}"
+                line_of_error = f", line {number}"
                 if line.strip():
                     rows.append(json.loads(line))
-            where = ""
+            line_of_error = ""
         if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
             raise UserError("it has no rows" if rows == [] else "it must be a list of JSON objects")
     except (ValueError, RecursionError, OSError, pyarrow.ArrowException) as error:
         hint = " A file with one object per line must end in .jsonl." if suffix == ".json" else ""
         raise UserError(
-            f"The data file {str(path)!r}{where} cannot be read: {error}. Write one JSON object with the columns per "
-            f"problem.{hint}"
+            f"The data file {str(path)!r}{line_of_error} cannot be read: {error}. Write one JSON object with the "
+            f"columns per problem.{hint}"
         ) from error
     return rows
 
@@ -217,13 +245,19 @@ def gold_answer(value: Any, answer_in: str = "column") -> str | list[str] | None
     """Return the gold answer in a cell, a list if there are alternatives, `None` if there is none. A cell contains
     text, a number, a list of alternatives (see [`~verification.gold_texts`]), tests of a program, or a conversation,
     whose last assistant turn has the answer, in a box if there is one. For `answer_in` see [`ProblemSet`]."""
-    if answer_in == "tests" or isinstance(value, Mapping) or isinstance(value, str) and _ASSERTS.match(value):
+    is_json_of_asserts = isinstance(value, str) and _ASSERTS.match(value)
+    if answer_in == "tests" or isinstance(value, Mapping) or is_json_of_asserts:
         return json_of_tests(value)
     if value and is_conversation(value):
         replies = [content_as_text(turn).get("content") for turn in value if turn["role"] == "assistant"]
-        text = replies[-1] if replies and isinstance(replies[-1], str) else ""
-        value = last_boxed(text) or text
+        last_reply = ""
+        if replies and isinstance(replies[-1], str):
+            last_reply = replies[-1]
+        value = last_boxed(last_reply) or last_reply
     texts = list(gold_texts(value))
     if answer_in == "last_box":
-        texts = [content for text in texts if (content := last_boxed(text))]
-    return texts[0] if len(texts) == 1 else texts or None
+        boxes = [last_boxed(text) for text in texts]
+        texts = [content for content in boxes if content]
+    if not texts:
+        return None
+    return texts[0] if len(texts) == 1 else texts

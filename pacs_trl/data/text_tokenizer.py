@@ -38,13 +38,16 @@ def load_text_tokenizer(name: str, **kwargs: Any) -> Any:
 def accepting_text(tokenizer: Any) -> Any:
     """Return a tokenizer, changed so that its chat template gets content that is text as a list of one text block, if
     it renders text only from blocks, as those of many models that read images."""
-    as_text, as_blocks = _PROBE, [{"type": "text", "text": _PROBE}]
-    if tokenizer.chat_template is not None and not _renders(tokenizer, as_text) and _renders(tokenizer, as_blocks):
+    if tokenizer.chat_template is None:
+        return tokenizer
+    renders_blocks_alone = not _renders(tokenizer, _PROBE) and _renders(tokenizer, [{"type": "text", "text": _PROBE}])
+    if renders_blocks_alone:
         tokenizer.apply_chat_template = MethodType(_apply_to_blocks, tokenizer)
     return tokenizer
 
 
 def _renders(tokenizer: Any, content: Any) -> bool:
+    """Return whether the chat template renders a message whose content has the text `_PROBE`."""
     try:
         return _PROBE in tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     except (TemplateError, TypeError, AttributeError, LookupError, ValueError):
@@ -61,5 +64,8 @@ def _apply_to_blocks(self, conversation: Sequence, *args: Any, **kwargs: Any) ->
 
 
 def _in_blocks(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with text as a list of one block; other content is kept."""
     content = message.get("content")
-    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
+    if not isinstance(content, str):
+        return dict(message)
+    return {**message, "content": [{"type": "text", "text": content}]}

@@ -27,15 +27,21 @@ def readable_text(text: str) -> str:
 def as_observation(result: Any, takes_images: bool) -> str | list[dict[str, Any]]:
     """Return the result of a tool as the content of a message: text, or content blocks if one is an image that the
     model takes."""
-    is_list = isinstance(result, list) and bool(result)
-    if not is_list or not all(isinstance(part, dict) and part.get("type") in ("text", "image") for part in result):
+    is_list_of_blocks = (
+        isinstance(result, list)
+        and len(result) > 0
+        and all(isinstance(part, dict) and part.get("type") in ("text", "image") for part in result)
+    )
+    if not is_list_of_blocks:
         return readable_text(str(result))
     blocks: list[dict[str, Any]] = []
     for part in result:
         if part["type"] == "text":
             blocks.append({"type": "text", "text": readable_text(str(part.get("text", "")))})
+        elif takes_images:
+            blocks.append(part)
         else:
-            blocks.append(part if takes_images else {"type": "text", "text": "[image]"})
+            blocks.append({"type": "text", "text": "[image]"})
     if any(block["type"] == "image" for block in blocks):
         return blocks
     return readable_text("".join(block["text"] for block in blocks))
@@ -104,18 +110,19 @@ def readable_calls(tokenizer: Any) -> Iterator[None]:
             raise UserError("a call that cannot be read") from error
         return message
 
-    before = vars(tokenizer).get("parse_response")
+    attribute_before = vars(tokenizer).get("parse_response")  # `None` if it is a method of the class
     tokenizer.parse_response = parse_readable
     try:
         yield
     finally:
-        if before is None:
+        if attribute_before is None:
             del tokenizer.parse_response
         else:
-            tokenizer.parse_response = before
+            tokenizer.parse_response = attribute_before
 
 
 def _check_calls(calls: Sequence[dict[str, Any]]) -> None:
+    """Raise a `ValueError` if no tool can get one of the calls, see [`readable_calls`]."""
     for call in calls:
         function = call["function"]
         arguments = function.get("arguments")
@@ -127,11 +134,18 @@ def _check_calls(calls: Sequence[dict[str, Any]]) -> None:
 
 
 def _check_depth(arguments: Any) -> None:
-    level = [arguments]
+    """Raise a `ValueError` if lists and objects are nested too deep. Goes level by level: recursion could exceed the
+    stack of Python."""
+    values_of_level = [arguments]
     for _ in range(MAX_DEPTH):
-        containers = [value for value in level if isinstance(value, dict | list)]
-        level = [item for value in containers for item in (value.values() if isinstance(value, dict) else value)]
-    if any(isinstance(value, dict | list) for value in level):
+        values_below: list[Any] = []
+        for value in values_of_level:
+            if isinstance(value, dict):
+                values_below += value.values()
+            elif isinstance(value, list):
+                values_below += value
+        values_of_level = values_below
+    if any(isinstance(value, dict | list) for value in values_of_level):
         raise UserError(f"the arguments of a call are nested more than {MAX_DEPTH} deep")
 
 

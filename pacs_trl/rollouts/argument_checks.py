@@ -4,7 +4,6 @@ They cover what would hang, be ignored, or damage data or weights, and what TRL 
 model and generated completions, without saying what to change.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -20,6 +19,7 @@ from ..settings.names import require_vllm
 from ..update.step_sizes import BatchSizes
 from .adapter_checks import max_lora_rank
 from .dataset_checks import OPTIONAL_PARAMETERS, check_dataset, without_unused_columns
+from .launched_sharding import is_sharded_by_plugin
 from .model_config import name_of
 from .rollout_config import RolloutConfig
 from .server_checks import check_vllm
@@ -126,8 +126,7 @@ def check_lag(args: RolloutConfig, model: Any, arguments: dict[str, Any]) -> Non
     has_adapter = bool(arguments["peft_config"] or getattr(model, "active_peft_config", None))
     if args.rollout_engine == "vllm" and has_adapter:
         unsupported.append("adapters with rollout_engine: vllm")
-    plugins = [os.environ.get(f"ACCELERATE_USE_{name}") == "true" for name in ("FSDP", "DEEPSPEED")]
-    if not args.use_vllm and any([*plugins, args.deepspeed]):
+    if not args.use_vllm and is_sharded_by_plugin(args):
         unsupported.append("FSDP or DeepSpeed without vLLM")
     if not args.use_vllm and args.device.type != "cpu":
         unsupported.append("generation with transformers on a GPU")

@@ -22,11 +22,10 @@ from typing import Any
 from accelerate.utils import broadcast_object_list
 
 from ..rewards import shared_arguments
-from .checkpoint import prompt_order
 from .early_rewards import replaying
 from .engine_failures import ServerFailure, WorkerFailure
 from .interruption import PATIENCE, Stopped
-from .prompt_order import PromptOrder
+from .prompt_order import PromptOrder, prompt_order
 from .protocols import ContinuousTrainer
 from .reward_functions import independent_copy
 from .rollout_worker import GradedGroup, RolloutWorker

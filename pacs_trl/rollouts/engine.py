@@ -35,7 +35,6 @@ from ..update.forward_pass import ForwardPass
 from ..update.peft_models import without_peft
 from ..update.reference import reshard
 from .adapter_checks import max_lora_rank
-from .checkpoint import next_call_seed, next_seeds
 from .engine_failures import ServerFailure, raise_on_all
 from .engine_proxies import CountingClient, SeededLLM
 from .engine_weights import (
@@ -50,6 +49,7 @@ from .engine_weights import (
     whole_adapter,
 )
 from .protocols import EngineTrainer
+from .random_numbers import next_call_seed, next_seeds
 from .sources import ConversationSource
 
 

@@ -16,7 +16,7 @@ from trl.trainer.utils import pad
 
 from ..update.forward_pass import ForwardPass, fused_head
 from ..update.generation import faster_generation
-from .checkpoint import seeded_random_numbers
+from .random_numbers import seeded_random_numbers
 from .request_seeds import request_seed
 from .stepped_engine import GroupInProgress, decode
 

@@ -32,9 +32,11 @@ from ..evaluation.run import load_benchmarks, requests_to_generate
 from ..rewards import shared_code_verifier, shared_gym_verifier, shared_verifier
 from ..update.rollout import Rollout
 from ..verification import completion_text
-from . import checkpoint, completion_tables
+from . import completion_tables
+from .compared_settings import check_fixed
 from .evaluation_metrics import EvaluationMetrics
 from .prompt_lengths import check_lengths
+from .random_numbers import evaluation_seed, seeded_random_numbers
 
 
 class BenchmarkEvaluation:
@@ -43,17 +45,18 @@ class BenchmarkEvaluation:
     def _load_benchmarks(self, model, args, arguments: dict[str, Any]) -> None:
         """Load benchmarks and check their prompts before the model is loaded. Without `eval_dataset`, an empty one in
         `arguments` lets Trainer evaluate."""
+        examples = arguments["eval_dataset"]
+        self._has_examples = examples is not None
         self._benchmarks: list[LoadedBenchmark] = []
         self._benchmark_prefix: str | None = None  # of metrics, while benchmarks are due
-        self._has_examples = arguments["eval_dataset"] is not None
         self._evaluation = EvaluationMetrics(None)
         self._evaluated_rows: list[dict[str, Any]] = []  # of the table of completions
-        examples = arguments["eval_dataset"]
         if args.eval_benchmarks:
-            self._add_benchmarks(model, args, arguments)
+            self._add_benchmarks(model, args, arguments)  # which may replace `eval_dataset`
         check_best_metric(args.metric_for_best_model, examples, [benchmark.name for benchmark in self._benchmarks])
 
     def _add_benchmarks(self, model, args, arguments: dict[str, Any]) -> None:
+        """Load `eval_benchmarks`. Raises a `ValueError` if they cannot be measured with these arguments."""
         if arguments["rollout_func"] or arguments["environment_factory"]:
             raise UserError(
                 "eval_benchmarks lack the columns that `rollout_func` or `environment_factory` may read. Remove the "
@@ -97,8 +100,9 @@ class BenchmarkEvaluation:
 
     def evaluation_loop(self, dataloader, *args, metric_key_prefix="eval", **kwargs):
         """Evaluate without affecting the training run: random states and logs are restored afterwards."""
-        checkpoint.check_fixed(self)
-        with checkpoint.seeded_random_numbers(checkpoint.evaluation_seed(self), self.accelerator.device):
+        check_fixed(self)
+        with seeded_random_numbers(evaluation_seed(self), self.accelerator.device):
+            # Held-out examples
             with self._collect_metrics(dataloader):
                 output = super().evaluation_loop(dataloader, *args, metric_key_prefix=metric_key_prefix, **kwargs)
             metrics = self._evaluation.result(self.reward_func_names, self.reward_weights)
@@ -106,28 +110,35 @@ class BenchmarkEvaluation:
             if self._evaluated_rows and self.accelerator.is_main_process:
                 file = f"{metric_key_prefix}_{self.state.global_step:05d}.parquet".replace("/", "_")
                 completion_tables.write_table(Path(self.args.output_dir, "completions", file), self._evaluated_rows)
-            prefix, self._benchmark_prefix = self._benchmark_prefix, None  # once, also with several datasets
-            if prefix is None:
+
+            # Benchmarks
+            benchmark_prefix = self._benchmark_prefix
+            if benchmark_prefix is None:
                 return output
-            output.metrics.update({f"{prefix}_{name}": value for name, value in self._measure_benchmarks().items()})
+            self._benchmark_prefix = None  # Trainer calls this for each of several datasets
+            benchmark_metrics = self._measure_benchmarks()
+            output.metrics.update({f"{benchmark_prefix}_{name}": value for name, value in benchmark_metrics.items()})
             num_problems = sum(len(benchmark.problems) for benchmark in self._benchmarks)
         return output._replace(num_samples=output.num_samples + num_problems * self.args.eval_num_samples)
 
     @contextmanager
     def _collect_metrics(self, dataloader) -> Iterator[None]:
         """Collect metrics and completions of an evaluation inside the context, apart from those of training."""
-        dataset, num_completions = getattr(dataloader, "dataset", None), None
+        dataset = getattr(dataloader, "dataset", None)
+        num_completions = None
         if dataset is not None and has_length(dataset):
             num_completions = len(dataset) * self.num_generations_eval
         logs_of_training = self._logs
-        self._evaluation, self._evaluated_rows = EvaluationMetrics(num_completions), []
+        self._evaluation = EvaluationMetrics(num_completions)
+        self._evaluated_rows = []
         try:
             yield
         finally:
             self._logs = logs_of_training
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        self._logs, metrics = completion_tables.empty_logs(), self._metrics["eval"]
+        self._logs = completion_tables.empty_logs()
+        metrics = self._metrics["eval"]
         metrics.clear()
         self._evaluation.begin_batch(len(inputs) * self.accelerator.num_processes)
         loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
@@ -147,8 +158,7 @@ class BenchmarkEvaluation:
         return [replace(rollout, generation_tokens=generation_tokens) for rollout in counted]
 
     def _determine_best_metric(self, metrics, trial):
-        name = self.args.metric_for_best_model or ""
-        name = name if name.startswith("eval_") else f"eval_{name}"
+        name = _with_prefix(self.args.metric_for_best_model or "")
         if name in metrics and metrics[name] is None:  # no completion had a verdict
             return False
         return super()._determine_best_metric(metrics, trial)
@@ -160,21 +170,25 @@ class BenchmarkEvaluation:
         # by k: pass@k of each problem, for each benchmark
         pass_values: dict[int, list[np.ndarray]] = {k: [] for k in benchmark_args.ks}
         for benchmark in self._benchmarks:
-            parts = gather_object([self._sample_benchmark(benchmark_args, benchmark)])
-            graded = {key: sample for part, _ in parts for key, sample in part.items()}
+            shares = gather_object([self._sample_benchmark(benchmark_args, benchmark)])
+            graded_samples = {key: sample for graded, _ in shares for key, sample in graded.items()}
+            outcomes = sum((counts for _, counts in shares), Counter())
             problem_ids = [problem.id for problem in benchmark.problems]
-            summary = summarize(problem_ids, graded.values(), benchmark_args.ks)
-            for k, values in pass_values.items():
-                num_samples, num_correct = zip(*graded_counts(summary["problems"], k).values(), strict=True)
-                values.append(pass_at_k(num_samples, num_correct, k))
-            outcomes = sum((counted for _, counted in parts), Counter())
-            prefix = benchmark.name
-            metrics[f"{prefix}/mean_length"] = summary["mean_tokens"]
-            metrics[f"{prefix}/clipped_ratio"] = summary["truncated_share"]
-            metrics |= {f"{prefix}/verification/{name}": number / len(graded) for name, number in outcomes.items()}
-            metrics |= {f"{prefix}/pass@{k}": entry["value"] for k, entry in summary["pass_at_k"].items()}
-        for k, values in pass_values.items():
-            mean, lower, upper = pass_interval(*values)
+            summary = summarize(problem_ids, graded_samples.values(), benchmark_args.ks)
+            for k, values_of_benchmarks in pass_values.items():
+                counts_by_problem = graded_counts(summary["problems"], k)
+                num_samples, num_correct = zip(*counts_by_problem.values(), strict=True)
+                values_of_benchmarks.append(pass_at_k(num_samples, num_correct, k))
+
+            name = benchmark.name
+            metrics[f"{name}/mean_length"] = summary["mean_tokens"]
+            metrics[f"{name}/clipped_ratio"] = summary["truncated_share"]
+            for outcome, count in outcomes.items():
+                metrics[f"{name}/verification/{outcome}"] = count / len(graded_samples)
+            for k, entry in summary["pass_at_k"].items():
+                metrics[f"{name}/pass@{k}"] = entry["value"]
+        for k, values_of_benchmarks in pass_values.items():
+            mean, lower, upper = pass_interval(*values_of_benchmarks)
             metrics[f"pass@{k}"] = float(mean)
             metrics[f"pass@{k}_lower"] = float(lower)
             metrics[f"pass@{k}_upper"] = float(upper)
@@ -184,21 +198,31 @@ class BenchmarkEvaluation:
         """Generate and grade this process's share of the completions; return what [`grade_in_background`] returns."""
         requests = requests_to_generate(benchmark_args, benchmark, set())
         num_processes = self.accelerator.num_processes
-        share = -(-len(requests) // num_processes)  # requests of a process, rounded up
         share_of_process = requests[self.accelerator.process_index :: num_processes]
-        padded = share_of_process + requests[:1] * (share - len(share_of_process))  # processes generate together
+        # Processes generate together, so that all have shares of the same size; what is generated for padding is
+        # discarded.
+        size_of_share = math.ceil(len(requests) / num_processes)
+        padded_share = share_of_process + requests[:1] * (size_of_share - len(share_of_process))
+        batch_size = size_of_share if self.use_vllm else self.args.per_device_eval_batch_size
         records = []
-        size = share if self.use_vllm else self.args.per_device_eval_batch_size
         with self._sampling_of_benchmarks():
-            for start in range(0, share, size):
-                batch = padded[start : start + size]
+            for start in range(0, size_of_share, batch_size):
+                batch = padded_share[start : start + batch_size]
                 self._give_tools(len(batch))
                 _, completion_ids, _, completions, *_ = self._generate([request.prompt for request in batch])
-                cut = self.are_truncated(completion_ids)
-                for request, ids, completion, is_cut in zip(batch, completion_ids, completions, cut, strict=True):
-                    record = {"problem": request.problem_id, "sample": request.sample, "seed": request.seed}
-                    record |= {"completion": completion_text(completion) or "", "num_tokens": len(ids)}
-                    records.append(record | {"finish_reason": "length" if is_cut else "stop"})
+                are_truncated = self.are_truncated(completion_ids)
+                generated = zip(batch, completion_ids, completions, are_truncated, strict=True)
+                for request, ids, completion, is_truncated in generated:
+                    records.append(
+                        {
+                            "problem": request.problem_id,
+                            "sample": request.sample,
+                            "seed": request.seed,
+                            "completion": completion_text(completion) or "",
+                            "num_tokens": len(ids),
+                            "finish_reason": "length" if is_truncated else "stop",
+                        }
+                    )
         if benchmark.is_code:
             verifier = shared_code_verifier()
         elif benchmark.is_gym:
@@ -223,48 +247,67 @@ class BenchmarkEvaluation:
     @contextmanager
     def _sampling_of_benchmarks(self) -> Iterator[None]:
         """Generate with the sampling settings of benchmarks inside the context, without logging."""
-        holder = vars(self.vllm_generation if self.use_vllm else self.generation_config)
-        changed = {"temperature": self.args.eval_temperature, "top_p": self.args.eval_top_p}
-        changed = {name: value for name, value in changed.items() if value is not None}
-        if not self.use_vllm and changed.get("temperature") == 0:  # which transformers rejects
-            changed = {"do_sample": False}
-        before, metrics, num_generations = dict(holder), self._metrics["eval"], self.num_generations_eval
-        logged = {name: list(values) for name, values in metrics.items()}
+        settings = {"temperature": self.args.eval_temperature, "top_p": self.args.eval_top_p}
+        settings = {name: value for name, value in settings.items() if value is not None}
+        if not self.use_vllm and settings.get("temperature") == 0:  # which transformers rejects
+            settings = {"do_sample": False}
+        generator_settings = vars(self.vllm_generation if self.use_vllm else self.generation_config)
+        settings_of_training = {name: generator_settings[name] for name in settings}
+        num_generations = self.num_generations_eval
+        metrics = self._metrics["eval"]
+        metrics_before = {name: list(values) for name, values in metrics.items()}
         try:
-            holder.update(changed)
+            generator_settings.update(settings)
             self.num_generations_eval = 1  # samples of a problem may have different prompts
             yield
         finally:
-            holder.update({name: before[name] for name in changed})
+            generator_settings.update(settings_of_training)
             self.num_generations_eval = num_generations
             metrics.clear()
-            metrics.update(logged)
+            metrics.update(metrics_before)
+
+
+def _with_prefix(metric: str) -> str:
+    """Return the name that Trainer gives to a metric of an evaluation."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
 
 
 def check_best_metric(best: str | None, examples: Any, benchmarks: Sequence[str]) -> None:
-    """Raise a `ValueError` if no evaluation measures `metric_for_best_model`; `examples` is the `eval_dataset`."""
-    prefixes = ["eval_pass@", *(f"eval_{name}/" for name in benchmarks)] if benchmarks else []
+    """
+    Raise a `ValueError` if no evaluation measures `metric_for_best_model`.
+
+    Args:
+        best (`str`, *optional*): That setting.
+        examples: The `eval_dataset`, a mapping of several, or `None`.
+        benchmarks (sequence of `str`): Names of benchmarks in metrics.
+    """
+    prefixes = []
+    if benchmarks:
+        prefixes = ["eval_pass@", *(f"eval_{name}/" for name in benchmarks)]
     if isinstance(examples, Mapping):
         prefixes += [f"eval_{name}_" for name in examples]
     elif examples is not None:
         prefixes.append("eval_")
-    name = best if best is None or best.startswith("eval_") else f"eval_{best}"
-    if name is None or not prefixes or name.startswith(tuple(prefixes)):
+    if best is None or not prefixes or _with_prefix(best).startswith(tuple(prefixes)):
         return
+    example_of_metric = "eval_pass@1" if benchmarks else f"{prefixes[0]}reward"
     raise UserError(
         f"metric_for_best_model={best!r} would not be measured: the evaluations of this run have metrics that start "
-        f"with {', '.join(prefixes)}. Set it to one of these, such as "
-        f"{'eval_pass@1' if benchmarks else f'{prefixes[0]}reward'}."
+        f"with {', '.join(prefixes)}. Set it to one of these, such as {example_of_metric}."
     )
 
 
 def _arguments_of(args: Any) -> EvaluationArguments:
     """Return the arguments with which `pacs-trl evaluate` would load the benchmarks and build their prompts."""
     settings = {"n": args.eval_num_samples, "max_problems": args.eval_max_problems, "seed": args.seed}
-    gym_tasks: dict[str, Any] = {}
+    tasks_of_training: dict[str, Any] = {}
     if args.eval_data:
         settings["prompt_instruction"] = args.eval_data.prompt_instruction
         settings["system_prompt"] = args.eval_data.system_prompt
-        gym_tasks = args.eval_data.reasoning_gym or {}
-    gym_tasks = {task: gym_tasks[task] for task in gym_tasks if f"reasoning_gym/{task}" in args.eval_benchmarks}
-    return EvaluationArguments("", args.eval_benchmarks, "", reasoning_gym=gym_tasks, **settings)
+        tasks_of_training = args.eval_data.reasoning_gym or {}
+    measured_tasks = {
+        task: task_settings
+        for task, task_settings in tasks_of_training.items()
+        if f"reasoning_gym/{task}" in args.eval_benchmarks
+    }
+    return EvaluationArguments("", args.eval_benchmarks, "", reasoning_gym=measured_tasks, **settings)

@@ -47,7 +47,8 @@ from ..update.step_sizes import BatchSizes
 from ..update.token_weights import Mismatch, MismatchCorrection, TokenWeights
 from . import checkpoint
 from .adapter_checks import max_lora_rank
-from .checkpoint import EpochSampler, load_policy_copy, read_parts, save_policy_copy
+from .checkpoint import load_policy_copy, read_states, save_policy_copy
+from .compared_settings import check_fixed
 from .copied_settings import check_changes, copied_settings
 from .engine_failures import ServerFailure, stop_without_engine
 from .engine_weights import WrongWeights
@@ -60,6 +61,7 @@ from .non_finite_steps import skip_non_finite_step
 from .overrides import check_batch, check_overrides, replaced
 from .process_checks import check_on_first_process
 from .process_count import divide_batches
+from .prompt_order import EpochSampler
 from .recomputation_checks import check_recomputation_of_routers
 from .repeatable_rollouts import RepeatableRollouts
 from .request_seeds import request_seed
@@ -319,7 +321,7 @@ class ExactUpdateTrainer(RolloutTrainer):
     def _follow_changed_settings(self) -> None:
         """Renew the objective if a callback has changed an attribute that it reads. Raises a [`FailedRun`] if it has
         changed one that nothing reads anew, and a `ValueError` for a setting in `args`."""
-        checkpoint.check_fixed(self)
+        check_fixed(self)
         settings = copied_settings(self)
         if settings != self._copied_settings:
             check_changes(self, self._copied_settings, settings)
@@ -575,7 +577,7 @@ class ExactUpdateTrainer(RolloutTrainer):
         return {"rollouts": rollouts, "late_batches": self._source.state(), "memory": self.memory.state()}
 
     def _load_run(self, directory: Path, state: dict) -> None:
-        process_states = read_parts(self, directory)
+        process_states = read_states(self, directory)
         self._choose_forward_passes()  # micro-batches depend on whether they are packed
         self._waiting = self._load_waiting([process_state["rollouts"] for process_state in process_states])
         late_batches = state["late_batches"]

@@ -6,7 +6,7 @@ from typing import Any
 from peft import PeftConfig, PeftModel
 from transformers import PreTrainedModel
 
-from .memory import uses_plugin
+from .launched_sharding import is_sharded_by_plugin
 from .rollout_config import RolloutConfig
 
 
@@ -35,7 +35,7 @@ def warn_of_rounded_updates(
     if peft_config is not None or isinstance(model, PeftModel):
         return
     dtype = (args.model_init_kwargs or {}).get("dtype") if isinstance(model, str) else model.dtype
-    is_copied = (args.bf16 or args.fp16) and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"))
+    is_copied = (args.bf16 or args.fp16) and is_sharded_by_plugin(args)
     warning = rounded_updates(dtype, args.learning_rate, has_float32_copies=False)
     if warning is not None and not is_copied and args.process_index == 0:
         logger.warning(warning)

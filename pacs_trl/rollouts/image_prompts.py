@@ -23,7 +23,7 @@ from ..data.images import (
 )
 from ..update.prompt_images import PromptImages, ids_without_expansion, padded_image_inputs, process_prompt
 from ..update.rollout import Rollout
-from .checkpoint import indices_of_generation
+from .prompt_order import indices_of_generation
 
 
 class ImagePrompts:

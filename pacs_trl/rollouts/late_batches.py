@@ -36,11 +36,11 @@ from ..errors import FailedRun, UserError, without_exit
 from ..update.rollout import Rollout
 from ..update.step_sizes import BatchSizes
 from .background import in_background
-from .checkpoint import indices_of_generation
 from .early_rewards import EarlyRewards, replaying
 from .engine_failures import ServerFailure
 from .engine_process import EngineProcess
 from .interruption import PATIENCE, Stopped
+from .prompt_order import indices_of_generation
 from .protocols import LateTrainer
 from .request_seeds import request_seed
 from .reward_functions import independent_copy

@@ -1,22 +1,18 @@
 """Memory of a run on a GPU: what `gradient_checkpointing: auto` and `max_tokens_per_micro_batch: auto` become.
 
 The choice is made before the model is loaded, from the free memory and the cost model that `pacs-trl plan` uses
-(`plan/workload.py`). Checkpoints contain it, because other micro-batches round differently.
+(`plan/workload.py`). Checkpoints contain it, because other micro-batches round differently. `step_memory.py` lowers it
+when a step runs out of memory.
 """
 
 import copy
 import logging
 import math
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from accelerate.utils import gather_object
-from accelerate.utils.memory import clear_device_cache
 from peft import LoraConfig, PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.integrations import is_deepspeed_zero3_enabled
@@ -25,9 +21,7 @@ from ..errors import UserError
 from ..plan import cost
 from ..plan.cost import GIB, Execution, Gpu, ModelShape, Recomputation
 from ..plan.occupied import WeightBytes, kept_bytes_of, occupied_bytes, weight_bytes
-from ..plan.sharding import Sharding, fsdp_keys, fsdp_recomputes, fsdp_sharding, zero_sharding_of_plugin
 from ..plan.workload import (
-    FSDP_RECOMPUTES,
     UNKNOWN_LONGEST_PROMPT,
     UNKNOWN_MEAN_PROMPT,
     USABLE_SHARE,
@@ -42,25 +36,26 @@ from ..plan.workload import (
     mean_completion,
     recomputations_of,
 )
-from ..update.groups import Groups
-from ..update.minibatch import Minibatch
-from ..update.reference import local_shard
-from ..update.rollout import Rollout
 from ..update.step_sizes import BatchSizes
-from .checkpoint import random_states, restore_random_states
+from .launched_sharding import check_recomputation_of_fsdp, is_sharded_by_plugin, sharding_of_launch, uses_plugin
 from .model_config import config_of, weights_dtype
 from .rollout_config import RolloutConfig
 
 
-if TYPE_CHECKING:
-    from .exact_trainer import ExactUpdateTrainer
-
-
 logger = logging.getLogger(__name__)
+
+# A model, or its name or folder, as trainers take it.
+Model = str | PreTrainedModel | PeftModel
 
 
 class DeviceMemory(NamedTuple):
-    """Bytes of a device that are free, and in all; and its name."""
+    """
+    Memory of a device.
+
+    Attributes:
+        free, total (`int`): Bytes that no process occupies, and bytes of the device.
+        name (`str`): Name of the device, as torch reports it.
+    """
 
     free: int
     total: int
@@ -71,7 +66,8 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     """Return the memory of the device of this process, or `None` if it is no GPU."""
     if device.type != "cuda":
         return None
-    return DeviceMemory(*torch.cuda.mem_get_info(device), torch.cuda.get_device_name(device))
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(free, total, torch.cuda.get_device_name(device))
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class MemoryPlan:
         choice ([`MemoryChoice`]): Recomputation and size of micro-batches.
         workload ([`Workload`], *optional*): Work of an update; `None` on a CPU, and for models that the cost model
             does not know.
-        room (`float`): Bytes for activations.
+        room (`float`): Bytes for activations, the smallest number of all processes.
         recomputations (`tuple[str]`): What the settings leave open, from most memory to least.
     """
 
@@ -93,15 +89,17 @@ class MemoryPlan:
     recomputations: tuple[Recomputation, ...] = ()
 
     def fits(self, choice: MemoryChoice) -> bool:
-        """Return whether another choice fits too. A size below the longest rollout is raised to it when one comes."""
-        if self.workload is None:
+        """Return whether another choice fits too; `True` without a workload."""
+        workload = self.workload
+        if workload is None:
             return True
-        size = choice.max_tokens or self.workload.largest(self.workload.training.per_device_train_batch_size)
-        return max(size, self.workload.longest) <= self.workload.tokens_that_fit(choice.recomputation, self.room)
+        size = choice.max_tokens or workload.largest(workload.training.per_device_train_batch_size)
+        largest_size = max(size, workload.longest)  # a smaller size is raised to the longest rollout when one comes
+        return largest_size <= workload.tokens_that_fit(choice.recomputation, self.room)
 
 
 def plan_memory(
-    model: str | PreTrainedModel | PeftModel,
+    model: Model,
     args: RolloutConfig,
     peft_config: PeftConfig | None,
     longest: int | None,
@@ -110,8 +108,8 @@ def plan_memory(
     quantization_config: Any = None,
 ) -> MemoryPlan:
     """
-    Choose what the settings leave open for the device of this process, the same on all processes. Warn, and choose the
-    least memory, if the longest completion does not fit by a count that is not certain.
+    Choose what the settings leave open for the device of this process, the same on all processes, which must all call
+    this. Warn, and choose the least memory, if the longest completion does not fit by a count that is not certain.
 
     Args:
         model: The model or its name, as trainers take it.
@@ -127,39 +125,43 @@ def plan_memory(
     if memory is None or not chooses(args):
         choice = choice_on_cpu(args)
         return MemoryPlan(choice, recomputations=(choice.recomputation,))
-    _check_fsdp(args)
+    check_recomputation_of_fsdp(args)
     config = config_of(model, args).get_text_config()
     shape = cost.shape_of(config.to_dict())
     if shape is None:
         choice = choice_of_unknown_model(args, config.model_type)
         return MemoryPlan(choice, recomputations=(choice.recomputation,))
+
     execution = Execution(_precision(args, model), compiled=compiled)
     workload = _workload(args, memory, execution, shape, longest)
     has_adapter = _has_adapter(model, peft_config)
     weights = _bytes_per_weight(model, args, shape, quantization_config, has_adapter=has_adapter)
-    room = min(gather_object([_room(model, args, peft_config, memory, config, shape, weights)]))
+    room_of_process = _room(model, args, peft_config, memory, config, shape, weights)
+    room = min(gather_object([room_of_process]))
     recomputations = recomputations_of(args, has_adapter=has_adapter, is_zero3=is_deepspeed_zero3_enabled())
-    chosen = choose(workload, room, recomputations)
-    if chosen is None and weights.assumptions:
-        if args.process_index == 0:
-            logger.warning(
-                f"A completion of {workload.longest:,} tokens may not fit on the {memory.name}. "
-                + " ".join(weights.assumptions)
-            )
-        size = args.max_tokens_per_micro_batch
-        max_tokens = workload.longest if isinstance(size, str) else size
-        choice = MemoryChoice(recomputations[-1], max_tokens, "the memory that training needs is not known")
-        return MemoryPlan(choice, recomputations=recomputations)
-    if chosen is None:
+
+    fitting_choice = choose(workload, room, recomputations)
+    if fitting_choice is not None:
+        return MemoryPlan(fitting_choice, workload, room, recomputations)
+    if not weights.assumptions:
+        least_bytes = workload.activation_bytes("full", workload.longest)
         raise UserError(
             f"A completion of {workload.longest:,} tokens (prompt and max_completion_length) does not fit on the "
             f"{memory.name}, even if the backward pass computes everything again: {max(room, 0) / GIB:.1f} of "
-            f"{memory.total / GIB:.1f} GiB are left, and its activations need "
-            f"{workload.activation_bytes('full', workload.longest) / GIB:.1f}. Lower max_completion_length or "
-            "vllm_gpu_memory_utilization, shard the training state (recipes/accelerate_configs/fsdp2.yaml), or train "
-            "an adapter."
+            f"{memory.total / GIB:.1f} GiB are left, and its activations need {least_bytes / GIB:.1f}. Lower "
+            "max_completion_length or vllm_gpu_memory_utilization, shard the training state "
+            "(recipes/accelerate_configs/fsdp2.yaml), or train an adapter."
         )
-    return MemoryPlan(chosen, workload, room, recomputations)
+    if args.process_index == 0:
+        logger.warning(
+            f"A completion of {workload.longest:,} tokens may not fit on the {memory.name}. "
+            + " ".join(weights.assumptions)
+        )
+    max_tokens = args.max_tokens_per_micro_batch
+    if isinstance(max_tokens, str):  # "auto"
+        max_tokens = workload.longest
+    least_choice = MemoryChoice(recomputations[-1], max_tokens, "the memory that training needs is not known")
+    return MemoryPlan(least_choice, recomputations=recomputations)
 
 
 def with_choice(args: RolloutConfig, choice: MemoryChoice) -> RolloutConfig:
@@ -179,76 +181,7 @@ def set_checkpointing(args: RolloutConfig, choice: MemoryChoice) -> None:
             setattr(args, name, choice.recomputation != "none")
 
 
-# Repeated and tried steps -----------------------------------------------------------------------------------------
-
-
-class StartOfUpdate:
-    """
-    State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics of
-    training, the work that its timer counts, and the attributes that checkpoints contain (a method may update running
-    means in a pass), of which containers are copied, but not what they contain. Besides these, passes change only
-    gradients.
-    """
-
-    def __init__(self, trainer: "ExactUpdateTrainer"):
-        self._trainer = trainer
-        self._random_states = random_states(trainer.accelerator.device)
-        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
-        self._work = trainer.timer.work.copy()
-        self._attributes = {name: copy.copy(getattr(trainer, name)) for name in trainer._saved_attributes}
-
-    def restore(self) -> None:
-        """Set the trainer to this state; it can be restored several times."""
-        trainer = self._trainer
-        restore_random_states(self._random_states, trainer.accelerator.device)
-        metrics, work = trainer._metrics["train"], trainer.timer.work
-        metrics.clear()
-        metrics.update({name: list(values) for name, values in self._metrics.items()})
-        work.clear()
-        work.update(self._work)
-        for name, value in self._attributes.items():
-            setattr(trainer, name, copy.copy(value))
-        clear_device_cache(garbage_collection=True)
-
-
-def largest_micro_batch(num_tokens: int, prompt: int, completion: int) -> list[Rollout]:
-    """Return rollouts of `num_tokens` tokens together: as many as possible with the largest lengths of `prompt` and
-    `completion`, and the rest. Prompts differ, so that none is computed once for several rollouts."""
-    number, rest = divmod(num_tokens, prompt + completion)
-    lengths = [(prompt, completion)] * number + ([(1, rest - 1)] if rest > 1 else [])
-    return [
-        Rollout(
-            prompt_ids=np.full(prompt_length, i, dtype=np.int32),
-            completion_ids=np.zeros(length, dtype=np.int32),
-            loss_mask=np.ones(length, dtype=bool),
-            label=0.0,
-        )
-        for i, (prompt_length, length) in enumerate(lengths)
-    ]
-
-
-def trial_minibatch(rollouts: list[Rollout], num_processes: int) -> Minibatch:
-    """Return a minibatch in which every process has all of the rollouts in two micro-batches, the second of which adds
-    its gradient to that of the first."""
-    indices = list(range(len(rollouts)))
-    groups = Groups(torch.zeros(len(rollouts)), indices)
-    return Minibatch(rollouts, groups, [[indices, indices] for _ in range(num_processes)], whole_groups=False)
-
-
-@contextmanager
-def moments_of_optimizer(model: torch.nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
-    """Occupy the memory of Adam's moments of this process's weights on a device, which are allocated after the first
-    backward pass. FSDP may have the weights, and so the moments, in memory of the CPU."""
-    shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    trained = sum(shard.numel() for shard in shards if shard.device.type == device.type)
-    moments = torch.empty(2 * trained, device=device)
-    try:
-        yield moments
-    finally:
-        del moments
-
-
-# The parts of the memory --------------------------------------------------------------------------------------------
+# Parts of the memory --------------------------------------------------------------------------------------------
 
 
 def _workload(
@@ -258,6 +191,7 @@ def _workload(
     shape: ModelShape,
     longest: int | None,
 ) -> Workload:
+    """Return the work of an update; `longest` is that of [`plan_memory`]."""
     completion = args.max_completion_length or 1
     longest_prompt = UNKNOWN_LONGEST_PROMPT if longest is None else max(longest - completion, 1)
     step = BatchSizes.of(args, args.world_size)
@@ -275,7 +209,7 @@ def _workload(
 
 
 def _room(
-    model: str | PreTrainedModel | PeftModel,
+    model: Model,
     args: RolloutConfig,
     peft_config: PeftConfig | None,
     memory: DeviceMemory,
@@ -291,44 +225,68 @@ def _room(
         parameters = list(empty.parameters())
     else:
         parameters = list(model.parameters())
-    trained = sum(parameter.numel() for parameter in parameters if parameter.requires_grad)
-    frozen = sum(parameter.numel() for parameter in parameters) - trained
+    trained_parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    frozen_parameters = [parameter for parameter in parameters if not parameter.requires_grad]
+    num_new = 0  # weights of the adapter that peft will add
     if peft_config is not None:
-        frozen, trained = frozen + trained, 0
+        trained_parameters, frozen_parameters = [], parameters
         if isinstance(peft_config, LoraConfig):
-            trained = cost.lora_parameters(shape, peft_config.r)
-    if frozen and not isinstance(model, str):  # packed weights, where they are quantized
-        is_cast = uses_plugin(args, "DEEPSPEED")
-        packed = sum(
-            p.numel() * kept_bytes if is_cast and p.is_floating_point() else p.nbytes
-            for p in parameters
-            if peft_config is not None or not p.requires_grad
-        )
-        weights = weights._replace(frozen=packed / frozen)
+            num_new = cost.lora_parameters(shape, peft_config.r)
+    num_trained = _num_weights(trained_parameters) + num_new
+    num_frozen = _num_weights(frozen_parameters)
+    if num_frozen > 0 and not isinstance(model, str):
+        frozen_bytes = _kept_bytes_of_loaded(frozen_parameters, kept_bytes, is_cast=uses_plugin(args, "DEEPSPEED"))
+        weights = weights._replace(frozen=frozen_bytes / num_frozen)
+
     occupied = occupied_bytes(
         args,
         shape,
-        trained=trained,
-        frozen=frozen,
+        trained=num_trained,
+        frozen=num_frozen,
         kept_bytes=kept_bytes,
         weights=weights,
         has_adapter=_has_adapter(model, peft_config),
-        sharding=_sharding(args),
+        sharding=sharding_of_launch(args),
         precision=_precision(args, model),
         memory_bytes=memory.total,
     )
-    on_device = sum(p.nbytes for p in parameters if p.device.type == args.device.type != "cpu")
-    return memory.free + on_device - (1 - USABLE_SHARE) * memory.total - occupied.in_update
+    # Weights that are loaded already are in `occupied`, too.
+    loaded_on_device = [parameter for parameter in parameters if parameter.device.type == args.device.type != "cpu"]
+    unoccupied = memory.free + _num_bytes(loaded_on_device)
+    reserve = (1 - USABLE_SHARE) * memory.total
+    return unoccupied - reserve - occupied.in_update
+
+
+def _num_weights(parameters: list[torch.nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
+
+
+def _num_bytes(parameters: list[torch.nn.Parameter]) -> int:
+    return sum(parameter.nbytes for parameter in parameters)
+
+
+def _kept_bytes_of_loaded(parameters: list[torch.nn.Parameter], kept_bytes: int, *, is_cast: bool) -> int:
+    """Return the bytes of frozen weights of a loaded model, which are packed where they are quantized; with `is_cast`,
+    the plugin casts all others to `kept_bytes` each."""
+    if not is_cast:
+        return _num_bytes(parameters)
+    cast_parameters = [parameter for parameter in parameters if parameter.is_floating_point()]
+    packed_parameters = [parameter for parameter in parameters if not parameter.is_floating_point()]
+    return kept_bytes * _num_weights(cast_parameters) + _num_bytes(packed_parameters)
 
 
 def _gpu_of(memory: DeviceMemory) -> Gpu:
     """Return the data sheet of a GPU; an unknown one gets the rates of an H200."""
-    known = [gpu for gpu in cost.GPUS.values() if gpu.name in memory.name]
-    return (known[0] if known else cost.H200)._replace(name=memory.name, memory_bytes=memory.total)
+    sheet = cost.H200
+    for gpu in cost.GPUS.values():
+        if gpu.name in memory.name:
+            sheet = gpu
+            break
+    return sheet._replace(name=memory.name, memory_bytes=memory.total)
 
 
 def _bytes_per_weight(
-    model: str | PreTrainedModel | PeftModel,
+    model: Model,
     args: RolloutConfig,
     shape: ModelShape,
     quantization_config: Any,
@@ -341,62 +299,31 @@ def _bytes_per_weight(
     else:
         quantization_config = None
     is_mixed = args.bf16 or args.fp16
+    quantization_of_checkpoint = getattr(config_of(model, args), "quantization_config", None)
     return weight_bytes(
         args,
         shape,
         kept_bytes=_kept_bytes(model, args),
         has_adapter=has_adapter,
-        has_float32_copies=is_mixed and (uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED")),
-        quantization=quantization_config or getattr(config_of(model, args), "quantization_config", None),
+        has_float32_copies=is_mixed and is_sharded_by_plugin(args),
+        quantization=quantization_config or quantization_of_checkpoint,
     )
 
 
-def _kept_bytes(model: str | PreTrainedModel | PeftModel, args: RolloutConfig) -> int:
+def _kept_bytes(model: Model, args: RolloutConfig) -> int:
     """Return the bytes of a weight that is neither trained nor quantized."""
     loaded_bytes = 4 if weights_dtype(model, args) == "float32" else 2
-    return kept_bytes_of(loaded_bytes, _sharding(args), _precision(args, model))
+    return kept_bytes_of(loaded_bytes, sharding_of_launch(args), _precision(args, model))
 
 
-def _has_adapter(model: str | PreTrainedModel | PeftModel, peft_config: PeftConfig | None) -> bool:
+def _has_adapter(model: Model, peft_config: PeftConfig | None) -> bool:
     return peft_config is not None or isinstance(model, PeftModel)
 
 
-def _precision(args: RolloutConfig, model: str | PreTrainedModel | PeftModel) -> str:
+def _precision(args: RolloutConfig, model: Model) -> str:
+    """Return the precision of activations, see [`activation_precision`]."""
     return activation_precision(
         loads_float32=weights_dtype(model, args) == "float32",
         is_mixed=args.bf16 or args.fp16,
-        is_wrapped=uses_plugin(args, "FSDP") or uses_plugin(args, "DEEPSPEED"),
+        is_wrapped=is_sharded_by_plugin(args),
     )
-
-
-def uses_plugin(args: RolloutConfig, plugin: str) -> bool:
-    """Return whether the launch, or the configuration, uses `"FSDP"` or `"DEEPSPEED"`."""
-    is_set = args.deepspeed if plugin == "DEEPSPEED" else args.fsdp
-    return bool(is_set) or os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
-
-
-def _sharding(args: RolloutConfig) -> Sharding:
-    """Return how the processes of this launch divide the training state."""
-    if uses_plugin(args, "DEEPSPEED"):
-        return zero_sharding_of_plugin(args.deepspeed_plugin, args.world_size)
-    if uses_plugin(args, "FSDP"):
-        parallelism = args.launched_parallelism
-        return fsdp_sharding(
-            _keys_of_fsdp(args),
-            args.world_size,
-            processes_per_node=torch.cuda.device_count() or args.world_size,
-            replicas=1 if parallelism is None else parallelism.dp_replicate_size,
-        )
-    return Sharding("ddp" if args.world_size > 1 else "none")
-
-
-def _keys_of_fsdp(args: RolloutConfig) -> dict[str, Any]:
-    """Return how FSDP runs, in the keys of an accelerate file, which the launcher makes variables of."""
-    variables = {name.lower(): value for name, value in os.environ.items() if name.startswith("FSDP_")}
-    return fsdp_keys(args, variables)
-
-
-def _check_fsdp(args: RolloutConfig) -> None:
-    """Raise a `ValueError` if FSDP is to recompute activations too."""
-    if args.gradient_checkpointing == "auto" and uses_plugin(args, "FSDP") and fsdp_recomputes(_keys_of_fsdp(args)):
-        raise UserError(FSDP_RECOMPUTES)

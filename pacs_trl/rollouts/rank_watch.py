@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from accelerate.utils import broadcast_object_list, gather_object
@@ -45,7 +45,7 @@ def is_collective_error(error: BaseException) -> bool:
     return is_generic or isinstance(error, dist.DistError)
 
 
-def _has_ended(pid: int) -> bool:
+def _process_has_ended(pid: int) -> bool:
     """Return whether a process of this machine has ended, also if its parent has not noticed yet."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -64,6 +64,28 @@ def _machine() -> str:
         return socket.gethostname()
 
 
+class Sign(NamedTuple):
+    """
+    A sign of life of a rank.
+
+    Attributes:
+        number (`int`): Number of the sign, from 1, by which a new one is told from an old one.
+        state (`str`): `"running"`, `"failed"`, or `"ended"`.
+        busy (`float`, *optional*): Seconds since a call of a user's code began; `None` outside of one.
+        failure (`str`, *optional*): Why the rank has failed.
+        pid (`int`), host (`str`): Its process and hostname.
+        machine (`str`): See [`_machine`].
+    """
+
+    number: int
+    state: Literal["running", "failed", "ended"]
+    busy: float | None
+    failure: str | None
+    pid: int
+    host: str
+    machine: str
+
+
 class RankWatch:
     """
     Signs of life of this rank, and watch of the others.
@@ -74,36 +96,42 @@ class RankWatch:
         limit (`float`): Seconds that a call of a user's code may take.
         output_dir (`str`): Directory of the run, whose last checkpoint the message names.
         run (`int`): Number of the run; the store keeps the last signs of earlier runs.
+
+    Attributes:
+        problem (`str`, *optional*): What is wrong with a rank; `None` as long as nothing is.
     """
 
     def __init__(self, store: Any, rank: int, num_ranks: int, *, limit: float, output_dir: str, run: int = 0):
         self._store, self._rank, self._num_ranks = store, rank, num_ranks
         self._limit, self._output_dir = limit, output_dir
-        self._prefix = f"pacs_trl/rank_watch/{run}"  # of keys in the store
+        self._key_prefix = f"pacs_trl/rank_watch/{run}"  # in the store
         self._machine = _machine()
-        self._count = 0
+        self._num_signs = 0
         self._failure: str | None = None  # of this rank
-        self._last: dict[int, tuple[dict, float]] = {}  # last sign of each rank, and when it was new
-        self._has_told: bool | None = None  # None: not asked yet
-        self._ended, self._has_problem = threading.Event(), threading.Event()
+        self._last_signs: dict[int, Sign] = {}  # by rank
+        self._times_of_signs: dict[int, float] = {}  # by rank: when this rank first read its last sign
+        self._tells_problem: bool | None = None  # see `_tells`
         self.problem: str | None = None
+        self._has_problem = threading.Event()
+        self._is_stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
     def start(self) -> None:
-        self._write("running")
+        self._write_sign("running")
         self._thread.start()
 
     def stop(self) -> None:
         """End the watch. A rank that has ended is no longer watched."""
-        self._ended.set()
+        self._is_stopped.set()
         self._thread.join(INTERVAL)
-        self._write("failed" if self._failure else "ended")
+        self._write_sign("failed" if self._failure else "ended")
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one ends."""
-        text = str(error).strip().splitlines()
-        self._failure = f"{type(error).__name__}: {text[0] if text else ''}".removesuffix(": ").removesuffix(".")
-        self._write("failed")
+        lines = str(error).strip().splitlines()
+        first_line = lines[0] if lines else ""
+        self._failure = f"{type(error).__name__}: {first_line}".removesuffix(": ").removesuffix(".")
+        self._write_sign("failed")
 
     def explain(self, error: BaseException) -> FailedElsewhere | None:
         """Wait until it is known which rank caused an error of a collective operation. Returns `None` if all live."""
@@ -111,83 +139,105 @@ class RankWatch:
             return None
         return FailedElsewhere(self._message(), prints=self._tells())
 
+    # Signs ----------------------------------------------------------------------------------------------------------
+
+    def _write_sign(self, state: Literal["running", "failed", "ended"]) -> None:
+        self._num_signs += 1
+        sign = Sign(
+            number=self._num_signs,
+            state=state,
+            busy=interruption.seconds_in_user_code(),
+            failure=self._failure,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            machine=self._machine,
+        )
+        try:
+            self._store.set(self._key(self._rank), json.dumps(sign._asdict()))
+        except (RuntimeError, OSError):
+            if state == "running":  # otherwise the other ranks may have ended, and the store with them
+                raise
+
+    def _read_signs(self) -> None:
+        for rank in range(self._num_ranks):
+            if not self._store.check([self._key(rank)]):
+                continue
+            sign = Sign(**json.loads(self._store.get(self._key(rank))))
+            is_new = rank not in self._last_signs or sign.number != self._last_signs[rank].number
+            if is_new:
+                self._last_signs[rank] = sign
+                self._times_of_signs[rank] = time.monotonic()
+
+    def _key(self, rank: int) -> str:
+        return f"{self._key_prefix}/{rank}"
+
     # Thread ---------------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._ended.wait(INTERVAL):
+        while not self._is_stopped.wait(INTERVAL):
             try:
-                self._write("running")
-                self._read()
+                self._write_sign("running")
+                self._read_signs()
             except (RuntimeError, OSError):
-                self.problem = self.problem or "The process that holds the store of the process group has ended"
-            self.problem = self.problem or self._problem()
+                self.problem = "The process that holds the store of the process group has ended"
+            if self.problem is None:
+                self.problem = self._find_problem()
             if self.problem is not None:
                 self._has_problem.set()
-                if not self._ended.wait(GRACE):  # the main thread waits for a rank that does not come
+                if not self._is_stopped.wait(GRACE):  # the main thread waits for a rank that does not come
                     self._end_process()
                 return
+
+    def _find_problem(self) -> str | None:
+        """Return what is wrong with a rank, if anything is."""
+        for rank, sign in sorted(self._last_signs.items()):
+            name = f"Rank {rank} (process {sign.pid} on {sign.host})"
+            if sign.state == "failed" and rank != self._rank:
+                return f"{name} has failed with {sign.failure}"
+            if self._is_dead(rank):
+                return f"{name} has ended without a message, as after kill -9 or when memory runs out"
+            if sign.busy is not None and sign.busy > self._limit:
+                return (
+                    f"{name} has waited {sign.busy:.0f} s for a reward function, tool, or rollout function, longer "
+                    f"than ddp_timeout={self._limit:g}"
+                )
+        return None
+
+    def _is_dead(self, rank: int) -> bool:
+        """Return whether another rank has ended or hangs without having said so."""
+        sign = self._last_signs[rank]
+        if sign.state != "running" or rank == self._rank:
+            return False
+        if sign.machine == self._machine and _process_has_ended(sign.pid):
+            return True
+        return time.monotonic() - self._times_of_signs[rank] > SILENCE
 
     def _end_process(self) -> None:
         if self._tells():
             print(f"pacs-trl train: {self._message()}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _write(self, state: str) -> None:
-        self._count += 1
-        busy = interruption.seconds_in_user_code()
-        sign = {"count": self._count, "state": state, "busy": busy, "failure": self._failure}
-        sign |= {"pid": os.getpid(), "host": socket.gethostname(), "machine": self._machine}
-        try:
-            self._store.set(self._key(self._rank), json.dumps(sign))
-        except (RuntimeError, OSError):
-            if state == "running":
-                raise
-
-    def _read(self) -> None:
-        for rank in range(self._num_ranks):
-            if self._store.check([self._key(rank)]):
-                sign = json.loads(self._store.get(self._key(rank)))
-                if rank not in self._last or sign["count"] != self._last[rank][0]["count"]:
-                    self._last[rank] = sign, time.monotonic()
-
-    def _problem(self) -> str | None:
-        """Return what is wrong with a rank, if anything is."""
-        for rank, (sign, _) in sorted(self._last.items()):
-            name = f"Rank {rank} (process {sign['pid']} on {sign['host']})"
-            if sign["state"] == "failed" and rank != self._rank:
-                return f"{name} has failed with {sign['failure']}"
-            if self._is_dead(rank):
-                return f"{name} has ended without a message, as after kill -9 or when memory runs out"
-            if sign["busy"] is not None and sign["busy"] > self._limit:
-                return (
-                    f"{name} has waited {sign['busy']:.0f} s for a reward function, tool, or rollout function, longer "
-                    f"than ddp_timeout={self._limit:g}"
-                )
-        return None
-
-    def _is_dead(self, rank: int) -> bool:
-        sign, seen = self._last[rank]
-        if sign["state"] != "running" or rank == self._rank:
-            return False
-        if sign["machine"] == self._machine and _has_ended(sign["pid"]):
-            return True
-        return time.monotonic() - seen > SILENCE
+    # Message --------------------------------------------------------------------------------------------------------
 
     def _tells(self) -> bool:
-        """Return whether this rank says why all end: the first that lives, unless one did that has ended since."""
-        if self._has_told is None:
-            self._has_told = self._is_first_alive() and self._is_first_to_tell()
-        return self._has_told
+        """Return whether this rank says why all end: the first that lives, unless one did that has ended since. The
+        first call decides: the main thread and the watch both ask."""
+        if self._tells_problem is None:
+            self._tells_problem = self._is_first_alive() and self._is_first_to_tell()
+        return self._tells_problem
+
+    def _is_first_alive(self) -> bool:
+        """Return whether all ranks before this one have ended."""
+        running_before = [
+            rank for rank, sign in self._last_signs.items() if rank < self._rank and sign.state == "running"
+        ]
+        return all(self._is_dead(rank) for rank in running_before)
 
     def _is_first_to_tell(self) -> bool:
         try:
-            return self._store.add(f"{self._prefix}/told", 1) == 1
+            return self._store.add(f"{self._key_prefix}/told", 1) == 1
         except (RuntimeError, OSError):  # the store has ended, and with it the rank that holds it
             return True
-
-    def _is_first_alive(self) -> bool:
-        others = [r for r, (sign, _) in self._last.items() if r < self._rank and sign["state"] == "running"]
-        return not any(not self._is_dead(rank) for rank in others)
 
     def _message(self) -> str:
         last = last_checkpoint(self._output_dir)
@@ -198,35 +248,36 @@ class RankWatch:
             f"continue with `--resume_from_checkpoint last`, {where}."
         )
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
-
 
 def check_shared_folder(accelerator: Any, output_dir: str) -> None:
     """Raise a `ValueError` on all ranks if one of them does not see the folder of checkpoints that rank 0 sees. A run
     that resumes would not see the parts of checkpoints that such a rank has written."""
-    token = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])[0]
-    file = Path(output_dir, token)
+    (name,) = broadcast_object_list([f".shared-{uuid.uuid4().hex}"])
+    file = Path(output_dir, name)
     if accelerator.is_main_process:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
     accelerator.wait_for_everyone()
-    sees_file = any(_exists_soon(file))
-    places = gather_object([None if sees_file else f"rank {accelerator.process_index} on {socket.gethostname()}"])
+    blind_rank = None
+    if not _appears(file):
+        blind_rank = f"rank {accelerator.process_index} on {socket.gethostname()}"
+    blind_ranks = [rank for rank in gather_object([blind_rank]) if rank is not None]
     if accelerator.is_main_process:
         file.unlink()
-    if missing := [place for place in places if place is not None]:
+    if blind_ranks:
         raise UserError(
-            f"output_dir={output_dir!r} is not the same folder on all ranks: {', '.join(missing)} do not see a file "
-            'that rank 0 wrote there. Put it on a file system that all nodes share, or set save_strategy: "no".'
+            f"output_dir={output_dir!r} is not the same folder on all ranks: {', '.join(blind_ranks)} do not see a "
+            'file that rank 0 wrote there. Put it on a file system that all nodes share, or set save_strategy: "no".'
         )
 
 
-def _exists_soon(file: Path) -> Iterator[bool]:
-    """Yield whether a file exists a few times: file systems of clusters show new files after seconds."""
+def _appears(file: Path) -> bool:
+    """Return whether a file exists within about five seconds: file systems of clusters show new files late."""
     for seconds in (0.0, 0.1, 1.0, 4.0):
         time.sleep(seconds)
-        yield file.exists()
+        if file.exists():
+            return True
+    return False
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..update.step_sizes import BatchSizes
-from .checkpoint import indices_of_generation
 from .late_batches import Generated, LateBatches
+from .prompt_order import indices_of_generation
 from .protocols import LateTrainer
 from .reward_functions import independent_copy
 from .stepped_engine import GroupInProgress

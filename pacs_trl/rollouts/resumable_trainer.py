@@ -21,9 +21,12 @@ from ..errors import UserError
 from . import checkpoint
 from .checkpoint import saved_run
 from .checkpoint_files import FILE_LIST, write_file_list
+from .compared_settings import check_fixed
 from .interruption import Stopped
 from .process_checks import prompt_digest
 from .process_count import remove_parts_of_missing_processes, seed_process
+from .prompt_order import EpochSampler
+from .random_numbers import engine_index
 from .rank_watch import check_shared_folder, watching_ranks
 from .request_seeds import RequestSeeds
 from .rollout_config import RolloutConfig
@@ -67,7 +70,7 @@ class ResumableTrainer(GRPOTrainer):
     # Runs -----------------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
-        checkpoint.check_fixed(self)
+        check_fixed(self)
         resume_from_checkpoint = checkpoint.checkpoint_to_resume(self, resume_from_checkpoint)
         self._prepare_memory(resume_from_checkpoint)
         self._source.close()  # which an evaluation may have connected to a server
@@ -123,7 +126,7 @@ class ResumableTrainer(GRPOTrainer):
         for log in logs:
             log.clear()
         self._num_generated_batches = 0  # in training, with those of `generate_more`
-        engine = checkpoint.engine_index(self.args, self.accelerator.process_index)
+        engine = engine_index(self.args, self.accelerator.process_index)
         self._request_seeds = RequestSeeds(self.args.seed, engine)  # of vLLM
         self._num_groups = self._num_evaluated_groups = 0  # generated in training, and in the running evaluation
         self._unrewarded: int | None = 0  # initial generation batches without any reward; None after the first reward
@@ -177,7 +180,7 @@ class ResumableTrainer(GRPOTrainer):
         )
 
     def _get_train_sampler(self, dataset=None):
-        return checkpoint.EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        return EpochSampler(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     @property
     def generation_number(self) -> int:

@@ -192,26 +192,29 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         refuse_illegal_values(self)
         if isinstance(self.eval_benchmarks, str):
             self.eval_benchmarks = [self.eval_benchmarks]
-        if self.metric_for_best_model is None and (self.load_best_model_at_end or self.schedule_follows_metric):
-            self.metric_for_best_model = "eval_pass@1" if self.eval_benchmarks else "eval_reward"
-        if (best := self.metric_for_best_model or "").startswith("eval/"):  # the name in trackers
-            self.metric_for_best_model = f"eval_{best.removeprefix('eval/')}"
+        self._name_best_metric()
         if self.deepspeed or os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
             require_deepspeed()
-        if error := self._parallelism_error():
-            raise UserError(error)
-        # `generation_batch_size` and `steps_per_generation` are both set by TRL
-        self._generation_size_keys = ["generation_batch_size"]
-        if self.generation_batch_size is None:
-            steps = "gradient_accumulation_steps" if self.steps_per_generation is None else "steps_per_generation"
-            self._generation_size_keys = ["per_device_train_batch_size", steps]
+        parallelism_error = self._parallelism_error()
+        if parallelism_error is not None:
+            raise UserError(parallelism_error)
+
+        # TRL sets `generation_batch_size` and `steps_per_generation`, so that both have a value later.
+        if self.generation_batch_size is not None:
+            self._generation_size_keys = ["generation_batch_size"]
+        elif self.steps_per_generation is not None:
+            self._generation_size_keys = ["per_device_train_batch_size", "steps_per_generation"]
+        else:
+            self._generation_size_keys = ["per_device_train_batch_size", "gradient_accumulation_steps"]
         try:
             super().__post_init__()
         except ValueError as error:
             knows_processes = "distributed_state" in vars(self)  # which transformers looks at after other settings
-            if knows_processes and (messages := self._batch_size_errors()):
+            messages = self._batch_size_errors() if knows_processes else []
+            if messages:
                 raise UserError(" ".join(messages)) from error
             raise
+
         if self.schedule_follows_metric:
             mode = "max" if self.greater_is_better else "min"
             self.lr_scheduler_kwargs = {"mode": mode, **(self.lr_scheduler_kwargs or {})}
@@ -221,6 +224,14 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             raise UserError(" ".join(errors))
         for message in generation_warnings(self):
             warnings.warn(message, stacklevel=3)
+
+    def _name_best_metric(self) -> None:
+        """Set `metric_for_best_model` to the name that Trainer looks for, and to a default where one is needed."""
+        if self.metric_for_best_model is None:
+            if self.load_best_model_at_end or self.schedule_follows_metric:
+                self.metric_for_best_model = "eval_pass@1" if self.eval_benchmarks else "eval_reward"
+        elif self.metric_for_best_model.startswith("eval/"):  # the name in trackers
+            self.metric_for_best_model = f"eval_{self.metric_for_best_model.removeprefix('eval/')}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings that may be published; trackers receive them."""
@@ -238,14 +249,16 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         """Return why accelerate's parallelism cannot be used: processes that share a model or its sequences have no
         completions of their own."""
         config = self.launched_parallelism
-        sizes = {} if config is None else {name: getattr(config, name) for name in SPLITTING_SIZES}
-        if split := [f"{name}={size}" for name, size in sizes.items() if size > 1]:
-            return (
-                f"parallelism_config with {' and '.join(split)} splits the model or its sequences over processes, "
-                "each of which must generate and train completions of its own. Remove it; FSDP2 and DeepSpeed shard "
-                "weights."
-            )
-        return None
+        if config is None:
+            return None
+        splitting = [f"{name}={getattr(config, name)}" for name in SPLITTING_SIZES if getattr(config, name) > 1]
+        if not splitting:
+            return None
+        return (
+            f"parallelism_config with {' and '.join(splitting)} splits the model or its sequences over processes, "
+            "each of which must generate and train completions of its own. Remove it; FSDP2 and DeepSpeed shard "
+            "weights."
+        )
 
     def errors(self, step: BatchSizes) -> list[str]:
         """Return one message per contradiction between settings; `step` holds the batch sizes."""
@@ -266,25 +279,29 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 f"hub_strategy={self.hub_strategy.value!r} would be ignored: models are pushed at the end of "
                 "training, never with checkpoints, which contain the token and the optimizer. Remove the key."
             )
-        names: tuple[str, ...] = ("vllm_sync_adapter",)
+        for_other_engine = ["vllm_sync_adapter"]
         if self.use_vllm:
-            names = ("fast_generation", "generation_dtype", "cache_implementation")
-            names += ("use_transformers_continuous_batching",)
-        if ignored := [name for name in names if getattr(self, name)]:
+            for_other_engine = [
+                "fast_generation",
+                "generation_dtype",
+                "cache_implementation",
+                "use_transformers_continuous_batching",
+            ]
+        ignored = [name for name in for_other_engine if getattr(self, name)]
+        if ignored:
             errors.append(
                 f"{' and '.join(ignored)} would be ignored with use_vllm: {str(self.use_vllm).lower()}. Remove the "
                 f"key, or set use_vllm: {str(not self.use_vllm).lower()}."
             )
-        if self.rollout_engine == "vllm" and (
-            not self.has_engine_process or self.fast_generation or self.generation_dtype
-        ):
+        settings_of_transformers = self.fast_generation or self.generation_dtype
+        if self.rollout_engine == "vllm" and (not self.has_engine_process or settings_of_transformers):
             errors.append(
                 "rollout_engine: vllm is for rollout_lag or rollout_schedule: continuous with use_vllm: false, and "
                 "without fast_generation and generation_dtype, which it would ignore. Set rollout_lag: 1, and remove "
                 "the others."
             )
-        if self.rollout_lag and (error := self._lag_error()):
-            errors.append(f"rollout_lag={self.rollout_lag} {error}, or remove the key.")
+        if self.rollout_lag:
+            errors += self._lag_errors()
         if self.compile_layers is True and not self.is_exact:
             errors.append(
                 f"compile_layers: true is for the exact update, which {type(self).__name__} does not have. Remove the "
@@ -313,24 +330,27 @@ class RolloutConfig(MethodSettings, GRPOConfig):
 
     def _batch_size_errors(self) -> list[str]:
         """Return what is wrong with batch sizes, of which TRL names some that were not written."""
-        errors, size, slot = [], self.generation_batch_size, self.per_device_train_batch_size * self.world_size
-        if size is not None and size % slot:
+        errors = []
+        generation_size = self.generation_batch_size
+        slot_size = self.per_device_train_batch_size * self.world_size
+        if generation_size is not None and generation_size % slot_size:
             errors.append(
-                f"generation_batch_size={size} must be a multiple of per_device_train_batch_size="
-                f"{self.per_device_train_batch_size} x {self.world_size} processes = {slot}. Change one of them."
+                f"generation_batch_size={generation_size} must be a multiple of per_device_train_batch_size="
+                f"{self.per_device_train_batch_size} x {self.world_size} processes = {slot_size}. Change one of them."
             )
-        elif size is not None and size % self.num_generations:
+        elif generation_size is not None and generation_size % self.num_generations:
             errors.append(
                 f"A generation batch must hold whole groups: {self.generation_size} completions is no multiple of "
                 f"num_generations={self.num_generations}. Change one of them."
             )
-        key = "num_generations" if self.num_generations_eval is None else "num_generations_eval"
-        slot = self.per_device_eval_batch_size * self.world_size
-        if self.do_eval and self.eval_strategy != "no" and slot % getattr(self, key):
+        group_key = "num_generations" if self.num_generations_eval is None else "num_generations_eval"
+        group_size = getattr(self, group_key)
+        eval_size = self.per_device_eval_batch_size * self.world_size
+        if self.do_eval and self.eval_strategy != "no" and eval_size % group_size:
             errors.append(
                 f"An evaluation batch must hold whole groups: per_device_eval_batch_size="
-                f"{self.per_device_eval_batch_size} x {self.world_size} processes = {slot} is no multiple of "
-                f"{key}={getattr(self, key)}. Change one of them."
+                f"{self.per_device_eval_batch_size} x {self.world_size} processes = {eval_size} is no multiple of "
+                f"{group_key}={group_size}. Change one of them."
             )
         return errors
 
@@ -370,7 +390,8 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         return self.use_vllm and self.stale_logps == "recompute"
 
     def _optimizer_errors(self) -> list[str]:
-        optimizer = str(getattr(self.optim, "value", self.optim))
+        """Return an error message if the optimizer changes weights before the gradient of a step is complete."""
+        optimizer = self.optim.value
         if optimizer in ("lomo", "adalomo") or optimizer.endswith("_layerwise"):
             return [
                 f"optim={optimizer!r} changes weights inside the backward pass of each micro-batch, so the result "
@@ -381,7 +402,9 @@ class RolloutConfig(MethodSettings, GRPOConfig):
 
     def _trainer_errors(self) -> list[str]:
         """Return one message per setting of the optimizer or of batches that would fail late, or be ignored."""
-        errors, optimizer = [], self.optim.value
+        errors = []
+        optimizer = self.optim.value
+        model_init_kwargs = self.model_init_kwargs or {}
         if self.max_steps == 0:
             errors.append(
                 "max_steps=0 would be ignored: num_train_epochs would decide. Set it to at least 1, or to -1 to train "
@@ -398,14 +421,16 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 "out. Set gradient_accumulation_steps in its place."
             )
         errors += self._schedule_errors()
-        if split := [key for key in ("tp_plan", "tp_size") if (self.model_init_kwargs or {}).get(key)]:
+        splitting = [key for key in ("tp_plan", "tp_size") if model_init_kwargs.get(key)]
+        if splitting:
             errors.append(
-                f"model_init_kwargs with {' and '.join(split)} would split the model over several processes, each of "
-                "which must generate and train completions of its own. Remove the key; FSDP2 and DeepSpeed shard "
+                f"model_init_kwargs with {' and '.join(splitting)} would split the model over several processes, each "
+                "of which must generate and train completions of its own. Remove the key; FSDP2 and DeepSpeed shard "
                 "weights."
             )
-        dtype = (self.model_init_kwargs or {}).get("dtype")
-        if not (dtype is None or dtype in DTYPES or isinstance(dtype, torch.dtype)):
+        dtype = model_init_kwargs.get("dtype")
+        is_dtype = dtype is None or dtype in DTYPES or isinstance(dtype, torch.dtype)
+        if not is_dtype:
             errors.append(
                 f"model_init_kwargs has dtype={dtype!r}, which weights cannot have. Write one of {', '.join(DTYPES)}."
             )
@@ -425,31 +450,30 @@ class RolloutConfig(MethodSettings, GRPOConfig):
         parameters = inspect.signature(create_schedule).parameters
         if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
             return []  # of an optimizer of torch, which names its parameters
-        of_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
-        known = set(parameters) - of_trainer
+        passed_by_trainer = {"optimizer", "num_warmup_steps", "num_training_steps", "last_epoch"}
+        known = set(parameters) - passed_by_trainer
         unknown = [key for key in self.lr_scheduler_kwargs or {} if key not in known]
         if not unknown:
             return []
-        near = did_you_mean(unknown[0], known)
+        suggestion = did_you_mean(unknown[0], known)
         return [
             f"lr_scheduler_kwargs has {', '.join(unknown)}, which the schedule lr_scheduler_type="
-            f"{schedule.value} does not take.{near} Correct or remove the key."
+            f"{schedule.value} does not take.{suggestion} Correct or remove the key."
         ]
 
     def _reward_weight_errors(self) -> list[str]:
         weights = self.reward_weights
         if not weights or not all(isinstance(weight, int | float) for weight in weights):
             return []  # TRL's errors name them
-        if all(math.isfinite(weight) for weight in weights) and any(weights):
+        is_usable = all(math.isfinite(weight) for weight in weights) and any(weights)
+        if is_usable:
             return []
         return [
             f"reward_weights={weights} must be finite numbers that are not all 0. Correct them, or remove the key."
         ]
 
     def _benchmark_errors(self) -> list[str]:
-        names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")
-        changed = [f.name for f in fields(self) if f.name in names and getattr(self, f.name) != f.default]
-        ks = [str(k) for k in DEFAULT_KS if self.eval_benchmarks and k <= self.eval_num_samples]
+        """Return an error message about settings of benchmarks, or about a best metric that is not measured."""
         best = self.metric_for_best_model or ""
         if best == "loss" or (best.startswith("eval_") and best.endswith("_loss")):
             return [
@@ -457,35 +481,53 @@ class RolloutConfig(MethodSettings, GRPOConfig):
                 "and not lower for better completions with other methods. Set eval_reward, or with eval_benchmarks "
                 "eval/pass@1."
             ]
+        names = ("eval_benchmarks", "eval_max_problems", "eval_num_samples", "eval_temperature", "eval_top_p")
+        defaults = {field.name: field.default for field in fields(self)}
+        changed = [name for name in names if getattr(self, name) != defaults[name]]
         if changed and not self.eval_benchmarks:
             return [f"{', '.join(changed)} would be ignored. Set eval_benchmarks, or remove the key."]
         if self.eval_temperature == 0 and self.eval_num_samples > 1:
             return ["eval_temperature=0 generates equal completions of a problem. Set eval_num_samples: 1."]
-        if "pass@" in best and best.rpartition("pass@")[2].partition("_")[0] not in ks:
+        ks: list[str] = []
+        if self.eval_benchmarks:
+            ks = [str(k) for k in DEFAULT_KS if k <= self.eval_num_samples]
+        k_of_best = best.rpartition("pass@")[2].partition("_")[0]  # of "eval_pass@8" or "eval_pass@8_lower"
+        if "pass@" in best and k_of_best not in ks:
             return [
                 f"metric_for_best_model={best!r} would not be measured: k is {' or '.join(ks) or 'not measured'} "
                 f"with eval_num_samples={self.eval_num_samples} and eval_benchmarks={self.eval_benchmarks}."
             ]
         return []
 
-    def _lag_error(self) -> str | None:
-        """Return the middle of an error message if the settings do not allow generation ahead of training."""
+    def _lag_errors(self) -> list[str]:
+        """Return an error message if the settings do not allow generation ahead of training."""
+        name = f"rollout_lag={self.rollout_lag}"
         if not self.supports_rollout_lag:
-            reason = "the method generates again, or reads the current policy. Use pacs, grpo, rloo, maxrl, or real"
-            return f"is not supported by {type(self).__name__}: {reason}"
+            return [
+                f"{name} is not supported by {type(self).__name__}: the method generates again, or reads the current "
+                "policy. Use pacs, grpo, rloo, maxrl, or real, or remove the key."
+            ]
         if self.use_vllm and self.vllm_mode == "colocate":
-            reason = "vllm_mode: colocate generates on the GPUs that train"
-            return f"needs an engine beside training, and {reason}. Set vllm_mode: server and start a server"
+            return [
+                f"{name} needs an engine beside training, and vllm_mode: colocate generates on the GPUs that train. "
+                "Set vllm_mode: server and start a server, or remove the key."
+            ]
         if self.use_vllm and self.rollout_lag > 1:
-            return "is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1"
+            return [
+                f"{name} is for the engine process; a server holds the weights of one batch. Set rollout_lag: 1, or "
+                "remove the key."
+            ]
         if self.gradient_accumulation_steps > self.steps_per_generation:
-            reason = "counts generation batches, and an optimizer step learns from several"
-            return f"{reason}. Set steps_per_generation={self.gradient_accumulation_steps} or a multiple"
-        return None
+            return [
+                f"{name} counts generation batches, and an optimizer step learns from several. Set "
+                f"steps_per_generation={self.gradient_accumulation_steps} or a multiple, or remove the key."
+            ]
+        return []
 
     def _continuous_errors(self) -> list[str]:
         """Return one message per setting that contradicts `rollout_schedule: continuous`."""
-        name, errors = "rollout_schedule: continuous", []
+        name = "rollout_schedule: continuous"
+        errors = []
         if not self.supports_rollout_lag:
             errors.append(
                 f"{name} is not supported by {type(self).__name__}: the method generates again, or reads the current "
@@ -511,8 +553,8 @@ class RolloutConfig(MethodSettings, GRPOConfig):
             errors.append(
                 f"{name} replaces rollout_lag and stale_logps: log-probs are those of the engine. Remove both keys."
             )
-        one_step = self.steps_per_generation == self.gradient_accumulation_steps and self.num_iterations == 1
-        if not one_step or self.completions_per_step is not None:
+        has_one_step = self.steps_per_generation == self.gradient_accumulation_steps and self.num_iterations == 1
+        if not has_one_step or self.completions_per_step is not None:
             errors.append(
                 f"{name} takes new groups for each optimizer step, and each once. Set steps_per_generation to "
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps} and num_iterations: 1, and remove "

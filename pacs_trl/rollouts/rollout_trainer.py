@@ -31,9 +31,10 @@ from ..update.generation import faster_generation
 from ..update.rollout import Rollout, as_numbers, labels_from_rewards, unpad_rollouts, weighted_rewards
 from ..update.startup_check import choose_forward_pass, disable_noise
 from ..update.step_sizes import BatchSizes
-from . import checkpoint, completion_columns, image_checkpoints, mxfp4
+from . import completion_columns, image_checkpoints, mxfp4
 from .adapter_checks import check_adapter_of_tied_weights, check_lora_targets
 from .argument_checks import check_arguments, check_config_class
+from .compared_settings import check_fixed, fixed_settings
 from .console import shorten_console
 from .dataset_checks import check_columns, check_environment_names, check_golds
 from .engine import Engine, engine_with_lora
@@ -55,6 +56,7 @@ from .process_checks import check_dataset, check_whole_weights, shared_turns_err
 from .prompt_lengths import check_lengths
 from .publication import Publication
 from .recomputation_checks import check_recomputation_of_shared_keys
+from .request_seeds import request_seed
 from .resumable_trainer import ResumableTrainer
 from .reward_functions import (
     bind_arguments,
@@ -123,7 +125,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         mxfp4.check_mxfp4(model, config, args, arguments)
         self._has_language_model_inside = image_checkpoints.has_language_model_inside(config)
         if self._has_language_model_inside:
-            self._reads_images = image_checkpoints.has_images(args, arguments)
+            self._reads_images = image_checkpoints.has_images(arguments)
             if self._reads_images:
                 image_checkpoints.prepare_for_images(model, config, name, args, arguments)
             else:
@@ -147,7 +149,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         self._card_facts: dict[str, Any] = {}  # arguments of `create_model_card`
         self._is_saved = False  # in `output_dir`
         self._reset_run()
-        self._fixed_settings = checkpoint.fixed_settings(self.args)
+        self._fixed_settings = fixed_settings(self.args)
         self._step_start = StepStart(self)
         self.add_callback(self._step_start)
         self._logged_loss = LoggedLoss(self)
@@ -392,7 +394,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
     def _seed_of_group(self, group: int) -> int:
         """Return the seed with which environments start for a group. Every evaluation repeats its seeds."""
         stream = "environments" if self.model.training else "environments/evaluation"
-        return checkpoint.request_seed(f"{self.args.seed}/{stream}", group)
+        return request_seed(f"{self.args.seed}/{stream}", group)
 
     def first_row(self, num_rows: int) -> int:
         """Return the index of the first of this process's `num_rows` completions among those of all processes."""
@@ -649,7 +651,7 @@ class RolloutTrainer(ImagePrompts, UserCode, BenchmarkEvaluation, Publication, R
         return prepared
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        checkpoint.check_fixed(self)
+        check_fixed(self)
         with self.timer.part("update"):
             return super().training_step(model, inputs, num_items_in_batch)
 

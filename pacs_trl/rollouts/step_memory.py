@@ -4,28 +4,29 @@
 what they are now, and lowers them.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
+from accelerate.utils.memory import clear_device_cache
 
 from ..errors import FailedRun
 from ..plan.cost import RECOMPUTATIONS
 from ..plan.workload import MemoryChoice, chooses
 from ..update.driver import OutOfMemoryElsewhere, StepResult
+from ..update.groups import Groups
 from ..update.minibatch import Minibatch
 from ..update.peft_models import without_peft
 from ..update.recomputation import set_recomputation
-from .checkpoint import fixed_settings
-from .memory import (
-    MemoryPlan,
-    StartOfUpdate,
-    largest_micro_batch,
-    moments_of_optimizer,
-    set_checkpointing,
-    trial_minibatch,
-)
+from ..update.reference import local_shard
+from ..update.rollout import Rollout
+from .compared_settings import fixed_settings
+from .memory import MemoryPlan, set_checkpointing
+from .random_numbers import random_states, restore_random_states
 
 
 if TYPE_CHECKING:
@@ -130,8 +131,9 @@ class StepMemory:
         if driver.lower_max_tokens(minibatch):
             size = driver.limits.max_tokens
             self.choice = self.choice._replace(max_tokens=size, reason=f"out of memory in step {step}")
-            for waiting in {id(m): m for m in [minibatch, *self.trainer._waiting.minibatches]}.values():
-                driver.split(waiting)
+            minibatches = [minibatch, *self.trainer._waiting.minibatches]
+            for distinct in {id(each): each for each in minibatches}.values():  # `minibatch` may wait too
+                driver.split(distinct)
         else:
             self._recompute_more(step)
         self.trainer.accelerator.print(
@@ -168,3 +170,74 @@ class StepMemory:
 def backward_cost(args: "ExactUpdateConfig") -> int:
     """Return the cost of a backward pass in forward passes: 2, and 3 if it computes activations again."""
     return 3 if args.gradient_checkpointing else 2
+
+
+# Repeated and tried steps -------------------------------------------------------------------------------------------
+
+
+class StartOfUpdate:
+    """
+    State of a trainer before the passes of an update, to which [`restore`] returns: random numbers, metrics of
+    training, the work that its timer counts, and the attributes that checkpoints contain (a method may update running
+    means in a pass), of which containers are copied, but not what they contain. Besides these, passes change only
+    gradients.
+    """
+
+    def __init__(self, trainer: "ExactUpdateTrainer"):
+        self._trainer = trainer
+        self._random_states = random_states(trainer.accelerator.device)
+        self._metrics = {name: list(values) for name, values in trainer._metrics["train"].items()}
+        self._work = trainer.timer.work.copy()
+        self._attributes = {name: copy.copy(getattr(trainer, name)) for name in trainer._saved_attributes}
+
+    def restore(self) -> None:
+        """Set the trainer to this state; it can be restored several times."""
+        trainer = self._trainer
+        restore_random_states(self._random_states, trainer.accelerator.device)
+        metrics, work = trainer._metrics["train"], trainer.timer.work
+        metrics.clear()
+        metrics.update({name: list(values) for name, values in self._metrics.items()})
+        work.clear()
+        work.update(self._work)
+        for name, value in self._attributes.items():
+            setattr(trainer, name, copy.copy(value))
+        clear_device_cache(garbage_collection=True)
+
+
+def largest_micro_batch(num_tokens: int, prompt: int, completion: int) -> list[Rollout]:
+    """Return rollouts of `num_tokens` tokens together: as many as possible with the largest lengths of `prompt` and
+    `completion`, and the rest. Prompts differ, so that none is computed once for several rollouts."""
+    num_longest, rest = divmod(num_tokens, prompt + completion)
+    lengths = [(prompt, completion)] * num_longest
+    if rest > 1:  # a prompt and a completion have at least a token each
+        lengths.append((1, rest - 1))
+    return [
+        Rollout(
+            prompt_ids=np.full(prompt_length, i, dtype=np.int32),
+            completion_ids=np.zeros(completion_length, dtype=np.int32),
+            loss_mask=np.ones(completion_length, dtype=bool),
+            label=0.0,
+        )
+        for i, (prompt_length, completion_length) in enumerate(lengths)
+    ]
+
+
+def trial_minibatch(rollouts: list[Rollout], num_processes: int) -> Minibatch:
+    """Return a minibatch in which every process has all of the rollouts in two micro-batches, the second of which adds
+    its gradient to that of the first."""
+    indices = list(range(len(rollouts)))
+    groups = Groups(torch.zeros(len(rollouts)), indices)
+    return Minibatch(rollouts, groups, [[indices, indices] for _ in range(num_processes)], whole_groups=False)
+
+
+@contextmanager
+def moments_of_optimizer(model: torch.nn.Module, device: torch.device) -> Iterator[torch.Tensor]:
+    """Occupy the memory of Adam's moments of this process's weights on a device, which are allocated after the first
+    backward pass. FSDP may have the weights, and so the moments, in memory of the CPU."""
+    shards = [local_shard(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    num_trained = sum(shard.numel() for shard in shards if shard.device.type == device.type)
+    moments = torch.empty(2 * num_trained, device=device)
+    try:
+        yield moments
+    finally:
+        del moments

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from .checkpoint import random_states, restore_random_states
+from .random_numbers import random_states, restore_random_states
 
 
 class StepStart(TrainerCallback):

@@ -109,8 +109,8 @@ def test_the_other_ranks_end_with_one_message(tmp_path, failure):
 def test_a_rank_that_told_and_ended_is_not_repeated(monkeypatch):
     store = HashStore()
     first, second = (rank_watch.RankWatch(store, rank, NUM_RANKS, limit=6, output_dir="absent") for rank in range(2))
-    first._write("running")
-    second._read()
+    first._write_sign("running")
+    second._read_signs()
     assert first._tells() and first._tells()  # its main thread and its watch ask
     monkeypatch.setattr(second, "_is_dead", lambda rank: True)  # the first one has ended meanwhile
     assert second._is_first_alive() and not second._tells()
@@ -121,8 +121,8 @@ def test_the_message_is_two_sentences(num_ranks, words):
     store = HashStore()
     first, second = (rank_watch.RankWatch(store, rank, num_ranks, limit=6, output_dir="absent") for rank in range(2))
     second.fail(FailedRun("The reward function 'r' called sys.exit(3). Raise an exception."))
-    first._read()
-    first.problem = first._problem()
+    first._read_signs()
+    first.problem = first._find_problem()
     assert f"sys.exit(3). Raise an exception, so the {words} stopped. Find the cause" in first._message()
 
 
@@ -139,8 +139,8 @@ def test_an_error_that_reads_like_one_of_a_collective_operation_is_told_if_all_o
     ):
         raise RuntimeError("server timed out")  # of a reward function
     other = rank_watch.RankWatch(store, 0, 2, limit=6, output_dir="absent")
-    other._read()
-    assert "has failed with RuntimeError: server timed out" in other._problem()
+    other._read_signs()
+    assert "has failed with RuntimeError: server timed out" in other._find_problem()
 
 
 def train_again(directory: Path) -> int:

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from pacs_trl import GRPOTrainer, MaxRLTrainer, PACSTrainer, REALTrainer, RLOOTrainer
 from pacs_trl.errors import FailedRun
 from pacs_trl.rollouts import server_connection
-from pacs_trl.rollouts.checkpoint import indices_of_generation
+from pacs_trl.rollouts.prompt_order import indices_of_generation
 from pacs_trl.rollouts.rollout_worker import GradedGroup
 
 

@@ -408,6 +408,18 @@ def test_lengths_of_prompts_are_those_that_the_model_reads():
         build(OURS["GRPO"], "qwen2_5_vl", dataset=rows(), max_completion_length=480)
 
 
+def test_an_image_block_after_a_turn_of_text_has_the_image_of_the_row():
+    """TRL would add a placeholder to the first text of a user as well, and then miss an image."""
+    question = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    turns = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Yes?"}]
+    image = picture(0)
+    filled = prompt_with_images({"prompt": [*turns, {"role": "user", "content": question}], "image": image})
+    assert [block["type"] for message in filled for block in message["content"]] == ["text", "text", "image", "text"]
+    assert filled[0]["content"] == [{"type": "text", "text": "Hello."}]
+    assert filled[2]["content"][0]["image"].tobytes() == image.tobytes()
+    assert turns[0]["content"] == "Hello." and question[0] == {"type": "image"}
+
+
 BLOCK = {"type": "image"}
 BROKEN = {
     "more placeholders than images": ({"content": [BLOCK, BLOCK], "images": ["a.png"]}, "2 image block.* 1 image"),
@@ -483,6 +495,20 @@ def test_settings_that_cannot_train_on_images_are_named(tmp_path):
     arguments = dict.fromkeys(("tools", "environment_factory", "rollout_func")) | {"reward_funcs": [digit_reward]}
     args = pacs_trl.PPOConfig(str(tmp_path), bf16=False, use_cpu=True)
     with pytest.raises(ValueError, match="PPOConfig"):
+        check_settings_for_images(args, arguments)
+
+
+def test_the_version_of_fsdp_with_images_is_that_of_trainer(tmp_path, monkeypatch):
+    """Which is 2 unless `fsdp_config` says otherwise; with `accelerate launch` it is that of the launcher."""
+    arguments = dict.fromkeys(("tools", "environment_factory", "rollout_func")) | {"reward_funcs": [digit_reward]}
+    settings = {"bf16": False, "use_cpu": True, "fsdp": True}
+    check_settings_for_images(pacs_trl.GRPOConfig(str(tmp_path), **settings), arguments)
+    args = pacs_trl.GRPOConfig(str(tmp_path), fsdp_config={"version": 1}, **settings)
+    with pytest.raises(ValueError, match="FSDP 1 "):
+        check_settings_for_images(args, arguments)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    args = pacs_trl.GRPOConfig(str(tmp_path), bf16=False, use_cpu=True)
+    with pytest.raises(ValueError, match="FSDP 1 "):
         check_settings_for_images(args, arguments)
 
 

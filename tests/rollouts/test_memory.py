@@ -19,7 +19,8 @@ from pacs_trl.errors import FailedRun, UserError
 from pacs_trl.plan import cost
 from pacs_trl.plan.sharding import Sharding
 from pacs_trl.rollouts import memory
-from pacs_trl.rollouts.memory import DeviceMemory, StartOfUpdate
+from pacs_trl.rollouts.memory import DeviceMemory
+from pacs_trl.rollouts.step_memory import StartOfUpdate, moments_of_optimizer
 from pacs_trl.update.driver import UpdateDriver
 from pacs_trl.update.microbatching import MicroBatchConfig
 from pacs_trl.update.rollout import Rollout
@@ -232,12 +233,14 @@ def test_settings_of_fsdp_are_those_that_trainer_passes(tmp_path, monkeypatch):
     assert room == pytest.approx(MEMORY_WITHOUT_STATE - 8 * PARAMETERS, abs=2)
 
 
-def test_auto_is_refused_where_fsdp_recomputes(tmp_path, monkeypatch):
-    """By `fsdp_config`, or by a variable of the launcher."""
-    recomputes = {"activation_checkpointing": True}
-    for variables, more in (({}, recomputes), ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, {})):
-        with pytest.raises(UserError, match="fsdp_activation_checkpointing: true"):
-            room_of_launch(tmp_path, monkeypatch, variables, fsdp=True, fsdp_config=more)
+def test_fsdp_that_recomputes_in_any_case_leaves_no_choice(tmp_path, monkeypatch):
+    """By a variable of the launcher, or by `fsdp_config`, whose argument Trainer passes."""
+    variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_ACTIVATION_CHECKPOINTING": "true"}
+    with monkeypatch.context() as of_launcher, pytest.raises(UserError, match="fsdp_activation_checkpointing: true"):
+        room_of_launch(tmp_path, of_launcher, variables)
+    settings = {"fsdp": True, "fsdp_config": {"activation_checkpointing": True}}
+    with pytest.raises(UserError, match="fsdp_activation_checkpointing: true"):
+        room_of_launch(tmp_path, monkeypatch, {}, **settings)
 
 
 BUCKET = 4 * cost.ZERO_BUCKET
@@ -297,7 +300,7 @@ def test_moments_on_the_cpu_do_not_occupy_the_device():
     """FSDP offloads them with the weights; the meta device stands in for a GPU."""
     device = torch.device("meta")
     for model, number in ((torch.nn.Linear(3, 5), 0), (torch.nn.Linear(3, 5, device=device), 2 * 20)):
-        with memory.moments_of_optimizer(model, device) as moments:
+        with moments_of_optimizer(model, device) as moments:
             assert moments.numel() == number
 
 

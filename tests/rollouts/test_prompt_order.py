@@ -6,8 +6,7 @@ import pytest
 import torch
 from trl.trainer.utils import RepeatSampler
 
-from pacs_trl.rollouts.checkpoint import EpochSampler, indices_of_generation
-from pacs_trl.rollouts.prompt_order import epoch_order
+from pacs_trl.rollouts.prompt_order import EpochSampler, epoch_order, indices_of_generation
 
 
 def trainer_with(num_rows, *, shuffle=True, epoch=0):

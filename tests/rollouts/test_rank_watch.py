@@ -18,11 +18,11 @@ ABSENT = 2**22 + 1  # process ids of Linux are smaller
 def problem_of_other_rank(**changes):
     """Return the problem that a rank finds when another one has just given a sign of life."""
     watch = rank_watch.RankWatch(HashStore(), 0, 2, limit=6, output_dir="absent")
-    watch._write("running")
-    watch._read()
-    sign, _ = watch._last[0]
-    watch._last[1] = sign | changes, time.monotonic()
-    return watch._problem()
+    watch._write_sign("running")
+    watch._read_signs()
+    watch._last_signs[1] = watch._last_signs[0]._replace(**changes)
+    watch._times_of_signs[1] = time.monotonic()
+    return watch._find_problem()
 
 
 @needs_proc
@@ -46,8 +46,8 @@ def test_a_run_does_not_read_how_an_earlier_one_ended():
     )
     first.fail(ValueError("no such column"))
     assert first._is_first_to_tell()
-    second._read()
-    assert second._problem() is None
+    second._read_signs()
+    assert second._find_problem() is None
     assert second._is_first_to_tell()
 
 

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pacs_trl import GRPOTrainer, rewards
 from pacs_trl.errors import FailedRun
-from pacs_trl.rollouts.checkpoint import check_same_adapter, check_same_model
 from pacs_trl.rollouts.checkpoint_files import FILE_LIST, last_checkpoint, write_file_list
+from pacs_trl.rollouts.compared_settings import check_same_adapter, check_same_model
 
 
 FOUR_UPDATES = {  # of two groups of four, per generation

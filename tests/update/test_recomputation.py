@@ -12,7 +12,8 @@ from support.runs import build_trainer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
-from pacs_trl.rollouts.memory import MemoryPlan, largest_micro_batch
+from pacs_trl.rollouts.memory import MemoryPlan
+from pacs_trl.rollouts.step_memory import largest_micro_batch
 from pacs_trl.update import compiled_layers, packed_attention
 from pacs_trl.update.compiled_layers import CompiledLayers
 from pacs_trl.update.forward_pass import ForwardPass, fused_head
