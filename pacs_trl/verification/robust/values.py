@@ -99,6 +99,11 @@ _BASED = re.compile(
     r"(\d+|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve)\s*\}?\s*\)?\s*\}?"
 )
 _BASES = "two three four five six seven eight nine ten eleven twelve".split()
+# `- \frac{1}{2}\text{j}`, of which normalized text has `\text` for any font.
+_UNIT_VECTOR = re.compile(
+    r"\s*([-+]?\s*(?:\d+(?:\.\d+)?|\\frac\s*\{\d+\}\s*\{\d+\})?)\s*\\(?:text|hat|vec)\s*\{\s*\\?([ijk])(?:math)?\s*\}\s*"
+)
+_UNIT_VECTORS = re.compile(rf"(?:{_UNIT_VECTOR.pattern}){{2,3}}")
 _RELATION = re.compile(r"\\(?:leq|geq|neq|approx|equiv|in|sim)(?![A-Za-z])|[<>]|(?<![\\!<>:])=|:=")
 
 
@@ -118,6 +123,8 @@ def read_value(text: str, commas_separate: bool = False) -> Any:
         return condition_of_set
     if (quantity := read_two_units(text)) is not None:
         return quantity
+    if (vector := _read_unit_vectors(text)) is not None:
+        return vector
     if (union := _read_union(text)) is not None:
         return union
     brackets = brackets_around(text)
@@ -200,6 +207,19 @@ def _read_set_builder(text: str) -> Relation | None:
         return None
     condition = read_value(set_builder["in_braces"] or set_builder["bare"], True)
     return condition if isinstance(condition, Relation) else None
+
+
+def _read_unit_vectors(text: str) -> Sequence | None:
+    """Return a sum of multiples of unit vectors, `2\\hat{i} - \\hat{j}`, as a point; `None` for others."""
+    if not _UNIT_VECTORS.fullmatch(text):
+        return None
+    components = {vector: factor.replace(" ", "") for factor, vector in _UNIT_VECTOR.findall(text)}
+    if len(components) < 2 or len(components) < len(_UNIT_VECTOR.findall(text)):
+        return None
+    factors = (components.get(vector, "0") for vector in ("ijk" if "k" in components else "ij"))
+    return Sequence(
+        "()", tuple(read_value(factor + "1" if factor in ("", "+", "-") else factor) for factor in factors)
+    )
 
 
 def _read_union(text: str) -> Union | None:
